@@ -100,14 +100,19 @@ async def serve_grpc(
     stack: AsyncExitStack,
 ) -> None:
     """Start the server that `make` binds to `path`, now and whenever its file is found missing; `stack` stops it.
-    `admit(path)` says who may connect. The server before takes nothing new, and ends with its last call."""
+    `admit(path)` says who may connect; where it raises, nothing is served, and no file is left. The server before takes
+    nothing new, and ends with its last call."""
     served: list[grpc.aio.Server] = []
     leaving: set[asyncio.Task[None]] = set()
 
     async def bind() -> None:
-        server = make()
-        await start_server(server, stack)
-        admit(path)
+        async with AsyncExitStack() as started:
+            started.callback(remove_socket, path)
+            server = make()
+            await start_server(server, started)
+            admit(path)
+            started.pop_all()
+        stack.push_async_callback(server.stop, STOP_S)
         for former in served:
             leaving.add(task := asyncio.create_task(former.stop(_LEAVING_S)))
             task.add_done_callback(leaving.discard)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -240,3 +241,26 @@ def test_blocks_that_are_lost_are_shared_again_and_never_wrong(tmp_path: Path) -
 
     run(tmp_path / "first", first, store, ALL)
     run(tmp_path / "second", second, store, EVICTED)
+
+
+def test_a_mistake_in_the_last_copies_does_not_hold_up_what_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = LossyStore()
+
+    async def scenario(driven: DrivenStore) -> None:
+        (sharing,) = driven.small.store.sharing
+        is_copied, left = sharing._damage.is_copied, [AT_ONCE]
+
+        def fail_at_first(*outcome: Any) -> bool:
+            left[0] -= 1
+            if left[0] >= 0:
+                raise ZeroDivisionError("a mistake")
+            return is_copied(*outcome)
+
+        monkeypatch.setattr(sharing._damage, "is_copied", fail_at_first)
+        await driven.put(keys_of(1, 3 * AT_ONCE), DurabilityMode.NONE)
+        await shared_all(driven)
+        assert left[0] < 0 and shared(store) == set(keys_of(1, 3 * AT_ONCE))
+
+    run(tmp_path, scenario, store, ALL)

@@ -245,3 +245,17 @@ def test_a_gpu_stands_where_the_configuration_says() -> None:
     assert names("tier.vram.before_host=true") == ["vram", "host", "nvme"]
     second = ("tier.far.kind=memory", "tier.far.capacity=1GiB", "tier.old.kind=gpu", "tier.old.capacity=64MiB")
     assert names("tier.vram.before_host=true", *second) == ["vram", "host", "old", "far", "nvme"]
+
+
+def test_a_write_that_waits_for_its_batch_is_made_from_the_memory_that_still_has_the_block(tmp_path: Path) -> None:
+    async def what(store: DrivenStore, device: FaultyTier) -> None:
+        small, keys = store.small, keys_of(1, 1)
+        await copied(store, keys, durable=False)
+        row = small.residency.find(store.client.tenant_id, keys[0])
+        settled = small.writeback.write_through(row)  # gathers, with the copy that is fastest to read
+        link = small.writeback.gate.backlog.writes[small.residency.token(row)].link
+        small.store.damage.lost(link.source, row, "the test says so")
+        async with asyncio.timeout(60):
+            assert await settled
+
+    drive(tmp_path, what, "durability.batch_ms=20")

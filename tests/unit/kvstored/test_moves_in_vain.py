@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvstore_tiers.base import Slot
+from kvstore_tiers.testing.faulty import Fault
 from kvstored.store.endurance.budget import COMMIT_BYTES
 from kvstored.store.transfer.gate import Refusal
 from kvstored.store.transfer.lane import Priority
@@ -115,5 +117,27 @@ def test_nothing_is_charged_for_a_write_that_fails_to_make_room(
                 assert not await settled
         assert small.writeback.gate.refusal_of(row) is Refusal.ROOM
         assert small.store.endurance.report().spent_bytes - before_bytes in (0, COMMIT_BYTES)
+
+    over_nvme(tmp_path, scenario)
+
+
+def test_a_caller_who_comes_when_a_write_has_just_failed_gets_its_end(tmp_path: Path) -> None:
+    """In the turn between the end of the transfer and what follows it, the medium's word is as good as new."""
+
+    async def scenario(small: SmallStore) -> None:
+        row = await small.store_in(small.mapped, 3)
+        small.disk.plan(Fault("write", "fail", errno=errno.EIO))
+        first = small.writeback.write_through(row, at_once=True)
+        write = small.writeback.gate.backlog.writes[small.residency.token(row)]
+        assert write.outcome is not None and not write.outcome.done()
+        came: list[asyncio.Future[bool]] = []
+        write.outcome.add_done_callback(lambda _: came.append(small.writeback.write_through(row, at_once=True)))
+        async with asyncio.timeout(FAR_S):
+            assert not await first
+            assert not await came[0]
+        assert small.writeback.gate.refusal_of(row) is Refusal.WRITE_FAILED
+        small.disk.plan()
+        async with asyncio.timeout(FAR_S):
+            assert await small.writeback.write_through(row, at_once=True), "asked again later, it is written"
 
     over_nvme(tmp_path, scenario)

@@ -7,12 +7,15 @@ import errno
 import logging
 import os
 import shutil
+from collections.abc import Callable
+from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from kvstored.socket_files import LOOK_S, SocketFiles
+from kvstored.rpc.grpc_socket import bind_grpc
+from kvstored.socket_files import LOOK_S, SocketFiles, serve_grpc
 from kvstored.sockets import SocketError
 
 
@@ -124,3 +127,39 @@ def test_a_file_for_which_there_is_no_room_is_not_bound_and_said_once(
 
     asyncio.run(run())
     assert caplog.text.count("cannot be made again: No space left on device") == 1
+
+
+def test_a_server_whose_socket_no_client_may_use_is_stopped_and_bound_again(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The group is gone when the file is made again, and there again at the look after it."""
+    path, is_refused = place.directory / "a", False
+
+    def admit(_: Path) -> None:
+        if is_refused:
+            raise SocketError("there is no such group")
+
+    async def look(is_done: Callable[[], bool]) -> None:
+        place.now_s += LOOK_S
+        place.files.tick()
+        async with asyncio.timeout(60):
+            while not is_done():
+                await asyncio.sleep(0.001)
+
+    async def run() -> None:
+        nonlocal is_refused
+        async with AsyncExitStack() as stack:
+            await serve_grpc(
+                place.files, path, partial(bind_grpc, path, max_message_bytes=1024, connections=1), admit, stack
+            )
+            path.unlink()
+            is_refused = True
+            await look(lambda: "there is no such group" in caplog.text)
+            assert not path.exists(), "nobody may connect there"
+            is_refused = False
+            await look(path.exists)
+            await place.files.close()
+            assert not path.exists()
+
+    asyncio.run(run())
+    assert "another process" not in caplog.text

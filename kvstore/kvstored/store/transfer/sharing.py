@@ -144,16 +144,18 @@ class Sharing:
         self._moves.begin(BlockMove(token, nbytes, tenant, self._link, Priority.DEMOTION), self._share, slot)
 
     async def _share(self, move: BlockMove) -> bool:
-        outcome = await self._moves.copied(move)
-        is_copied = self._damage.is_copied(move, outcome)
-        row = self._residency.current(move.token)
-        if is_copied:
-            self._counters.add(self._copied)
-            if self._absences is not None and row >= 0:
-                self._absences.forget(move.tenant, [self._residency.key(row)])
-        elif outcome is not Unmoved.IN_VAIN and outcome is not Unmoved.LANE_FULL:
-            self._path.clear()  # the blocks after it could not be found without it
-        self._moves.end(move)
-        if self._path or self._chains:
-            self.tick()
-        return is_copied
+        try:
+            outcome = await self._moves.copied(move)
+            is_copied = self._damage.is_copied(move, outcome)
+            row = self._residency.current(move.token)
+            if is_copied:
+                self._counters.add(self._copied)
+                if self._absences is not None and row >= 0:
+                    self._absences.forget(move.tenant, [self._residency.key(row)])
+            elif outcome is not Unmoved.IN_VAIN and outcome is not Unmoved.LANE_FULL:
+                self._path.clear()  # the blocks after it could not be found without it
+            return is_copied
+        finally:  # after a mistake of ours too: nothing else may come that looks at what waits
+            self._moves.end(move)
+            if self._path or self._chains:
+                self.tick()

@@ -268,6 +268,9 @@ class WriteBack:
         batch, self._backlog.gathering = self._backlog.gathering, []
         for write in batch:
             row = self._residency.current(write.token)
+            source = self._residency.fastest_in_memory(row) if row >= 0 else -1
+            if source >= 0:
+                write.link = self._links[source]  # where it gathered, the copy that it had then may have been lost
             slot = self._room.allocate_now(write.nbytes, write.tenant) if row >= 0 else None
             self._writes.begin(write, self._write, slot)
 
