@@ -52,22 +52,11 @@ class _Stored:
     """The portions of one put, and what became of their blocks so far."""
 
     def __init__(self, progress: Progress, arguments: argparse.Namespace) -> None:
-        self._progress = progress
-        self._arguments = arguments
+        self._progress, self._durability = progress, arguments.durability
+        self.timeout_s: float = arguments.timeout
+        self.replaces: bool = arguments.replace
+        self.block_bytes: int = arguments.block_size
         self.blocks = self.present = self.durable = self.nbytes = 0
-
-    @property
-    def timeout_s(self) -> float:
-        timeout_s: float = self._arguments.timeout
-        return timeout_s
-
-    @property
-    def replaces(self) -> bool:
-        return bool(self._arguments.replace)
-
-    @property
-    def block_bytes(self) -> int:
-        return int(self._arguments.block_size)
 
     def add(
         self, session: Session, tokens: Any, payloads: Sequence[Payload], first: int, group: int, payload_bytes: int
@@ -79,7 +68,7 @@ class _Stored:
             first_block=first,
             group=group,
             payload_bytes=payload_bytes,
-            durability=self._arguments.durability,
+            durability=self._durability,
             wait="settled",
             deadline_s=self.timeout_s,
         )

@@ -21,6 +21,7 @@ import os
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial, wraps
+from operator import attrgetter
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -143,6 +144,11 @@ class AsyncSession:
             raise invalid("this session is closed") from None
 
 
+def _shown(name: str) -> Any:
+    """Return a property that shows the attribute of that name of the stream beneath."""
+    return property(attrgetter(f"_stream.{name}"))
+
+
 class AsyncLeaseStream:
     """As `LeaseStream`, for one task, with `async for`. Closing it does not block and releases everything, so `with` is
     enough. A run that a cancelled task was waiting for is not lost: the next iteration gets it.
@@ -153,29 +159,12 @@ class AsyncLeaseStream:
         self._submit = submit
         self._next: Future[LeasedRun | None] | None = None
 
-    @property
-    def group(self) -> LayerGroup:
-        return self._stream.group
-
-    @property
-    def tiers(self) -> tuple[str, ...]:
-        return self._stream.tiers
-
-    @property
-    def ready_s(self) -> tuple[float, ...]:
-        return self._stream.ready_s
-
-    @property
-    def reason(self) -> str:
-        return self._stream.reason
-
-    @property
-    def blocks(self) -> int:
-        return self._stream.blocks
-
-    @property
-    def payload_bytes(self) -> int:
-        return self._stream.payload_bytes
+    group: LayerGroup = _shown("group")
+    tiers: tuple[str, ...] = _shown("tiers")
+    ready_s: tuple[float, ...] = _shown("ready_s")
+    reason: str = _shown("reason")
+    blocks: int = _shown("blocks")
+    payload_bytes: int = _shown("payload_bytes")
 
     async def expect(self) -> int:
         """As `LeaseStream.expect`."""

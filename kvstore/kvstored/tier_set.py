@@ -54,10 +54,6 @@ class TierSet(int):
         """Return the tiers that are in this set or in `other`."""
         return TIER_SETS[self | other]
 
-    def intersection(self, other: int) -> TierSet:
-        """Return the tiers that are in `other` too."""
-        return TIER_SETS[self & other]
-
     def difference(self, other: int) -> TierSet:
         """Return the tiers that are not in `other`."""
         return TIER_SETS[self & ~other]

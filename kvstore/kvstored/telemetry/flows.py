@@ -53,7 +53,6 @@ class TierFlow:
     promoted_blocks: int = 0
     demoted_blocks: int = 0
     evicted_blocks: int = 0
-    expired_blocks: int = 0
 
 
 @dataclass(slots=True)

@@ -167,7 +167,4 @@ class Eviction:
             self._counters.add("expired_blocks" if cause is Cause.EXPIRED else "evicted_blocks")
         else:
             return
-        if cause is Cause.EXPIRED:
-            self._flow.expired_blocks += 1
-        else:
-            self._flow.evicted_blocks += 1
+        self._flow.evicted_blocks += cause is not Cause.EXPIRED
