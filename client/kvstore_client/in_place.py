@@ -61,7 +61,7 @@ class InPlacePut(PutPart):
     _reserved: dict[int, _Reserved] = field(default_factory=dict, init=False)  # by number
     _current: _Reserved | None = field(default=None, init=False)
 
-    run_bytes: ClassVar = 1 << 20
+    run_bytes: ClassVar = 4 << 20
     last_bytes: ClassVar = 1 << 20  # the daemon checksums so much without a hand-over to a thread
 
     def __post_init__(self) -> None:
