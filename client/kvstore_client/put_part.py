@@ -146,7 +146,7 @@ class PutPart:
         raise NotImplementedError
 
     def _leave_unwritten(self, run: Run, slots: int) -> None:
-        """Take back so many slots at the end of `run`."""
+        """Take back the last `slots` slots of `run`."""
 
     def _late(self) -> None:
         """The time is up, and some blocks are not written."""

@@ -88,7 +88,7 @@ class PutVerb:
     def store_inline(
         self, session: Session, offer: Offer, durability: pb.DurabilityMode.ValueType
     ) -> AsyncGenerator[pb.Response, None]:
-        """Store blocks that were checked, as `Put.store`: such as came in their message."""
+        """Store blocks that were checked, or came in their message, as `Put.store`."""
         return _replies(self._put.store(session, offer, self._mode_of(session, durability)))
 
     def _mode_of(self, session: Session, asked: pb.DurabilityMode.ValueType) -> DurabilityMode:
