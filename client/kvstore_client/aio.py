@@ -146,7 +146,7 @@ class AsyncSession:
 
 def _shown(name: str) -> Any:
     """Return a property that shows the attribute of that name of the stream beneath."""
-    return property(attrgetter(f"_stream.{name}"))
+    return property(attrgetter(f"_stream.{name}"), doc="")
 
 
 class AsyncLeaseStream:

@@ -9,6 +9,7 @@ are sent, and the daemon says whether it wants them after all.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -60,7 +61,7 @@ class Run(NamedTuple):
 
 
 @dataclass(eq=False)
-class PutPart:
+class PutPart(ABC):
     """Use once, in the caller's thread. `believed`: blocks that seem to be there, and are named without being written
     until the daemon wants them. A run has at most `run_bytes`, and the last message `last_bytes`, if that is not 0."""
 
@@ -141,15 +142,17 @@ class PutPart:
             length += 1
         return length
 
+    @abstractmethod
     def _take_run(self, most: int) -> Run | None:
         """Take at most `most` consecutive slots; None without one."""
-        raise NotImplementedError
 
     def _leave_unwritten(self, run: Run, slots: int) -> None:
         """Take back the last `slots` slots of `run`."""
+        return
 
     def _late(self) -> None:
         """The time is up, and some blocks are not written."""
+        return
 
     def _send(self) -> None:
         message, self._unsent = self._unsent, Message()
@@ -176,9 +179,9 @@ class PutPart:
         else:
             self._take(message, message.call, response)
 
+    @abstractmethod
     def _take(self, message: Message, call: Call, response: wire.Response) -> None:
         """Process the answer to `message`. Raises KVStoreError when the daemon finds it wrong."""
-        raise NotImplementedError
 
     def _unanswered(self, message: Message) -> Late | None:
         """Return what an answer is to be given that comes when no thread waits for it any more."""
