@@ -175,15 +175,15 @@ class Lease:
         it is stored, in host memory or on a device. For a `layer` of None of all layers, these the first axis. A group
         that does not say its heads has [token, number]. "bytes" shows what is stored, of any layout. Raises as
         `payload`, and KVStoreError(INVALID) where the fingerprint does not say where K and V are."""
-        leased, address = self.leased(block), self.device_address(block)
+        leased = self.leased(block)
         if self.grant is None:
             raise invalid("a lease that nothing was granted for has no arrays")
         layer = None if layer is None else arguments.count("layer", layer)
-        numbers = self.grant.layout.numbers(leased.payload_bytes, layer, kind)
-        if leased.chunk is not None:
-            return LeaseArray(numbers, address, leased.chunk, self, readonly=True, device=leased.chunk.device)
-        payload = self.payload(block)
-        return LeaseArray(numbers, payload.__array_interface__["data"][0], payload, self, readonly=True)
+        numbers, start = self.grant.layout.numbers(leased.payload_bytes, layer, kind), leased.offset + HEADER_BYTES
+        if (chunk := leased.chunk) is not None:
+            return LeaseArray(numbers, chunk.address + start, chunk, self, readonly=True, device=chunk.device)
+        address = leased.arena.__array_interface__["data"][0] + start
+        return LeaseArray(numbers, address, leased.arena, self, readonly=True)
 
     def hold(self) -> object:
         """Return what defers the release of the blocks as long as something refers to it. Raises BufferError once the

@@ -9,7 +9,7 @@ order under "order". Pure: it knows no memory and no array library.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Final
 
@@ -72,12 +72,20 @@ class KVLayout:
 
     fingerprint: Fingerprint
     group: LayerGroup
+    _known: dict[tuple[int, int | None, str], Numbers] = field(default_factory=dict, repr=False, compare=False)
 
     def numbers(self, payload_bytes: int, layer: int | None, kind: str) -> Numbers:
         """Return where the K ("k") or the V ("v") of a layer is in a payload: [token, head, number of the head], or
         [token, number] where the group does not say its heads; for None of all layers, with these as the first axis.
         "bytes" is what is stored of them, of any layout. `layer` counts the layers of the group. Raises InvalidValue
         with a line that says why there is no such array."""
+        asked = payload_bytes, layer, kind
+        found = self._known.get(asked)
+        if found is None:
+            found = self._known[asked] = self._numbers(payload_bytes, layer, kind)
+        return found
+
+    def _numbers(self, payload_bytes: int, layer: int | None, kind: str) -> Numbers:
         if kind not in KINDS:
             raise InvalidValue(f"kind {kind!r} is unknown; known: {', '.join(KINDS)}")
         if layer is None and kind == "bytes":
