@@ -37,7 +37,7 @@ def parts(cuda: str) -> dict[str, list[str]]:
     """What is downloaded, by part, for a driver of this CUDA: the driver's questions and tests need the first, kernels
     the second, too."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    bindings, nvrtc = project["optional-dependencies"][EXTRAS[cuda]]
+    bindings, nvrtc, _cupy = project["optional-dependencies"][EXTRAS[cuda]]  # `arrays` takes the CuPy that is there
     (ggml,) = (each for each in project["optional-dependencies"]["engine"] if each.startswith("xllamacpp"))
     needed = (
         [*project["dependencies"], bindings, *TESTS], [nvrtc], [ggml], [CUFILES[cuda]], [SANITIZERS[cuda]],

@@ -78,6 +78,7 @@ COPIES = (
 )  # fmt: skip
 TIER = (
     Question("resident-get", "get of blocks resident in the GPU tier", 180, _by("gpu_tier.get_of_resident")),
+    Question("arrays", "K and V of a lease on the device as torch and CuPy take them", 180, _by("gpu_tier.arrays")),
     Question("worker-kills", "kill -9 of the worker: blocks and device memory", 420,
              _by("gpu_tier.worker_kills")),
 )  # fmt: skip

@@ -5,20 +5,26 @@ Owns the daemon that the question asks, until it has been answered.
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from functools import partial
+from typing import Any
 
-from kvstore_client import Lease, Session
+import numpy as np
+
+from kvstore_client import Lease, LeaseArray, Session
+from kvstore_client.memory import Bytes
 from kvstore_cuda.copies import CopyRun, Runs
 from kvstore_cuda.device import CudaDevice
 from kvstore_tiers.base import Slot, TierState
 from kvstore_tiers.gpu import GpuTier
 from kvstore_tiers.testing.transfers import block, get, put
-from support.daemon import bench_daemon, model, payloads, tokens_of
+from support.daemon import LAYERS, bench_daemon, model, payloads, tokens_of
 from support.gpu_answers import Answer, Sizes, known
 from support.gpu_copies import PIECE_BYTES
 from support.gpu_memory import copy_s, on_device, settled_bytes
@@ -95,6 +101,55 @@ def _halves(run: CopyRun) -> Runs:
     """Two of them make a batch, whose ends may both be on the device."""
     half = run.nbytes // 2
     return Runs.of([CopyRun(run.to, run.source, half), CopyRun(run.to + half, run.source + half, run.nbytes - half)])
+
+
+def arrays(device: int, sizes: Sizes) -> Answer:
+    """K and V of each layer of leased blocks: where the driver reads them, and as each library takes them, they are the
+    bytes that were stored."""
+    with resident(device, sizes) as (session, block_bytes):
+        doors = {"the driver": partial(_by_driver, session), **_library_doors(device)}
+        stored = np.stack(payloads(sizes.blocks, block_bytes)).reshape(sizes.blocks, LAYERS, 2, -1)
+        wrong, compared = dict.fromkeys(doors, 0), 0
+        with session.get(tokens_of(1, sizes.blocks)) as lease:
+            for block_number, layer, pair in np.ndindex(len(lease), LAYERS, 2):
+                array, compared = lease.array(block_number, layer, kind="v" if pair else "k"), compared + 1
+                for name, take in doors.items():
+                    taken = np.ascontiguousarray(take(array)).view(np.uint8).reshape(-1)
+                    wrong[name] += not np.array_equal(taken, stored[block_number, layer, pair])
+    figures: dict[str, float] = {f"wrong by {name}": float(count) for name, count in wrong.items()}
+    each = ", ".join(f"{count} by {name}" for name, count in wrong.items())
+    says = f"of {compared} arrays of {stored[0, 0, 0].nbytes >> 10} KiB are wrong: {each}"
+    if len(doors) > 1 or any(wrong.values()):
+        return Answer(not any(wrong.values()), says, figures)
+    missing = "torch for CUDA and CuPy are not installed: pip install 'kvstored[cuda]' (or cuda12, torch)"
+    return Answer(None, f"{says}; {missing}", figures)
+
+
+def _by_driver(session: Session, array: LeaseArray) -> Bytes:
+    nbytes = math.prod(array.shape) * array.strides[-1]
+    (copy,) = session.device.read([(array.address, nbytes)])
+    return copy
+
+
+def _library_doors(device: int) -> dict[str, Callable[[LeaseArray], Any]]:
+    """The ways into libraries that are here and find the device; each gives a copy in host memory."""
+    doors: dict[str, Callable[[LeaseArray], Any]] = {}
+    with contextlib.suppress(ImportError):
+        import torch
+
+        if torch.cuda.is_available():
+            where = f"cuda:{device}"
+            doors["torch.from_dlpack"] = lambda array: torch.from_dlpack(array).cpu().numpy()
+            doors["torch.as_tensor"] = lambda array: torch.as_tensor(array, device=where).cpu().numpy()
+    with contextlib.suppress(ImportError):
+        import cupy
+
+        with contextlib.suppress(cupy.cuda.runtime.CUDARuntimeError):  # a driver that it cannot use
+            cupy.cuda.Device(device).use()
+            cupy.zeros(1)
+            doors["cupy.asarray"] = lambda array: cupy.asnumpy(cupy.asarray(array))
+            doors["cupy.from_dlpack"] = lambda array: cupy.asnumpy(cupy.from_dlpack(array))
+    return doors
 
 
 def worker_kills(device: int, sizes: Sizes) -> Answer:

@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvstore_client.arrays import LeaseArray
     from kvstore_client.entry import connect
     from kvstore_client.errors import DaemonUnavailable
     from kvstore_client.lease import Lease
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from kvstore_client.receipt import PutReceipt
     from kvstore_client.results import Deleted, Lookup, Prefetched, Statistics
     from kvstore_client.session import Session
+    from kvstore_client.slot_arrays import Slot, by_arrays
     from kvstore_proto.errors import ErrorKind, KVStoreError
     from kvstore_proto.fingerprint import Fingerprint, LayerGroup
     from kvstore_proto.identity import BlockKeys
@@ -32,13 +34,16 @@ _HOMES = {
     "LayerGroup": "kvstore_proto.fingerprint",
     "LayerStreams": "kvstore_client.lease_stream",
     "Lease": "kvstore_client.lease",
+    "LeaseArray": "kvstore_client.arrays",
     "LeaseStream": "kvstore_client.lease_stream",
     "LeasedRun": "kvstore_client.lease_stream",
     "Lookup": "kvstore_client.results",
     "Prefetched": "kvstore_client.results",
     "PutReceipt": "kvstore_client.receipt",
     "Session": "kvstore_client.session",
+    "Slot": "kvstore_client.slot_arrays",
     "Statistics": "kvstore_client.results",
+    "by_arrays": "kvstore_client.slot_arrays",
     "connect": "kvstore_client.entry",
 }
 
@@ -52,13 +57,16 @@ __all__ = [
     "LayerGroup",
     "LayerStreams",
     "Lease",
+    "LeaseArray",
     "LeaseStream",
     "LeasedRun",
     "Lookup",
     "Prefetched",
     "PutReceipt",
     "Session",
+    "Slot",
     "Statistics",
+    "by_arrays",
     "connect",
 ]
 

@@ -18,12 +18,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvstore_client.anchors import give_back_dropped
 from kvstore_client.arenas import Arenas, WritableArenas, prefault_all
 from kvstore_client.call import Call, Health, Late
 from kvstore_client.errors import ConnectError
 from kvstore_client.handshake import PROTOCOL_VERSION, Handshake, open_handshake
 from kvstore_client.keys import KeyChains
-from kvstore_client.lease import give_back_dropped
 from kvstore_client.lookup_index import IndexSource
 from kvstore_client.memory import Bytes, map_read_write
 from kvstore_client.paths import DATA_SOCKET, HANDSHAKE_SOCKET

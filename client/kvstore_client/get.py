@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from kvstore_client.anchors import Anchor, anchored
 from kvstore_client.call import Call
 from kvstore_client.daemon_session import DaemonSession
 from kvstore_client.keys import Chain
-from kvstore_client.lease import Anchor, Lease, LeasedBlock, anchored, joined, mismatch
+from kvstore_client.lease import Lease, LeasedBlock, joined, mismatch
 from kvstore_client.lease_stream import LeaseStream, Order, Rest
 from kvstore_client.memory import Bytes, populate
 from kvstore_client.prefix import Prefix
@@ -31,8 +32,8 @@ from kvstore_client.results import (
     miss_reason,
 )
 from kvstore_proto.arena import ALIGNMENT_BYTES, DEVICE_ARENAS, HEADER_BYTES, slot_bytes
-from kvstore_proto.fingerprint import LayerGroup
 from kvstore_proto.identity import BlockKeys
+from kvstore_proto.kv_layout import KVLayout
 from kvstore_proto.token_ids import TokenIds
 from kvstore_proto.v1 import kvstore_pb2 as wire
 
@@ -230,11 +231,11 @@ class Get:
             anchor.let_go()
             self.give_back(reply.lease_id)
             return Lease(reason=reason, resident_blocks=reply.resident_blocks, estimated_load_s=load_s)
-        daemon, group = self._prefix.daemon, self._prefix.group
+        daemon = self._prefix.daemon
         daemon.hold(reply.lease_id)
         return Lease(
             blocks,
-            LeaseGrant(daemon, reply.lease_id, group, self._prefix.fingerprint.block_tokens, anchor),
+            LeaseGrant(daemon, reply.lease_id, KVLayout(self._prefix.fingerprint, self._prefix.group), anchor),
             expires_in_s=reply.expires_in_ms / 1000 - (self._clock() - self._asked_at),
             reason=reason,
             promoted_bytes=reply.promoted_bytes,
@@ -285,13 +286,20 @@ class LeaseGrant:
 
     daemon: DaemonSession
     lease_id: int
-    group: LayerGroup
-    block_tokens: int
+    layout: KVLayout
     anchor: Anchor
 
     @property
     def layer_count(self) -> int:
-        return len(self.group.layers)
+        return len(self.layout.group.layers)
+
+    @property
+    def block_tokens(self) -> int:
+        return self.layout.fingerprint.block_tokens
+
+    @property
+    def name(self) -> str:
+        return str(self.lease_id)
 
     def is_alive(self) -> bool:
         return self.daemon.holder(self.lease_id) is not None
@@ -310,7 +318,7 @@ class LeaseGrant:
         self.daemon.release(self.lease_id)
 
     def chain(self, tokens: TokenIds) -> Chain:
-        return self.daemon.chains.chain(tokens, None, self.group.group_id)
+        return self.daemon.chains.chain(tokens, None, self.layout.group.group_id)
 
 
 def _prefault(blocks: list[LeasedBlock]) -> None:

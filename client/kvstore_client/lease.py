@@ -3,10 +3,8 @@
 Owns the views an engine reads, and whether their content may still be trusted. Never extends itself silently or unmaps
 memory: views are safe to touch for ever, and what ends with the lease is the promise about their *content*. After a
 restart of the daemon a lease goes on if the daemon still has it (`DaemonSession.succeed`). A lease that an engine
-dropped without releasing it, and every view of its blocks, is given back. A finalizer may run inside of any call of any
-thread, so it only notes the lease; the next request gives it back. A note is taken once, and never for a lease that was
-released. A prefix that took several requests has one lease of several, each on the blocks that follow its forerunner's,
-valid only while every part is.
+dropped without releasing it is given back (`anchors`). A prefix that took several requests has one lease of several,
+each on the blocks that follow its forerunner's, valid only while every part is.
 
 Before a byte is used its block is checked in its header: a stale offset, a recycled slot, a colliding key or a daemon's
 mistake becomes a miss. The payload's checksum is the daemon's to verify whenever bytes come from a slower medium.
@@ -17,10 +15,8 @@ Invariants: views are read-only; `valid` turns False before the daemon may recyc
 
 from __future__ import annotations
 
-import os
 import struct
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -28,16 +24,18 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore_client import arguments
+from kvstore_client.anchors import Anchor, give_back_dropped
+from kvstore_client.arrays import Kind, LeaseArray
 from kvstore_client.errors import invalid
 from kvstore_client.keys import Chain
 from kvstore_client.memory import Bytes
 from kvstore_proto.arena import HEADER_BYTES, MAGIC, TOKENS_OFFSET, VERSION
+from kvstore_proto.kv_layout import KVLayout
 from kvstore_proto.token_ids import TokenIds
 
 MAX_MARGIN_S = 0.5
 MARGIN_SHARE = 0.1
 _HEAD = struct.Struct("<4sHH16s84xIQQ")  # magic, version, flags, key, …, token count, payload bytes, generation
-_dropped: deque[Callable[[], None]] = deque()  # what releases each of them; of all sessions of this process
 
 
 class Chunk(Protocol):
@@ -47,6 +45,11 @@ class Chunk(Protocol):
     def address(self) -> int: ...
     @property
     def nbytes(self) -> int: ...
+    @property
+    def device(self) -> int:
+        """Which CUDA device it is on, as this process counts."""
+        ...
+
     def read(self, offset: int, nbytes: int) -> Bytes: ...
 
 
@@ -71,6 +74,13 @@ class Grant(Protocol):
     def block_tokens(self) -> int: ...
     @property
     def layer_count(self) -> int: ...
+    @property
+    def layout(self) -> KVLayout: ...
+    @property
+    def name(self) -> str:
+        """The number of the lease, for people."""
+        ...
+
     def is_alive(self) -> bool: ...
     def renew(self) -> float | None:
         """Seconds until the lease ends, counted from before the call; None when it has ended."""
@@ -104,6 +114,7 @@ class Lease:
         self.grant = grant
         self._clock = clock
         self._released = False
+        self._exports, self._is_exported = Anchor(), False
         self._usable_for(expires_in_s, clock())
         self.reason = reason
         self.promoted_bytes = promoted_bytes
@@ -159,6 +170,32 @@ class Lease:
         size = len(payload) // count
         return payload[layer * size : (layer + 1) * size]
 
+    def array(self, block: int, layer: int | None = None, *, kind: Kind) -> LeaseArray:
+        """Return K ("k") or V ("v") of a layer, [token, head, number of the head], for NumPy, torch, JAX or CuPy, where
+        it is stored, in host memory or on a device. For a `layer` of None of all layers, these the first axis. A group
+        that does not say its heads has [token, number]. "bytes" shows what is stored, of any layout. Raises as
+        `payload`, and KVStoreError(INVALID) where the fingerprint does not say where K and V are."""
+        leased = self.leased(block)
+        if self.grant is None:
+            raise invalid("a lease that nothing was granted for has no arrays")
+        layer = None if layer is None else arguments.count("layer", layer)
+        numbers, start = self.grant.layout.numbers(leased.payload_bytes, layer, kind), leased.offset + HEADER_BYTES
+        if (chunk := leased.chunk) is not None:
+            return LeaseArray(numbers, chunk.address + start, chunk, self, readonly=True, device=chunk.device)
+        address = leased.arena.__array_interface__["data"][0] + start
+        return LeaseArray(numbers, address, leased.arena, self, readonly=True)
+
+    def hold(self) -> object:
+        """Return what defers the release of the blocks as long as something refers to it. Raises BufferError once the
+        lease has ended, and in a forked child, which cannot know when it does."""
+        self._is_exported = True  # first: `release` ends the lease first, and looks at this then
+        held, is_ours = self._exports, self._exports.is_ours
+        if not is_ours or not self.valid:
+            name = "" if self.grant is None else f" {self.grant.name}"
+            why = "has ended: its bytes may be another block's" if is_ours else "is the parent process's"
+            raise BufferError(f"lease{name} of {len(self)} blocks {why}; get the blocks again")
+        return held
+
     def copy_into(self, destinations: Sequence[npt.NDArray[Any]], first_block: int = 0) -> int:
         """Copy blocks first_block, first_block + 1, … into C-contiguous arrays of their exact size, without the GIL.
 
@@ -206,11 +243,19 @@ class Lease:
         return self.valid if self._clock() < self._renew_at else self.renew()
 
     def release(self) -> None:
-        """Release the blocks; does not wait. Idempotent."""
-        if not self._released:
-            self._released = True
-            if self.grant is not None:
-                self.grant.release()
+        """Release the blocks; does not wait. Idempotent. Those that arrays of other libraries still show are given back
+        once the last of these has gone."""
+        if self._released:
+            return
+        self._released = True
+        if self.grant is None:
+            return
+        if not self._is_exported:
+            self.grant.release()
+            return
+        self._exports.give_back(self.grant.release)
+        self._exports = Anchor()  # nothing of this lease is handed out any more
+        give_back_dropped()
 
     def __enter__(self) -> Lease:
         return self
@@ -278,7 +323,8 @@ class JoinedGrant:
     def __init__(self, grants: Sequence[Grant]) -> None:
         self._grants = grants
         self.block_tokens = grants[0].block_tokens
-        self.layer_count = grants[0].layer_count
+        self.layer_count, self.layout = grants[0].layer_count, grants[0].layout
+        self.name = "+".join(grant.name for grant in grants)
 
     def is_alive(self) -> bool:
         return all(grant.is_alive() for grant in self._grants)
@@ -317,50 +363,3 @@ def joined(parts: Sequence[Lease], clock: Callable[[], float]) -> Lease:
     )
     whole.valid_until = min((part.valid_until for part in held), default=0.0)
     return whole
-
-
-class Anchor:
-    """The object that one lease and its views hold on to. `release` gives the lease back."""
-
-    __slots__ = ("_pid", "_release")
-
-    def __init__(self, release: Callable[[], None]) -> None:
-        self._release: Callable[[], None] | None = release
-        self._pid = os.getpid()
-
-    def let_go(self) -> None:
-        """The lease was released, or never used."""
-        self._release = None
-
-    def __del__(self) -> None:
-        if self._release is not None and self._pid == os.getpid():  # in a forked child it is the parent's
-            _dropped.append(self._release)
-
-
-class _Anchored:
-    """Memory that keeps an anchor as long as a NumPy array shows it."""
-
-    __slots__ = ("__array_struct__", "_anchor", "_memory")
-
-    def __init__(self, memory: Bytes, anchor: Anchor) -> None:
-        self.__array_struct__ = memory.__array_struct__  # a third of the time of __array_interface__
-        self._memory, self._anchor = memory, anchor
-
-
-def anchored(memory: Bytes, anchor: Anchor) -> Bytes:
-    """Return the same bytes as an array that keeps `anchor`, as every view of it does."""
-    view: Bytes = np.asarray(_Anchored(memory, anchor))
-    return view
-
-
-def give_back_dropped() -> None:
-    """Release what was dropped so far."""
-    while _dropped:
-        try:
-            release = _dropped.popleft()
-        except IndexError:  # another thread was first
-            return
-        release()
-
-
-os.register_at_fork(after_in_child=_dropped.clear)

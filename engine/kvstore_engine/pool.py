@@ -24,12 +24,13 @@ from kvstore_engine.kernels import Kernels, select_kernels
 from kvstore_engine.kernels.elements import KV_TYPES
 from kvstore_engine.model.config import ModelConfig
 from kvstore_engine.planes import HostPlanes, PoolPlanes
+from kvstore_proto.kv_layout import ENGINE_ORDER
 
 __all__ = ["ENGINE_BLOCK_TOKENS", "PAYLOAD_LAYOUT", "BlockPool", "PoolExhausted"]
 
 ENGINE_BLOCK_TOKENS = 16
 _SCALE_BYTES = 4
-PAYLOAD_LAYOUT = "layer-major/k-then-v/token-major"
+PAYLOAD_LAYOUT = ENGINE_ORDER
 Bytes = npt.NDArray[np.uint8]
 BlockIds = Sequence[int] | npt.NDArray[np.int32]
 

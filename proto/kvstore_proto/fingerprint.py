@@ -30,7 +30,8 @@ class FingerprintError(InvalidValue):
 class LayerGroup:
     """Layers whose state is stored and looked up together.
 
-    `bytes_per_token_per_layer` counts K and V (or the latent); `window_tokens` is 0 for full attention.
+    `bytes_per_token_per_layer` counts K and V (or the latent); `window_tokens` is 0 for full attention. `heads` is the
+    number of K/V heads in each layer, 0 where it is not said: then an array of K has no axis of heads.
     """
 
     group_id: int
@@ -38,6 +39,7 @@ class LayerGroup:
     window_tokens: int = 0
     layers: tuple[int, ...] = ()
     bytes_per_token_per_layer: int = 0
+    heads: int = 0
 
     def split(self, ranges: int) -> tuple[LayerGroup, ...]:
         """The same layers as `ranges` groups of consecutive layers, numbered from `group_id` on, the sizes as equal as
@@ -94,6 +96,9 @@ class Fingerprint:
         found = asdict(self)
         if not self.account:  # the field came later: what was stored without it keeps its digest
             del found["account"]
+        for group in found["groups"]:
+            if not group["heads"]:
+                del group["heads"]
         return found
 
     def group(self, group_id: int) -> LayerGroup | None:
@@ -151,7 +156,8 @@ def _check(fp: Fingerprint) -> None:
             f"group {group.group_id}: kind {group.kind!r} is unknown; known: {', '.join(GROUP_KINDS)}",
         )
         need(
-            0 <= group.group_id <= MAX_GROUP_ID and min(group.window_tokens, group.bytes_per_token_per_layer) >= 0,
+            0 <= group.group_id <= MAX_GROUP_ID
+            and min(group.window_tokens, group.bytes_per_token_per_layer, group.heads) >= 0,
             f"group {group.group_id}: ids must be 0..{MAX_GROUP_ID}, sizes must not be negative",
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvstore_client import KVStoreError
-from tests.reference.conversations import LAYERS, holds, model, payloads_of, tokens_of
+from tests.reference.conversations import LAYERS, holds, model, payloads_of, put_conversation, tokens_of
 from tests.reference.running_daemon import RunningDaemon, eventually, running_daemon
 
 MODEL = model()
@@ -63,6 +64,41 @@ def test_views_are_read_only_and_layers_can_be_read_alone(daemon: RunningDaemon)
             assert not lease.verify(tokens_of(3, 3))
         with pytest.raises(KVStoreError):
             lease.payload(0)
+
+
+def test_a_write_through_an_array_ends_the_writer_and_changes_nothing(daemon: RunningDaemon) -> None:
+    """As a library that knows no read-only memory would write: by the address."""
+    tokens, payloads = tokens_of(60, 2), payloads_of(60, 2, MODEL)
+    with daemon.connect() as session:
+        session.put(tokens, payloads=payloads)
+        writer = f"""
+import ctypes, sys; sys.path.insert(0, '.')
+import kvstore_client
+from tests.reference.conversations import model, tokens_of
+with kvstore_client.connect({str(daemon.socket_dir)!r}, fingerprint=model(), required=True, deadline_s=20) as session:
+    array = session.get(tokens_of(60, 2)).array(1, 2, kind="k")
+    print(array.readonly, array.dtype, array.shape, flush=True)
+    ctypes.memset(array.address, 1, 1)
+"""
+        ended = subprocess.run([sys.executable, "-c", writer], capture_output=True, text=True, timeout=60)
+        assert (ended.returncode, ended.stdout) == (-signal.SIGSEGV, "True float16 (64, 16)\n"), ended.stderr
+        with session.get(tokens) as lease:
+            assert holds(lease, payloads)
+
+
+def test_an_array_of_a_released_lease_keeps_its_bytes_while_others_need_the_room() -> None:
+    large = model(kib_a_block=256)
+    with running_daemon("host.capacity=48MiB", "nvme.enabled=false") as small, small.connect(large) as session:
+        put_conversation(session, 1, 8)
+        with session.get(tokens_of(1, 8)) as lease:
+            kept = [np.from_dlpack(lease.array(block, kind="bytes")) for block in range(8)]
+        for number in range(2, 30):
+            put_conversation(session, number, 8)
+        assert small.status().leases == 1
+        assert all(map(np.array_equal, kept, payloads_of(1, 8, large)))
+        del kept, lease
+        session.ping()
+        assert unleased(small)
 
 
 def test_a_prefix_ends_where_the_tokens_part(daemon: RunningDaemon) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvstore_client import Session, in_place, slot_requests
+from kvstore_client import Session, Slot, by_arrays, in_place, slot_requests
 from kvstore_client.daemon_session import DaemonSession
 from kvstore_client.memory import Bytes
 from kvstore_client.payload import FillSlot
@@ -64,6 +66,25 @@ def reserved(daemon: RunningDaemon) -> int:
 def put(session: Session, conversation: int, **options: Any) -> list[str]:
     payloads = payloads_of(conversation, BLOCKS, MODEL)
     return session.put(tokens_of(conversation, BLOCKS), payloads=payloads, **options).statuses
+
+
+def test_a_put_by_arrays_goes_in_place_and_is_read_by_arrays(daemon: RunningDaemon) -> None:
+    group = replace(MODEL.groups[0], heads=4)
+    heads, layers, width = replace(MODEL, kv_dtype="bf16", groups=(group,)), len(group.layers), 16 * 1024 // 64 // 4
+    numbers = np.random.default_rng(5).integers(0, 1 << 16, (BLOCKS, layers, 2, 64, 4, width), dtype=np.uint16)
+
+    def write(block: int, slot: Slot) -> None:
+        np.asarray(slot.array(kind="k")).view(np.uint16)[...] = numbers[block, :, 0]
+        for layer in range(layers):
+            np.asarray(slot.array(layer, kind="v")).view(np.uint16)[...] = numbers[block, layer, 1]
+
+    payloads = [by_arrays(heads, partial(write, block)) for block in range(BLOCKS)]
+    with daemon.connect(heads) as session, daemon.connect(heads) as other:
+        receipt = session.put(tokens_of(21, BLOCKS), payloads=payloads)
+        assert receipt.statuses == ["stored"] * BLOCKS and not uses_staging(session)
+        with other.get(tokens_of(21, BLOCKS)) as lease:
+            kept = [np.asarray(lease.array(block, kind="v")) for block in range(BLOCKS)]
+        assert all(np.array_equal(each.view(np.uint16), numbers[at, :, 1]) for at, each in enumerate(kept))
 
 
 def test_a_put_goes_in_place_and_another_client_gets_it(daemon: RunningDaemon, session: Session) -> None:

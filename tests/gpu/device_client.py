@@ -9,6 +9,8 @@ Commands: ["get", conversation, blocks], ["hold", conversation, blocks] (the lea
 ["store-at-once", conversation, blocks] (one event behind all layers), ["store-decoding", conversation, blocks] (while
 the engine decodes), ["store-beside-a-load", conversation, blocks, another] (which is loaded while the store waits for
 its rate), ["crossover"] (what the kernel copies, by way),
+["arrays"] (of what is held, read by the driver where they say that they are), ["keep"] (one of them, as a capsule),
+["let-go"] (of it),
 ["close"] (the transfers; the next load has new ones),
 ["load-captured", conversation, blocks] (while a stream is captured),
 ["registered"] (pieces of host memory that are), ["forge"] (write over the first held block, which CUDA cannot forbid),
@@ -17,16 +19,19 @@ its rate), ["crossover"] (what the kernel copies, by way),
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
 from typing import Any
 
+import numpy as np
+
 from kvstore_client import KVStoreError, Lease, Session, connect
 from kvstore_client.device import DeviceError, DeviceMemory
 from tests.gpu.device_engine import EmulatedEngine
 from tests.gpu.vllm_engine import VllmWorker
-from tests.reference.conversations import model, payloads_of, tokens_of
+from tests.reference.conversations import LAYERS, model, payloads_of, tokens_of
 
 MODEL = model(kib_a_block=int(os.environ.get("TEST_KIB_A_BLOCK", "16")))
 
@@ -58,6 +63,7 @@ class Client:
         self.engine: EmulatedEngine | None = None
         self.still_registered: list[object] = []  # memory of engines that were closed
         self.worker: VllmWorker | None = None
+        self.kept: Any = None
 
     def obey(self, command: str, *numbers: Any) -> dict[str, Any]:
         if command in ("get", "hold"):
@@ -97,7 +103,15 @@ class Client:
             with memory.current():
                 free_bytes, total_bytes = memory.call("cuMemGetInfo")
             return {"bytes": total_bytes - free_bytes, "mapped_bytes": mapped_bytes(self.session)}
+        if command == "let-go":
+            self.kept = None
+            return {"blocks": self.session.lookup(tokens_of(1, 1)).blocks}  # the next request gives it back
         assert self.held is not None
+        if command == "arrays":
+            return arrays_of(self.session, *self.held)
+        if command == "keep":
+            self.kept = self.held[0].array(0, kind="k").__dlpack__(stream=1, max_version=(1, 0))
+            return {}
         if command == "again":
             return describe(*self.held)
         if command == "forge":
@@ -115,6 +129,22 @@ def mapped_bytes(session: Session) -> int:
     daemon = session._connection.current()
     assert daemon is not None
     return sum(chunk.nbytes for chunk in daemon.device_arenas._mapped.values())
+
+
+def arrays_of(session: Session, lease: Lease, number: int) -> dict[str, Any]:
+    arrays = [
+        lease.array(block, layer, kind=kind)  # type: ignore[arg-type]
+        for block, layer, kind in itertools.product(range(lease.blocks), range(LAYERS), "kv")
+    ]
+    described = [array.__cuda_array_interface__ for array in arrays]
+    nbytes = MODEL.payload_bytes() // LAYERS // 2
+    read = session.device.read([(each["data"][0], nbytes) for each in described])
+    return {
+        "devices": sorted({array.__dlpack_device__() for array in arrays}),
+        "right": np.concatenate(read).tobytes() == np.concatenate(payloads_of(number, lease.blocks, MODEL)).tobytes(),
+        "described": [described[0][name] for name in ("typestr", "shape", "strides", "stream")],
+        "read_only": [arrays[0].readonly, described[0]["data"][1]],
+    }
 
 
 def write(memory: DeviceMemory, lease: Lease) -> str:

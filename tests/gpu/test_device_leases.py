@@ -115,6 +115,24 @@ def test_a_lease_names_device_memory_for_a_client_that_asked_for_it(daemon: Runn
         assert daemon.tiers()["vram"].promoted_blocks == BLOCKS
 
 
+def test_arrays_of_a_lease_on_the_device_are_its_bytes_and_keep_it(daemon: RunningDaemon) -> None:
+    with daemon.connect(MODEL) as session, device_client(daemon) as client:
+        use(daemon, session, 1)
+        assert held_on_device(client, 1)
+        assert client("arrays") == {
+            "devices": [[2, 0]], "right": True, "described": ["<f2", [64, 16], [32, 2], None],
+            "read_only": [True, False],
+        }  # fmt: skip
+        client("keep")
+        client("release")
+        client("get", 1, 1)  # whose release is sent with all that were waiting
+        assert eventually(lambda: daemon.status().leases == 1)
+        client("lookup", 1, 1)
+        assert daemon.status().leases == 1, "what a library has of it keeps it"
+        client("let-go")
+        assert eventually(lambda: daemon.status().leases == 0)
+
+
 def test_a_client_cannot_write_what_it_reads_on_the_device(daemon: RunningDaemon) -> None:
     with daemon.connect(MODEL) as session, device_client(daemon) as client:
         use(daemon, session, 1)

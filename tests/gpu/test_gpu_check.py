@@ -113,6 +113,14 @@ def test_the_clients_kernel_moves_the_right_bytes_out_of_a_read_only_arena() -> 
     assert set(record["figures"]) == {f"{way}, KiB at most" for way in crossover.WAYS}
 
 
+def test_arrays_on_the_device_are_where_the_driver_reads_their_bytes() -> None:
+    """No library takes an emulated device: the answer says so, and what was seen without one."""
+    compiled(PROGRAM)
+    (record,) = json.loads(check(*only("arrays"), "--json").stdout)
+    assert record["answer"] == "unknown" and record["figures"] == {"wrong by the driver": 0.0}, record
+    assert "of 32 arrays of 64 KiB are wrong: 0 by the driver; torch for CUDA and CuPy are not" in record["says"]
+
+
 def test_whole_engines_are_unknown_without_vllm(tmp_path: Path) -> None:
     ended = check(*only("vllm", "vllm-connector"), KVSTORED_VLLM_PYTHON=str(tmp_path / "python"))
     assert ended.returncode == 0

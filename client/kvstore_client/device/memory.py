@@ -92,6 +92,10 @@ class DeviceChunk:
     nbytes: int
     memory: DeviceMemory
 
+    @property
+    def device(self) -> int:
+        return self.memory.index
+
     def read(self, offset: int, nbytes: int) -> Bytes:
         """A copy in host memory, read-only. Raises DeviceError."""
         if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:

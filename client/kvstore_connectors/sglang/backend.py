@@ -12,7 +12,6 @@ store or a missing page (False, None and 0 say so), or evict: what is kept is th
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -31,6 +30,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 
+from kvstore_client.arrays import LeaseArray
 from kvstore_client.entry import connect
 from kvstore_client.paths import costs_file
 from kvstore_client.payload import FillSlot
@@ -233,7 +233,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no typ
         targets = list(target_locations or [])
         if len(targets) != len(keys):
             return [None] * len(keys)
-        filled = self._fetch(KV, keys, lambda page, payload: fill_tensor(targets[page], payload))
+        filled = self._fetch(KV, keys, lambda page, stored: fill_tensor(targets[page], stored))
         return [target if ok else None for target, ok in zip(targets, filled, strict=True)]
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
@@ -256,10 +256,10 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no typ
         if host is None or starts is None:
             log.error("pool %s: %d pages asked for, and the indices are not of that many", name, len(keys))
             return [False] * len(keys)
-        return self._fetch(name, keys, lambda page, payload: host.fill(starts[page], payload))
+        return self._fetch(name, keys, lambda page, stored: host.fill(starts[page], stored))
 
-    def _fetch(self, pool: str, hashes: Sequence[str], fill: Callable[[int, Bytes], bool]) -> list[bool]:
-        """`fill(page, payload)` for each page that can be had; after a gap it goes on behind it."""
+    def _fetch(self, pool: str, hashes: Sequence[str], fill: Callable[[int, LeaseArray], bool]) -> list[bool]:
+        """`fill(page, stored)` for each page that can be had; after a gap it goes on behind it."""
         done = [False] * len(hashes)
         session, stored = self._session, self._stored
         names = None if stored is None else stored.names(hashes, pool)
@@ -270,7 +270,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no typ
         try:
             while start < len(hashes) and (left_s := began + longest_s - time.monotonic()) > 0:
                 with session.get(keys=names[start:], deadline_s=left_s) as lease:
-                    got = [fill(start + block, lease.payload(block)) for block in range(len(lease))]
+                    got = [fill(start + block, lease.array(block, kind="bytes")) for block in range(len(lease))]
                     if lease.valid:  # asked after the copy: bytes read before it count
                         done[start : start + len(got)] = got
                 start += len(got)
@@ -278,7 +278,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no typ
                     break
                 present = stored.present(hashes, pool)
                 start = next((index for index in range(start + 1, len(hashes)) if present[index]), len(hashes))
-        except KVStoreError as error:
+        except (KVStoreError, BufferError) as error:  # BufferError: the lease ended while its pages were copied
             log.warning("pages cannot be fetched: %s", error)
         self.prefetched_pages += sum(done)
         if pool == KV:
@@ -339,13 +339,11 @@ class HostPages:
 
         return write
 
-    def fill(self, start: int, payload: Bytes) -> bool:
+    def fill(self, start: int, stored: LeaseArray) -> bool:
         """Copy a page of a lease to where it is in the pool; False for one of another size."""
-        if len(payload) != self.nbytes:
+        if stored.shape != (self.nbytes,):
             return False
-        # torch knows no read-only memory: the pool only reads from this view, and while the lease is held
-        whole = (ctypes.c_uint8 * self.nbytes).from_address(payload.ctypes.data)
-        self.pool.set_from_flat_data_page(start, torch.frombuffer(whole, dtype=torch.uint8).view(self._dtype))
+        self.pool.set_from_flat_data_page(start, torch.from_dlpack(stored).view(self._dtype))
         return True
 
 
@@ -355,9 +353,9 @@ def tensor_bytes(tensor: torch.Tensor) -> Bytes:
     return flat
 
 
-def fill_tensor(target: torch.Tensor, payload: Bytes) -> bool:
+def fill_tensor(target: torch.Tensor, stored: LeaseArray) -> bool:
     """Copy a page into a contiguous CPU tensor; False for one of another size."""
-    if not target.is_contiguous() or target.numel() * target.element_size() != len(payload):
+    if not target.is_contiguous() or stored.shape != (target.numel() * target.element_size(),):
         return False
-    np.copyto(target.view(-1).view(torch.uint8).numpy(), payload)
+    np.copyto(target.view(-1).view(torch.uint8).numpy(), np.asarray(stored))
     return True

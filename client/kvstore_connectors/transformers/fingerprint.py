@@ -31,10 +31,11 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 from kvstore_client.errors import invalid
 from kvstore_connectors.weight_files import DELETED, Mapping, WeightFiles, mappings_now
 from kvstore_proto.fingerprint import Fingerprint, LayerGroup
+from kvstore_proto.kv_layout import HEADS_ORDER, TOKENS_ORDER
 
 BLOCK_TOKENS = 8  # what a prompt leaves over after its last full block is computed: smaller blocks leave less
-LAYOUT = "layer-major/k-then-v/head-major/token"
-DEVICE_LAYOUT = "layer-major/token/k-then-v/head"  # on a CUDA device: a block is one run of bytes in each layer
+LAYOUT = HEADS_ORDER
+DEVICE_LAYOUT = TOKENS_ORDER  # on a CUDA device: a block is one run of bytes in each layer
 ID_PREFIX = "id:"
 
 _DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
@@ -115,7 +116,8 @@ def model_fingerprint(
     inner = inner_model(model)
     shape = kv_shape(inner)
     token_bytes = 2 * shape.heads * shape.head_dim * shape.item_bytes
-    group = LayerGroup(0, layers=tuple(range(shape.layers)), bytes_per_token_per_layer=token_bytes)
+    layers = tuple(range(shape.layers))
+    group = LayerGroup(0, layers=layers, bytes_per_token_per_layer=token_bytes, heads=shape.heads)
     return Fingerprint(
         model_name=str(inner.config.name_or_path or type(inner).__name__),
         weights_digest=weights_identity(inner, model_id),

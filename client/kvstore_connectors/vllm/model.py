@@ -28,6 +28,7 @@ from kvstore_connectors.vllm.identity import Extras, Item
 from kvstore_connectors.weight_files import WeightFiles, process_began, why_unknown
 from kvstore_proto.arena import MAX_TOKENS
 from kvstore_proto.fingerprint import Fingerprint, LayerGroup
+from kvstore_proto.kv_layout import HEAD_PAIRS_ORDER, PAIRS_ORDER
 
 _NAMES_ONLY = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "_commit_hash")
 _READABLE_FORMATS = ("auto", "hf", "safetensors", "pt", "gguf")
@@ -101,9 +102,10 @@ def model_fingerprint(
         "heads": f"{spec.num_kv_heads}x{spec.head_size}",
         "layers": layers,
         "page_bytes": spec.page_size_bytes,
-        **({"device": device} if device != "cpu" else {}),
+        **({"device": device, "order": _order(spec, kv_cache_config)} if device != "cpu" else {}),
         **rope_by_length(model),
     }
+    stored = LayerGroup(0, "full", 0, tuple(range(layers)), per_token, spec.num_kv_heads)
     return Fingerprint(
         model_name=str(model.model),
         weights_digest=weights,
@@ -115,8 +117,16 @@ def model_fingerprint(
         block_tokens=spec.block_size,
         engine_block_tokens=spec.block_size,
         key_hash="blake2b",
-        groups=(LayerGroup(0, "full", 0, () if odd else tuple(range(layers)), 0 if odd else per_token),),
+        groups=(LayerGroup(0) if odd else stored,),
     )
+
+
+def _order(spec: Any, kv_cache_config: Any) -> str:
+    """Return the order of bytes in a block on a device, for `kv_layout`; "" where K and V differ in size."""
+    if getattr(spec, "head_size_v", spec.head_size) != spec.head_size:
+        return ""
+    axes = str(kv_cache_config.kv_cache_layout)  # letters: layer, block, head, token (N), content
+    return PAIRS_ORDER if axes.find("N") < axes.find("H") else HEAD_PAIRS_ORDER
 
 
 def model_digest(model: Any) -> str:

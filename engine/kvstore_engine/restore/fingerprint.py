@@ -36,6 +36,7 @@ def model_fingerprint(
         window_tokens=0,
         layers=tuple(range(config.layers)),
         bytes_per_token_per_layer=2 * kv_row_bytes,
+        heads=config.kv_heads,
     )
     return Fingerprint(
         model_name=config.name,

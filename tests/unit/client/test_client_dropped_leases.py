@@ -60,7 +60,7 @@ def test_a_forked_child_gives_back_nothing_of_its_parent(daemon: FakeDaemon, ses
     lease = session.get(TOKENS)
     child = os.fork()
     if not child:
-        from kvstore_client.lease import _dropped
+        from kvstore_client.anchors import _dropped
 
         del lease
         gc.collect()

@@ -8,11 +8,16 @@ import numpy as np
 
 from kvstore_client.get import _kept
 from kvstore_client.lease import Lease, LeasedBlock, joined
+from kvstore_proto.fingerprint import Fingerprint
+from kvstore_proto.kv_layout import KVLayout
+
+MODEL = Fingerprint("m", "w")
 
 
 class Grant:
     def __init__(self, *, renewed_s: float | None = 60.0) -> None:
-        self.block_tokens, self.layer_count = 64, 2
+        self.block_tokens, self.layer_count, self.layout = 64, 2, KVLayout(MODEL, MODEL.groups[0])
+        self.name = str(id(self))
         self.alive, self.released, self.renewals = True, 0, 0
         self.renewed_s = renewed_s
 

@@ -10,8 +10,11 @@ import pytest
 from kvstore_client.errors import KVStoreError
 from kvstore_client.keys import Chain, KeyChains
 from kvstore_client.lease import MARGIN_SHARE, MAX_MARGIN_S, Lease, LeasedBlock
-from kvstore_proto.fingerprint import Fingerprint
+from kvstore_proto.fingerprint import Fingerprint, LayerGroup
+from kvstore_proto.kv_layout import KVLayout
 from kvstore_proto.token_ids import TokenIds
+
+MODEL = Fingerprint("m", "w", groups=(LayerGroup(0, layers=(0, 1, 2, 3), bytes_per_token_per_layer=16, heads=2),))
 
 
 @dataclass
@@ -20,6 +23,8 @@ class World:
 
     block_tokens = 64
     layer_count = 4
+    layout = KVLayout(MODEL, MODEL.groups[0])
+    name = "7"
 
     now: float = 100.0
     alive: bool = True

@@ -18,12 +18,13 @@ from transformers import DynamicCache
 
 from kvstore_connectors.moments import ComputeTimes
 from kvstore_connectors.transformers.copies import Span
-from kvstore_connectors.transformers.fingerprint import KVShape
+from kvstore_connectors.transformers.fingerprint import DEVICE_LAYOUT, LAYOUT, KVShape
 from kvstore_connectors.transformers.host_copies import HostCopies, LayerCopy, gather, scatter
 from kvstore_connectors.transformers.layers import KVStack
 from kvstore_connectors.transformers.restore import Wanted, restore
 from kvstore_proto.fingerprint import Fingerprint, LayerGroup
 from kvstore_restore.choice import LoadChoice
+from tests.reference.leased_memory import lease_over
 from tests.reference.memory_session import MemorySession
 
 BLOCK = 4
@@ -40,6 +41,29 @@ def _states(shape: KVShape, tokens: int, seed: int) -> list[tuple[torch.Tensor, 
         return torch.randn(1, shape.heads, tokens, shape.head_dim, generator=generator).to(shape.dtype)
 
     return [(state(), state()) for _ in range(shape.layers)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("layout", [LAYOUT, DEVICE_LAYOUT])
+def test_arrays_of_a_stored_block_are_its_keys_and_values(layout: str, dtype: torch.dtype) -> None:
+    shape = _shape(dtype)
+    tensor = torch.stack([torch.stack([k[0], v[0]]) for k, v in _states(shape, 2 * BLOCK, 1)])
+    payload = np.empty(tensor[:, :, :, :BLOCK].numel() * shape.item_bytes, np.uint8)
+    if layout == LAYOUT:
+        gather(tensor, BLOCK, 2 * BLOCK, payload)
+    else:  # a device copies runs of memory in which tokens come first
+        in_memory = tensor[:, :, :, BLOCK:].permute(0, 3, 1, 2, 4).contiguous()
+        payload[:] = in_memory.view(torch.uint8).numpy().reshape(-1)
+    group = LayerGroup(0, layers=(0, 1), bytes_per_token_per_layer=len(payload) // 2 // BLOCK, heads=shape.heads)
+    kv_dtype = {torch.bfloat16: "bf16", torch.float32: "f32"}[dtype]
+    model = Fingerprint(
+        "m", "w", kv_dtype=kv_dtype, layout=layout, block_tokens=BLOCK, engine_block_tokens=BLOCK, groups=(group,)
+    )
+    lease, _ = lease_over(model, [payload])
+    for layer in range(shape.layers):
+        for pair, kind in enumerate("kv"):
+            stored = torch.from_dlpack(lease.array(0, layer, kind=kind))
+            assert torch.equal(stored, tensor[layer, pair, :, BLOCK:].transpose(0, 1))
 
 
 def _blocks(stack: KVStack, tokens: int) -> list[np.ndarray]:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvstore_client import KVStoreError
+from kvstore_connectors.vllm.model import model_fingerprint
 from kvstore_connectors.vllm.tensors import CacheMemory, device_pool
 from tests.reference.device_pool import pieces
+from tests.reference.leased_memory import lease_over
 from tests.reference.vllm_layouts import KV_LAYOUTS, device_caches
+from tests.unit.connectors.test_hooks_vllm_model import configuration
 
 SIZES = {"L": 3, "B": 5, "H": 2, "N": 4, "C": 6}
 PAGE_BYTES = 2 * 4 * 6 * 2
@@ -42,6 +46,27 @@ def test_the_parts_of_a_page_are_its_bytes_in_the_order_of_the_memory(layout: st
         for place in places:
             used[place] += 1
     assert (used == 1).all(), "every byte of the memory belongs to one page"
+
+
+@pytest.mark.parametrize("layout", KV_LAYOUTS)
+def test_a_stored_block_has_arrays_of_k_and_v_whatever_the_order(layout: str) -> None:
+    vllm_config, caches = configuration()
+    vllm_config.device_config.device_type = "cuda"
+    caches.kv_cache_layout, group = layout, caches.kv_cache_groups[0]
+    spec, group.layer_names = group.kv_cache_spec, group.layer_names[:3]
+    spec.block_size, spec.num_kv_heads, spec.head_size, spec.page_size_bytes = 4, 2, 3, PAGE_BYTES
+    spec.dtype = "torch.float16"
+    memory = memory_of(layout)
+    fingerprint = model_fingerprint(vllm_config, caches, weights="w", packing="FLASH_ATTN", version="0.33.0", rank=0)
+    lease, _ = lease_over(fingerprint, [np.frombuffer(block_of(memory, layout, 2), np.uint8)])
+    content = memory.transpose([layout.index(axis) for axis in "BLNHC"])[2]
+    for kind, part in (("k", content[..., :3]), ("v", content[..., 3:])):
+        assert np.array_equal(np.asarray(lease.array(0, kind=kind)).view(np.uint16), part)
+        assert np.array_equal(np.asarray(lease.array(0, 1, kind=kind)).view(np.uint16), part[1])
+    vllm_config.device_config.device_type = "cpu"
+    on_cpu = model_fingerprint(vllm_config, caches, weights="w", packing="CPU_ATTN vec", version="0.33.0", rank=0)
+    with pytest.raises(KVStoreError, match="its layout names no order of bytes"):
+        lease_over(on_cpu, [np.zeros(on_cpu.payload_bytes(), np.uint8)])[0].array(0, kind="k")
 
 
 def test_one_head_has_strides_that_mean_nothing() -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvstore_engine.gguf import GGUFFile
@@ -10,6 +11,7 @@ from kvstore_engine.model import ModelConfig
 from kvstore_engine.pool import ENGINE_BLOCK_TOKENS, PAYLOAD_LAYOUT, BlockPool
 from kvstore_engine.restore import model_fingerprint
 from kvstore_proto.fingerprint import Fingerprint
+from tests.reference.leased_memory import lease_over
 from tests.reference.make_gguf import TinyModel, write_model
 from tests.reference.tiny_llama import write_tiny_llama
 
@@ -39,6 +41,19 @@ def test_payloads_are_as_large_as_the_pools_blocks(config: ModelConfig) -> None:
     assert fingerprint.payload_bytes() == pool.payload_bytes(64 // ENGINE_BLOCK_TOKENS)
     assert fingerprint.groups[0].kind == "full"
     assert fingerprint.groups[0].layers == tuple(range(config.layers))
+
+
+def test_arrays_of_a_payload_are_the_rows_of_the_pool(config: ModelConfig) -> None:
+    pool, ids = BlockPool(config, 8), [5, 1, 6, 2]
+    pool.planes[...] = np.random.default_rng(0).integers(0, 256, pool.planes.shape, dtype=np.uint8)
+    fingerprint = _fingerprint(config, kv_row_bytes=pool.row_bytes)
+    payload = np.empty(fingerprint.payload_bytes(), np.uint8)
+    pool.gather_block(ids, payload)
+    lease, _ = lease_over(fingerprint, [payload])
+    for layer in range(config.layers):
+        for plane, kind in enumerate("kv"):
+            rows = pool.planes[2 * layer + plane, ids].view(np.float16).reshape(64, config.kv_heads, config.head_dim)
+            assert np.asarray(lease.array(0, layer, kind=kind)).tobytes() == rows.tobytes()
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ OTHER_STATES: list[dict[str, Any]] = [
     {"engine_block_tokens": 32},
     {"key_hash": "blake2b"},
     {"groups": (LayerGroup(0, "sliding", 4096, (0, 1), 512),)},
+    {"groups": (LayerGroup(0, "full", 0, (0, 1), 512, heads=2),)},
 ]
 
 
@@ -64,6 +65,14 @@ def test_without_an_account_a_digest_is_what_it_was_before_there_were_any() -> N
     assert replace(FP, account="anna").digest() != replace(FP, account="bert").digest()
     named = parse_fingerprint(replace(FP, account="anna").canonical())
     assert named.account == "anna" and replace(named, account="").digest() == FP.digest()
+
+
+def test_heads_are_written_where_they_are_said() -> None:
+    said = replace(FP, groups=(replace(FP.groups[0], heads=2),))
+    assert b"heads" not in FP.canonical() and b'"heads":2' in said.canonical()
+    assert parse_fingerprint(said.canonical()) == said
+    with pytest.raises(FingerprintError, match="sizes must not be negative"):
+        replace(FP, groups=(replace(FP.groups[0], heads=-1),))
 
 
 def test_payload_bytes() -> None:

@@ -1,0 +1,189 @@
+"""K and V of a block as arrays that other libraries take without a copy: NumPy, torch, JAX, CuPy.
+
+Owns how memory of a lease, or of a slot that a put fills, is handed to them: by DLPack, by `__array__` in host memory
+and by `__cuda_array_interface__` on a device. NumPy makes each DLPack capsule, and frees it in C, at the interpreter's
+end too; we only enter what NumPy has no name for: bfloat16, fp8, a CUDA device. Never copies unless asked to, and never
+reads memory of a device. Invariants: an array is handed out only while its lease is valid, and from then on defers the
+lease's release until the last library has let go of it, so that no array shows another block's bytes; what protects a
+block from a writer is the mapping, since torch knows no read-only memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from importlib import import_module
+from typing import Any, Final, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore_proto.kv_layout import Numbers, NumberType
+
+Kind = Literal["k", "v", "bytes"]
+_HOST, _CUDA = 1, 2  # DLPack's numbers of devices
+_HAS_VERSIONS: Final = np.lib.NumpyVersion(np.__version__) >= "2.1.0"
+
+
+class _Tensor(ctypes.Structure):
+    """DLTensor."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("type_code", ctypes.c_uint8),
+    )
+
+
+class _Managed(ctypes.Structure):
+    """DLManagedTensorVersioned; the older DLManagedTensor begins with its tensor."""
+
+    _fields_ = (
+        ("version", ctypes.c_uint32 * 2),
+        ("context", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+        ("flags", ctypes.c_uint64),
+        ("tensor", _Tensor),
+    )
+
+
+_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
+
+
+class Holder(Protocol):
+    """A lease, or a slot that a put fills."""
+
+    def hold(self) -> object:
+        """Return what defers its end as long as something refers to it. Raises BufferError once it has ended."""
+        ...
+
+
+class _Export:
+    """Memory as NumPy takes it: an array of it is its one owner."""
+
+    __slots__ = ("__array_interface__", "_kept")
+
+    def __init__(self, array: LeaseArray, *, is_read_only: bool) -> None:
+        numbers = array.numbers
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": numbers.type.typestr,
+            "shape": numbers.shape,
+            "strides": numbers.strides,
+            "data": (array.address, is_read_only),
+        }
+        self._kept = array, array.lease.hold()
+
+
+class LeaseArray:
+    """Numbers of one block where they are stored, for `numpy.asarray`, for `from_dlpack` of NumPy, torch and JAX, and
+    on a device for `cupy.from_dlpack` and `cupy.asarray`.
+
+    `dtype` is a name that NumPy or torch knows ("float16", "bfloat16", "float8_e4m3fn"); `strides` are bytes; `lease`
+    is whose memory it is. Each array that a library makes of it defers the lease's release to its own end; once the
+    lease has ended none can be made any more: BufferError. torch can write to it; on a read-only mapping that ends your
+    process: clone first.
+    """
+
+    __slots__ = ("_held", "_memory", "address", "device", "lease", "numbers", "readonly")
+
+    def __init__(
+        self,
+        numbers: Numbers,
+        address: int,
+        memory: object,
+        lease: Holder,
+        *,
+        readonly: bool,
+        device: int | None = None,
+    ) -> None:
+        """`address` is that of the payload, which `memory` keeps mapped; `device` a CUDA device, None for the host."""
+        self.numbers, self.address, self.device = numbers, address + numbers.offset, device
+        self.lease, self.readonly = lease, readonly
+        self._memory = memory
+        self._held: object = None
+
+    @property
+    def dtype(self) -> str:
+        return self.numbers.type.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.numbers.shape
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        return self.numbers.strides
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (_HOST, 0) if self.device is None else (_CUDA, self.device)
+
+    def __dlpack__(
+        self,
+        *,
+        stream: object = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> Any:
+        """Return a capsule, versioned where `max_version` allows it. `stream` waits for nothing: a block is complete
+        before it is leased. Raises BufferError once the lease has ended, and for a copy that is not in host memory."""
+        here = self.__dlpack_device__()
+        if (dl_device is not None and tuple(dl_device) != here) or (copy and self.device is not None):
+            raise BufferError(f"{self!r} is not copied by itself: take it where it is, and copy it by your library")
+        is_versioned = _HAS_VERSIONS and max_version is not None and max_version[0] >= 1
+        source = np.asarray(_Export(self, is_read_only=self.readonly and is_versioned))
+        if is_versioned:
+            capsule = source.__dlpack__(max_version=(1, 0), copy=copy)
+            tensor = _Managed.from_address(_pointer(capsule, b"dltensor_versioned")).tensor
+        else:
+            capsule = (source.copy() if copy else source).__dlpack__()
+            tensor = _Tensor.from_address(_pointer(capsule, b"dltensor"))
+        tensor.type_code = self.numbers.type.dlpack
+        tensor.device_type, tensor.device_id = here
+        return capsule
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
+        """Return an array over the same memory. Numbers that NumPy has no name for are unsigned integers of their size,
+        or of `ml_dtypes` where that is installed. TypeError for one on a device."""
+        if self.device is not None:
+            raise TypeError(f"{self!r} is not in host memory: lease.payload(block) has a copy there")
+        shown = np.asarray(_Export(self, is_read_only=self.readonly)).view(_numpy_type(self.numbers.type))
+        return shown if dtype is None and not copy else np.array(shown, dtype=dtype, copy=copy)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """Describe an array on a device; who has read it defers the lease's release as long as this object is there.
+        It says that it can be written, which torch insists on. No stream: a block is complete before it is leased."""
+        if self.device is None:
+            raise AttributeError("an array in host memory has no __cuda_array_interface__")
+        self._held = self.lease.hold()
+        return {
+            "version": 3,
+            "typestr": self.numbers.type.typestr,
+            "shape": self.shape,
+            "strides": self.strides,
+            "data": (self.address, False),
+            "stream": None,
+        }
+
+    def __repr__(self) -> str:
+        where = "host memory" if self.device is None else f"CUDA device {self.device}"
+        how = ", read-only" if self.readonly else ""
+        return f"LeaseArray({self.dtype}{list(self.shape)} in {where}{how}, of {self.lease!r})"
+
+
+@cache
+def _numpy_type(number: NumberType) -> np.dtype[Any]:
+    plain: np.dtype[Any] = np.dtype(number.typestr)
+    if plain.name == number.name:
+        return plain
+    try:
+        named: np.dtype[Any] = np.dtype(getattr(import_module("ml_dtypes"), number.name))
+    except ImportError:
+        return plain
+    return named

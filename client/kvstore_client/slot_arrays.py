@@ -1,0 +1,74 @@
+"""A payload that a put's function fills by arrays: K and V of each layer, where the block is stored or staged.
+
+Owns when such a slot ends. Never sends it: `put` does, once the function has returned, or what it returned has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvstore_client.arguments import count
+from kvstore_client.arrays import Kind, LeaseArray
+from kvstore_client.memory import Bytes
+from kvstore_client.payload import FillSlot, Finish
+from kvstore_client.prefix import group_of
+from kvstore_proto.fingerprint import Fingerprint
+from kvstore_proto.kv_layout import KVLayout
+
+
+class Slot:
+    """The payload of one block while a put fills it. `payload` is all of it: uint8[payload_bytes], writable."""
+
+    def __init__(self, payload: Bytes, layout: KVLayout) -> None:
+        self.payload = payload
+        self._layout = layout
+        self._is_over = False
+
+    def array(self, layer: int | None = None, *, kind: Kind) -> LeaseArray:
+        """Return K or V of one layer, or of all, to be written: what `Lease.array` will show. Let go of what a library
+        made of it before the put goes on: what is written later would be in a stored block. Raises KVStoreError."""
+        numbers = self._layout.numbers(len(self.payload), None if layer is None else count("layer", layer), kind)
+        address = self.payload.__array_interface__["data"][0]
+        return LeaseArray(numbers, address, self.payload, self, readonly=False)
+
+    def hold(self) -> object:
+        """Raise BufferError once the put went on."""
+        if self._is_over:
+            raise BufferError("the slot is the store's again: its put went on")
+        return self
+
+    def end(self) -> None:
+        self._is_over = True
+
+    def __repr__(self) -> str:
+        return f"Slot({len(self.payload)} bytes, {'over' if self._is_over else 'to be written'})"
+
+
+def by_arrays(
+    fingerprint: Fingerprint, write: Callable[[Slot], Finish | None], *, group: int | None = None
+) -> FillSlot:
+    """Return a payload for `Session.put` that `write` fills by arrays of a `Slot`: in shared memory, and in place where
+    the daemon allows it. `write` may begin copies and return a function that waits for their end."""
+    layout = KVLayout(fingerprint, group_of(fingerprint, group))
+
+    def fill(destination: Bytes) -> Finish | None:
+        slot = Slot(destination, layout)
+        finish: Finish | None = None
+        try:
+            finish = write(slot)
+        finally:
+            if not callable(finish):
+                slot.end()
+        if not callable(finish):
+            return finish
+        waits = finish
+
+        def settle() -> None:
+            try:
+                waits()
+            finally:
+                slot.end()
+
+        return settle
+
+    return fill

@@ -1,0 +1,144 @@
+"""Where K and V of each layer are in the payload of a block, as its fingerprint says.
+
+Owns the words of `Fingerprint.layout` that name an order of bytes: axes from the outermost to the innermost, joined by
+"/". The numbers of a head are always innermost; an order without heads has those of a token together. A layout of
+other words is opaque: its bytes have no K and V that can be named. An engine with more to say writes JSON with the
+order under "order". Pure: it knows no memory and no array library.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from math import prod
+from typing import Final
+
+from kvstore_proto.errors import InvalidValue
+from kvstore_proto.fingerprint import Fingerprint, LayerGroup
+
+KINDS: Final = ("k", "v", "bytes")
+ENGINE_ORDER: Final = "layer-major/k-then-v/token-major"
+HEADS_ORDER: Final = "layer-major/k-then-v/head-major/token"
+TOKENS_ORDER: Final = "layer-major/token/k-then-v/head"
+PAIRS_ORDER: Final = "layer-major/token/head/k-then-v"
+HEAD_PAIRS_ORDER: Final = "layer-major/head/token/k-then-v"
+_AXES: Final = {  # T: token, H: head, P: the pair of K and V
+    ENGINE_ORDER: "PTH",
+    HEADS_ORDER: "PHT",
+    TOKENS_ORDER: "TPH",
+    PAIRS_ORDER: "THP",
+    HEAD_PAIRS_ORDER: "HTP",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class NumberType:
+    """A type of numbers by the name that NumPy and torch know it by. `dlpack` is its code in a DLPack array, `typestr`
+    what an array interface calls it: unsigned integers of its size where that has no name for it."""
+
+    name: str
+    dlpack: int
+    nbytes: int
+    typestr: str
+
+
+_SIGNED, _UNSIGNED, _FLOAT, _BFLOAT, _E4M3FN, _E5M2 = 0, 1, 2, 4, 10, 12
+BYTE: Final = NumberType("uint8", _UNSIGNED, 1, "|u1")
+_TYPES: Final = (
+    (("f16", "float16"), NumberType("float16", _FLOAT, 2, "<f2")),
+    (("bf16", "bfloat16"), NumberType("bfloat16", _BFLOAT, 2, "<u2")),
+    (("f32", "float32"), NumberType("float32", _FLOAT, 4, "<f4")),
+    (("i8",), NumberType("int8", _SIGNED, 1, "|i1")),  # "int8" has scales between the numbers
+    (("u8", "uint8"), BYTE),
+    (("fp8_e4m3", "float8_e4m3fn"), NumberType("float8_e4m3fn", _E4M3FN, 1, "|u1")),
+    (("fp8_e5m2", "float8_e5m2"), NumberType("float8_e5m2", _E5M2, 1, "|u1")),
+)
+NUMBER_TYPES: Final = {name: kind for names, kind in _TYPES for name in names}
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """Numbers in a payload, the first at byte `offset`; `strides` are bytes, one for each of `shape`."""
+
+    type: NumberType
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """The payloads of the blocks of one layer group."""
+
+    fingerprint: Fingerprint
+    group: LayerGroup
+    _known: dict[tuple[int, int | None, str], Numbers] = field(default_factory=dict, repr=False, compare=False)
+
+    def numbers(self, payload_bytes: int, layer: int | None, kind: str) -> Numbers:
+        """Return where the K ("k") or the V ("v") of a layer is in a payload: [token, head, number of the head], or
+        [token, number] where the group does not say its heads; for None of all layers, with these as the first axis.
+        "bytes" is what is stored of them, of any layout. `layer` counts the layers of the group. Raises InvalidValue
+        with a line that says why there is no such array."""
+        asked = payload_bytes, layer, kind
+        found = self._known.get(asked)
+        if found is None:
+            found = self._known[asked] = self._numbers(payload_bytes, layer, kind)
+        return found
+
+    def _numbers(self, payload_bytes: int, layer: int | None, kind: str) -> Numbers:
+        if kind not in KINDS:
+            raise InvalidValue(f"kind {kind!r} is unknown; known: {', '.join(KINDS)}")
+        if layer is None and kind == "bytes":
+            return Numbers(BYTE, 0, (payload_bytes,), (1,))
+        layers = len(self.group.layers)
+        if not layers:
+            raise self._opaque("its fingerprint lists no layers")
+        if (layer is not None and not 0 <= layer < layers) or payload_bytes % layers:
+            raise InvalidValue(f"layer {layer} of {layers} cannot be cut from {payload_bytes} bytes")
+        layer_bytes = payload_bytes // layers
+        if kind == "bytes":
+            return Numbers(BYTE, (layer or 0) * layer_bytes, (layer_bytes,), (1,))
+        one = self._of_layer(layer_bytes, kind == "v")
+        if layer is None:
+            return Numbers(one.type, one.offset, (layers, *one.shape), (layer_bytes, *one.strides))
+        return Numbers(one.type, one.offset + layer * layer_bytes, one.shape, one.strides)
+
+    def _of_layer(self, layer_bytes: int, is_v: bool) -> Numbers:
+        axes, number = self._axes(), NUMBER_TYPES.get(self.fingerprint.kv_dtype.removeprefix("torch."))
+        if number is None:
+            known = ", ".join(NUMBER_TYPES)
+            raise self._opaque(f"its type {self.fingerprint.kv_dtype!r} is not one of plain numbers ({known})")
+        tokens, heads = self.fingerprint.block_tokens, self.group.heads
+        row, rest = divmod(layer_bytes, 2 * tokens * number.nbytes)
+        if rest or row % (heads or 1) or not row:
+            raise self._opaque(f"{layer_bytes} bytes a layer are no K and V of {tokens} tokens, {number.name}")
+        if not heads and axes.index("H") < 2:
+            raise self._opaque("its fingerprint does not say how many heads there are (LayerGroup.heads)")
+        sizes = {"T": tokens, "H": heads or 1, "P": 2}
+        inner = row // (heads or 1)
+        strides = {
+            axis: prod(sizes[later] for later in axes[place + 1 :]) * inner * number.nbytes
+            for place, axis in enumerate(axes)
+        }
+        shape, steps = (tokens, heads, inner), (strides["T"], strides["H"], number.nbytes)
+        if not heads:
+            shape, steps = (tokens, inner), (strides["T"], number.nbytes)  # type: ignore[assignment]
+        return Numbers(number, strides["P"] * is_v, shape, steps)
+
+    def _axes(self) -> str:
+        """Return the order of token, head and pair in a layer."""
+        if self.group.kind in ("mla", "recurrent"):
+            raise self._opaque(f"a group of kind {self.group.kind} has no K and V")
+        order = self.fingerprint.layout
+        if order.startswith("{"):
+            try:
+                order = str(json.loads(order)["order"])
+            except (ValueError, KeyError):
+                raise self._opaque("its layout names no order of bytes") from None
+        axes = _AXES.get(order)
+        if axes is None:
+            raise self._opaque(f"its layout {order!r} is none of {', '.join(_AXES)}")
+        return axes
+
+    def _opaque(self, why: str) -> InvalidValue:
+        return InvalidValue(f"layer group {self.group.group_id} has no K and V to show: {why}; kind='bytes' does")
