@@ -68,9 +68,12 @@ def ladders_of(orders: Sequence[Sequence[str]], steps: npt.NDArray[np.void]) -> 
 class HazardTables:
     """Cells, the counts of every step of every ladder (a node each), and the cells' ranks as of the last `renew`."""
 
-    def __init__(self, ladders: Sequence[Ladder]) -> None:
+    def __init__(self, ladders: Sequence[Ladder], *, ranked: bool = True) -> None:
+        """`ranked`: `ranks` will be asked for, not `hazards` alone."""
+        self._is_ranked = ranked
         self._orders: list[tuple[str, ...]] = []
         self._taken: list[tuple[int, ...]] = []  # which of the features each order takes
+        self._steps: list[dict[tuple[int, ...], list[int]]] = []  # by ladder and the features that it takes
         self._nodes: dict[tuple[int, tuple[int, ...]], int] = {}  # by ladder and path
         self._names: list[tuple[int, tuple[int, ...]]] = []  # of the nodes from 1 on
         # Node 0 is void: a feature that is still to come, or a step that a ladder lacks, is known by the step above.
@@ -107,6 +110,7 @@ class HazardTables:
         number = len(self._orders)
         self._orders.append(ladder.order)
         self._taken.append(tuple(map(Features._fields.index, ladder.order)))
+        self._steps.append({})
         for path, counts in ladder.counts.items():
             node = self._node(number, path)  # first: the array may grow
             self._counts[node] = counts
@@ -208,19 +212,19 @@ class HazardTables:
             self._features.append(features)
         self._cells[features] = found
         self._used_in[found] = self._epoch
-        self._paths[found] = [self._path(number, features) for number in range(len(self._orders))]
+        paths = []
+        for number, (places, steps) in enumerate(zip(self._taken, self._steps, strict=True)):
+            taken = tuple([features[at] for at in places])
+            paths.append(steps.get(taken) or self._path(number, taken))
+        self._paths[found] = paths
         self._hints[:, found] = features.chance, features.next_step
         return found
 
-    def _path(self, number: int, features: Features) -> list[int]:
-        """The nodes of a ladder's steps."""
-        taken, nodes = tuple([features[at] for at in self._taken[number]]), self._nodes
-        steps = [0] * _STEPS_MAX
-        for step in range(len(taken) + 1):
-            if step and taken[step - 1] == AWAITED:
-                break
-            node = nodes.get((number, taken[:step]))
-            steps[step] = self._node(number, taken[:step]) if node is None else node
+    def _path(self, number: int, taken: tuple[int, ...]) -> list[int]:
+        """Return the nodes of a ladder's steps for the features `taken`, which are new to it."""
+        known = taken.index(AWAITED) if AWAITED in taken else len(taken)
+        nodes = [self._node(number, taken[:step]) for step in range(known + 1)]
+        self._steps[number][taken] = steps = nodes + [0] * (_STEPS_MAX - len(nodes))
         return steps
 
     def _node(self, number: int, path: tuple[int, ...]) -> int:
@@ -372,8 +376,11 @@ class HazardTables:
         return found
 
     def hazards(self, cells: Ints | Sequence[int]) -> Floats:
-        """The chance of return in each age bin, as it was made last."""
+        """Return the chance of return in each age bin, as it was made last, or by the counts where it is yet to be."""
         mixed, hints = self._mixed[cells], self._hints[:, cells]
+        asked = np.flatnonzero(np.isin(cells, self._asked)) if self._asked else ()
+        if len(asked):
+            mixed[asked] = np.matmul(self.weights(), self._estimated(np.asarray(cells)[asked]))
         if hints.any():
             chance, next_step = self.hint_factors()
             mixed = np.clip(mixed * chance[hints[0]] * next_step[hints[1]], LEAST, MOST)
@@ -383,13 +390,18 @@ class HazardTables:
         """At age 0."""
         return float(self._ranks[cell, 0])
 
-    def _make(self, cells: Sequence[int]) -> None:
+    def _estimated(self, cells: Ints | Sequence[int]) -> Floats:
+        """Return the hazards of `cells` by ladder and age bin, as the counts are now."""
         self._counts[0] = 0.0
         counts = self._counts.reshape(-1, BINS)
         nodes = 2 * self._paths[cells].transpose(2, 0, 1)  # steps first: what follows goes through memory in one piece
         estimate = shrunk(counts.take(nodes, axis=0), counts.take(nodes + 1, axis=0), self._gain)
-        self._estimates[cells] = estimate = np.minimum(np.maximum(estimate, LEAST), MOST)
+        return np.minimum(np.maximum(estimate, LEAST), MOST, out=estimate)
+
+    def _make(self, cells: Sequence[int]) -> None:
+        self._estimates[cells] = estimate = self._estimated(cells)
         weights = self.weights()
         self.lean = _LEAN * max(0.0, 2.0 * float(weights[self._classless].sum()) - 1.0)
         self._mixed[cells] = np.matmul(weights, estimate)
-        self._ranks[cells] = ranks(self.hazards(cells))
+        if self._is_ranked:
+            self._ranks[cells] = ranks(self.hazards(cells))
