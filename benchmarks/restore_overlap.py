@@ -32,6 +32,7 @@ from kvstore_client import Fingerprint, Session
 from kvstore_engine.batching import BatchEngine, EngineSettings, Finished, Observer, Request, RequestSettings
 from kvstore_engine.batching.settings import Restoring
 from kvstore_engine.executor import Executor
+from kvstore_engine.executors import StepSizes
 from kvstore_engine.gguf import GGUFFile
 from kvstore_engine.loaded_model import fingerprint_of
 from kvstore_engine.model import load_model
@@ -123,7 +124,7 @@ def opened_model() -> Iterator[Model]:
         tokenizer = Tokenizer.from_metadata(file.metadata)
         model = stack.enter_context(load_model(file))
         pool = BlockPool(model.config, POOL_TOKENS // 16)
-        executor = stack.enter_context(Executor(model, pool, threads=THREADS, max_tokens_per_step=528))
+        executor = stack.enter_context(Executor(model, pool, StepSizes(threads=THREADS, max_tokens_per_step=528)))
         fingerprint = fingerprint_of(file, model.config, tokenizer, pool, file.weights_digest())
         yield Model(executor, pool, tokenizer, fingerprint)
 

@@ -70,15 +70,11 @@ class Job:
 
 
 def sources_of(policy: str) -> list[Path]:
-    """Return the files that a replay of `policy` depends on, in order. Raises AssertionError where a folder has none."""
+    """Return the files that a replay of `policy` depends on, in order. Raises AssertionError for a folder without."""
     is_ours = policy == OURS
     paths = [_SIMULATOR / name for name in _REPLAYING]
-    for folder in (
-        _DAEMON / "store/policies",
-        _DAEMON / "store/blocks",
-        _SIMULATOR / "policies",
-        *((_PREDICTOR,) if is_ours else ()),
-    ):
+    folders = [_DAEMON / "store/policies", _DAEMON / "store/blocks", _SIMULATOR / "policies"]
+    for folder in [*folders, _PREDICTOR] if is_ours else folders:
         found_there = [path for path in folder.rglob("*.*") if path.suffix in (".py", ".json")]
         assert found_there, f"{folder} has moved: results would outlive a change of it"
         paths += found_there

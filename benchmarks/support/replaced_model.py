@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from kvstore_engine.batching import RequestSettings
 from kvstore_engine.executor import Executor
+from kvstore_engine.executors import StepSizes
 from kvstore_engine.generate import Generator
 from kvstore_engine.generation import Prompt
 from kvstore_engine.gguf import GGUFFile
@@ -142,7 +143,9 @@ class Truth:
         model = stack.enter_context(load_model(file, context=CONTEXT_TOKENS))
         tokenizer = Tokenizer.from_metadata(file.metadata)
         pool = BlockPool(model.config, CONTEXT_TOKENS // 16)
-        executor = stack.enter_context(Executor(model, pool, threads=1, max_sequences=1, max_context=CONTEXT_TOKENS))
+        executor = stack.enter_context(
+            Executor(model, pool, StepSizes(threads=1, max_sequences=1, max_context=CONTEXT_TOKENS))
+        )
         self.fingerprint = fingerprint_of(file, model.config, tokenizer, pool, file.weights_digest())
         self._store = MemorySession(self.fingerprint.payload_bytes(), block_tokens=self.fingerprint.block_tokens)
         self._generator = Generator(tokenizer=tokenizer, executor=executor, context=CONTEXT_TOKENS, session=self._store)

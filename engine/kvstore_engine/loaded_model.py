@@ -111,7 +111,7 @@ def open_model(path: Path, options: LoadOptions) -> Iterator[LoadedModel]:
         stack.callback(generator.close)
         if options.warm_up:
             generator.warm_up()
-        yield LoadedModel(executor.model.config.name, generator, file)
+        yield LoadedModel(executor.config.name, generator, file)
 
 
 def _threads(options: LoadOptions) -> int:
@@ -164,7 +164,7 @@ def _open_store(
         return
     # The digest reads all the weights, so it is computed only where it is needed.
     digest, stages = watch.digest().weights, options.stages
-    fingerprint = fingerprint_of(watch.file, executor.model.config, tokenizer, executor.pool, digest, device)
+    fingerprint = fingerprint_of(watch.file, executor.config, tokenizer, executor.pool, digest, device)
     profile = partial(profile_path, cache_root(), digest, _threads(options) * stages, device.name)
     connect = partial(_connect, options.kvstore)
     with contextlib.ExitStack() as stack:

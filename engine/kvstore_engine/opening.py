@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvstore_client.link_rate import AUTO, Rate
 from kvstore_engine.devices import DeviceName
@@ -47,7 +47,7 @@ def open_executor(
 
     with (
         open_host_pool(file, pool, sizes, memory) as (model, blocks),
-        Executor(model, blocks, **_limits(sizes)) as made,
+        Executor(model, blocks, sizes) as made,
     ):
         yield made
 
@@ -80,7 +80,7 @@ def open_stages(file: GGUFFile, stages: int, pool: PoolSetup, sizes: StepSizes) 
     with open_host_pool(file, pool, sizes) as (model, blocks):
         if stages > model.config.layers:
             raise UsageError(f"{stages} stages are more than the {model.config.layers} layers of this model")
-        with open_pipeline(model, blocks, stages, **_limits(sizes)) as pipeline:
+        with open_pipeline(model, blocks, stages, sizes) as pipeline:
             yield pipeline
 
 
@@ -98,13 +98,3 @@ def open_host_pool(
             model.config, pool.blocks, block_tokens=pool.block_tokens, kv_dtype=pool.kv_dtype, memory=memory
         )
         yield model, made
-
-
-def _limits(sizes: StepSizes) -> dict[str, Any]:
-    """The arguments of an executor."""
-    return {
-        "threads": sizes.threads,
-        "max_tokens_per_step": sizes.max_tokens_per_step,
-        "max_sequences": sizes.max_sequences,
-        "max_context": sizes.max_context,
-    }

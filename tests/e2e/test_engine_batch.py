@@ -29,6 +29,7 @@ from tests.reference.assumed_costs import assume
 from tests.reference.batch_runs import Outcome, request, run
 from tests.reference.executors import GGML, TORCH, TriedExecutor
 from tests.reference.memory_session import MemorySession
+from tests.reference.prefill import prefill
 from tests.reference.skips import skip_without_ggml
 from tests.reference.tiny_llama import CONTEXT, write_tiny_llama
 
@@ -82,7 +83,7 @@ class Loaded:
 
     def logits_alone(self, prompt: Sequence[int]) -> Floats:
         table = np.arange(CONTEXT // 16, dtype=np.int32)
-        logits: Floats = self._alone.prefill(np.array(prompt, np.int32), 0, table)
+        logits: Floats = prefill(self._alone, np.array(prompt, np.int32), 0, table)
         return logits
 
     def noise(self) -> float:

@@ -10,6 +10,7 @@ import pytest
 from kvstore_engine.batching import RequestSettings
 from kvstore_engine.errors import OperationError, UsageError
 from kvstore_engine.executor import Executor
+from kvstore_engine.executors import StepSizes
 from kvstore_engine.generate import Generator
 from kvstore_engine.generation import Prompt
 from kvstore_engine.gguf import GGUFFile
@@ -44,7 +45,9 @@ class Bench:
     def generator(self, session: MemorySession | None = None, context: int = CONTEXT) -> Generator:
         pool = BlockPool(self.model.config, CONTEXT // 16)
         executor = self._stack.enter_context(
-            Executor(self.model, pool, threads=1, max_tokens_per_step=128, max_sequences=1, max_context=CONTEXT)
+            Executor(
+                self.model, pool, StepSizes(threads=1, max_tokens_per_step=128, max_sequences=1, max_context=CONTEXT)
+            )
         )
         costs = LearnedCosts()
         assume(costs, [1.0, 1.0, 0.0])  # computing looks slow: restore all that is stored

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvstore_engine.batching import RequestSettings
+from kvstore_engine.executors import StepSizes
 from kvstore_engine.generate import Generator
 from kvstore_engine.generation import Generation, Prompt
 from kvstore_engine.gguf import GGUFFile
@@ -35,7 +36,9 @@ class Staged:
         model = stack.enter_context(load_model(file))
         pool = BlockPool(model.config, CONTEXT // 16)
         pipeline = stack.enter_context(
-            open_pipeline(model, pool, 2, max_tokens_per_step=128, max_sequences=1, max_context=CONTEXT)
+            open_pipeline(
+                model, pool, 2, StepSizes(threads=1, max_tokens_per_step=128, max_sequences=1, max_context=CONTEXT)
+            )
         )
         self.kv = [MemorySession(stage.pool.payload_bytes(4)) for stage in pipeline.stages]
         self.states = MemorySession(STATES_BYTES)

@@ -208,7 +208,7 @@ def open_staged_prompts(
 
         stores = [
             StageStore(opened(kv), None if inputs is None else opened(inputs))
-            for kv, inputs in stage_fingerprints(whole, layers, pipeline.model.config.width)
+            for kv, inputs in stage_fingerprints(whole, layers, pipeline.config.width)
         ]
         costs = [LearnedCosts.load(path) for path in profiles]
         for each, path in zip(costs, profiles, strict=True):

@@ -10,6 +10,7 @@ import pytest
 
 from kvstore_engine.batching import BatchEngine, Event, Finished, Request, RequestSettings, Token
 from kvstore_engine.executor import Executor
+from kvstore_engine.executors import StepSizes
 from kvstore_engine.executors.logits import StepLogits
 from kvstore_engine.gguf import GGUFFile
 from kvstore_engine.graph import SequenceSlice
@@ -52,7 +53,9 @@ def engine(tmp_path: Path) -> Iterator[BatchEngine]:
     tokenizer = Tokenizer.from_metadata(file.metadata)
     with load_model(file) as model:
         pool = BlockPool(model.config, 64)
-        with Executor(model, pool, threads=1, max_tokens_per_step=128, max_sequences=4, max_context=256) as executor:
+        with Executor(
+            model, pool, StepSizes(threads=1, max_tokens_per_step=128, max_sequences=4, max_context=256)
+        ) as executor:
             made = BatchEngine(_Poisoned(executor), tokenizer)
             yield made
             made.close()

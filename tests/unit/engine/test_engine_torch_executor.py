@@ -260,7 +260,7 @@ def test_blocks_of_ggml_or_of_another_type_are_no_blocks_of_torch(tmp_path: Path
     for device, kv_dtype in kept:
         setup = replace(_SETUP, kv_dtype=kv_dtype)
         with open_executor(GGUFFile.open(file.path), _device(device), setup, _SIZES) as executor:
-            made = fingerprint_of(file, executor.model.config, tokenizer, executor.pool, "ab" * 16, _device(device))
+            made = fingerprint_of(file, executor.config, tokenizer, executor.pool, "ab" * 16, _device(device))
             digests.add(made.digest())
             sizes[kv_dtype] = executor.pool.block_bytes
     assert len(digests) == len(kept)
