@@ -23,7 +23,7 @@ import numpy.typing as npt
 from kvstore_engine.batching import BatchEngine, EngineSettings, Finished, Request, RequestSettings, Token
 from kvstore_engine.bench.in_process import BenchEngine, opened
 from kvstore_engine.ggml import load_library
-from kvstore_engine.ggml.dequantise import dequantised
+from kvstore_engine.ggml.tensor_values import dequantised
 from kvstore_engine.gguf import GGUFFile
 from kvstore_engine.model import ModelConfig
 from kvstore_engine.models.cache import models_directory
