@@ -22,7 +22,7 @@ from support.report import progress
 from kvstore_console.command_line import ListAction
 from kvstore_engine.bench.workload import LOADS, LoadSettings
 from kvstore_engine.cli.bench import load_settings, vocabulary_of
-from kvstore_engine.models import locate
+from kvstore_engine.models.locate import locate
 from kvstore_engine.threads import default_threads
 
 

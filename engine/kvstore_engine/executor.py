@@ -28,7 +28,8 @@ from kvstore_engine.graph.decoder import AttentionOperation, PoolTensors
 from kvstore_engine.graph.products import ProductOperations
 from kvstore_engine.kernels.foreign import array_at
 from kvstore_engine.kernels.layout import AttentionShape, LayerAttention, Product, StepMemory
-from kvstore_engine.model import Model, ModelConfig
+from kvstore_engine.model.config import ModelConfig
+from kvstore_engine.model.weights import Model
 from kvstore_engine.pool import BlockPool
 
 _MAX_GRAPHS = 32

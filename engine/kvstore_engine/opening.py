@@ -18,10 +18,10 @@ from kvstore_engine.executors.sizes import PoolSetup, StepSizes
 from kvstore_engine.gguf import GGUFFile
 
 if TYPE_CHECKING:
-    from kvstore_engine.model import Model
+    from kvstore_engine.model.weights import Model
     from kvstore_engine.pool import BlockPool
     from kvstore_engine.restore.copies import BlockCopies
-    from kvstore_engine.stages import Pipeline
+    from kvstore_engine.stages.pipeline import Pipeline
 
 
 @contextlib.contextmanager
@@ -75,7 +75,7 @@ def open_copies(
 @contextlib.contextmanager
 def open_stages(file: GGUFFile, stages: int, pool: PoolSetup, sizes: StepSizes) -> Iterator[Pipeline]:
     """The same on `cpu`, in stages of `sizes.threads` threads each. UsageError for more than the model has layers."""
-    from kvstore_engine.stages import open_pipeline
+    from kvstore_engine.stages.pipeline import open_pipeline
 
     with open_host_pool(file, pool, sizes) as (model, blocks):
         if stages > model.config.layers:
@@ -89,7 +89,7 @@ def open_host_pool(
     file: GGUFFile, pool: PoolSetup, sizes: StepSizes, memory: Callable[[int], mmap.mmap] | None = None
 ) -> Iterator[tuple[Model, BlockPool]]:
     """ggml's model of `file`, and a pool for it in host memory."""
-    from kvstore_engine.model import load_model
+    from kvstore_engine.model.weights import load_model
     from kvstore_engine.pool import BlockPool
 
     # How long sequences may become is part of a model's configuration: LongRoPE depends on it.

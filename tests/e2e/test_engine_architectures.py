@@ -11,8 +11,8 @@ from kvstore_engine.executor import Executor
 from kvstore_engine.executors import StepSizes
 from kvstore_engine.ggml import find_library
 from kvstore_engine.gguf import GGUFFile
-from kvstore_engine.model import load_model
 from kvstore_engine.model.architecture import ARCHITECTURES
+from kvstore_engine.model.weights import load_model
 from kvstore_engine.pool import BlockPool
 from tests.reference.make_gguf import TinyModel, write_model
 from tests.reference.parity import Comparison, compare, own_logits

@@ -16,13 +16,15 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvstore_engine.batching import BatchEngine, EngineSettings
-from kvstore_engine.blocks import HostPool, swap_in, swap_out
+from kvstore_engine.batching.engine import BatchEngine
+from kvstore_engine.batching.settings import EngineSettings
+from kvstore_engine.blocks.host_pool import HostPool, swap_in, swap_out
 from kvstore_engine.executors import PoolSetup, StepExecutor, StepSizes
 from kvstore_engine.gguf import GGUFFile
 from kvstore_engine.graph import SequenceSlice
-from kvstore_engine.models import KNOWN_MODELS, locate
 from kvstore_engine.models.cache import cache_root
+from kvstore_engine.models.known import KNOWN_MODELS
+from kvstore_engine.models.locate import locate
 from kvstore_engine.tokenizer import Tokenizer
 from kvstore_restore.learned import LearnedCosts
 from tests.reference.assumed_costs import assume

@@ -7,14 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore_engine.batching import RequestSettings
+from kvstore_engine.batching.request import RequestSettings
 from kvstore_engine.errors import OperationError, UsageError
 from kvstore_engine.executor import Executor
 from kvstore_engine.executors import StepSizes
 from kvstore_engine.generate import Generator
 from kvstore_engine.generation import Prompt
 from kvstore_engine.gguf import GGUFFile
-from kvstore_engine.model import load_model
+from kvstore_engine.model.weights import load_model
 from kvstore_engine.pool import BlockPool
 from kvstore_engine.sampler import SamplingSettings
 from kvstore_engine.tokenizer import Tokenizer

@@ -12,8 +12,8 @@ from kvstore_engine.executors import StepSizes
 from kvstore_engine.ggml import find_library, load_library
 from kvstore_engine.gguf import TENSOR_TYPES, GGUFFile
 from kvstore_engine.graph import SequenceSlice
-from kvstore_engine.model import load_model
 from kvstore_engine.model.quantisation import multipliable_types
+from kvstore_engine.model.weights import load_model
 from kvstore_engine.pool import BlockPool
 from tests.reference.ggml_quantise import TYPE_NUMBERS
 from tests.reference.make_gguf import TinyModel, write_model

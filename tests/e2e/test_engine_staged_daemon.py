@@ -13,17 +13,12 @@ from kvstore_client import Session
 from kvstore_engine.executor import Executor
 from kvstore_engine.executors import StepSizes
 from kvstore_engine.gguf import GGUFFile
-from kvstore_engine.model import Model, load_model
+from kvstore_engine.model.weights import Model, load_model
 from kvstore_engine.pool import PAYLOAD_LAYOUT, BlockPool
-from kvstore_engine.restore import model_fingerprint
-from kvstore_engine.stages import (
-    StagedRestorer,
-    StageStore,
-    open_pipeline,
-    stage_fingerprints,
-    stage_layers,
-    store_prefix,
-)
+from kvstore_engine.restore.fingerprint import model_fingerprint
+from kvstore_engine.stages.pipeline import open_pipeline, stage_layers
+from kvstore_engine.stages.restorer import StagedRestorer
+from kvstore_engine.stages.stores import StageStore, stage_fingerprints, store_prefix
 from kvstore_proto.fingerprint import Fingerprint
 from tests.reference.make_gguf import TinyModel, write_model
 from tests.reference.prefill import prefill

@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 
-from kvstore_engine.batching import RequestSettings
+from kvstore_engine.batching.request import RequestSettings
 from kvstore_engine.executors import StepSizes
 from kvstore_engine.generate import Generator
 from kvstore_engine.generation import Generation, Prompt
 from kvstore_engine.gguf import GGUFFile
-from kvstore_engine.model import load_model
+from kvstore_engine.model.weights import load_model
 from kvstore_engine.pool import BlockPool
-from kvstore_engine.stages import StagedPrompts, StageStore, open_pipeline
+from kvstore_engine.stages.pipeline import open_pipeline
+from kvstore_engine.stages.prompts import StagedPrompts
+from kvstore_engine.stages.stores import StageStore
 from kvstore_engine.tokenizer import Tokenizer
 from kvstore_restore.learned import LearnedCosts
 from tests.reference.assumed_costs import assume

@@ -21,8 +21,8 @@ from kvstore_engine.executor import Executor
 from kvstore_engine.executors import StepSizes
 from kvstore_engine.gguf import FileWatch, GGUFFile
 from kvstore_engine.graph import SequenceSlice
-from kvstore_engine.model import load_model
 from kvstore_engine.model.config import ModelConfig
+from kvstore_engine.model.weights import load_model
 from kvstore_engine.pool import BlockPool
 from kvstore_engine.worker import RemoteExecutor, StepFailed, WorkerNotice
 from kvstore_engine.worker.memory import SharedMemory

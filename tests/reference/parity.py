@@ -19,7 +19,7 @@ from kvstore_engine.executor import Executor
 from kvstore_engine.executors import StepSizes
 from kvstore_engine.gguf import GGUFFile
 from kvstore_engine.graph import SequenceSlice
-from kvstore_engine.model import load_model
+from kvstore_engine.model.weights import load_model
 from kvstore_engine.pool import BlockPool
 
 FloatArray = npt.NDArray[np.float32]

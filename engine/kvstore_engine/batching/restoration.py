@@ -16,7 +16,8 @@ import numpy as np
 
 from kvstore_engine.batching.sequence import Sequence
 from kvstore_engine.batching.settings import Restoring
-from kvstore_engine.blocks import BlockSpace, TrieNode
+from kvstore_engine.blocks.space import BlockSpace
+from kvstore_engine.blocks.trie import TrieNode
 from kvstore_engine.restore.copies import BlockCopies, BlockLoad
 from kvstore_engine.restore.fetcher import Arrival, Fetch
 from kvstore_engine.restore.progress import Progress

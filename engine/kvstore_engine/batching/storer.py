@@ -12,7 +12,8 @@ import numpy as np
 
 from kvstore_engine.batching.observer import Observer
 from kvstore_engine.batching.sequence import Sequence
-from kvstore_engine.blocks import BlockSpace, TrieNode
+from kvstore_engine.blocks.space import BlockSpace
+from kvstore_engine.blocks.trie import TrieNode
 from kvstore_engine.restore.put_queue import MOST_BLOCKS, BlockSender, Hint, Put, PutQueue
 from kvstore_engine.restore.session import KvSession, NextStep
 

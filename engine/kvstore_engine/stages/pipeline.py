@@ -23,7 +23,7 @@ from kvstore_engine.executors.logits import FloatArray, HostLogits, StepLogits
 from kvstore_engine.executors.sizes import StepSizes
 from kvstore_engine.graph import SequenceSlice, plan_step
 from kvstore_engine.graph.plan import BLOCK_TOKENS
-from kvstore_engine.model import Model
+from kvstore_engine.model.weights import Model
 from kvstore_engine.pool import BlockPool
 
 Result = TypeVar("Result")

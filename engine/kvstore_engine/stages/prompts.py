@@ -21,7 +21,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from kvstore_engine.blocks import BlockSpace
+from kvstore_engine.blocks.space import BlockSpace
 from kvstore_engine.executors.logits import FloatArray
 from kvstore_engine.graph.plan import BLOCK_TOKENS
 from kvstore_engine.restore.record import RestorationRecord, RestoreReport, StoreReport

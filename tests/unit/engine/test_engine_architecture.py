@@ -11,7 +11,8 @@ from kvstore_engine.executor import Executor
 from kvstore_engine.executors import StepSizes
 from kvstore_engine.gguf import GGUFFile
 from kvstore_engine.graph import SequenceSlice
-from kvstore_engine.model import ModelConfig, load_model
+from kvstore_engine.model.config import ModelConfig
+from kvstore_engine.model.weights import load_model
 from kvstore_engine.pool import BlockPool
 from tests.reference.make_gguf import TinyModel, write_model
 

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore_engine.batching import BatchEngine, EngineSettings
+from kvstore_engine.batching.engine import BatchEngine
+from kvstore_engine.batching.settings import EngineSettings
 from kvstore_engine.bench import study
 from kvstore_engine.bench.in_process import BenchEngine, run_in_process
 from kvstore_engine.bench.over_http import Endpoint, run_over_http

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from kvstore_engine.gguf import GGUFFile
-from kvstore_engine.model import ModelConfig
+from kvstore_engine.model.config import ModelConfig
 from kvstore_engine.pool import ENGINE_BLOCK_TOKENS, PAYLOAD_LAYOUT, BlockPool
-from kvstore_engine.restore import model_fingerprint
+from kvstore_engine.restore.fingerprint import model_fingerprint
 from kvstore_proto.fingerprint import Fingerprint
 from tests.reference.make_gguf import TinyModel, write_model
 from tests.reference.tiny_llama import write_tiny_llama

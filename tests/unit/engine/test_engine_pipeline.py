@@ -14,9 +14,9 @@ from kvstore_engine.executor import Executor
 from kvstore_engine.executors import StepSizes
 from kvstore_engine.gguf import GGUFFile
 from kvstore_engine.graph import SequenceSlice
-from kvstore_engine.model import Model, load_model
+from kvstore_engine.model.weights import Model, load_model
 from kvstore_engine.pool import BlockPool
-from kvstore_engine.stages import Pipeline, micro_batches, open_pipeline, stage_layers
+from kvstore_engine.stages.pipeline import Pipeline, micro_batches, open_pipeline, stage_layers
 from tests.reference.make_gguf import TinyModel, write_model
 from tests.reference.skips import skip_without_ggml
 

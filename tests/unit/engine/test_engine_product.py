@@ -18,13 +18,13 @@ from kvstore_engine.kernels.build import build_kernels
 from kvstore_engine.kernels.foreign import array_at
 from kvstore_engine.kernels.layout import Product
 from kvstore_engine.kernels.selection import NativeKernels
-from kvstore_engine.model import Linear
 from kvstore_engine.model.interleaved_layout import (
     ROWS_TOGETHER,
     interleave_q4_0,
     interleave_q8_0,
     is_interleaved_q4_0,
 )
+from kvstore_engine.model.weights import Linear
 from tests.reference.examples import each_nth
 from tests.reference.product_graph import Bytes, FloatArray, ProductGraph, product_in_order, random_matrix
 from tests.reference.quantised_product import quantised_product

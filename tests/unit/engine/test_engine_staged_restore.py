@@ -15,20 +15,12 @@ import pytest
 from kvstore_engine.executor import Executor
 from kvstore_engine.executors import StepSizes
 from kvstore_engine.gguf import GGUFFile
-from kvstore_engine.model import Model, load_model
+from kvstore_engine.model.weights import Model, load_model
 from kvstore_engine.pool import BlockPool
-from kvstore_engine.stages import (
-    Pipeline,
-    Restored,
-    StagedRestorer,
-    StageStore,
-    open_pipeline,
-    stage_fingerprints,
-    stage_layers,
-    store_prefix,
-)
+from kvstore_engine.stages.pipeline import Pipeline, open_pipeline, stage_layers
 from kvstore_engine.stages.restoration import StageSide
-from kvstore_engine.stages.stores import Found, look_up
+from kvstore_engine.stages.restorer import Restored, StagedRestorer
+from kvstore_engine.stages.stores import Found, StageStore, look_up, stage_fingerprints, store_prefix
 from kvstore_proto.fingerprint import Fingerprint, LayerGroup
 from kvstore_restore.learned import LearnedCosts
 from kvstore_restore.stages import Stages

@@ -20,7 +20,8 @@ from kvstore_engine.errors import UsageError
 from kvstore_engine.executors import DeviceName, PoolSetup, StepExecutor, StepSizes
 from kvstore_engine.gguf import GGUFFile
 from kvstore_engine.graph import SequenceSlice
-from kvstore_engine.kernels.cuda import CacheShape, Crossover
+from kvstore_engine.kernels.cuda.attention import Crossover
+from kvstore_engine.kernels.cuda.program import CacheShape
 from kvstore_engine.opening import open_executor
 from tests.cuda_shim.launcher import ShimLauncher
 from tests.reference.cache_windows import AskedDevice

@@ -17,7 +17,8 @@ from kvstore_engine.gguf.reader import TensorInfo
 from kvstore_engine.gguf.tensor_types import Q4_0, Q8_0
 from kvstore_engine.graph import SequenceSlice
 from kvstore_engine.kernels import select_kernels
-from kvstore_engine.model import Model, copied_bytes, load_model, order_of_sums
+from kvstore_engine.model.placement import copied_bytes, order_of_sums
+from kvstore_engine.model.weights import Model, load_model
 from kvstore_engine.pool import BlockPool
 from tests.reference.make_gguf import TinyModel, write_model
 
