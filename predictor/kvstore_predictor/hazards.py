@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvstore_predictor.ages import BINS, Floats, HintFactors, Ints, fading, places_of, ranks, shrunk
+from kvstore_predictor.ages import BINS, HINT_MEANS, Floats, HintFactors, Ints, fading, places_of, ranks, shrunk
 from kvstore_predictor.base import Piece, State
 from kvstore_predictor.features import AWAITED, Features, coarse, unhinted
 
@@ -71,7 +71,7 @@ class HazardTables:
     def __init__(self, ladders: Sequence[Ladder], *, ranked: bool = True) -> None:
         """`ranked`: `ranks` will be asked for, not `hazards` alone."""
         self._is_ranked = ranked
-        self._orders: list[tuple[str, ...]] = []
+        self.orders: list[tuple[str, ...]] = []  # of the ladders
         self._taken: list[tuple[int, ...]] = []  # which of the features each order takes
         self._steps: list[dict[tuple[int, ...], list[int]]] = []  # by ladder and the features that it takes
         self._nodes: dict[tuple[int, tuple[int, ...]], int] = {}  # by ladder and path
@@ -96,19 +96,19 @@ class HazardTables:
         self._mixed: Floats = np.zeros((_CELLS_MAX, BINS))  # of all ladders, before what a hint adds
         self._ranks: Floats = np.zeros((_CELLS_MAX, BINS))
         self._hints: Ints = np.zeros((2, _CELLS_MAX), dtype=np.int64)  # chance and next step
-        self._hint_factors = HintFactors.of_chances(), HintFactors.of_next_steps()
+        self._hint_factors = [HintFactors(means) for means in HINT_MEANS]
         self.lean = 0.0  # how far to lean to the order of last use; as of the same time as the ranks
         self.evidence: Floats = np.zeros(len(ladders))  # decayed log-likelihood of what came, by ladder
         for ladder in ladders:
             self._learn_by(ladder)
-        self._classless = [number for number, order in enumerate(self._orders) if not order]
+        self._classless = [number for number, order in enumerate(self.orders) if not order]
         self.evidence[self._classless] = -_STARTS_BEHIND
         for kind in range(KINDS):
             self._make([self._add(ROOT._replace(kind=kind))])
 
     def _learn_by(self, ladder: Ladder) -> None:
-        number = len(self._orders)
-        self._orders.append(ladder.order)
+        number = len(self.orders)
+        self.orders.append(ladder.order)
         self._taken.append(tuple(map(Features._fields.index, ladder.order)))
         self._steps.append({})
         for path, counts in ladder.counts.items():
@@ -117,7 +117,7 @@ class HazardTables:
 
     def counts(self) -> list[Ladder]:
         """What is known by now."""
-        found = [Ladder(order) for order in self._orders]
+        found = [Ladder(order) for order in self.orders]
         for (number, path), node in self._nodes.items():
             found[number].counts[path] = self._counts[node] / self._gain
         return found
@@ -236,8 +236,6 @@ class HazardTables:
             self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
         return node
 
-    # Learning
-
     def exposed(self, cells: Ints, bins: Ints) -> None:
         """Chains of `cells` got through `bins` without a return."""
         np.add.at(self._late.reshape(-1), cells * (2 * BINS) + bins, 1.0)
@@ -345,8 +343,6 @@ class HazardTables:
         """Whether it is worth a call of `make`."""
         return len(self._asked) >= _MADE // 4
 
-    # Answers
-
     def weights(self) -> Floats:
         """What each ladder's estimate counts, by how well it predicted what came."""
         odds = np.exp(TRUST * (self.evidence - self.evidence.max()))
@@ -354,18 +350,13 @@ class HazardTables:
         return weights
 
     def hint_factors(self) -> tuple[Floats, Floats]:
-        """By chance and by next step, and age bin."""
-        chance, next_step = (factors.factors() for factors in self._hint_factors)
-        return chance, next_step
-
-    @property
-    def orders(self) -> list[tuple[str, ...]]:
-        """Of the ladders."""
-        return list(self._orders)
+        """Return what hints of a chance, and of a next step, are worth by value and age bin."""
+        chances, next_steps = self._hint_factors
+        return chances.factors(), next_steps.factors()
 
     def takes(self, feature: str) -> bool:
         """Whether any ladder distinguishes chains by it."""
-        return any(feature in order for order in self._orders)
+        return any(feature in order for order in self.orders)
 
     def ranks(self, cells: Ints | npt.NDArray[np.int32], ages_s: Floats) -> Floats:
         """As they were made last."""
@@ -382,8 +373,8 @@ class HazardTables:
         if len(asked):
             mixed[asked] = np.matmul(self.weights(), self._estimated(np.asarray(cells)[asked]))
         if hints.any():
-            chance, next_step = self.hint_factors()
-            mixed = np.clip(mixed * chance[hints[0]] * next_step[hints[1]], LEAST, MOST)
+            (chances, next_steps), (chance, next_step) = self.hint_factors(), hints
+            mixed = np.clip(mixed * chances[chance] * next_steps[next_step], LEAST, MOST)
         return mixed
 
     def rank_of_new(self, cell: int) -> float:
