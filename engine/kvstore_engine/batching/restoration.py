@@ -169,11 +169,7 @@ class Filler:
 
     def __init__(self, space: BlockSpace, copies: BlockCopies) -> None:
         self._space, self._copies = space, copies
-
-    @property
-    def steps_wait(self) -> bool:
-        """`begin` may be used: steps wait for what they read."""
-        return self._copies.steps_wait
+        self.steps_wait = copies.steps_wait  # for what they read: `begin` may be used
 
     def fill(self, restoration: Restoration, lease: KvLease, base: int, portion: range) -> bool:
         """Copy the blocks `portion` of a prefix; the first of `lease` is block `base`. Returns whether the lease was
