@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import sys
 
-from llama.against import DEFAULT, OURS, decode_speeds, decoders
 from support.engine import THREADS, comparable, model_path, quantisations
 from support.report import AT_LEAST, Row, main, progress
+
+from kvstore_engine.bench.against import DEFAULT, OURS, decode_speeds, decoders
 
 TARGETS = {1: 1.1, 4: 1.3, 8: 1.4, 16: 1.6}
 PROMPT_TOKENS = 256

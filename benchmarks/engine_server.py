@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import sys
 
-from llama.against import Comparison, compare
 from support.engine import THREADS, model_path, quantisations
 from support.report import AT_LEAST, AT_MOST, Row, main, progress
+
+from kvstore_engine.bench.against import Comparison, compare
 
 CLIENTS = 16
 

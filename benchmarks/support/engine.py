@@ -12,8 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from llama.ggml_build import cpu_features, kernel_environment
-
+from kvstore_engine.bench.ggml_build import cpu_features, kernel_environment
 from kvstore_engine.ggml import find_library
 from kvstore_engine.models.locate import locate
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -58,7 +59,10 @@ def test_a_quick_look_at_an_engine(tiny: Path, tmp_path: Path, capsys: pytest.Ca
         (["--model", "x.gguf", "--load", "chats"], "load 'chats' is unknown"),
         (["--model", "x.gguf", "--concurrency", "0"], "the concurrency must be 1 to"),
         (["--model", "x.gguf", "--block-sizes", "4"], "a block holds 8 to 256 tokens"),
+        (["--model", "x.gguf", "--rounds", "3"], "--rounds goes with --against"),
         (["--url", "http://127.0.0.1:1", "--trace", "t.json"], "--trace"),
+        (["--url", "http://127.0.0.1:1", "--against", "llama-server"], "give --model, not --url"),
+        (["--model", "x.gguf", "--against", "llama-server", "--llama-server", "nowhere"], "no such file"),
     ],
 )
 def test_a_mistake_gets_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,3 +79,26 @@ def test_a_prompt_longer_than_the_model_allows(tiny: Path, capsys: pytest.Captur
 def test_no_server_is_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--url", "http://127.0.0.1:1", "--quick"]) == 1
     assert "no server answers" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_beside_llama_cpps_own_server(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if importlib.util.find_spec("xllamacpp") is None:
+        pytest.skip("no xllamacpp: pip install 'kvstored[engine]'")
+    load = ["--quick", "--prompt-tokens", "48", "--threads", "1"]
+    code = main(["bench", "--model", str(tiny), "--against", "llama-server", *load, "--json"])
+    output = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert code == 0
+    assert output["same_ggml_build"] is True
+    assert output["baseline_cpu_features"]
+    assert (
+        [row["concurrency"] for row in output["rows"]]
+        == [1, 4]
+        == [row["concurrency"] for row in output["decode_rows"]]
+    )
+    for row in output["rows"]:
+        for name in ("throughput_ratio_default", "throughput_ratio_best", "ttft_ratio_best", "tpot_ratio_best"):
+            assert row[name] > 0
+        assert row["throughput_ratio_best"] == pytest.approx(row["throughput_ours"] / row["throughput_best"])
+    for row in output["decode_rows"]:
+        assert row["throughput_ratio_best"] == pytest.approx(row["throughput_ours"] / row["throughput_best"])

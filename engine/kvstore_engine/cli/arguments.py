@@ -46,6 +46,14 @@ _BENCH_EXAMPLES = """examples:
   kvengine bench --model ./llama.gguf --load mixed --rate 2 --policy shortest --trace trace.json
   kvengine bench --model ./llama.gguf --load decode --block-sizes 8 16 32 64
   kvengine bench --url http://127.0.0.1:8080 --load chat --concurrency 16 --json
+  kvengine bench --model smollm2-135m-instruct:q8_0 --against llama-server --json
+"""
+_AGAINST = """--against llama-server:
+  Runs the stock server in turns with ours: at its default, and at its best setting for CPUs (-fa off -no-kvu -np N
+  -c ...). By default it is the server in the wheel `xllamacpp`, whose ggml our engine uses as well; with
+  --llama-server PATH it is that program, and $KVENGINE_GGML has to name its libggml. A ratio is ours over theirs; where
+  the two sides did not run the same ggml build all ratios are null. First the servers over HTTP with streaming
+  clients (`rows`), then decoding alone, without HTTP on either side (`decode_rows`).
 """
 
 
@@ -253,12 +261,16 @@ def _add_bench(commands: Commands) -> None:
         help="measure latency and throughput",
         description="Measure an engine in this process, or any OpenAI-style server, under a made-up load. With --out: "
         "JSON, CSV and an HTML page with plots.",
-        epilog=f"{_BENCH_EXAMPLES}\n{_LOADS}\n{_MODELS}\n{_EXIT_CODES}",
+        epilog=f"{_BENCH_EXAMPLES}\n{_LOADS}\n{_AGAINST}\n{_MODELS}\n{_EXIT_CODES}",
     )
     what = command.add_argument_group("what is measured")
     what.add_argument("--model", metavar="MODEL", help="run it in this process; with --url: the name to ask for")
     what.add_argument("--url", metavar="URL", help="measure the OpenAI-style server there instead")
     what.add_argument("--api-key", metavar="KEY", help="for --url")
+    what.add_argument("--against", choices=("llama-server",), help="compare with llama.cpp's own server (see below)")
+    what.add_argument("--llama-server", type=Path, metavar="PATH", help="that program instead of the wheel xllamacpp")
+    what.add_argument("--only", choices=("server", "decode"), help="one half of --against")
+    what.add_argument("--rounds", type=int, metavar="N", help="of --against: turns of each side (default 3)")
     _add_load(command)
     _add_engine(command)
     output = command.add_argument_group("output")

@@ -1,4 +1,4 @@
-"""`kvengine bench`: measures an engine or a server, and prints the figures.
+"""`kvengine bench`: measures an engine or a server, or compares with llama.cpp's, and prints the figures.
 
 Owns the reading of options, the sizes of --quick and of the default load, and what is printed where: figures on stdout,
 progress on stderr.
@@ -13,10 +13,12 @@ import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from kvstore_console.table import render_table
 from kvstore_console.units import human_seconds
 from kvstore_engine.batching.settings import EngineSettings
+from kvstore_engine.bench.against import Comparison, compare
 from kvstore_engine.bench.in_process import BenchEngine
 from kvstore_engine.bench.over_http import Endpoint
 from kvstore_engine.bench.report import as_json, write_files
@@ -35,11 +37,14 @@ _HEADINGS = (
 )  # fmt: skip
 UNKNOWN_VOCABULARY = 32000
 _QUICK = LoadSettings(requests=8, prompt_tokens=64, generate_tokens=16)
+_ROUNDS, _QUICK_ROUNDS = 3, 1
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure as `options` say; 0, or an error that `main` turns into an exit code."""
     _check(options)
+    if options.against:
+        return _run_against(options)
     cases = list(_server(options) if options.url else _engine(options))
     about = _about(options)
     written = write_files(options.out, about, cases) if options.out else []
@@ -61,6 +66,13 @@ def _check(options: argparse.Namespace) -> None:
         raise UsageError("nothing to measure: give --model MODEL, or --url of a running server")
     if unknown := [name for name in options.load if name not in LOADS]:
         raise UsageError(f"load {unknown[0]!r} is unknown; known: {', '.join(LOADS)}")
+    if options.against and options.url:
+        raise UsageError("--against starts both servers itself: give --model, not --url")
+    if options.against and not options.model:
+        raise UsageError("--against needs --model MODEL")
+    for name, needs in (("llama_server", "against"), ("only", "against"), ("rounds", "against")):
+        if getattr(options, name) is not None and not getattr(options, needs):
+            raise UsageError(f"--{name.replace('_', '-')} goes with --against llama-server")
     if options.url and (options.trace or options.block_sizes or options.pool_tokens):
         raise UsageError("--trace, --block-sizes and --pool-tokens are for an engine in this process, not for --url")
     for count in options.concurrency or ():
@@ -156,3 +168,69 @@ def vocabulary_of(path: Path) -> int:
 def progress(options: argparse.Namespace) -> Callable[[str], None]:
     """Shows progress, or does not."""
     return (lambda text: None) if options.quiet else (lambda text: print(text, file=sys.stderr, flush=True))
+
+
+def _run_against(options: argparse.Namespace) -> int:
+    """Compare as `options` say; 0, or an error that `main` turns into an exit code."""
+    if options.rate:
+        raise UsageError("--against is a closed loop: give --concurrency, not --rate")
+    if len(options.load) > 1:
+        raise UsageError("--against takes one load at a time")
+    if options.llama_server is not None and not options.llama_server.is_file():
+        raise UsageError(f"--llama-server {options.llama_server}: no such file")
+    rounds = (_QUICK_ROUNDS if options.quick else _ROUNDS) if options.rounds is None else options.rounds
+    if rounds < 1:
+        raise UsageError(f"there must be at least 1 round, got {rounds}")
+    path = locate(options.model)
+    wanted = Comparison(
+        path,
+        threads=options.threads or default_threads(),
+        concurrency=tuple(options.concurrency or ((1, 4) if options.quick else (1, 4, 8, 16))),
+        rounds=rounds,
+        load=load_settings(options, vocabulary_of(path)),
+        load_name=options.load[0],
+        decode_steps=16 if options.quick else 48,
+        program=options.llama_server,
+    )
+    result = compare(
+        wanted,
+        progress(options),
+        server=options.only != "decode",
+        decode=options.only != "server",
+    )
+    result = {"model": path.name, "threads": wanted.threads, "rounds": rounds, **result}
+    if options.out:
+        _write_comparison(options, result)
+    print(json.dumps(result) if options.json else _comparison_text(result))
+    return 0
+
+
+def _write_comparison(options: argparse.Namespace, result: dict[str, Any]) -> None:
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / "against.json").write_text(json.dumps(result, indent=1) + "\n")
+    except OSError as error:
+        raise OperationError(f"cannot write to {options.out}: {error.strerror}") from None
+
+
+def _comparison_text(result: dict[str, Any]) -> str:
+    lines = [f"{result['model']}, {result['threads']} threads, ours over llama.cpp's ({result['baseline']})"]
+    if not result["same_ggml_build"]:
+        lines.append("the two sides did not _run_against the same ggml build: no ratios")
+    for row in result["rows"]:
+        lines.append(
+            f"{row['concurrency']:>3} clients over HTTP: throughput {_times(row, 'throughput_ratio_best')} of its best "
+            f"setting and {_times(row, 'throughput_ratio_default')} of its default, TTFT "
+            f"{_times(row, 'ttft_ratio_best')}, TPOT {_times(row, 'tpot_ratio_best')}"
+        )
+    for row in result["decode_rows"]:
+        lines.append(
+            f"{row['concurrency']:>3} sequences, decoding alone: {row['throughput_ours']:.0f} tokens/s, "
+            f"{_times(row, 'throughput_ratio_best')} of its best setting and "
+            f"{_times(row, 'throughput_ratio_default')} of its default"
+        )
+    return "\n".join(lines)
+
+
+def _times(row: dict[str, Any], name: str) -> str:
+    return "?" if row[name] is None else f"{row[name]:.2f}x"

@@ -6,6 +6,7 @@ import contextlib
 import csv
 import io
 import json
+import os
 import re
 import threading
 from collections.abc import Iterator
@@ -20,10 +21,13 @@ import pytest
 
 from kvstore_engine.batching.engine import BatchEngine
 from kvstore_engine.batching.settings import EngineSettings
-from kvstore_engine.bench import study
+from kvstore_engine.bench import against, study
+from kvstore_engine.bench.against import Comparison, context_for, turn_loads
+from kvstore_engine.bench.ggml_build import kernel_environment, same_build
 from kvstore_engine.bench.in_process import BenchEngine, run_in_process
 from kvstore_engine.bench.over_http import Endpoint, run_over_http
 from kvstore_engine.bench.report import COLUMNS, as_csv, as_json, report_page, write_files
+from kvstore_engine.bench.servers import LlamaServerSettings, best_on_cpus
 from kvstore_engine.bench.study import Case, StudySettings, case_of, study_engine, study_server
 from kvstore_engine.bench.summary import Run, summarise
 from kvstore_engine.bench.workload import (
@@ -348,3 +352,43 @@ class TestOverHttp:
     def test_a_wrong_url_is_reported(self) -> None:
         with pytest.raises(UsageError, match="is no URL"):
             run_over_http(Endpoint("ftp://somewhere"), make_load("chat", SMALL), ClosedLoop(1))
+
+
+class TestComparable:
+    def test_the_context_holds_the_longest_request_of_every_turn(self) -> None:
+        wanted = Comparison(Path("model"), 2, rounds=3)
+        turns = turn_loads(wanted, replace(SMALL, requests=1, prompt_tokens=256, seed=3))
+        assert len({load.requests[0].tokens[:16].tobytes() for load in turns}) == 3
+        assert context_for(turns[:1]) == 256 and context_for(turns) == 512
+
+    def test_barriers_spin_alike_on_both_sides(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        spin_counts: list[str] = []
+
+        class Child:
+            def __init__(self, module: str, arguments: list[str], environment: dict[str, str] | None = None) -> None:
+                spin_counts.append({**os.environ, **(environment or {})}["GOMP_SPINCOUNT"])
+
+            def close(self) -> None:
+                pass
+
+        monkeypatch.setenv("GOMP_SPINCOUNT", "1000")  # as a ggml that was loaded in this process leaves it
+        monkeypatch.setattr(against, "Child", Child)
+        with against.decoders(Path("model"), 2, {}):
+            assert spin_counts == ["300000", "300000"]
+
+    def test_a_build_is_its_bytes(self, tmp_path: Path) -> None:
+        for name, content in (("libggml-cpu.so", b"a"), ("copy-libggml-cpu.so", b"a"), ("libggml-base.so", b"b")):
+            (tmp_path / name).write_bytes(content)
+        one, copy, other = (tmp_path / n for n in ("libggml-cpu.so", "copy-libggml-cpu.so", "libggml-base.so"))
+        assert same_build([one], [copy, other])
+        assert not same_build([one, other], [copy])
+        assert not same_build([], [copy]) and not same_build([one], [])
+
+    def test_our_kernels_use_no_more_than_the_baseline(self) -> None:
+        assert kernel_environment(["avx", "avx2"]) == {"KVENGINE_KERNEL_ISA": "avx2"}
+        assert kernel_environment(["avx2", "avx512"]) == {} == kernel_environment(["neon"])
+
+    def test_the_default_is_no_option_and_the_best_is_the_documented_one(self) -> None:
+        assert LlamaServerSettings(2).command() == ["-t", "2"]
+        best = " ".join(best_on_cpus(2, 16, 512).command())
+        assert "-np 16 -no-kvu -fa off -c 8192" in best

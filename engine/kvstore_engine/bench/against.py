@@ -18,14 +18,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from kvstore_engine.bench.child import Child
+from kvstore_engine.bench.ggml_build import cpu_features, kernel_environment, mapped_libraries, same_build
 from kvstore_engine.bench.over_http import Endpoint, run_over_http
+from kvstore_engine.bench.servers import LlamaServerSettings, Running, best_on_cpus, llama_server, our_server
 from kvstore_engine.bench.summary import Summary, summarise
 from kvstore_engine.bench.workload import ClosedLoop, LoadSettings, Workload, make_load
 from kvstore_engine.errors import OperationError
 from kvstore_engine.ggml import find_library
-from llama.child import Child
-from llama.ggml_build import cpu_features, kernel_environment, mapped_libraries, same_build
-from llama.servers import LlamaServerSettings, Running, best_on_cpus, llama_server, our_server
 
 OURS, DEFAULT, BEST = "ours", "default", "best"
 _PLAIN, _FLASH = "plain", "flash"
@@ -191,7 +191,7 @@ class DecodeSpeeds:
 @contextlib.contextmanager
 def decoders(model: Path, threads: int, environment: dict[str, str]) -> Iterator[dict[str, Child]]:
     """A process for each side, with nothing loaded yet."""
-    module, arguments = "llama.decoding", [str(model), str(threads)]
+    module, arguments = "kvstore_engine.bench.decoding", [str(model), str(threads)]
     with (
         contextlib.closing(Child(module, [OURS, *arguments], {**_LIBGOMP_SPINS, **environment})) as ours,
         # Set for this side, too, so that it does not inherit another count from this process.

@@ -11,14 +11,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from kvstore_engine.errors import OperationError
 
 _READY = "ready"
 _END_S = 30.0
-_BENCHMARKS = Path(__file__).parents[1]
 
 
 class Child:
@@ -33,7 +31,7 @@ class Child:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": str(_BENCHMARKS), **(environment or {})},
+            env={**os.environ, **(environment or {})},
         )
         try:
             if self._read() != _READY:

@@ -1,6 +1,6 @@
 """llama.cpp's server out of the wheel `xllamacpp`, in a process of its own.
 
-    python -m llama.wheel MODEL SETTINGS
+    python -m kvstore_engine.bench.llama_wheel MODEL SETTINGS
 
 Owns the translation of settings. The server is the stock one and listens on a free port; it ends when the parent
 closes its input. A question, any, is answered with its address.
@@ -12,7 +12,7 @@ import json
 import sys
 from typing import Any
 
-from llama.child import answer_questions
+from kvstore_engine.bench.child import answer_questions
 
 
 def serve(model: str, settings: dict[str, Any]) -> str:

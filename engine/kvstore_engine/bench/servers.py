@@ -22,9 +22,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from kvstore_engine.bench.child import Child
+from kvstore_engine.bench.ggml_build import family, mapped_libraries
 from kvstore_engine.errors import OperationError
-from llama.child import Child
-from llama.ggml_build import family, mapped_libraries
 
 DEFAULT_SLOTS = 4
 _START_S = 180.0
@@ -85,7 +85,7 @@ def our_server(
 def llama_server(model: Path, settings: LlamaServerSettings, program: Path | None = None) -> Iterator[Running]:
     """llama.cpp's: `program`, or the one in the wheel `xllamacpp`."""
     if program is None:
-        child = Child("llama.wheel", [str(model), json.dumps(asdict(settings))])
+        child = Child("kvstore_engine.bench.llama_wheel", [str(model), json.dumps(asdict(settings))])
         with contextlib.closing(child):
             address = child.ask({})
             running = Running(str(address), child.pid)

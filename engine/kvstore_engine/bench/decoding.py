@@ -1,6 +1,6 @@
 """Decode speed without HTTP: the engine's, and llama.cpp's own, each in a process of its own that is asked by lines.
 
-    python -m llama.decoding ours|llama MODEL THREADS
+    python -m kvstore_engine.bench.decoding ours|llama MODEL THREADS
 
 Owns what a decode step is on each side: one token for each of so many sequences, with the choice of the likeliest one
 included. A question is {"sequences", "prompt_tokens", "steps", "seed"} and, for llama.cpp, {"flash", "unified"};
@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from kvstore_engine.bench.child import answer_questions
 from kvstore_engine.bench.workload import Int32Array
-from llama.child import answer_questions
 
 _TASKS = Path("/proc/self/task")
 _ROUND_TOKENS = 256  # llama.cpp pads its K/V to so many
@@ -54,7 +54,7 @@ def context_tokens(question: dict[str, Any]) -> int:
 
 
 def decode_llama(model: Path, threads: int, question: dict[str, Any]) -> dict[str, object]:
-    from llama.context import LlamaContext, LlamaSettings
+    from kvstore_engine.bench.llama_context import LlamaContext, LlamaSettings
 
     count = question["sequences"]
     settings = LlamaSettings(

@@ -1,6 +1,6 @@
 """Which ggml a side runs, and for which CPU it was built: a comparison of two builds compares compilers, not engines.
 
-    python benchmarks/llama/ggml_build.py PATH      # prints the CPU features of the ggml there
+    python -m kvstore_engine.bench.ggml_build PATH      # prints the CPU features of the ggml there
 
 Owns the identity of a build, the digests of the library files that a process has really mapped, and what the other
 side must do to be comparable: a kernel of ours that uses instructions which the ggml of both does not is no fair gain.
@@ -66,7 +66,7 @@ def same_build(ours: Iterable[Path], theirs: Iterable[Path]) -> bool:
 
 def cpu_features(library: Path) -> list[str]:
     """Return the CPU features of the ggml in this file or folder, as it says itself; asked in a process of its own."""
-    command = [sys.executable, __file__, str(library)]
+    command = [sys.executable, "-m", __name__, str(library)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     if done.returncode:
         last = (done.stderr.strip() or "no message").splitlines()[-1]
