@@ -29,14 +29,18 @@ from support.report import AT_LEAST, Row, main, median, percentile, progress, wi
 from ttft_restore import prompt_text
 
 from kvstore_client import Fingerprint, Session
-from kvstore_engine.batching import BatchEngine, EngineSettings, Finished, Observer, Request, RequestSettings
-from kvstore_engine.batching.settings import Restoring
+from kvstore_engine.batching.engine import BatchEngine
+from kvstore_engine.batching.events import Finished
+from kvstore_engine.batching.observer import Observer
+from kvstore_engine.batching.request import Request, RequestSettings
+from kvstore_engine.batching.settings import EngineSettings, Restoring
 from kvstore_engine.executor import Executor
+from kvstore_engine.executors import StepSizes
 from kvstore_engine.gguf import GGUFFile
 from kvstore_engine.loaded_model import fingerprint_of
-from kvstore_engine.model import load_model
+from kvstore_engine.model.weights import load_model
 from kvstore_engine.pool import BlockPool
-from kvstore_engine.restore import RestorationRecord
+from kvstore_engine.restore.record import RestorationRecord
 from kvstore_engine.tokenizer import Tokenizer
 from kvstore_proto.v1 import admin_pb2
 from kvstore_restore.learned import LearnedCosts
@@ -123,7 +127,7 @@ def opened_model() -> Iterator[Model]:
         tokenizer = Tokenizer.from_metadata(file.metadata)
         model = stack.enter_context(load_model(file))
         pool = BlockPool(model.config, POOL_TOKENS // 16)
-        executor = stack.enter_context(Executor(model, pool, threads=THREADS, max_tokens_per_step=528))
+        executor = stack.enter_context(Executor(model, pool, StepSizes(threads=THREADS, max_tokens_per_step=528)))
         fingerprint = fingerprint_of(file, model.config, tokenizer, pool, file.weights_digest())
         yield Model(executor, pool, tokenizer, fingerprint)
 

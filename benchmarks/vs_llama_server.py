@@ -92,7 +92,7 @@ def _answer(name: str, socket_dir: Path) -> None:
 def _ours(socket_dir: Path) -> Any:
     import contextlib
 
-    from kvstore_engine.batching import RequestSettings
+    from kvstore_engine.batching.request import RequestSettings
     from kvstore_engine.generation import Prompt
     from kvstore_engine.kernels.selection import ISA_VARIABLE
     from kvstore_engine.loaded_model import LoadOptions, open_model

@@ -23,6 +23,8 @@ from typing import Any
 
 import numpy as np
 
+import kvstore_predictor
+import kvstore_simulator
 import kvstored
 from kvstore_simulator.hints import NO_HINTS, parse_hints
 from kvstore_simulator.readers import ReadOptions, read_trace
@@ -34,7 +36,9 @@ from study import oracle
 Record = dict[str, Any]
 OURS = "chain-hazard"
 HINTS = "hints "  # knowledge that begins so: hints of a stated quality; what follows is --hints of `kvstored simulate`
-_PACKAGE = Path(kvstored.__file__).parent
+_DAEMON, _SIMULATOR, _PREDICTOR = (
+    Path(package.__path__[0]) for package in (kvstored, kvstore_simulator, kvstore_predictor)
+)
 _OURS_ALONE = ("chain_hazard.py", "chains")
 _REPLAYING = (
     "engine_reports.py", "hints.py", "models.toml", "readers.py", "replay.py", "trace.py", "visit.py", "worth.py",
@@ -65,21 +69,26 @@ class Job:
         return hashlib.sha256(repr(facts).encode()).hexdigest()[:24]
 
 
-@cache
-def code_of(policy: str) -> str:
-    """A digest of the sources that a result depends on."""
+def sources_of(policy: str) -> list[Path]:
+    """Return the files that a replay of `policy` depends on, in order. Raises AssertionError for a folder without."""
     is_ours = policy == OURS
-    paths = [_PACKAGE.parent / "kvstore_simulator" / name for name in _REPLAYING]
-    for folder in ("store/policies", "store/blocks"):
-        found_there = [path for path in (_PACKAGE / folder).rglob("*.*") if path.suffix in (".py", ".json")]
-        assert found_there, f"{_PACKAGE / folder} has moved: results would outlive a change of it"
+    paths = [_SIMULATOR / name for name in _REPLAYING]
+    folders = [_DAEMON / "store/policies", _DAEMON / "store/blocks", _SIMULATOR / "policies"]
+    for folder in [*folders, _PREDICTOR] if is_ours else folders:
+        found_there = [path for path in folder.rglob("*.*") if path.suffix in (".py", ".json")]
+        assert found_there, f"{folder} has moved: results would outlive a change of it"
         paths += found_there
     if is_ours:
-        paths.append(Path(oracle.__file__))
+        return sorted([*paths, Path(oracle.__file__)])
+    return sorted(path for path in paths if not set(_OURS_ALONE) & set(path.parts))
+
+
+@cache
+def code_of(policy: str) -> str:
+    """Return a digest of the sources that a result of `policy` depends on."""
     found = hashlib.sha256()
-    for path in sorted(paths):
-        if is_ours or not set(_OURS_ALONE) & set(path.parts):
-            found.update(path.read_bytes())
+    for path in sources_of(policy):
+        found.update(path.read_bytes())
     return found.hexdigest()[:16]
 
 

@@ -22,7 +22,7 @@ from kvstore_client.device import LinkBudget
 from kvstore_client.device.budget import FIRST_SEEN_BYTES, SLICE_BYTES
 from kvstore_cuda.copies import CopyRun, Runs
 from kvstore_cuda.device import CudaDevice
-from kvstore_engine.kernels.cuda import Device
+from kvstore_engine.kernels.cuda.device import Device
 from support.gpu_answers import FULL, Sizes
 from support.gpu_kernels import Array, Card, Transferred
 from support.gpu_memory import on_device, pinned

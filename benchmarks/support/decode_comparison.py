@@ -21,7 +21,7 @@ from kvstore_cuda import nvrtc
 from kvstore_engine.errors import OperationError, UsageError
 from kvstore_engine.ggml import load_library
 from kvstore_engine.gguf import GGUFFile
-from kvstore_engine.model import ModelConfig
+from kvstore_engine.model.config import ModelConfig
 from support import decode_models
 from support.decode_models import (
     Decoded,

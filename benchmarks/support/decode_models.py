@@ -20,12 +20,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvstore_engine.batching import BatchEngine, EngineSettings, Finished, Request, RequestSettings, Token
+from kvstore_engine.batching.engine import BatchEngine
+from kvstore_engine.batching.events import Finished, Token
+from kvstore_engine.batching.request import Request, RequestSettings
+from kvstore_engine.batching.settings import EngineSettings
 from kvstore_engine.bench.in_process import BenchEngine, opened
 from kvstore_engine.ggml import load_library
-from kvstore_engine.ggml.dequantise import dequantised
+from kvstore_engine.ggml.tensor_values import dequantised
 from kvstore_engine.gguf import GGUFFile
-from kvstore_engine.model import ModelConfig
+from kvstore_engine.model.config import ModelConfig
 from kvstore_engine.models.cache import models_directory
 from kvstore_engine.models.known import KNOWN_MODELS
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from kvstore_engine.bench.ggml_build import cpu_features, kernel_environment
 from kvstore_engine.ggml import find_library
-from kvstore_engine.models import locate
+from kvstore_engine.models.locate import locate
 
 MODEL = "smollm2-135m-instruct"
 THREADS = 2

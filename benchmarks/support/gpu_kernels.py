@@ -17,21 +17,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvstore_engine.kernels.cuda import (
-    BlockMover,
-    CacheShape,
-    CacheWindow,
-    Crossover,
-    Device,
-    KernelRows,
-    Launcher,
-    NewTokens,
-    PagedAttention,
-    RopeCache,
-)
-from kvstore_engine.kernels.cuda.blocks import BlockRuns
+from kvstore_engine.kernels.cuda.attention import Crossover, KernelRows, PagedAttention
+from kvstore_engine.kernels.cuda.blocks import BlockMover, BlockRuns
 from kvstore_engine.kernels.cuda.crossover import least_rows, pass_ratios
-from kvstore_engine.kernels.cuda.rope import turns
+from kvstore_engine.kernels.cuda.device import CacheWindow, Device
+from kvstore_engine.kernels.cuda.program import CacheShape, Launcher
+from kvstore_engine.kernels.cuda.rope import NewTokens, RopeCache, turns
 from kvstore_engine.kernels.reference import paged_attention
 from support.gpu_answers import Answer, known
 

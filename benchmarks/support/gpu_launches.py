@@ -14,8 +14,8 @@ import numpy as np
 
 from kvstore_cuda import nvrtc
 from kvstore_cuda.nvrtc import CompileError
-from kvstore_engine.kernels.cuda import BlockMover, CacheShape
-from kvstore_engine.kernels.cuda.blocks import BlockRuns
+from kvstore_engine.kernels.cuda.blocks import BlockMover, BlockRuns
+from kvstore_engine.kernels.cuda.program import CacheShape
 from support.cuda_card import CudaCard
 from support.gpu_answers import Answer, Sizes
 from support.gpu_kernels import (

@@ -17,13 +17,14 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from kvstore_engine.batching import RequestSettings
+from kvstore_engine.batching.request import RequestSettings
 from kvstore_engine.executor import Executor
+from kvstore_engine.executors import StepSizes
 from kvstore_engine.generate import Generator
 from kvstore_engine.generation import Prompt
 from kvstore_engine.gguf import GGUFFile
 from kvstore_engine.loaded_model import fingerprint_of
-from kvstore_engine.model import load_model
+from kvstore_engine.model.weights import load_model
 from kvstore_engine.pool import BlockPool
 from kvstore_engine.tokenizer import Tokenizer
 
@@ -142,7 +143,9 @@ class Truth:
         model = stack.enter_context(load_model(file, context=CONTEXT_TOKENS))
         tokenizer = Tokenizer.from_metadata(file.metadata)
         pool = BlockPool(model.config, CONTEXT_TOKENS // 16)
-        executor = stack.enter_context(Executor(model, pool, threads=1, max_sequences=1, max_context=CONTEXT_TOKENS))
+        executor = stack.enter_context(
+            Executor(model, pool, StepSizes(threads=1, max_sequences=1, max_context=CONTEXT_TOKENS))
+        )
         self.fingerprint = fingerprint_of(file, model.config, tokenizer, pool, file.weights_digest())
         self._store = MemorySession(self.fingerprint.payload_bytes(), block_tokens=self.fingerprint.block_tokens)
         self._generator = Generator(tokenizer=tokenizer, executor=executor, context=CONTEXT_TOKENS, session=self._store)

@@ -1,12 +1,9 @@
 """Decides how much of a stored prefix to compute and how much to load, both at once. Pure: costs in, a plan out.
 For engines that compute and load side by side; a connector that loads first and computes then asks `choice.py`.
 
-The prefix is cut into chunks. Of chunk j the layers [0, h_j) are computed and the rest loaded, and h never grows with
-j: then nothing that is computed depends on a load. The cells of a chunk cost the same for every layer and later chunks
-cost more, so the best region is: the leading chunks wholly, one chunk in part, the rest loaded. (A chunk in part pays
-the fixed costs of both, and is only chosen where it pays.)
-
-Both ends are among the plans: loading alone and computing alone. So no plan is predicted to be worse than either.
+The prefix is cut into chunks. The leading ones are computed and the rest loaded: then nothing that is computed depends
+on a load, and what is computed costs least, since later chunks cost more. Both ends are among the plans: loading alone
+and computing alone. So no plan is predicted to be worse than either.
 """
 
 from __future__ import annotations
@@ -18,14 +15,14 @@ from typing import Literal
 
 from kvstore_restore.costs import ComputeCost, LinkCost, RestoreCosts
 
-Axis = Literal["load", "compute", "tokens", "layers", "staircase"]
+Axis = Literal["load", "compute", "tokens"]
 ERROR = 0.2  # of the costs of computing or of loading, which are estimates
 
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
     """A stored prefix: for each chunk the tier that it is in. The chunks have `chunk_tokens` tokens and `chunk_bytes`
-    bytes each, in `layers` layers; the first one begins at position `first`. ValueError for sizes below 1.
+    bytes each; the first one begins at position `first`. ValueError for sizes below 1.
 
     A pipeline stage computes a chunk from hidden states, `input_bytes` bytes that are loaded from `input_tier`; 0: they
     cost no link anything.
@@ -34,28 +31,24 @@ class Prefix:
     tiers: Sequence[str]
     chunk_tokens: int
     chunk_bytes: int
-    layers: int = 1
     first: int = 0
     input_bytes: int = 0
     input_tier: str = ""
 
     def __post_init__(self) -> None:
-        if min(self.chunk_tokens, self.chunk_bytes, self.layers) < 1:
-            raise ValueError("a chunk needs at least one token, one byte and one layer")
+        if min(self.chunk_tokens, self.chunk_bytes) < 1:
+            raise ValueError("a chunk needs at least one token and one byte")
 
-    def compute_s(self, chunk: int, layers: int, costs: RestoreCosts) -> float:
-        """Seconds to compute `layers` layers of a chunk."""
-        if not layers:
-            return 0.0
-        whole = costs.compute.chunk_s(self.first + chunk * self.chunk_tokens, self.chunk_tokens)
-        return costs.compute.fixed_s + (whole - costs.compute.fixed_s) * layers / self.layers
+    def compute_s(self, chunk: int, costs: RestoreCosts) -> float:
+        """Return the seconds to compute a chunk."""
+        return costs.compute.chunk_s(self.first + chunk * self.chunk_tokens, self.chunk_tokens)
 
-    def load_s(self, chunk: int, layers: int, costs: RestoreCosts) -> float:
-        """Seconds to load `layers` layers of a chunk from its tier."""
-        return costs.links[self.tiers[chunk]].load_s(self.chunk_bytes * layers / self.layers)
+    def load_s(self, chunk: int, costs: RestoreCosts) -> float:
+        """Return the seconds to load a chunk from its tier."""
+        return costs.links[self.tiers[chunk]].load_s(self.chunk_bytes)
 
     def with_inputs(self, loads: dict[str, float], chunks: int, costs: RestoreCosts) -> dict[str, float]:
-        """`loads`, seconds by tier, and those for the inputs of `chunks` chunks that are computed."""
+        """Return `loads`, seconds by tier, and the seconds for the inputs of `chunks` chunks that are computed."""
         if not self.input_bytes or not chunks:
             return loads
         seconds = chunks * costs.links[self.input_tier].load_s(self.input_bytes)
@@ -64,22 +57,20 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Compute `whole` leading chunks, and the first `layers` layers of the next `partial` ones; load the rest."""
+    """Compute `whole` leading chunks and load the rest."""
 
     axis: Axis
     finish_s: float
     whole: int
-    layers: int = 0
-    partial: int = 0
 
 
-def plan(prefix: Prefix, costs: RestoreCosts, *, layerwise: bool = True, error: float = ERROR) -> Plan:
-    """The plan that is predicted to finish first. `layerwise`: chunks may be computed in part of their layers.
+def plan(prefix: Prefix, costs: RestoreCosts, *, error: float = ERROR) -> Plan:
+    """Return the plan that is predicted to finish first.
 
     Computing and loading at once must be better than the better single path by more than it could lose to it if the
     costs of either were wrong by the share `error`.
     """
-    plans = plans_by_axis(prefix, costs, layerwise=layerwise)
+    plans = plans_by_axis(prefix, costs)
     single = min((plans["load"], plans["compute"]), key=_finish)
     best = min(plans.values(), key=_finish)
     if best is single or not error:
@@ -87,78 +78,59 @@ def plan(prefix: Prefix, costs: RestoreCosts, *, layerwise: bool = True, error: 
     worst_of_both = worst_of_single = 1.0
     for compute, load in product((1 + error, 1 / (1 + error)), repeat=2):
         slowed = _scaled(costs, compute, load)
-        others = plans_by_axis(prefix, slowed, layerwise=layerwise)
+        others = plans_by_axis(prefix, slowed)
         least_s = min(map(_finish, others.values()))
         worst_of_both = max(worst_of_both, _met_s(prefix, slowed) / least_s)
         worst_of_single = max(worst_of_single, others[single.axis].finish_s / least_s)
     return best if worst_of_both <= worst_of_single else single
 
 
-def plans_by_axis(prefix: Prefix, costs: RestoreCosts, *, layerwise: bool = True) -> dict[Axis, Plan]:
-    """The best plan along each axis."""
+def plans_by_axis(prefix: Prefix, costs: RestoreCosts) -> dict[Axis, Plan]:
+    """Return the best plan that loads, that computes, and that does both."""
     found: dict[Axis, Plan] = {}
-    for each in _plans(prefix, costs, layerwise and prefix.layers > 1):
+    for each in _plans(prefix, costs):
         known = found.get(each.axis)
         if known is None or each.finish_s < known.finish_s:
             found[each.axis] = each
     return found
 
 
-def _plans(prefix: Prefix, costs: RestoreCosts, layerwise: bool) -> Iterator[Plan]:
-    chunks, layers = len(prefix.tiers), prefix.layers
-    finish = costs.contention.finish_s
+def _plans(prefix: Prefix, costs: RestoreCosts) -> Iterator[Plan]:
+    chunks, finish = len(prefix.tiers), costs.contention.finish_s
     computed = [0.0]
     for chunk in range(chunks):
-        computed.append(computed[-1] + prefix.compute_s(chunk, layers, costs))
+        computed.append(computed[-1] + prefix.compute_s(chunk, costs))
     loaded = [dict.fromkeys(prefix.tiers, 0.0)]
     for chunk in reversed(range(chunks)):
-        loaded.append(_with(loaded[-1], prefix.tiers[chunk], prefix.load_s(chunk, layers, costs)))
-    loaded.reverse()
-    loaded = [prefix.with_inputs(loads, whole, costs) for whole, loads in enumerate(loaded)]
+        tier = prefix.tiers[chunk]
+        loaded.append({**loaded[-1], tier: loaded[-1][tier] + prefix.load_s(chunk, costs)})
+    loaded = [prefix.with_inputs(loads, whole, costs) for whole, loads in enumerate(reversed(loaded))]
     yield Plan("load", _slowest(loaded[0]), 0)
     yield Plan("compute", finish(computed[chunks], _slowest(loaded[chunks])), chunks)
     for whole in range(1, chunks):
         yield Plan("tokens", finish(computed[whole], _slowest(loaded[whole])), whole)
-    if not layerwise:
-        return
-    for whole in range(chunks):
-        for height in range(1, layers):
-            links = _with(loaded[whole + 1], prefix.tiers[whole], prefix.load_s(whole, layers - height, costs))
-            seconds = computed[whole] + prefix.compute_s(whole, height, costs)
-            yield Plan("staircase", finish(seconds, _slowest(links)), whole, height, 1)
-    for height in range(1, layers):
-        links = dict.fromkeys(prefix.tiers, 0.0)
-        for chunk, tier in enumerate(prefix.tiers):
-            links[tier] += prefix.load_s(chunk, layers - height, costs)
-        links = prefix.with_inputs(links, chunks, costs)
-        seconds = sum(prefix.compute_s(chunk, height, costs) for chunk in range(chunks))
-        yield Plan("layers", finish(seconds, _slowest(links)), 0, height, chunks)
 
 
 def _met_s(prefix: Prefix, costs: RestoreCosts) -> float:
     """Predict when all is done if neither stops before they meet, as happens where wrong costs are believed."""
     links = dict.fromkeys(prefix.tiers, 0.0)
     for chunk, tier in enumerate(prefix.tiers):
-        links[tier] += prefix.load_s(chunk, prefix.layers, costs)
+        links[tier] += prefix.load_s(chunk, costs)
     seconds, met_s = 0.0, float("inf")
     for chunk, tier in enumerate(prefix.tiers):
-        seconds += prefix.compute_s(chunk, prefix.layers, costs) * costs.contention.compute
-        links[tier] -= prefix.load_s(chunk, prefix.layers, costs)
+        seconds += prefix.compute_s(chunk, costs) * costs.contention.compute
+        links[tier] -= prefix.load_s(chunk, costs)
         links = prefix.with_inputs(links, 1, costs)
         met_s = min(met_s, max(seconds, _slowest(links) * costs.contention.load))
     return met_s
 
 
 def _scaled(costs: RestoreCosts, compute: float, load: float) -> RestoreCosts:
-    """Costs of a machine that computes and loads by these factors more slowly."""
+    """Return the costs of a machine that computes and loads by these factors more slowly."""
     known = costs.compute
     slower = ComputeCost(known.fixed_s * compute, known.token_s * compute, known.attended_s * compute)
     links = {tier: LinkCost(link.fixed_s * load, link.byte_s * load) for tier, link in costs.links.items()}
     return RestoreCosts(slower, links, costs.contention)
-
-
-def _with(links: dict[str, float], tier: str, seconds: float) -> dict[str, float]:
-    return {**links, tier: links[tier] + seconds}
 
 
 def _slowest(links: dict[str, float]) -> float:

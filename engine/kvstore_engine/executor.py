@@ -13,22 +13,23 @@ copies, since a step on an oversubscribed machine takes many times as long.
 import ctypes as ct
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore_engine.executors.base import StepExecutor
 from kvstore_engine.executors.logits import FloatArray
+from kvstore_engine.executors.sizes import StepSizes
 from kvstore_engine.ggml import Library, tensor_at
 from kvstore_engine.ggml.structs import InitParams
 from kvstore_engine.graph import GraphBuilder, SequenceSlice, StepGraph, StepInputs, plan_step
 from kvstore_engine.graph.decoder import AttentionOperation, PoolTensors
 from kvstore_engine.graph.products import ProductOperations
-from kvstore_engine.graph.step import StepLimits
 from kvstore_engine.kernels.foreign import array_at
 from kvstore_engine.kernels.layout import AttentionShape, LayerAttention, Product, StepMemory
-from kvstore_engine.model import Model, ModelConfig
+from kvstore_engine.model.config import ModelConfig
+from kvstore_engine.model.weights import Model
 from kvstore_engine.pool import BlockPool
 
 _MAX_GRAPHS = 32
@@ -54,17 +55,15 @@ class Executor(StepExecutor):
         self,
         model: Model,
         pool: BlockPool,
+        sizes: StepSizes | None = None,
         *,
-        threads: int = 2,
-        max_tokens_per_step: int = 512,
-        max_sequences: int = 16,
-        max_context: int = 8192,
         layers: range | None = None,
     ) -> None:
         """Reserve memory for the largest step. ValueError if the pool was made for another model, or for kernels that
         cannot multiply its weights.
         """
-        config = model.config
+        config, sizes = model.config, sizes or StepSizes()
+        max_context = sizes.max_context
         self.layers = range(config.layers) if layers is None else layers
         _check_layers(self.layers, config.layers)
         if (pool.layers, pool.row_elements) != (len(self.layers), config.kv_width):
@@ -74,24 +73,22 @@ class Executor(StepExecutor):
                 "the model's q8_0 matrices are interleaved for kernels that the pool does not have: load it with "
                 "`repack=False`"
             )
-        if min(threads, max_tokens_per_step, max_sequences, max_context) < 1:
+        if min(astuple(sizes)) < 1:
             raise ValueError("threads, tokens per step, sequences and context must all be at least 1")
         if 0 < config.longest_context < max_context:
             raise ValueError(
                 f"the model was loaded for contexts up to {config.longest_context} tokens, not {max_context}: "
                 "load it with `context`"
             )
-        self._model, self.pool = model, pool
-        self.limits = StepLimits(
-            config.vocabulary, pool.blocks, pool.block_tokens, max_tokens_per_step, max_sequences, max_context
-        )
+        self.model, self.config, self.pool = model, config, pool
+        self.limits = sizes.limits(config.vocabulary, pool)
         ggml = self._ggml = model.library
         self._cache = _PoolView(ggml, pool)
         shape = AttentionShape(config.heads, config.kv_heads, config.head_dim, pool.block_tokens, _cache_type(pool))
         self._memory = StepMemory(
             shape,
             [pool.plane_addresses(layer) for layer in range(pool.layers)],
-            max_sequences=max_sequences,
+            max_sequences=sizes.max_sequences,
             max_blocks=-(-max_context // pool.block_tokens),
             attention=[_attention(config, layer) for layer in self.layers],
         )
@@ -106,14 +103,10 @@ class Executor(StepExecutor):
             ct.addressof(self._product_memory),
         )
         self._backend = ggml.backend_cpu_init()
-        self.threads = threads
+        self.threads = sizes.threads
         self._allocator = ggml.gallocr_new(ggml.backend_cpu_buffer_type())
         self._graphs: OrderedDict[tuple[int, int], _ReadyGraph] = OrderedDict()
-        self._reserve(max_tokens_per_step, min(max_tokens_per_step, max_sequences))
-
-    @property
-    def model(self) -> Model:
-        return self._model
+        self._reserve(sizes.max_tokens_per_step, min(sizes.max_tokens_per_step, sizes.max_sequences))
 
     @property
     def threads(self) -> int:
@@ -132,7 +125,7 @@ class Executor(StepExecutor):
         if not self._backend:
             raise RuntimeError("the executor is closed")
         inputs = plan_step(slices, self.limits)
-        is_last = self.layers.stop == self.model.config.layers
+        is_last = self.layers.stop == self.config.layers
         ready = self._graph(len(inputs.tokens), len(inputs.outputs) if is_last else 0)
         self._begin_with(ready, inputs.tokens, hidden)
         self._fill(ready, inputs, slices)
@@ -155,7 +148,7 @@ class Executor(StepExecutor):
             self._backend = 0
 
     def _build(self, tokens: int, outputs: int) -> StepGraph:
-        parts = self._model, self._cache.tensors, self._attention, self._products
+        parts = self.model, self._cache.tensors, self._attention, self._products
         return GraphBuilder(*parts, layers=self.layers, tokens=tokens, outputs=outputs).build()
 
     def _reserve(self, tokens: int, outputs: int) -> None:
@@ -181,7 +174,7 @@ class Executor(StepExecutor):
         if self._ggml.gallocr_get_buffer_size(self._allocator, 0) != before:
             # More outputs than reserved: the buffer moved, and cached graphs point to the old one.
             self._drop_graphs()
-        ready = self._graphs[key] = _ready(graph, self.model.config)
+        ready = self._graphs[key] = _ready(graph, self.config)
         return ready
 
     def _drop_graphs(self) -> None:

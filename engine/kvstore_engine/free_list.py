@@ -22,12 +22,7 @@ class FreeList:
     def __init__(self, size: int) -> None:
         self.size = size
         self.count = size
-        self._free: Bools = np.ones(size, np.bool_)
-
-    @property
-    def flags(self) -> Bools:
-        """True for each free place; not to be changed."""
-        return self._free
+        self.flags: Bools = np.ones(size, np.bool_)  # True for each free place; not to be changed by others
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
         """`count` places, neighbours where possible. Raises PoolExhausted, and then allocates nothing.
@@ -43,9 +38,9 @@ class FreeList:
             return []
         if count > self.count:
             raise PoolExhausted(f"{count} blocks wanted, {self.count} of {self.size} are free")
-        if after is not None and after + count < self.size and self._free[after + 1 : after + 1 + count].all():
+        if after is not None and after + count < self.size and self.flags[after + 1 : after + 1 + count].all():
             return self.take(range(after + 1, after + 1 + count))
-        starts, lengths = free_runs(self._free)
+        starts, lengths = free_runs(self.flags)
         fitting = np.flatnonzero(lengths >= count)
         if fitting.size and after is not None:
             largest = np.argmax(lengths)
@@ -61,9 +56,9 @@ class FreeList:
     def take(self, places: Sequence[int]) -> list[int]:
         """Exactly these, which are free."""
         taken = list(places)
-        if not self._free[taken].all():
+        if not self.flags[taken].all():
             raise RuntimeError(f"take: a place of {taken} is not free")
-        self._free[taken] = False
+        self.flags[taken] = False
         self.count -= len(taken)
         return taken
 
@@ -74,9 +69,9 @@ class FreeList:
         ids = np.asarray(places, np.int64)
         if ids.min() < 0 or ids.max() >= self.size:
             raise RuntimeError(f"free: block ids {places} are outside 0..{self.size - 1}")
-        if self._free[ids].any() or len(np.unique(ids)) != len(ids):
+        if self.flags[ids].any() or len(np.unique(ids)) != len(ids):
             raise RuntimeError(f"free: a block of {places} is free already or named twice")
-        self._free[ids] = True
+        self.flags[ids] = True
         self.count += len(ids)
 
 

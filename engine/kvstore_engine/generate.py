@@ -15,28 +15,24 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from kvstore_engine.batching import (
-    BatchEngine,
-    EngineSettings,
-    Finished,
-    Observer,
-    Request,
-    RequestSettings,
-    StepRecord,
-)
 from kvstore_engine.batching.compute import Compute
-from kvstore_engine.batching.observer import FanOut
+from kvstore_engine.batching.engine import BatchEngine
+from kvstore_engine.batching.events import Finished
+from kvstore_engine.batching.observer import FanOut, Observer, StepRecord
+from kvstore_engine.batching.request import Request, RequestSettings
+from kvstore_engine.batching.settings import EngineSettings
 from kvstore_engine.errors import OperationError, UsageError
 from kvstore_engine.generation import Generation, Prompt, Timings
 from kvstore_engine.graph import SequenceSlice
 from kvstore_engine.graph.plan import BLOCK_TOKENS
-from kvstore_engine.restore import KvSession, RestorationRecord, RestoreReport, StoreReport
 from kvstore_engine.restore.copies import BlockCopies
+from kvstore_engine.restore.record import RestorationRecord, RestoreReport, StoreReport
+from kvstore_engine.restore.session import KvSession
 from kvstore_engine.tokenizer import Tokenizer
 from kvstore_restore.learned import LearnedCosts
 
 if TYPE_CHECKING:
-    from kvstore_engine.stages import StagedPrompts
+    from kvstore_engine.stages.prompts import StagedPrompts
 
 _log = logging.getLogger(__name__)
 OnText = Callable[[str], None]

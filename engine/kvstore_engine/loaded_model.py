@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvstore_engine.batching import VerifiedCompute
+from kvstore_engine.batching.compute import VerifiedCompute
 from kvstore_engine.devices import CPU
 from kvstore_engine.errors import UsageError
 from kvstore_engine.generate import PREFILL_STEP_TOKENS, Generator
@@ -25,10 +25,11 @@ from kvstore_restore.learned import LearnedCosts
 if TYPE_CHECKING:
     from kvstore_client.device import DeviceMemory
     from kvstore_engine.executors import DeviceName, PoolSetup, StepExecutor, StepSizes
-    from kvstore_engine.model import ModelConfig
+    from kvstore_engine.model.config import ModelConfig
     from kvstore_engine.pool import BlockPool
     from kvstore_engine.restore.copies import BlockCopies
-    from kvstore_engine.stages import Pipeline, StagedPrompts
+    from kvstore_engine.stages.pipeline import Pipeline
+    from kvstore_engine.stages.prompts import StagedPrompts
     from kvstore_proto.fingerprint import Fingerprint
 
 DEFAULT_CONTEXT_TOKENS = 4096
@@ -77,7 +78,7 @@ def open_model(path: Path, options: LoadOptions) -> Iterator[LoadedModel]:
     """
     # Imported here: the compute half loads ggml and builds or loads the kernels.
     from kvstore_engine.executors import DeviceName, PoolSetup, StepSizes
-    from kvstore_engine.model import ModelConfig
+    from kvstore_engine.model.config import ModelConfig
     from kvstore_engine.pool import ENGINE_BLOCK_TOKENS
 
     device = DeviceName.parse(options.device)
@@ -111,7 +112,7 @@ def open_model(path: Path, options: LoadOptions) -> Iterator[LoadedModel]:
         stack.callback(generator.close)
         if options.warm_up:
             generator.warm_up()
-        yield LoadedModel(executor.model.config.name, generator, file)
+        yield LoadedModel(executor.config.name, generator, file)
 
 
 def _threads(options: LoadOptions) -> int:
@@ -164,14 +165,15 @@ def _open_store(
         return
     # The digest reads all the weights, so it is computed only where it is needed.
     digest, stages = watch.digest().weights, options.stages
-    fingerprint = fingerprint_of(watch.file, executor.model.config, tokenizer, executor.pool, digest, device)
+    fingerprint = fingerprint_of(watch.file, executor.config, tokenizer, executor.pool, digest, device)
     profile = partial(profile_path, cache_root(), digest, _threads(options) * stages, device.name)
     connect = partial(_connect, options.kvstore)
     with contextlib.ExitStack() as stack:
         costs = LearnedCosts.load(profile())
         stack.callback(costs.save, profile())
         if stages > 1 and not options.whole_blocks:
-            from kvstore_engine.stages import Pipeline, open_staged_prompts
+            from kvstore_engine.stages.pipeline import Pipeline
+            from kvstore_engine.stages.prompts import open_staged_prompts
 
             assert isinstance(executor, Pipeline), "several stages are computed by a pipeline"
             profiles = [profile(part=f"stage{number}of{stages}") for number in range(stages)]
@@ -240,7 +242,7 @@ def _order_of_sums(file: GGUFFile, device: "DeviceName | None") -> str:
         from kvstore_engine.torch_executor import numerics
 
         return numerics(device)
-    from kvstore_engine.model import order_of_sums
+    from kvstore_engine.model.placement import order_of_sums
 
     return order_of_sums(file)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvstore_client.link_rate import AUTO, Rate
 from kvstore_engine.devices import DeviceName
@@ -18,10 +18,10 @@ from kvstore_engine.executors.sizes import PoolSetup, StepSizes
 from kvstore_engine.gguf import GGUFFile
 
 if TYPE_CHECKING:
-    from kvstore_engine.model import Model
+    from kvstore_engine.model.weights import Model
     from kvstore_engine.pool import BlockPool
     from kvstore_engine.restore.copies import BlockCopies
-    from kvstore_engine.stages import Pipeline
+    from kvstore_engine.stages.pipeline import Pipeline
 
 
 @contextlib.contextmanager
@@ -47,7 +47,7 @@ def open_executor(
 
     with (
         open_host_pool(file, pool, sizes, memory) as (model, blocks),
-        Executor(model, blocks, **_limits(sizes)) as made,
+        Executor(model, blocks, sizes) as made,
     ):
         yield made
 
@@ -75,12 +75,12 @@ def open_copies(
 @contextlib.contextmanager
 def open_stages(file: GGUFFile, stages: int, pool: PoolSetup, sizes: StepSizes) -> Iterator[Pipeline]:
     """The same on `cpu`, in stages of `sizes.threads` threads each. UsageError for more than the model has layers."""
-    from kvstore_engine.stages import open_pipeline
+    from kvstore_engine.stages.pipeline import open_pipeline
 
     with open_host_pool(file, pool, sizes) as (model, blocks):
         if stages > model.config.layers:
             raise UsageError(f"{stages} stages are more than the {model.config.layers} layers of this model")
-        with open_pipeline(model, blocks, stages, **_limits(sizes)) as pipeline:
+        with open_pipeline(model, blocks, stages, sizes) as pipeline:
             yield pipeline
 
 
@@ -89,7 +89,7 @@ def open_host_pool(
     file: GGUFFile, pool: PoolSetup, sizes: StepSizes, memory: Callable[[int], mmap.mmap] | None = None
 ) -> Iterator[tuple[Model, BlockPool]]:
     """ggml's model of `file`, and a pool for it in host memory."""
-    from kvstore_engine.model import load_model
+    from kvstore_engine.model.weights import load_model
     from kvstore_engine.pool import BlockPool
 
     # How long sequences may become is part of a model's configuration: LongRoPE depends on it.
@@ -98,13 +98,3 @@ def open_host_pool(
             model.config, pool.blocks, block_tokens=pool.block_tokens, kv_dtype=pool.kv_dtype, memory=memory
         )
         yield model, made
-
-
-def _limits(sizes: StepSizes) -> dict[str, Any]:
-    """The arguments of an executor."""
-    return {
-        "threads": sizes.threads,
-        "max_tokens_per_step": sizes.max_tokens_per_step,
-        "max_sequences": sizes.max_sequences,
-        "max_context": sizes.max_context,
-    }

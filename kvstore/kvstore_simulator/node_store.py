@@ -237,20 +237,6 @@ class NodeStore:
         """Of the media of the tiers, fastest first."""
         return [tier.medium.spec.name for tier in self.tiers]
 
-    @property
-    def stored_blocks(self) -> int:
-        return self.store.counters["stored_blocks"]
-
-    @property
-    def no_room_blocks(self) -> int:
-        """Blocks for which no room could be made."""
-        return self.store.counters["no_room_blocks"]
-
-    @property
-    def declined_blocks(self) -> int:
-        """Blocks that the policy thought worth less than what was there."""
-        return self.store.counters["declined_blocks"]
-
     def local_blocks(self, tenant: int, keys: Sequence[bytes]) -> int:
         """How many leading blocks of a chain this node's own tiers have: what its events say."""
         residency = self.store.residency

@@ -35,6 +35,7 @@ from kvstored.store.policies import BEST, resolve
 PERCENTILES = (50, 90, 99)
 _SLICES = 100  # of time, for traffic
 _QUANTILES = 200
+_COUNTED = ("stored_blocks", "declined_blocks", "no_room_blocks")
 Row = dict[str, Any]
 Progress = Callable[[str, int, int], None]
 
@@ -165,9 +166,7 @@ class TimingStudy:
                 lane.name: round(lane.waited_ns / NS_PER_S / max(1, lane.transfers), 6) for lane in _lanes_of(node)
             },
             "utilisation": self._utilisation(node),
-            "stored_blocks": node.store.stored_blocks if node.store is not None else 0,
-            "declined_blocks": node.store.declined_blocks if node.store is not None else 0,
-            "no_room_blocks": node.store.no_room_blocks if node.store is not None else 0,
+            **{name: node.store.store.counters[name] if node.store is not None else 0 for name in _COUNTED},
             "lasted_s": round(served.lasted_s, 3),
         }
 

@@ -153,8 +153,10 @@ def shrunk(exposed: Floats, events: Floats, gain: float) -> Floats:
 _WEIGHT = 20.0  # returns that it takes for what was seen to count as much as the meaning,
 _BIN_WEIGHT = 10.0  # and in one age bin, as much as in all of them
 _STEP, _MOST = 0.5, 2.2  # a fifth more of a chance makes returns so many times e as frequent; more than that is learnt
-CHANCE_MEANS = tuple(min(float(np.exp(_STEP * (step - (CHANCES - 1) / 2))), _MOST) for step in range(CHANCES))
-NEXT_STEP_MEANS = (1.0,) * (NEXT_STEPS - 1)
+HINT_MEANS = (  # of chances to go on, by fifths; of the wire's NextStep
+    tuple(min(float(np.exp(_STEP * (step - (CHANCES - 1) / 2))), _MOST) for step in range(CHANCES)),
+    (1.0,) * (NEXT_STEPS - 1),
+)
 
 
 class HintFactors:
@@ -163,16 +165,6 @@ class HintFactors:
     It begins with what the values mean, as far as that is known; multiplying keeps what is known of the chain itself,
     which tables by value would have to learn again. Values are 0 (not said) and up; `means` are the factors of 1 and up
     before anything was seen."""
-
-    @classmethod
-    def of_chances(cls) -> HintFactors:
-        """Make the factors for a chance to go on, by fifths."""
-        return cls(CHANCE_MEANS)
-
-    @classmethod
-    def of_next_steps(cls) -> HintFactors:
-        """Make the factors for the wire's NextStep."""
-        return cls(NEXT_STEP_MEANS)
 
     def __init__(self, means: Sequence[float]) -> None:
         self._means: Floats = np.array([1.0, *means])

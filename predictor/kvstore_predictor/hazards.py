@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvstore_predictor.ages import BINS, Floats, HintFactors, Ints, fading, places_of, ranks, shrunk
+from kvstore_predictor.ages import BINS, HINT_MEANS, Floats, HintFactors, Ints, fading, places_of, ranks, shrunk
 from kvstore_predictor.base import Piece, State
 from kvstore_predictor.features import AWAITED, Features, coarse, unhinted
 
@@ -68,9 +68,12 @@ def ladders_of(orders: Sequence[Sequence[str]], steps: npt.NDArray[np.void]) -> 
 class HazardTables:
     """Cells, the counts of every step of every ladder (a node each), and the cells' ranks as of the last `renew`."""
 
-    def __init__(self, ladders: Sequence[Ladder]) -> None:
-        self._orders: list[tuple[str, ...]] = []
+    def __init__(self, ladders: Sequence[Ladder], *, ranked: bool = True) -> None:
+        """`ranked`: `ranks` will be asked for, not `hazards` alone."""
+        self._is_ranked = ranked
+        self.orders: list[tuple[str, ...]] = []  # of the ladders
         self._taken: list[tuple[int, ...]] = []  # which of the features each order takes
+        self._steps: list[dict[tuple[int, ...], list[int]]] = []  # by ladder and the features that it takes
         self._nodes: dict[tuple[int, tuple[int, ...]], int] = {}  # by ladder and path
         self._names: list[tuple[int, tuple[int, ...]]] = []  # of the nodes from 1 on
         # Node 0 is void: a feature that is still to come, or a step that a ladder lacks, is known by the step above.
@@ -93,27 +96,28 @@ class HazardTables:
         self._mixed: Floats = np.zeros((_CELLS_MAX, BINS))  # of all ladders, before what a hint adds
         self._ranks: Floats = np.zeros((_CELLS_MAX, BINS))
         self._hints: Ints = np.zeros((2, _CELLS_MAX), dtype=np.int64)  # chance and next step
-        self._hint_factors = HintFactors.of_chances(), HintFactors.of_next_steps()
+        self._hint_factors = [HintFactors(means) for means in HINT_MEANS]
         self.lean = 0.0  # how far to lean to the order of last use; as of the same time as the ranks
         self.evidence: Floats = np.zeros(len(ladders))  # decayed log-likelihood of what came, by ladder
         for ladder in ladders:
             self._learn_by(ladder)
-        self._classless = [number for number, order in enumerate(self._orders) if not order]
+        self._classless = [number for number, order in enumerate(self.orders) if not order]
         self.evidence[self._classless] = -_STARTS_BEHIND
         for kind in range(KINDS):
             self._make([self._add(ROOT._replace(kind=kind))])
 
     def _learn_by(self, ladder: Ladder) -> None:
-        number = len(self._orders)
-        self._orders.append(ladder.order)
+        number = len(self.orders)
+        self.orders.append(ladder.order)
         self._taken.append(tuple(map(Features._fields.index, ladder.order)))
+        self._steps.append({})
         for path, counts in ladder.counts.items():
             node = self._node(number, path)  # first: the array may grow
             self._counts[node] = counts
 
     def counts(self) -> list[Ladder]:
         """What is known by now."""
-        found = [Ladder(order) for order in self._orders]
+        found = [Ladder(order) for order in self.orders]
         for (number, path), node in self._nodes.items():
             found[number].counts[path] = self._counts[node] / self._gain
         return found
@@ -208,19 +212,19 @@ class HazardTables:
             self._features.append(features)
         self._cells[features] = found
         self._used_in[found] = self._epoch
-        self._paths[found] = [self._path(number, features) for number in range(len(self._orders))]
+        paths = []
+        for number, (places, steps) in enumerate(zip(self._taken, self._steps, strict=True)):
+            taken = tuple([features[at] for at in places])
+            paths.append(steps.get(taken) or self._path(number, taken))
+        self._paths[found] = paths
         self._hints[:, found] = features.chance, features.next_step
         return found
 
-    def _path(self, number: int, features: Features) -> list[int]:
-        """The nodes of a ladder's steps."""
-        taken, nodes = tuple([features[at] for at in self._taken[number]]), self._nodes
-        steps = [0] * _STEPS_MAX
-        for step in range(len(taken) + 1):
-            if step and taken[step - 1] == AWAITED:
-                break
-            node = nodes.get((number, taken[:step]))
-            steps[step] = self._node(number, taken[:step]) if node is None else node
+    def _path(self, number: int, taken: tuple[int, ...]) -> list[int]:
+        """Return the nodes of a ladder's steps for the features `taken`, which are new to it."""
+        known = taken.index(AWAITED) if AWAITED in taken else len(taken)
+        nodes = [self._node(number, taken[:step]) for step in range(known + 1)]
+        self._steps[number][taken] = steps = nodes + [0] * (_STEPS_MAX - len(nodes))
         return steps
 
     def _node(self, number: int, path: tuple[int, ...]) -> int:
@@ -231,8 +235,6 @@ class HazardTables:
         if node >= len(self._counts):
             self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
         return node
-
-    # Learning
 
     def exposed(self, cells: Ints, bins: Ints) -> None:
         """Chains of `cells` got through `bins` without a return."""
@@ -341,8 +343,6 @@ class HazardTables:
         """Whether it is worth a call of `make`."""
         return len(self._asked) >= _MADE // 4
 
-    # Answers
-
     def weights(self) -> Floats:
         """What each ladder's estimate counts, by how well it predicted what came."""
         odds = np.exp(TRUST * (self.evidence - self.evidence.max()))
@@ -350,18 +350,13 @@ class HazardTables:
         return weights
 
     def hint_factors(self) -> tuple[Floats, Floats]:
-        """By chance and by next step, and age bin."""
-        chance, next_step = (factors.factors() for factors in self._hint_factors)
-        return chance, next_step
-
-    @property
-    def orders(self) -> list[tuple[str, ...]]:
-        """Of the ladders."""
-        return list(self._orders)
+        """Return what hints of a chance, and of a next step, are worth by value and age bin."""
+        chances, next_steps = self._hint_factors
+        return chances.factors(), next_steps.factors()
 
     def takes(self, feature: str) -> bool:
         """Whether any ladder distinguishes chains by it."""
-        return any(feature in order for order in self._orders)
+        return any(feature in order for order in self.orders)
 
     def ranks(self, cells: Ints | npt.NDArray[np.int32], ages_s: Floats) -> Floats:
         """As they were made last."""
@@ -372,24 +367,32 @@ class HazardTables:
         return found
 
     def hazards(self, cells: Ints | Sequence[int]) -> Floats:
-        """The chance of return in each age bin, as it was made last."""
+        """Return the chance of return in each age bin, as it was made last, or by the counts where it is yet to be."""
         mixed, hints = self._mixed[cells], self._hints[:, cells]
+        asked = np.flatnonzero(np.isin(cells, self._asked)) if self._asked else ()
+        if len(asked):
+            mixed[asked] = np.matmul(self.weights(), self._estimated(np.asarray(cells)[asked]))
         if hints.any():
-            chance, next_step = self.hint_factors()
-            mixed = np.clip(mixed * chance[hints[0]] * next_step[hints[1]], LEAST, MOST)
+            (chances, next_steps), (chance, next_step) = self.hint_factors(), hints
+            mixed = np.clip(mixed * chances[chance] * next_steps[next_step], LEAST, MOST)
         return mixed
 
     def rank_of_new(self, cell: int) -> float:
         """At age 0."""
         return float(self._ranks[cell, 0])
 
-    def _make(self, cells: Sequence[int]) -> None:
+    def _estimated(self, cells: Ints | Sequence[int]) -> Floats:
+        """Return the hazards of `cells` by ladder and age bin, as the counts are now."""
         self._counts[0] = 0.0
         counts = self._counts.reshape(-1, BINS)
         nodes = 2 * self._paths[cells].transpose(2, 0, 1)  # steps first: what follows goes through memory in one piece
         estimate = shrunk(counts.take(nodes, axis=0), counts.take(nodes + 1, axis=0), self._gain)
-        self._estimates[cells] = estimate = np.minimum(np.maximum(estimate, LEAST), MOST)
+        return np.minimum(np.maximum(estimate, LEAST), MOST, out=estimate)
+
+    def _make(self, cells: Sequence[int]) -> None:
+        self._estimates[cells] = estimate = self._estimated(cells)
         weights = self.weights()
         self.lean = _LEAN * max(0.0, 2.0 * float(weights[self._classless].sum()) - 1.0)
         self._mixed[cells] = np.matmul(weights, estimate)
-        self._ranks[cells] = ranks(self.hazards(cells))
+        if self._is_ranked:
+            self._ranks[cells] = ranks(self.hazards(cells))

@@ -19,8 +19,8 @@ from kvstore_predictor.ages import BINS, Ints, passed, passed_by
 from kvstore_predictor.hazards import HazardTables, Ladder
 
 _DECAY = 0.9995  # of the tables' counts, a request
-_RENEW_MIN, _RENEW_MAX = 25, 500  # requests
-_RENEW_SHARE = 6  # the tables are renewed when a sixth more requests have been seen
+# Requests from one renewal to the next: at least, at most, and one part in so many of those seen.
+_RANKED, _UNRANKED = (25, 500, 6), (50, 2000, 4)
 MAKING_US, CELL_US = 40.0, 5.0  # what making ranks takes, about: once, and for each cell
 _CALL_US, _LITTLE_US, _CHAINS_A_US = 20.0, 5.0, 40.0  # ageing and folding
 _FEWEST = 4  # cells
@@ -43,17 +43,20 @@ class Aging(Protocol):
 
 
 class Learner:
-    """Counts what `chains` do; `step` it while `is_due`. `forgets`: counts decay."""
+    """Counts what `chains` do; `step` it while `is_due`. `forgets`: counts decay. `ranked`: the tables are asked for
+    ranks, which have to follow what is seen more closely than chances of a question.
+    """
 
-    def __init__(self, chains: Aging, ladders: Sequence[Ladder], *, forgets: bool = True) -> None:
+    def __init__(self, chains: Aging, ladders: Sequence[Ladder], *, forgets: bool = True, ranked: bool = True) -> None:
         self._chains = chains
-        self.tables = HazardTables(ladders)
+        self.tables = HazardTables(ladders, ranked=ranked)
         self.requests = 0
         self.returns = 0
         self._decay = _DECAY if forgets else 1.0
         self._phase = _IDLE
         self._hand = 0  # chains below it have been aged
-        self.renewed, self._renew_at = 0, _RENEW_MIN  # at which request
+        self._least, self._most, self._share = _RANKED if ranked else _UNRANKED
+        self.renewed, self._renew_at = 0, self._least  # at which request
 
     def numbers(self) -> list[float]:
         """Return what is known beside the tables. A renewal under way begins anew where it is restored."""
@@ -126,7 +129,7 @@ class Learner:
             self.renewed = self.requests
             self._phase = _MAKING
             return _LITTLE_US
-        self._renew_at = self.renewed + min(max(_RENEW_MIN, self.requests // _RENEW_SHARE), _RENEW_MAX)
+        self._renew_at = self.renewed + min(max(self._least, self.requests // self._share), self._most)
         self._phase = _IDLE
         return _LITTLE_US
 

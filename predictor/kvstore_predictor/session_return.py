@@ -45,7 +45,7 @@ class SessionReturn(Predictor):
 
     def __init__(self, requests_max: int = 1 << 16) -> None:
         self.sessions = Sessions(requests_max)
-        self.learning = Learner(self.sessions, starting_ladders())
+        self.learning = Learner(self.sessions, starting_ladders(), ranked=False)
         self.features: list[Features | None] = [None] * self.sessions.slots
         self._running: dict[int, tuple[int, bytes]] = {}  # requests whose answer is awaited: slot and last key
 
@@ -245,7 +245,7 @@ def restored(state: State, slots: int, later_s: float) -> tuple[Sessions, list[F
         if about["format"] != FORMAT or (steps.dtype, chains.dtype, marks.dtype) != (STEP, CHAIN, MARK):
             raise ValueError("the state of another version")
         sessions = Sessions(slots)
-        learning = Learner(sessions, ladders_of(about["orders"], steps))
+        learning = Learner(sessions, ladders_of(about["orders"], steps), ranked=False)
         learning.restore(state["numbers"].tolist())
         tables, cells = learning.tables, [Features(*each) for each in state["cells"].tolist()[KINDS:]]
         tables.restore(state, np.array([*range(KINDS), *map(tables.cell, cells)], np.int64))

@@ -18,6 +18,7 @@ from kvstore_engine.graph import SequenceSlice
 from tests.reference.executors import GGML, KERNELS, TORCH, TriedExecutor
 from tests.reference.make_gguf import TinyModel, write_model
 from tests.reference.plain_model import PlainModel
+from tests.reference.prefill import prefill
 
 TokenArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
@@ -211,7 +212,7 @@ def test_a_restored_prefix_gives_the_same_bits_and_the_same_text(opened: Opened,
     """Cold: compute all. Warm: copy the leading storage blocks' bytes into other blocks, compute the rest."""
     tokens, cold_table, warm_table = _tokens(count), _table(count + 40, 1), _table(count + 40, 2)
     executor, pool = opened.executor, opened.executor.pool
-    cold = executor.prefill(tokens, 0, cold_table)
+    cold = prefill(executor, tokens, 0, cold_table)
     stored = []
     for block in range((count - 1) // 64):
         stored.append(np.empty(pool.payload_bytes(4), np.uint8))
@@ -221,7 +222,7 @@ def test_a_restored_prefix_gives_the_same_bits_and_the_same_text(opened: Opened,
         pool.planes.fill(0xFF)  # NaN: a row that was not restored would show
         tables = [warm_table[4 * block : 4 * block + 4] for block in range(restored)]
         pool.scatter_blocks(stored[:restored], tables)
-        warm = executor.prefill(tokens[64 * restored :], 64 * restored, warm_table)
+        warm = prefill(executor, tokens[64 * restored :], 64 * restored, warm_table)
         if opened.tried.is_exact or restored in (0, len(stored)):  # the steps are those of the cold run
             np.testing.assert_array_equal(warm, cold)
             assert _greedy(executor, warm, count, warm_table, 32) == text
@@ -232,7 +233,7 @@ def test_a_restored_prefix_gives_the_same_bits_and_the_same_text(opened: Opened,
 def test_blocks_that_were_moved_or_restored_in_part_are_as_good(opened: Opened) -> None:
     tokens, pool = _tokens(129), opened.executor.pool
     first, second = _tables(144, 144)
-    opened.executor.prefill(tokens[:128], 0, first)
+    prefill(opened.executor, tokens[:128], 0, first)
     last = [SequenceSlice(tokens[128:], 128, first)]
     wanted = opened.executor.forward(last)
     stored = np.empty(pool.payload_bytes(8), np.uint8)
@@ -367,16 +368,16 @@ def test_each_kv_type_restores_to_the_same_bits_and_costs_no_more_than_its_round
     tried.need()
     path, tokens = write_model(tmp_path / "m.gguf", _SHAPE), _tokens(150)
     with tried.opens(path, PoolSetup(_BLOCKS, 16, "f32"), _SIZES) as executor:
-        exact = executor.prefill(tokens, 0, _table(150, 1))
+        exact = prefill(executor, tokens, 0, _table(150, 1))
     with tried.opens(path, PoolSetup(_BLOCKS, 16, kv_dtype), replace(_SIZES, threads=2)) as executor:
         pool, cold_table, warm_table = executor.pool, _table(150, 1), _table(150, 2)
-        cold = executor.prefill(tokens, 0, cold_table)
+        cold = prefill(executor, tokens, 0, cold_table)
         stored = [np.empty(pool.payload_bytes(4), np.uint8) for _ in range(2)]
         for block, payload in enumerate(stored):
             pool.gather_block(cold_table[4 * block : 4 * block + 4], payload)
         pool.planes.fill(0xFF)
         pool.scatter_blocks(stored, [warm_table[:4], warm_table[4:8]])
-        warm = executor.prefill(tokens[128:], 128, warm_table)
+        warm = prefill(executor, tokens[128:], 128, warm_table)
     np.testing.assert_array_equal(warm, cold)
     assert 0 < np.abs(cold - exact).max() < tried.kv_noise[kv_dtype] * 4 * exact.std()
 

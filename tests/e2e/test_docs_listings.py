@@ -19,8 +19,8 @@ from pathlib import Path
 
 import pytest
 
-from kvstore_engine.models import KNOWN_MODELS
 from kvstore_engine.models.cache import cache_root
+from kvstore_engine.models.known import KNOWN_MODELS
 from tests.reference.console import Block, Command, Shell, blocks_of, difference, environment_with, run_in_background
 from tests.reference.conversations import model, payloads_of, tokens_of
 from tests.reference.damage import flip_on_disk

@@ -7,11 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore_engine import BlockPool, Executor, GGUFFile, load_model
+from kvstore_engine.executor import Executor
+from kvstore_engine.executors import StepSizes
 from kvstore_engine.ggml import find_library
+from kvstore_engine.gguf import GGUFFile
 from kvstore_engine.model.architecture import ARCHITECTURES
+from kvstore_engine.model.weights import load_model
+from kvstore_engine.pool import BlockPool
 from tests.reference.make_gguf import TinyModel, write_model
 from tests.reference.parity import Comparison, compare, own_logits
+from tests.reference.prefill import prefill
 
 pytestmark = pytest.mark.skipif("xllamacpp" not in find_library().name, reason="this ggml brings no llama.cpp")
 
@@ -118,10 +123,10 @@ def test_a_prompt_has_the_same_bits_however_it_is_cut(tmp_path: Path, name: str,
         np.testing.assert_array_equal(other, whole)
     with (
         load_model(GGUFFile.open(path), context=256) as model,
-        Executor(model, BlockPool(model.config, 12), threads=1, max_context=256) as executor,
+        Executor(model, BlockPool(model.config, 12), StepSizes(threads=1, max_context=256)) as executor,
     ):
         # As prompts are computed: nothing but K and V of the first chunks, then one token's logits.
-        last = executor.prefill(tokens, 0, np.arange(12, dtype=np.int32)[::-1].copy())
+        last = prefill(executor, tokens, 0, np.arange(12, dtype=np.int32)[::-1].copy())
         # f16 and q4_k multiply a single row with another kernel.
         np.testing.assert_allclose(last, whole[-1], atol=0 if quantisation == "q8_0" else 0.02)
 

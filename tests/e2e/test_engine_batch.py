@@ -16,19 +16,22 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvstore_engine.batching import BatchEngine, EngineSettings
-from kvstore_engine.blocks import HostPool, swap_in, swap_out
+from kvstore_engine.batching.engine import BatchEngine
+from kvstore_engine.batching.settings import EngineSettings
+from kvstore_engine.blocks.host_pool import HostPool, swap_in, swap_out
 from kvstore_engine.executors import PoolSetup, StepExecutor, StepSizes
 from kvstore_engine.gguf import GGUFFile
 from kvstore_engine.graph import SequenceSlice
-from kvstore_engine.models import KNOWN_MODELS, locate
 from kvstore_engine.models.cache import cache_root
+from kvstore_engine.models.known import KNOWN_MODELS
+from kvstore_engine.models.locate import locate
 from kvstore_engine.tokenizer import Tokenizer
 from kvstore_restore.learned import LearnedCosts
 from tests.reference.assumed_costs import assume
 from tests.reference.batch_runs import Outcome, request, run
 from tests.reference.executors import GGML, TORCH, TriedExecutor
 from tests.reference.memory_session import MemorySession
+from tests.reference.prefill import prefill
 from tests.reference.skips import skip_without_ggml
 from tests.reference.tiny_llama import CONTEXT, write_tiny_llama
 
@@ -82,7 +85,7 @@ class Loaded:
 
     def logits_alone(self, prompt: Sequence[int]) -> Floats:
         table = np.arange(CONTEXT // 16, dtype=np.int32)
-        logits: Floats = self._alone.prefill(np.array(prompt, np.int32), 0, table)
+        logits: Floats = prefill(self._alone, np.array(prompt, np.int32), 0, table)
         return logits
 
     def noise(self) -> float:

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from kvstore_client import Session
-from kvstore_engine.batching import BatchEngine, EngineSettings
+from kvstore_engine.batching.engine import BatchEngine
+from kvstore_engine.batching.settings import EngineSettings
 from kvstore_proto.fingerprint import Fingerprint, LayerGroup
 from kvstore_restore.learned import LearnedCosts
 from tests.reference.assumed_costs import assume

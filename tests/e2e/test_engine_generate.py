@@ -7,13 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore_engine.batching import RequestSettings
+from kvstore_engine.batching.request import RequestSettings
 from kvstore_engine.errors import OperationError, UsageError
 from kvstore_engine.executor import Executor
+from kvstore_engine.executors import StepSizes
 from kvstore_engine.generate import Generator
 from kvstore_engine.generation import Prompt
 from kvstore_engine.gguf import GGUFFile
-from kvstore_engine.model import load_model
+from kvstore_engine.model.weights import load_model
 from kvstore_engine.pool import BlockPool
 from kvstore_engine.sampler import SamplingSettings
 from kvstore_engine.tokenizer import Tokenizer
@@ -44,7 +45,9 @@ class Bench:
     def generator(self, session: MemorySession | None = None, context: int = CONTEXT) -> Generator:
         pool = BlockPool(self.model.config, CONTEXT // 16)
         executor = self._stack.enter_context(
-            Executor(self.model, pool, threads=1, max_tokens_per_step=128, max_sequences=1, max_context=CONTEXT)
+            Executor(
+                self.model, pool, StepSizes(threads=1, max_tokens_per_step=128, max_sequences=1, max_context=CONTEXT)
+            )
         )
         costs = LearnedCosts()
         assume(costs, [1.0, 1.0, 0.0])  # computing looks slow: restore all that is stored
@@ -167,17 +170,13 @@ def test_the_streamed_text_is_the_answer(bench: Bench) -> None:
     assert answer.stop == "length"
 
 
-def test_an_end_token_stops_and_is_not_part_of_the_answer(bench: Bench) -> None:
+def test_an_end_token_stops_and_is_not_part_of_the_answer(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     generator = bench.generator()
     free = generator.generate(Prompt("the cat"), _settings(60))
     last = free.tokens[20]
     first_use = free.tokens.index(last)
-    end = bench.tokenizer.vocabulary.end_ids
-    try:
-        object.__setattr__(bench.tokenizer.vocabulary, "end_ids", frozenset([last]))
-        stopped = generator.generate(Prompt("the cat"), RequestSettings(max_tokens=60))
-    finally:
-        object.__setattr__(bench.tokenizer.vocabulary, "end_ids", end)
+    monkeypatch.setattr(bench.tokenizer, "end_ids", frozenset([last]))
+    stopped = generator.generate(Prompt("the cat"), RequestSettings(max_tokens=60))
     assert stopped.stop == "end"
     assert stopped.tokens == free.tokens[:first_use]
 
@@ -186,7 +185,7 @@ def test_a_prompt_is_stored_although_its_answer_ends_at_once(bench: Bench, monke
     session = bench.session()
     generator = bench.generator(session)
     first = generator.generate(Prompt(LONG), RequestSettings(max_tokens=1, store=False)).tokens[0]
-    monkeypatch.setattr(type(bench.tokenizer), "end_ids", property(lambda tokenizer: frozenset({first})))
+    monkeypatch.setattr(bench.tokenizer, "end_ids", frozenset({first}))
     answer = generator.generate(Prompt(LONG), RequestSettings(max_tokens=4))
     assert (list(answer.tokens), answer.stop) == ([], "end")
     assert answer.store.stored == answer.prompt_tokens // 64 > 0

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore_engine import GGUFFile
 from kvstore_engine.ggml import find_library
+from kvstore_engine.gguf import GGUFFile
 from tests.reference.make_gguf import TinyModel, write_model
 from tests.reference.parity import Comparison, compare
 

@@ -7,10 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore_engine import BlockPool, Executor, GGUFFile, SequenceSlice, load_model
+from kvstore_engine.executor import Executor
+from kvstore_engine.executors import StepSizes
 from kvstore_engine.ggml import find_library, load_library
-from kvstore_engine.gguf import TENSOR_TYPES
+from kvstore_engine.gguf import TENSOR_TYPES, GGUFFile
+from kvstore_engine.graph import SequenceSlice
 from kvstore_engine.model.quantisation import multipliable_types
+from kvstore_engine.model.weights import load_model
+from kvstore_engine.pool import BlockPool
 from tests.reference.ggml_quantise import TYPE_NUMBERS
 from tests.reference.make_gguf import TinyModel, write_model
 from tests.reference.parity import Comparison, compare
@@ -55,7 +59,7 @@ def test_a_prompt_has_the_same_bits_however_it_is_cut(models: dict[str, Path], n
     table = np.arange(8, dtype=np.int32)
     with (
         load_model(GGUFFile.open(models[name])) as model,
-        Executor(model, BlockPool(model.config, 8), threads=1) as executor,
+        Executor(model, BlockPool(model.config, 8), StepSizes(threads=1)) as executor,
     ):
         whole = executor.forward([SequenceSlice(_TOKENS, 0, table, "all")])
         state = executor.pool.planes.copy()

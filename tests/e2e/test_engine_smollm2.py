@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from kvstore_engine.batching import RequestSettings
+from kvstore_engine.batching.request import RequestSettings
 from kvstore_engine.generation import Prompt
 from kvstore_engine.loaded_model import LoadOptions, open_model
-from kvstore_engine.models import locate
+from kvstore_engine.models.locate import locate
 from tests.reference.skips import skip_without_ggml, skip_without_model
 
 NAME = "smollm2-135m-instruct"

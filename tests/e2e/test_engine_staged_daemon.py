@@ -10,19 +10,18 @@ import numpy as np
 import pytest
 
 from kvstore_client import Session
-from kvstore_engine import BlockPool, Executor, GGUFFile, Model, load_model
-from kvstore_engine.pool import PAYLOAD_LAYOUT
-from kvstore_engine.restore import model_fingerprint
-from kvstore_engine.stages import (
-    StagedRestorer,
-    StageStore,
-    open_pipeline,
-    stage_fingerprints,
-    stage_layers,
-    store_prefix,
-)
+from kvstore_engine.executor import Executor
+from kvstore_engine.executors import StepSizes
+from kvstore_engine.gguf import GGUFFile
+from kvstore_engine.model.weights import Model, load_model
+from kvstore_engine.pool import PAYLOAD_LAYOUT, BlockPool
+from kvstore_engine.restore.fingerprint import model_fingerprint
+from kvstore_engine.stages.pipeline import open_pipeline, stage_layers
+from kvstore_engine.stages.restorer import StagedRestorer
+from kvstore_engine.stages.stores import StageStore, stage_fingerprints, store_prefix
 from kvstore_proto.fingerprint import Fingerprint
 from tests.reference.make_gguf import TinyModel, write_model
+from tests.reference.prefill import prefill
 from tests.reference.running_daemon import RunningDaemon, running_daemon
 from tests.reference.skips import skip_without_ggml
 
@@ -60,8 +59,8 @@ def _stores(stack: ExitStack, daemon: RunningDaemon, pool: BlockPool, model: Mod
 
 def test_stages_restore_from_a_daemon_what_they_stored_there(model: Model) -> None:
     pool = BlockPool(model.config, 24)
-    with Executor(model, pool, threads=1) as executor:
-        wanted = executor.prefill(_TOKENS, 0, _TABLE)
+    with Executor(model, pool, StepSizes(threads=1)) as executor:
+        wanted = prefill(executor, _TOKENS, 0, _TABLE)
     with running_daemon() as daemon:
         for stages in (2, 4):
             pool.planes.fill(0xFF)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvstore_engine import loaded_model
-from kvstore_engine.batching import RequestSettings
+from kvstore_engine.batching.request import RequestSettings
 from kvstore_engine.cli.main import main
 from kvstore_engine.generation import Generation, Prompt
 from kvstore_engine.gguf import GGUFFile
@@ -96,7 +96,8 @@ class Engines:
 
 
 def _prints(whole: Fingerprint, config: Any, stages: int) -> list[tuple[Fingerprint, Fingerprint | None]]:
-    from kvstore_engine.stages import stage_fingerprints, stage_layers
+    from kvstore_engine.stages.pipeline import stage_layers
+    from kvstore_engine.stages.stores import stage_fingerprints
 
     return stage_fingerprints(whole, stage_layers(config.layers, stages), config.width)
 

@@ -9,13 +9,16 @@ from typing import Any
 
 import pytest
 
-from kvstore_engine.batching import RequestSettings
+from kvstore_engine.batching.request import RequestSettings
+from kvstore_engine.executors import StepSizes
 from kvstore_engine.generate import Generator
 from kvstore_engine.generation import Generation, Prompt
 from kvstore_engine.gguf import GGUFFile
-from kvstore_engine.model import load_model
+from kvstore_engine.model.weights import load_model
 from kvstore_engine.pool import BlockPool
-from kvstore_engine.stages import StagedPrompts, StageStore, open_pipeline
+from kvstore_engine.stages.pipeline import open_pipeline
+from kvstore_engine.stages.prompts import StagedPrompts
+from kvstore_engine.stages.stores import StageStore
 from kvstore_engine.tokenizer import Tokenizer
 from kvstore_restore.learned import LearnedCosts
 from tests.reference.assumed_costs import assume
@@ -35,7 +38,9 @@ class Staged:
         model = stack.enter_context(load_model(file))
         pool = BlockPool(model.config, CONTEXT // 16)
         pipeline = stack.enter_context(
-            open_pipeline(model, pool, 2, max_tokens_per_step=128, max_sequences=1, max_context=CONTEXT)
+            open_pipeline(
+                model, pool, 2, StepSizes(threads=1, max_tokens_per_step=128, max_sequences=1, max_context=CONTEXT)
+            )
         )
         self.kv = [MemorySession(stage.pool.payload_bytes(4)) for stage in pipeline.stages]
         self.states = MemorySession(STATES_BYTES)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from kvstore_engine import loaded_model
-from kvstore_engine.batching import RequestSettings
+from kvstore_engine.batching.request import RequestSettings
 from kvstore_engine.generation import Generation, Prompt
 from kvstore_engine.loaded_model import LoadOptions, open_model
 from tests.reference.assumed_costs import assume

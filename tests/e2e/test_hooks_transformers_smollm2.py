@@ -15,8 +15,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 
 from kvstore_connectors.transformers import KVStoreCache, kvstore_session
-from kvstore_engine.models import KNOWN_MODELS
 from kvstore_engine.models.cache import cache_root
+from kvstore_engine.models.known import KNOWN_MODELS
 from tests.reference.running_daemon import RunningDaemon, running_daemon
 
 pytestmark = pytest.mark.slow

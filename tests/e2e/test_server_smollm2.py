@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvstore_engine.models import locate
+from kvstore_engine.models.locate import locate
 from tests.reference.running_server import RunningServer
 from tests.reference.skips import skip_without_ggml, skip_without_model
 

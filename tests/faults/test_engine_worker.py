@@ -21,8 +21,8 @@ from kvstore_engine.executor import Executor
 from kvstore_engine.executors import StepSizes
 from kvstore_engine.gguf import FileWatch, GGUFFile
 from kvstore_engine.graph import SequenceSlice
-from kvstore_engine.model import load_model
 from kvstore_engine.model.config import ModelConfig
+from kvstore_engine.model.weights import load_model
 from kvstore_engine.pool import BlockPool
 from kvstore_engine.worker import RemoteExecutor, StepFailed, WorkerNotice
 from kvstore_engine.worker.memory import SharedMemory
@@ -114,7 +114,7 @@ def test_the_worker_computes_the_same_bits(setting: _Setting) -> None:
     with load_model(GGUFFile.open(setting.path)) as loaded:
         own = BlockPool(loaded.config, _BLOCKS)
         with Executor(
-            loaded, own, threads=1, max_tokens_per_step=64, max_sequences=4, max_context=_CONTEXT
+            loaded, own, StepSizes(threads=1, max_tokens_per_step=64, max_sequences=4, max_context=_CONTEXT)
         ) as executor:
             slices = [_piece(_prompt(40), 0, 0), _piece(_prompt(7, 3), 0, 8)]
             np.testing.assert_array_equal(setting.executor.forward(slices), executor.forward(slices))

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from kvstore_engine.batching import RequestSettings
+from kvstore_engine.batching.request import RequestSettings
 from kvstore_engine.generation import Prompt
 from kvstore_engine.gguf import FileChanged
 from kvstore_engine.loaded_model import LoadOptions, open_model

@@ -30,7 +30,8 @@ import torch
 
 from kvstore_client import Lease, connect
 from kvstore_client.device import DeviceMemory
-from kvstore_engine.batching import BatchEngine, EngineSettings
+from kvstore_engine.batching.engine import BatchEngine
+from kvstore_engine.batching.settings import EngineSettings
 from kvstore_engine.devices import DeviceName
 from kvstore_engine.executors import PoolSetup, StepSizes
 from kvstore_engine.executors.logits import HostLogits, StepLogits

@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from kvstore_engine.kernels.cuda import CacheWindow
+from kvstore_engine.kernels.cuda.device import CacheWindow
 from tests.gpu.emulated import emulated_node
 
 WINDOWS = """

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from kvstore_cuda.compiler import compile_program
-from kvstore_engine.kernels.cuda import CacheShape, PagedAttention
-from kvstore_engine.kernels.cuda.program import Program
+from kvstore_engine.kernels.cuda.attention import PagedAttention
+from kvstore_engine.kernels.cuda.program import CacheShape, Program
 from tests.cuda_shim.build import shim_library
 from tests.cuda_shim.launcher import ShimLauncher
 from tests.gpu.emulated import compiled, emulated_node

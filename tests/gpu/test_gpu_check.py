@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from kvstore_client.device import crossover, gather
-from kvstore_engine.kernels.cuda import PagedAttention, Program
+from kvstore_engine.kernels.cuda.attention import PagedAttention
+from kvstore_engine.kernels.cuda.program import Program
 from kvstore_tiers.gpu.streams import PROGRAM
 from tests.cuda_shim.build import shim_library
 from tests.cuda_shim.launcher import ShimLauncher

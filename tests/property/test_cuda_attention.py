@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore_engine.kernels.cuda import CacheShape, Crossover, KernelRows, PagedAttention
+from kvstore_engine.kernels.cuda.attention import Crossover, KernelRows, PagedAttention
+from kvstore_engine.kernels.cuda.program import CacheShape
 from kvstore_engine.kernels.layout import LayerAttention
 from kvstore_engine.kernels.reference import paged_attention
 from tests.cuda_shim.launcher import ShimLauncher, placed

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore_engine.kernels.cuda import BlockMover
-from kvstore_engine.kernels.cuda.blocks import PIECE_BYTES, BlockRuns
+from kvstore_engine.kernels.cuda.blocks import PIECE_BYTES, BlockMover, BlockRuns
 from tests.cuda_shim.launcher import ShimLauncher, placed
 from tests.reference.examples import examples
 

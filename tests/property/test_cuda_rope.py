@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore_engine.kernels.cuda import CacheShape, NewTokens, RopeCache
-from kvstore_engine.kernels.cuda.rope import turns
+from kvstore_engine.kernels.cuda.program import CacheShape
+from kvstore_engine.kernels.cuda.rope import NewTokens, RopeCache, turns
 from tests.cuda_shim.launcher import ShimLauncher, placed
 from tests.reference.cuda_cache import GARBAGE, Floats, Plane, narrowed, quantised, widened
 from tests.reference.examples import examples, quick_are

@@ -17,18 +17,11 @@ from hypothesis.stateful import (
     rule,
 )
 
-from kvstore_engine.blocks import (
-    BlockSpace,
-    BlockTable,
-    Compactor,
-    HostPool,
-    HostPoolFull,
-    SwappedBlocks,
-    TransferCosts,
-    count_runs,
-    swap_in,
-    swap_out,
-)
+from kvstore_engine.blocks.block_table import BlockTable
+from kvstore_engine.blocks.compaction import Compactor
+from kvstore_engine.blocks.host_pool import HostPool, HostPoolFull, SwappedBlocks, swap_in, swap_out
+from kvstore_engine.blocks.space import BlockSpace
+from kvstore_engine.blocks.transfers import TransferCosts, count_runs
 from kvstore_engine.pool import PoolExhausted
 from tests.reference.block_invariants import check_blocks
 from tests.reference.examples import examples

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore_engine.kernels import select_kernels
-from kvstore_engine.model import ModelConfig, RopeConfig
+from kvstore_engine.model.config import ModelConfig
+from kvstore_engine.model.rope import RopeConfig
 from kvstore_engine.pool import BlockPool, PoolExhausted
 from tests.reference.examples import examples
 

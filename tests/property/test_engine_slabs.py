@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore_engine.blocks import Slabs
+from kvstore_engine.blocks.host_pool import Slabs
 from kvstore_engine.pool import PoolExhausted
 from tests.reference.examples import examples
 

@@ -9,16 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from kvstore_engine.batching import (
-    BatchEngine,
-    EngineSettings,
-    Event,
-    Finished,
-    Observer,
-    Request,
-    RequestSettings,
-    Token,
-)
+from kvstore_engine.batching.engine import BatchEngine
+from kvstore_engine.batching.events import Event, Finished, Token
+from kvstore_engine.batching.observer import Observer
+from kvstore_engine.batching.request import Request, RequestSettings
+from kvstore_engine.batching.settings import EngineSettings
 from tests.reference.block_invariants import check_blocks
 from tests.reference.twin_compute import StepClock, TwinCompute, TwinTokenizer, twin_pool
 

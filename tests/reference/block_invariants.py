@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from kvstore_engine.blocks import BlockSpace, BlockTable, TrieNode
+from kvstore_engine.blocks.block_table import BlockTable
+from kvstore_engine.blocks.space import BlockSpace
+from kvstore_engine.blocks.trie import TrieNode
 
 
 def check_blocks(space: BlockSpace, tables: Iterable[BlockTable], pinned: Iterable[int] = ()) -> None:

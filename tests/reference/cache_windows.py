@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvstore_engine.kernels.cuda import CacheWindow
+from kvstore_engine.kernels.cuda.device import CacheWindow
 
 BLOCK = 1024
 

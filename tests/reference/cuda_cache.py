@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kvstore_engine.kernels.cuda import CacheShape
+from kvstore_engine.kernels.cuda.program import CacheShape
 
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]

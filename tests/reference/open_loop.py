@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvstore_engine.batching import BatchEngine, EngineSettings, Finished
+from kvstore_engine.batching.engine import BatchEngine
+from kvstore_engine.batching.events import Finished
+from kvstore_engine.batching.settings import EngineSettings
 from kvstore_engine.bench.in_process import EndsAfter
 from kvstore_engine.graph import SequenceSlice
 from kvstore_restore.learned import LearnedCosts

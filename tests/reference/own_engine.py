@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from kvstore_client.testing import EngineSetting, Restored
 from kvstore_engine import loaded_model
-from kvstore_engine.batching import RequestSettings
+from kvstore_engine.batching.request import RequestSettings
 from kvstore_engine.generation import Generation, Prompt
 from kvstore_engine.loaded_model import LoadOptions, open_model
 from tests.reference.assumed_costs import assume

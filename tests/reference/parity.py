@@ -15,7 +15,12 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from kvstore_engine import BlockPool, Executor, GGUFFile, SequenceSlice, load_model
+from kvstore_engine.executor import Executor
+from kvstore_engine.executors import StepSizes
+from kvstore_engine.gguf import GGUFFile
+from kvstore_engine.graph import SequenceSlice
+from kvstore_engine.model.weights import load_model
+from kvstore_engine.pool import BlockPool
 
 FloatArray = npt.NDArray[np.float32]
 TokenArray = npt.NDArray[np.int32]
@@ -74,7 +79,7 @@ def own_logits(path: Path, tokens: TokenArray, chunks: Sequence[int], context: i
     blocks = -(-len(tokens) // 16)
     with (
         load_model(GGUFFile.open(path), context=context) as model,
-        Executor(model, BlockPool(model.config, blocks), threads=1, max_context=context) as executor,
+        Executor(model, BlockPool(model.config, blocks), StepSizes(threads=1, max_context=context)) as executor,
     ):
         table = np.random.default_rng(7).permutation(blocks).astype(np.int32)
         parts, start = [], 0

@@ -16,8 +16,8 @@ def skip_without_ggml() -> None:
 
 def skip_without_model(name: str) -> None:
     """Unless the model of this name, of those that `kvengine fetch` knows, is in the cache."""
-    from kvstore_engine.models import KNOWN_MODELS
     from kvstore_engine.models.cache import cache_root
+    from kvstore_engine.models.known import KNOWN_MODELS
 
     if not (cache_root() / "models" / KNOWN_MODELS[name].file_name).exists():
         pytest.skip(f"{name} is not in the model cache (kvengine fetch {name})")

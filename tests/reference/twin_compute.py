@@ -17,7 +17,8 @@ from kvstore_engine.executors.logits import HostLogits, StepLogits
 from kvstore_engine.graph import SequenceSlice
 from kvstore_engine.graph.step import StepLimits, plan_step
 from kvstore_engine.kernels import select_kernels
-from kvstore_engine.model import ModelConfig, RopeConfig
+from kvstore_engine.model.config import ModelConfig
+from kvstore_engine.model.rope import RopeConfig
 from kvstore_engine.pool import BlockPool
 from kvstore_engine.tokenizer.tokenizer import StreamingDetokenizer
 

@@ -24,7 +24,8 @@ from kvstore_engine.batching.observer import Observer
 from kvstore_engine.batching.restorer import Restorer
 from kvstore_engine.batching.sequence import Sequence
 from kvstore_engine.batching.step_budget import StepBudget
-from kvstore_engine.blocks import BlockSpace, TrieNode
+from kvstore_engine.blocks.space import BlockSpace
+from kvstore_engine.blocks.trie import TrieNode
 from kvstore_engine.pool import PoolExhausted
 
 _ROW_GROUP = 4  # see above

@@ -41,14 +41,7 @@ class VerifiedCompute:
 
     def __init__(self, compute: Compute, check: Callable[[], bool]) -> None:
         self._compute, self._check = compute, check
-
-    @property
-    def limits(self) -> StepLimits:
-        return self._compute.limits
-
-    @property
-    def pool(self) -> BlockPool:
-        return self._compute.pool
+        self.limits, self.pool = compute.limits, compute.pool
 
     def step(self, slices: Sequence[SequenceSlice], whole: Sequence[int] | None = None, /) -> StepLogits:
         """Compute a step as `Compute.step` does, and check the file after it."""

@@ -21,7 +21,7 @@ from kvstore_engine.batching.scheduler import Scheduler
 from kvstore_engine.batching.sequence import Sequence
 from kvstore_engine.batching.settings import EngineSettings
 from kvstore_engine.batching.storer import Storer
-from kvstore_engine.blocks import BlockSpace
+from kvstore_engine.blocks.space import BlockSpace
 from kvstore_engine.errors import UsageError
 from kvstore_engine.restore.copies import BlockCopies, HostCopies
 from kvstore_engine.restore.record import RestorationLog

@@ -15,7 +15,7 @@ from kvstore_engine.batching.scheduler import Scheduler
 from kvstore_engine.batching.sequence import Sequence
 from kvstore_engine.batching.settings import EngineSettings
 from kvstore_engine.errors import UsageError
-from kvstore_engine.restore import KvSession
+from kvstore_engine.restore.session import KvSession
 
 SessionOf = Callable[[str], KvSession | None]
 _LEAST_RETRY_S = 1.0

@@ -9,7 +9,9 @@ from typing import Literal
 
 from kvstore_engine.batching.observer import Observer
 from kvstore_engine.batching.sequence import Sequence
-from kvstore_engine.blocks import BlockSpace, HostPool, SwappedBlocks, TransferCosts, count_runs, swap_in, swap_out
+from kvstore_engine.blocks.host_pool import HostPool, SwappedBlocks, swap_in, swap_out
+from kvstore_engine.blocks.space import BlockSpace
+from kvstore_engine.blocks.transfers import TransferCosts, count_runs
 from kvstore_restore.learned import LearnedCosts
 
 _MEMORY = 0.05

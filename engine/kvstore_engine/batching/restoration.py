@@ -16,7 +16,8 @@ import numpy as np
 
 from kvstore_engine.batching.sequence import Sequence
 from kvstore_engine.batching.settings import Restoring
-from kvstore_engine.blocks import BlockSpace, TrieNode
+from kvstore_engine.blocks.space import BlockSpace
+from kvstore_engine.blocks.trie import TrieNode
 from kvstore_engine.restore.copies import BlockCopies, BlockLoad
 from kvstore_engine.restore.fetcher import Arrival, Fetch
 from kvstore_engine.restore.progress import Progress
@@ -168,11 +169,7 @@ class Filler:
 
     def __init__(self, space: BlockSpace, copies: BlockCopies) -> None:
         self._space, self._copies = space, copies
-
-    @property
-    def steps_wait(self) -> bool:
-        """`begin` may be used: steps wait for what they read."""
-        return self._copies.steps_wait
+        self.steps_wait = copies.steps_wait  # for what they read: `begin` may be used
 
     def fill(self, restoration: Restoration, lease: KvLease, base: int, portion: range) -> bool:
         """Copy the blocks `portion` of a prefix; the first of `lease` is block `base`. Returns whether the lease was

@@ -17,7 +17,7 @@ from kvstore_engine.batching.batch import Batch
 from kvstore_engine.batching.restoration import Filler, Restoration
 from kvstore_engine.batching.sequence import Sequence
 from kvstore_engine.batching.settings import Restoring
-from kvstore_engine.blocks import BlockSpace
+from kvstore_engine.blocks.space import BlockSpace
 from kvstore_engine.restore.copies import BlockCopies
 from kvstore_engine.restore.fetcher import Arrival, Fetcher
 from kvstore_engine.restore.record import RestorationRecord, RestoreReport

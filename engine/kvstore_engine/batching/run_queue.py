@@ -13,7 +13,7 @@ from kvstore_engine.batching.preemption import Preemption
 from kvstore_engine.batching.restorer import Restorer
 from kvstore_engine.batching.scheduling_statistics import SchedulingStatistics
 from kvstore_engine.batching.sequence import Sequence
-from kvstore_engine.blocks import BlockSpace
+from kvstore_engine.blocks.space import BlockSpace
 from kvstore_engine.pool import PoolExhausted
 
 _LOOK_AGAIN_S = 0.25

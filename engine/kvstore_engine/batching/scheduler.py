@@ -17,7 +17,9 @@ from kvstore_engine.batching.run_queue import RunQueue
 from kvstore_engine.batching.scheduling_statistics import SchedulingStatistics
 from kvstore_engine.batching.settings import EngineSettings
 from kvstore_engine.batching.step_budget import StepBudget
-from kvstore_engine.blocks import BlockSpace, Compactor, HostPool
+from kvstore_engine.blocks.compaction import Compactor
+from kvstore_engine.blocks.host_pool import HostPool
+from kvstore_engine.blocks.space import BlockSpace
 from kvstore_engine.graph.step import StepLimits
 from kvstore_restore.learned import LearnedCosts
 

@@ -13,7 +13,8 @@ import numpy.typing as npt
 from kvstore_engine.batching.answer import Answer
 from kvstore_engine.batching.events import Usage
 from kvstore_engine.batching.request import Request
-from kvstore_engine.blocks import BlockTable, SwappedBlocks
+from kvstore_engine.blocks.block_table import BlockTable
+from kvstore_engine.blocks.host_pool import SwappedBlocks
 from kvstore_engine.restore.session import KvSession
 
 

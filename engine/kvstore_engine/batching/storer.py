@@ -4,7 +4,6 @@ Owns which blocks are being stored, and pins them until they are. It never waits
 allows. Where the daemon is slow or gone, blocks are not stored; nothing else suffers.
 """
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -12,7 +11,8 @@ import numpy as np
 
 from kvstore_engine.batching.observer import Observer
 from kvstore_engine.batching.sequence import Sequence
-from kvstore_engine.blocks import BlockSpace, TrieNode
+from kvstore_engine.blocks.space import BlockSpace
+from kvstore_engine.blocks.trie import TrieNode
 from kvstore_engine.restore.put_queue import MOST_BLOCKS, BlockSender, Hint, Put, PutQueue
 from kvstore_engine.restore.session import KvSession, NextStep
 
@@ -34,11 +34,7 @@ class Storer:
         self._space = space
         self._observer = observer
         self._queue = PutQueue(copies, clock)
-
-    @property
-    def counts(self) -> Counter[str]:
-        """Blocks by the status that their put gave them."""
-        return self._queue.counts
+        self.counts = self._queue.counts  # blocks by the status that their put gave them
 
     @property
     def outstanding(self) -> int:

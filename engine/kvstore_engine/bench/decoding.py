@@ -76,7 +76,8 @@ def decode_llama(model: Path, threads: int, question: dict[str, Any]) -> dict[st
 
 
 def decode_ours(model: Path, threads: int, question: dict[str, Any]) -> dict[str, object]:
-    from kvstore_engine.batching import EngineSettings, Request, RequestSettings
+    from kvstore_engine.batching.request import Request, RequestSettings
+    from kvstore_engine.batching.settings import EngineSettings
     from kvstore_engine.bench.in_process import BenchEngine, opened
 
     count, steps = question["sequences"], question["steps"]

@@ -14,16 +14,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvstore_engine.batching import (
-    BatchEngine,
-    EngineSettings,
-    Finished,
-    Observer,
-    Overloaded,
-    Request,
-    RequestSettings,
-    Token,
-)
+from kvstore_engine.batching.engine import BatchEngine
+from kvstore_engine.batching.events import Finished, Token
+from kvstore_engine.batching.intake import Overloaded
+from kvstore_engine.batching.observer import Observer
+from kvstore_engine.batching.request import Request, RequestSettings
+from kvstore_engine.batching.settings import EngineSettings
 from kvstore_engine.bench.summary import Outcome, Run
 from kvstore_engine.bench.workload import Arrivals, BenchRequest, ClosedLoop, Workload
 from kvstore_engine.devices import CPU
@@ -54,7 +50,7 @@ class BenchEngine:
 @contextlib.contextmanager
 def opened(wanted: BenchEngine, observer: Observer | None = None) -> Iterator[BatchEngine]:
     """The engine until the block ends. UsageError and OperationError as loading a model raises them."""
-    from kvstore_engine.model import ModelConfig
+    from kvstore_engine.model.config import ModelConfig
 
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(GGUFFile.open(wanted.model))

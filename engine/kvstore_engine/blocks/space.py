@@ -42,25 +42,20 @@ class BlockReferences:
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
         self._counts = np.zeros(pool.blocks, np.int32)
-        self._free = pool.free_blocks
-
-    @property
-    def free_blocks(self) -> int:
-        """Blocks without a holder."""
-        return self._free
+        self.free_blocks = pool.free_blocks  # without a holder
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
         """`count` blocks with one holder each. PoolExhausted if there are too few; then none is taken."""
         blocks = self.pool.allocate(count, after)
         self._counts[blocks] = 1
-        self._free -= len(blocks)
+        self.free_blocks -= len(blocks)
         return blocks
 
     def take(self, blocks: Sequence[int]) -> list[int]:
         """Exactly these blocks, which are free, with one holder each."""
         taken = self.pool.take(blocks)
         self._counts[taken] = 1
-        self._free -= len(taken)
+        self.free_blocks -= len(taken)
         return taken
 
     def count(self, block: int) -> int:
@@ -84,7 +79,7 @@ class BlockReferences:
             if not left:
                 freed.append(block)
         self.pool.free(freed)
-        self._free += len(freed)
+        self.free_blocks += len(freed)
 
 
 class BlockSpace:

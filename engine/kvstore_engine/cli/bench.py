@@ -17,7 +17,7 @@ from typing import Any
 
 from kvstore_console.table import render_table
 from kvstore_console.units import human_seconds
-from kvstore_engine.batching import EngineSettings
+from kvstore_engine.batching.settings import EngineSettings
 from kvstore_engine.bench.against import Comparison, compare
 from kvstore_engine.bench.in_process import BenchEngine
 from kvstore_engine.bench.over_http import Endpoint
@@ -26,7 +26,7 @@ from kvstore_engine.bench.study import Case, StudySettings, study_engine, study_
 from kvstore_engine.bench.workload import LOADS, Arrivals, ClosedLoop, LoadSettings, OpenLoop
 from kvstore_engine.errors import OperationError, UsageError
 from kvstore_engine.gguf import GGUFFile
-from kvstore_engine.models import locate
+from kvstore_engine.models.locate import locate
 from kvstore_engine.profiler import TracingObserver
 from kvstore_engine.threads import default_threads
 

@@ -2,7 +2,7 @@
 
 import argparse
 
-from kvstore_engine.models import locate
+from kvstore_engine.models.locate import locate
 
 
 def run(options: argparse.Namespace) -> int:

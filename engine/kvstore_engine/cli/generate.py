@@ -10,12 +10,12 @@ import time
 from pathlib import Path
 
 from kvstore_console.units import human_bytes, human_seconds
-from kvstore_engine.batching import RequestSettings
+from kvstore_engine.batching.request import RequestSettings
 from kvstore_engine.cli.restorations import restorations_table
 from kvstore_engine.errors import UsageError
 from kvstore_engine.generation import Generation, Prompt
 from kvstore_engine.loaded_model import LoadedModel, LoadOptions, open_model
-from kvstore_engine.models import locate
+from kvstore_engine.models.locate import locate
 from kvstore_engine.sampler import SamplingSettings
 
 

@@ -13,10 +13,11 @@ from kvstore_engine.devices import DeviceName
 from kvstore_engine.errors import UsageError
 from kvstore_engine.ggml import GGMLError, load_library
 from kvstore_engine.gguf import GGUFFile
-from kvstore_engine.model import ModelConfig, UnsupportedModel
+from kvstore_engine.model.config import ModelConfig
+from kvstore_engine.model.metadata import UnsupportedModel
 from kvstore_engine.model.quantisation import check_quantisation
 from kvstore_engine.model.tensors import check_tensors
-from kvstore_engine.models import locate
+from kvstore_engine.models.locate import locate
 from kvstore_engine.tokenizer import Tokenizer
 
 _F16_BYTES = 2

@@ -25,7 +25,7 @@ def _run(options: argparse.Namespace) -> int:
     from kvstore_engine.errors import OperationError, UsageError
     from kvstore_engine.ggml import GGMLError
     from kvstore_engine.gguf import GGUFError
-    from kvstore_engine.model import UnsupportedModel
+    from kvstore_engine.model.metadata import UnsupportedModel
 
     try:
         return int(import_module(f"kvstore_engine.cli.{options.command}").run(options))

@@ -9,7 +9,7 @@ import argparse
 
 from kvstore_engine.devices import DeviceName
 from kvstore_engine.errors import UsageError
-from kvstore_engine.models import locate
+from kvstore_engine.models.locate import locate
 from kvstore_engine.server.options import EngineOptions, ServerOptions
 from kvstore_engine.server.run import run as run_server
 

@@ -8,45 +8,22 @@ way after a `forward` that raised. Logits of a token MAY depend on the other tok
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol, Self
-
-import numpy as np
-import numpy.typing as npt
+from typing import Self
 
 from kvstore_engine.executors.logits import FloatArray, HostLogits, StepLogits
-from kvstore_engine.graph import SequenceSlice, chunk_plan
-from kvstore_engine.graph.plan import BLOCK_TOKENS, CHUNK_TOKENS
+from kvstore_engine.graph import SequenceSlice
 from kvstore_engine.graph.step import StepLimits
 from kvstore_engine.model.config import ModelConfig
 from kvstore_engine.pool import BlockPool
 
 
-class HasConfig(Protocol):
-    """What callers of an executor ask of its model."""
-
-    @property
-    def config(self) -> ModelConfig: ...
-
-
 class StepExecutor(ABC):
-    """One implementation's executor."""
+    """One implementation's executor, of a model of `config`. `threads`: of the processor; may be set between steps."""
 
+    config: ModelConfig
     pool: BlockPool
     limits: StepLimits
-
-    @property
-    @abstractmethod
-    def model(self) -> HasConfig:
-        """The model that it computes."""
-
-    @property
-    @abstractmethod
-    def threads(self) -> int:
-        """Compute threads of the processor; may be set between steps."""
-
-    @threads.setter
-    @abstractmethod
-    def threads(self, count: int) -> None: ...
+    threads: int
 
     @abstractmethod
     def forward(self, slices: Sequence[SequenceSlice], out: FloatArray | None = None) -> FloatArray:
@@ -61,30 +38,6 @@ class StepExecutor(ABC):
         """As `forward`; the logits stay where they were computed. `whole`: the rows that are wanted whole in host
         memory; None: all."""
         return HostLogits(self.forward(slices))
-
-    def prefill(
-        self,
-        tokens: npt.NDArray[np.int32],
-        start: int,
-        block_table: npt.NDArray[np.int32],
-        *,
-        block: int = BLOCK_TOKENS,
-        chunk: int = CHUNK_TOKENS,
-    ) -> FloatArray:
-        """Compute `tokens`, the positions from `start` on, in the steps of `chunk_plan`.
-
-        Returns the last token's logits, float32 [vocabulary].
-        """
-        end = start + len(tokens)
-        if not len(tokens):
-            raise ValueError("a prefill needs at least one token: the last one's logits are the result")
-        largest = max(block, self.limits.max_tokens // block * block)
-        steps = chunk_plan(start, end, block=block, chunk=min(chunk, largest))
-        for first, last in steps[:-1]:
-            self.forward([SequenceSlice(tokens[first - start : last - start], first, block_table, "none")])
-        tail, _ = steps[-1]
-        logits: FloatArray = self.forward([SequenceSlice(tokens[tail - start :], tail, block_table)])[0]
-        return logits
 
     @abstractmethod
     def close(self) -> None:

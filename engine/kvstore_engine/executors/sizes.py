@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvstore_engine.graph.step import StepLimits
+from kvstore_engine.pool import BlockPool
+
 
 @dataclass(frozen=True, slots=True)
 class PoolSetup:
@@ -22,3 +25,8 @@ class StepSizes:
     max_tokens_per_step: int = 512
     max_sequences: int = 16
     max_context: int = 8192
+
+    def limits(self, vocabulary: int, pool: BlockPool) -> StepLimits:
+        """Return the limits of steps over `pool`, with tokens below `vocabulary`."""
+        most = self.max_tokens_per_step, self.max_sequences, self.max_context
+        return StepLimits(vocabulary, pool.blocks, pool.block_tokens, *most)

@@ -63,6 +63,7 @@ _PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ggml_type_size": (_Z, (_I,)),
     "ggml_blck_size": (_L, (_I,)),
     "ggml_get_type_traits": (_P, (_I,)),
+    "ggml_quantize_chunk": (_Z, (_I, _P, _P, _L, _L, _L, _P)),
     "ggml_get_type_traits_cpu": (_P, (_I,)),
     # operations
     "ggml_add": (_P, (_P, _P, _P)),

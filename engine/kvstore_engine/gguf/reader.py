@@ -13,7 +13,6 @@ import mmap
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple, Self
 
@@ -79,6 +78,7 @@ class GGUFFile:
         owns_source: bool = True,
     ) -> None:
         self.source, self._owns_source = source, owns_source
+        self.path = source.path  # what messages call the file
         self.data = data
         self.metadata = MappingProxyType(dict(metadata))
         self.tensors = MappingProxyType(dict(tensors))
@@ -111,11 +111,6 @@ class GGUFFile:
         metadata = _read_metadata(cursor, metadata_count)
         tensors = _read_tensors(cursor, tensor_count, _alignment_bytes(cursor, metadata))
         return cls(source, data, metadata, tensors, owns_source=owns_source)
-
-    @property
-    def path(self) -> Path:
-        """What messages call the file."""
-        return self.source.path
 
     def tensor_bytes(self, name: str) -> npt.NDArray[np.uint8]:
         """The stored bytes of tensor `name`, uint8 [nbytes], in place. KeyError if there is none."""

@@ -5,6 +5,7 @@
 #include "elements.h"
 #include "layout.h"
 
+#include <cstdio>
 #include <cstdlib>
 #include <pthread.h>
 
@@ -106,12 +107,18 @@ const pthread_key_t kWorkspace = [] {
     return key;
 }();
 
-// This thread's `bytes` bytes of memory: kept for its next product, freed when it ends.
+// This thread's `bytes` bytes of memory: kept for its next product, freed when it ends. A node of a graph has no way to
+// fail, so that without memory the process ends with a message, as ggml's own do.
 inline void* workspace(size_t bytes) {
     thread_local size_t held = 0;
     if (held < bytes) {
         std::free(pthread_getspecific(kWorkspace));
-        pthread_setspecific(kWorkspace, std::malloc(bytes));
+        void* const memory = std::malloc(bytes);
+        if (!memory) {
+            std::fprintf(stderr, "kvengine: no memory for %zu bytes of a product's rows\n", bytes);
+            std::abort();
+        }
+        pthread_setspecific(kWorkspace, memory);
         held = bytes;
     }
     return pthread_getspecific(kWorkspace);

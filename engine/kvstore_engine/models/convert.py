@@ -24,15 +24,18 @@ import numpy as np
 import xxhash
 
 from kvstore_engine.errors import UsageError
+from kvstore_engine.ggml import load_library
+from kvstore_engine.ggml.tensor_values import dequantised, quantised
 from kvstore_engine.gguf import TENSOR_TYPES, FileWatch, GGUFFile, TensorInfo
 from kvstore_engine.gguf.cursor import Cursor
 from kvstore_engine.models.cache import appearing, exclusive
-from kvstore_engine.models.quants import BLOCK, READABLE, dequantise, quantise
 
 QUANTISATIONS = ("q4_0", "q8_0", "f16")
+READABLE = ("f32", "f16", "bf16", "q4_0", "q4_1", "q8_0")
 
 _FILE_TYPES = {"f16": 1, "q4_0": 2, "q8_0": 7}  # LLAMA_FTYPE_MOSTLY_*
 _TYPE_NUMBERS = {kind.name: number for number, kind in TENSOR_TYPES.items()}
+_BLOCK = 32  # values of q4_0 and q8_0 that share a scale
 _OUTPUT_TENSORS = ("token_embd.weight", "output.weight")
 _SLICE_ELEMENTS = 1 << 20  # a megabyte of values at a time stays in the processor's cache
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
@@ -88,7 +91,7 @@ def _type_for(info: TensorInfo, target_type: str) -> str:
         return info.type_name
     if target_type == "q4_0" and info.name in _OUTPUT_TENSORS:
         target_type = "q8_0"
-    return target_type if target_type == "f16" or info.shape[0] % BLOCK == 0 else "f16"
+    return target_type if target_type == "f16" or info.shape[0] % _BLOCK == 0 else "f16"
 
 
 def _write(file: GGUFFile, target_type: str, path: Path) -> None:
@@ -123,11 +126,11 @@ def _converted(file: GGUFFile, target: _Target) -> Iterator[memoryview]:
     if target.type_name == target.source.type_name:
         yield raw.data
         return
-    kind = TENSOR_TYPES[target.source.ggml_type]
+    kind, library = TENSOR_TYPES[target.source.ggml_type], load_library()
     step = _SLICE_ELEMENTS // kind.block_elements * kind.block_bytes
     for start in range(0, raw.size, step):
-        values = dequantise(target.source.type_name, raw[start : start + step])
-        yield quantise(target.type_name, values).data
+        values = dequantised(library, target.source.ggml_type, np.ascontiguousarray(raw[start : start + step]))
+        yield quantised(library, _TYPE_NUMBERS[target.type_name], values).data
 
 
 def _header(file: GGUFFile, targets: list[_Target], target_type: str) -> bytes:

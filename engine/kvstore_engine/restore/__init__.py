@@ -1,16 +1,3 @@
 """Using kvstored from the engine: restore a prompt's prefix instead of computing it, and store what was
 computed.
 """
-
-from kvstore_engine.restore.fingerprint import model_fingerprint
-from kvstore_engine.restore.record import RestorationLog, RestorationRecord, RestoreReport, StoreReport
-from kvstore_engine.restore.session import KvSession
-
-__all__ = [
-    "KvSession",
-    "RestorationLog",
-    "RestorationRecord",
-    "RestoreReport",
-    "StoreReport",
-    "model_fingerprint",
-]

@@ -4,7 +4,7 @@ Owns the translation from a model's configuration to `kvstore_proto`'s terms. Tw
 field here is equal, so a missing field would serve the K/V of another model.
 """
 
-from kvstore_engine.model import ModelConfig
+from kvstore_engine.model.config import ModelConfig
 from kvstore_proto.fingerprint import Fingerprint, LayerGroup
 
 STORAGE_BLOCK_TOKENS = 64

@@ -61,10 +61,10 @@ class Progress:
 
     def decide(self, prefix: Prefix, costs: RestoreCosts, *, loads_all: bool = False) -> Plan:
         """Plan what to load of `prefix` and what to compute; all is loaded if `loads_all`."""
-        plans = plans_by_axis(prefix, costs, layerwise=False)
+        plans = plans_by_axis(prefix, costs)
         self.costs = costs
         self.alone = plans["load"].finish_s, plans["compute"].finish_s
-        self.plan = plans["load"] if loads_all else plan(prefix, costs, layerwise=False)
+        self.plan = plans["load"] if loads_all else plan(prefix, costs)
         return self.plan
 
     def open(self, stream: Stream, now_s: float) -> None:

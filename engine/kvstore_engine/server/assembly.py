@@ -20,17 +20,20 @@ from functools import partial
 from pathlib import Path
 
 import kvstore_client
-from kvstore_engine.batching import BatchEngine, EngineSettings, Observer, VerifiedCompute
+from kvstore_engine.batching.compute import VerifiedCompute
+from kvstore_engine.batching.engine import BatchEngine
+from kvstore_engine.batching.observer import Observer
+from kvstore_engine.batching.settings import EngineSettings
 from kvstore_engine.constrain import Constrainer, GrammarError
 from kvstore_engine.devices import DeviceName
 from kvstore_engine.executors import StepSizes
 from kvstore_engine.gguf import FileDigest, FileWatch
 from kvstore_engine.loaded_model import check_vocabulary, context_tokens, fingerprint_of
-from kvstore_engine.model import ModelConfig
+from kvstore_engine.model.config import ModelConfig
 from kvstore_engine.models.cache import cache_root
 from kvstore_engine.profiler import TracingObserver
-from kvstore_engine.restore import KvSession
 from kvstore_engine.restore.profile import profile_path
+from kvstore_engine.restore.session import KvSession
 from kvstore_engine.server.computing import open_computing
 from kvstore_engine.server.options import EngineOptions, HandedFile
 from kvstore_engine.threads import default_threads

@@ -28,7 +28,8 @@ from kvstore_engine.executors.logits import StepLogits
 from kvstore_engine.gguf import FileWatch
 from kvstore_engine.graph import SequenceSlice
 from kvstore_engine.host_memory import available_bytes
-from kvstore_engine.model import ModelConfig, copied_bytes
+from kvstore_engine.model.config import ModelConfig
+from kvstore_engine.model.placement import copied_bytes
 from kvstore_engine.opening import open_copies, open_executor
 from kvstore_engine.pool import ENGINE_BLOCK_TOKENS, BlockPool, kv_row_bytes
 from kvstore_engine.restore.copies import BlockCopies, HostCopies

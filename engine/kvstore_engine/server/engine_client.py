@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
-from kvstore_engine.batching import Event, Finished
+from kvstore_engine.batching.events import Event, Finished
 from kvstore_engine.errors import OperationError, UsageError
 from kvstore_engine.gguf import FileChanged, FileDigest, OpenFile
 from kvstore_engine.server.api_errors import ApiError, failed, invalid, overloaded, unavailable

@@ -23,7 +23,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from kvstore_console.log_format import log_to_stderr
-from kvstore_engine.batching import Event, Finished, Overloaded
+from kvstore_engine.batching.events import Event, Finished
+from kvstore_engine.batching.intake import Overloaded
 from kvstore_engine.errors import OperationError, UsageError
 from kvstore_engine.gguf import FileChanged, GGUFError
 from kvstore_engine.server.assembly import Serving, open_serving

@@ -20,7 +20,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from kvstore_engine.batching import Event, Finished, Request, RequestSettings, Token, Usage
+from kvstore_engine.batching.events import Event, Finished, Token, Usage
+from kvstore_engine.batching.request import Request, RequestSettings
 from kvstore_engine.constrain import Constrainer, Grammar
 from kvstore_engine.sampler import SamplingSettings
 from kvstore_engine.server.tools import OneCall, Turn, next_step

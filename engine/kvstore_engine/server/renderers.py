@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvstore_engine.batching import Event, Finished, Token
+from kvstore_engine.batching.events import Event, Finished, Token
 from kvstore_engine.server.service import ServedModel
 from kvstore_engine.server.tools import ToolCall, ToolCallReader
 from kvstore_engine.tokenizer import Tokenizer

@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from kvstore_engine.batching import Event, Finished, Usage
+from kvstore_engine.batching.events import Event, Finished, Usage
 from kvstore_engine.server.api_errors import ApiError, failed, unavailable
 from kvstore_engine.server.messages import Ask
 from kvstore_engine.server.renderers import Json, Renderer

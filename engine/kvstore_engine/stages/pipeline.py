@@ -19,12 +19,11 @@ from typing import Self, TypeVar
 import numpy as np
 
 from kvstore_engine.executor import Executor
-from kvstore_engine.executors.base import HasConfig
 from kvstore_engine.executors.logits import FloatArray, HostLogits, StepLogits
+from kvstore_engine.executors.sizes import StepSizes
 from kvstore_engine.graph import SequenceSlice, plan_step
 from kvstore_engine.graph.plan import BLOCK_TOKENS
-from kvstore_engine.graph.step import StepLimits
-from kvstore_engine.model import Model
+from kvstore_engine.model.weights import Model
 from kvstore_engine.pool import BlockPool
 
 Result = TypeVar("Result")
@@ -35,16 +34,8 @@ class Stage:
 
     def __init__(self, executor: Executor, number: int) -> None:
         self.executor, self.number = executor, number
+        self.layers, self.pool = executor.layers, executor.pool  # the stage's share of the pipeline's pool
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"kvengine-stage-{number}")
-
-    @property
-    def layers(self) -> range:
-        return self.executor.layers
-
-    @property
-    def pool(self) -> BlockPool:
-        """The layers of the pipeline's pool that are this stage's."""
-        return self.executor.pool
 
     def submit(self, work: Callable[[], Result]) -> Future[Result]:
         """Do `work` in the stage's thread, after all that was submitted before."""
@@ -63,18 +54,10 @@ class Pipeline:
         """ValueError unless the executors' layers follow one another, from the first to the last."""
         bounds = [(each.layers.start, each.layers.stop) for each in executors]
         starts, ends = [start for start, _ in bounds], [end for _, end in bounds]
-        if not executors or [*starts, executors[0].model.config.layers] != [0, *ends]:
+        if not executors or [*starts, executors[0].config.layers] != [0, *ends]:
             raise ValueError(f"the layers of the stages do not follow one another: {bounds}")
-        self.pool = pool
+        self.pool, self.config, self.limits = pool, executors[0].config, executors[0].limits
         self.stages = tuple(Stage(each, number) for number, each in enumerate(executors))
-
-    @property
-    def model(self) -> HasConfig:
-        return self.stages[0].executor.model
-
-    @property
-    def limits(self) -> StepLimits:
-        return self.stages[0].executor.limits
 
     def forward(self, slices: Sequence[SequenceSlice], out: FloatArray | None = None) -> FloatArray:
         """Compute one step, as `Executor.forward`; its prompts in pieces, so that all stages work at once."""
@@ -153,30 +136,12 @@ def stage_layers(layers: int, stages: int) -> list[range]:
     return [range(*pair) for pair in pairwise(layers * number // stages for number in range(stages + 1))]
 
 
-def open_pipeline(
-    model: Model,
-    pool: BlockPool,
-    stages: int,
-    *,
-    threads: int = 1,
-    max_tokens_per_step: int = 512,
-    max_sequences: int = 16,
-    max_context: int = 8192,
-) -> Pipeline:
-    """A pipeline of `stages` even stages with `threads` threads each; otherwise as `Executor`."""
+def open_pipeline(model: Model, pool: BlockPool, stages: int, sizes: StepSizes | None = None) -> Pipeline:
+    """A pipeline of `stages` even stages with `sizes.threads` threads each, one by default; otherwise as `Executor`."""
+    sizes = sizes or StepSizes(threads=1)
     with ExitStack() as stack:
         executors = [
-            stack.enter_context(
-                Executor(
-                    model,
-                    pool.of_layers(layers),
-                    threads=threads,
-                    max_tokens_per_step=max_tokens_per_step,
-                    max_sequences=max_sequences,
-                    max_context=max_context,
-                    layers=layers,
-                )
-            )
+            stack.enter_context(Executor(model, pool.of_layers(layers), sizes, layers=layers))
             for layers in stage_layers(model.config.layers, stages)
         ]
         pipeline = Pipeline(executors, pool)

@@ -21,7 +21,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from kvstore_engine.blocks import BlockSpace
+from kvstore_engine.blocks.space import BlockSpace
 from kvstore_engine.executors.logits import FloatArray
 from kvstore_engine.graph.plan import BLOCK_TOKENS
 from kvstore_engine.restore.record import RestorationRecord, RestoreReport, StoreReport
@@ -208,7 +208,7 @@ def open_staged_prompts(
 
         stores = [
             StageStore(opened(kv), None if inputs is None else opened(inputs))
-            for kv, inputs in stage_fingerprints(whole, layers, pipeline.model.config.width)
+            for kv, inputs in stage_fingerprints(whole, layers, pipeline.config.width)
         ]
         costs = [LearnedCosts.load(path) for path in profiles]
         for each, path in zip(costs, profiles, strict=True):

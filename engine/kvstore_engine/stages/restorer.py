@@ -3,7 +3,7 @@
 Owns the loop: it gives chunks to the stages' threads to compute, and takes what they and the streams have brought.
 What to do next is decided by `kvstore_restore.stages`. Invariants: no stream or work is left behind; a chunk counts as
 loaded only if its lease was still valid after it was copied; what a stage computes now is not copied over.
-Chunks are computed in steps of one storage block, so the K/V have the bits of `Executor.prefill`.
+Chunks are computed in steps of one storage block, so the K/V have the bits of one executor.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ class StagedRestorer:
                 number=stage.number,
                 layers=stage.layers,
                 found=answer.result(),
-                input_bytes=HIDDEN_BYTES * self._width * BLOCK_TOKENS,
+                input_bytes=HIDDEN_BYTES * self.pipeline.config.width * BLOCK_TOKENS,
             )
             for stage, answer in zip(pipeline.stages, found, strict=True)
         ]
@@ -237,13 +237,9 @@ class StagedRestorer:
                 side.open(self._stream(session, tokens, side.stored), now)
         return run
 
-    @property
-    def _width(self) -> int:
-        return self.pipeline.model.config.width
-
     def _timed(self, number: int, table: npt.NDArray[np.int32]) -> float:
         piece = SequenceSlice(np.zeros(BLOCK_TOKENS, np.int32), 0, table, "none")
-        states = np.zeros((BLOCK_TOKENS, self._width), np.float32) if number else None
+        states = np.zeros((BLOCK_TOKENS, self.pipeline.config.width), np.float32) if number else None
         begin_s = self._clock()
         self.pipeline.stages[number].executor.forward([piece], hidden=states)
         return self._clock() - begin_s

@@ -114,6 +114,7 @@ class Tokenizer:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
+        self.end_ids = vocabulary.end_ids  # of tokens that end a generation: EOS, end of turn, and their kin
         sentence_piece = vocabulary.model == "llama"
         self._encode_stretch: Callable[[str], list[int]] = (
             sentencepiece.SentencePieceEncoder(vocabulary)
@@ -141,11 +142,6 @@ class Tokenizer:
     def from_metadata(cls, metadata: Mapping[str, object]) -> "Tokenizer":
         """Build from a GGUF file's metadata; TokenizerError says why that cannot be done."""
         return cls(Vocabulary.from_metadata(metadata))
-
-    @property
-    def end_ids(self) -> frozenset[int]:
-        """Ids that end a generation (EOS, end of turn, and their kin)."""
-        return self.vocabulary.end_ids
 
     def encode(self, text: str, add_special: bool = True, parse_special: bool = False) -> npt.NDArray[np.int32]:
         """Token ids of `text`, int32 [n].

@@ -15,18 +15,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvstore_engine.kernels.cuda import (
-    CacheShape,
-    Crossover,
-    Device,
-    KernelRows,
-    Launcher,
-    NewTokens,
-    PagedAttention,
-    RopeCache,
-)
+from kvstore_engine.kernels.cuda.attention import Crossover, KernelRows, PagedAttention
 from kvstore_engine.kernels.cuda.crossover import measured, pass_ratios, settled
-from kvstore_engine.kernels.cuda.program import address_of
+from kvstore_engine.kernels.cuda.device import Device
+from kvstore_engine.kernels.cuda.program import CacheShape, Launcher, address_of
+from kvstore_engine.kernels.cuda.rope import NewTokens, RopeCache
 from kvstore_engine.kernels.layout import LayerAttention
 from kvstore_engine.model.config import ModelConfig
 from kvstore_engine.model.metadata import UnsupportedModel

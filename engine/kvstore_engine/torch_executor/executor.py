@@ -15,7 +15,6 @@ from kvstore_engine.executors.base import StepExecutor
 from kvstore_engine.executors.logits import FloatArray
 from kvstore_engine.executors.sizes import StepSizes
 from kvstore_engine.graph import SequenceSlice, StepInputs, plan_step
-from kvstore_engine.graph.step import StepLimits
 from kvstore_engine.kernels.cuda.attention import PARTITION_KEYS
 from kvstore_engine.pool import BlockPool
 from kvstore_engine.torch_executor.attention import AttentionBackend
@@ -46,11 +45,8 @@ class TorchExecutor(StepExecutor):
             raise ValueError("the block pool was made for another model")
         if pool.blocks * pool.block_tokens >= 1 << 31:
             raise ValueError("a pool has fewer than 2^31 tokens")
-        self._torch, self._model, self.pool = torch_library(), model, pool
-        self.limits = StepLimits(
-            config.vocabulary, pool.blocks, pool.block_tokens,
-            sizes.max_tokens_per_step, sizes.max_sequences, sizes.max_context,
-        )  # fmt: skip
+        self._torch, self.model, self.config, self.pool = torch_library(), model, config, pool
+        self.limits = sizes.limits(config.vocabulary, pool)
         self._attention, self._decoder = attention, Decoder(model, attention)
         self._inputs = InputMemory(self.limits, model.device, BUCKETS[-1])
         self.arrivals = arrivals or Arrivals(config.layers)
@@ -58,10 +54,6 @@ class TorchExecutor(StepExecutor):
         self._decodes = DecodeSteps(self._decode, record)
         self._is_closed = False
         self.threads = sizes.threads
-
-    @property
-    def model(self) -> TorchModel:
-        return self._model
 
     @property
     def threads(self) -> int:
@@ -86,7 +78,7 @@ class TorchExecutor(StepExecutor):
         try:
             return self._computed(inputs, slices, whole)
         except RuntimeError:
-            check_answers(self._model.device)
+            check_answers(self.model.device)
             raise
 
     def _computed(

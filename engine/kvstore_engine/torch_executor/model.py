@@ -21,7 +21,7 @@ from kvstore_console.progress import Progress
 from kvstore_engine.devices import DeviceName
 from kvstore_engine.errors import UsageError
 from kvstore_engine.ggml import load_library
-from kvstore_engine.ggml.dequantise import dequantised
+from kvstore_engine.ggml.tensor_values import dequantised
 from kvstore_engine.gguf import GGUFFile
 from kvstore_engine.model.config import ModelConfig
 from kvstore_engine.model.quantisation import check_quantisation

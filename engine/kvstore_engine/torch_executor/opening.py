@@ -14,7 +14,8 @@ from kvstore_engine.devices import DeviceName
 from kvstore_engine.errors import OperationError, UsageError
 from kvstore_engine.executors.sizes import PoolSetup, StepSizes
 from kvstore_engine.gguf import GGUFFile
-from kvstore_engine.kernels.cuda import Device, Launcher
+from kvstore_engine.kernels.cuda.device import Device
+from kvstore_engine.kernels.cuda.program import Launcher
 from kvstore_engine.model.config import ModelConfig
 from kvstore_engine.model.metadata import UnsupportedModel
 from kvstore_engine.pool import ENGINE_BLOCK_TOKENS, BlockPool

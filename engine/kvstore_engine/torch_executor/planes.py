@@ -20,9 +20,8 @@ import numpy as np
 from kvstore_engine.devices import DeviceName
 from kvstore_engine.errors import UsageError
 from kvstore_engine.kernels.base import Bytes, Int32Array
-from kvstore_engine.kernels.cuda import BlockMover, Launcher
-from kvstore_engine.kernels.cuda.blocks import BlockRuns
-from kvstore_engine.kernels.cuda.program import STREAM_OF_DEFAULT
+from kvstore_engine.kernels.cuda.blocks import BlockMover, BlockRuns
+from kvstore_engine.kernels.cuda.program import STREAM_OF_DEFAULT, Launcher
 from kvstore_engine.planes import PoolPlanes
 from kvstore_engine.torch_executor.library import current_stream, free_bytes, torch_library
 

@@ -54,7 +54,7 @@ def serve(connection: socket.socket, model_descriptor: int, pool_descriptor: int
         except (OperationError, OSError, MemoryError) as error:
             connection.send(Reply(0, Status.OPERATION, message=str(error) or type(error).__name__).encode())
             return
-        mailbox = Mailbox.of(executor.limits, partial(attach, mailbox_descriptor))
+        mailbox = Mailbox(executor.limits, partial(attach, mailbox_descriptor))
         connection.send(Reply(0, Status.DONE).encode())
         while packet := connection.recv(MAX_PACKET_BYTES):
             connection.send(_compute(executor, mailbox, Order.decode(packet)).encode())

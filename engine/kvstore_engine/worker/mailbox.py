@@ -25,24 +25,16 @@ _FIELDS = 4  # of a slice: start, tokens, blocks, outputs
 
 
 class Mailbox:
-    """Both ends' view of one block of memory, which `memory` provides for a size in bytes."""
+    """Both ends' view of one block of memory, for steps within `limits`; `memory` provides it for a size in bytes."""
 
-    def __init__(
-        self,
-        memory: Callable[[int], mmap.mmap],
-        *,
-        max_tokens: int,
-        max_sequences: int,
-        max_blocks: int,
-        vocabulary: int,
-    ) -> None:
-        self._max_tokens, self._max_sequences = max_tokens, max_sequences
+    def __init__(self, limits: StepLimits, memory: Callable[[int], mmap.mmap]) -> None:
+        self._max_tokens, self._max_sequences = max_tokens, max_sequences = limits.max_tokens, limits.max_sequences
         rows = max(max_tokens, max_sequences)
         shapes: list[tuple[tuple[int, ...], type[np.generic]]] = [
             ((max_sequences, _FIELDS), np.int32),
             ((max_tokens,), np.int32),
-            ((max_sequences, max_blocks), np.int32),
-            ((_SLOTS, rows, vocabulary), np.float32),
+            ((max_sequences, -(-limits.max_context // limits.block_tokens)), np.int32),
+            ((_SLOTS, rows, limits.vocabulary), np.float32),
         ]
         offsets, end = [], 0
         for shape, dtype in shapes:
@@ -52,17 +44,6 @@ class Mailbox:
         flat = memory(end)
         self._slices, self._tokens, self._tables, self._logits = (
             np.ndarray(shape, dtype, flat, offset) for (shape, dtype), offset in zip(shapes, offsets, strict=True)
-        )
-
-    @classmethod
-    def of(cls, limits: StepLimits, memory: Callable[[int], mmap.mmap]) -> Mailbox:
-        """For steps within `limits`."""
-        return cls(
-            memory,
-            max_tokens=limits.max_tokens,
-            max_sequences=limits.max_sequences,
-            max_blocks=-(-limits.max_context // limits.block_tokens),
-            vocabulary=limits.vocabulary,
         )
 
     def write(self, slices: Sequence[SequenceSlice]) -> None:

@@ -24,7 +24,7 @@ from kvstore_engine.errors import OperationError, UsageError
 from kvstore_engine.executors.logits import FloatArray, HostLogits, StepLogits
 from kvstore_engine.executors.sizes import PoolSetup, StepSizes
 from kvstore_engine.gguf import FileWatch
-from kvstore_engine.graph.step import SequenceSlice, StepLimits
+from kvstore_engine.graph.step import SequenceSlice
 from kvstore_engine.model.config import ModelConfig
 from kvstore_engine.pool import BlockPool
 from kvstore_engine.worker.mailbox import Mailbox
@@ -164,14 +164,7 @@ class RemoteExecutor:
         other weights.
         """
         self.pool, self.threads = pool, sizes.threads
-        self.limits = limits = StepLimits(
-            config.vocabulary,
-            pool.blocks,
-            pool.block_tokens,
-            sizes.max_tokens_per_step,
-            sizes.max_sequences,
-            sizes.max_context,
-        )
+        self.limits = sizes.limits(config.vocabulary, pool)
         self.deaths = 0
         self._watch = watch
         self._setup = WorkerSetup(str(watch.file.path), PoolSetup(pool.blocks, pool.block_tokens, pool.kv_dtype), sizes)
@@ -179,7 +172,7 @@ class RemoteExecutor:
         self._on_notice = on_notice or (lambda notice: None)
         self._pool_memory = pool_memory
         self._mail_memory = SharedMemory("kvengine-steps", touched=False)
-        self._mailbox = Mailbox.of(limits, self._mail_memory.allocate)
+        self._mailbox = Mailbox(self.limits, self._mail_memory.allocate)
         self._step = 0
         self._has_served = False
         self._worker: WorkerProcess | None = None

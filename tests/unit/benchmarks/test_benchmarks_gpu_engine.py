@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore_engine.batching import BatchEngine
+from kvstore_engine.batching.engine import BatchEngine
 from kvstore_engine.executors.logits import StepLogits
 from kvstore_engine.graph import SequenceSlice
 from kvstore_engine.worker import StepFailed

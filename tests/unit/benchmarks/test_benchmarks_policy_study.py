@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -108,6 +109,35 @@ def test_windows_and_draws_are_cases(traces: Path) -> None:
     drawn = [case for case in cases if case.format == "claude-code"]
     assert [case.seed for case in drawn] == [0, 1, 2]
     assert len({case.load().times_ns.tobytes() for case in drawn}) == 3
+
+
+_LOADED = """
+import sys
+from kvstore_simulator.policies import create
+from kvstore_simulator.replay import Replay, ReplaySettings
+from kvstore_simulator.trace import TraceBuilder
+builder = TraceBuilder("made-up", "made-up", 512)
+builder.add(0, [1, 2], input_tokens=1024, output_tokens=1)
+Replay(builder.build(), ReplaySettings(sys.argv[1], 1)).run()
+print(*(module.__file__ for module in list(sys.modules.values()) if getattr(module, "__file__", None)), sep="\\n")
+"""
+
+
+@pytest.mark.parametrize("policy", ["lru", "fifo", "chain-hazard"])
+def test_a_results_key_covers_the_code_that_a_replay_loads(policy: str) -> None:
+    found = subprocess.run([sys.executable, "-c", _LOADED, policy], check=True, capture_output=True, text=True)
+    sources = load("study.sources")
+    covered = set(sources.sources_of(policy))
+    loaded = set(map(Path, found.stdout.split()))
+    packages = ["kvstore_simulator/policies", "kvstored/store/policies", "kvstored/store/blocks"]
+    if policy == sources.OURS:
+        packages.append("kvstore_predictor")
+    else:
+        covered |= {path for path in sources.sources_of(sources.OURS) if set(sources._OURS_ALONE) & set(path.parts)}
+    for package in packages:
+        used = {path for path in loaded if package in path.as_posix()}
+        assert used
+        assert used <= covered
 
 
 def test_a_run_that_was_cut_off_goes_on(

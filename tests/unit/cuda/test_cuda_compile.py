@@ -18,16 +18,11 @@ from kvstore_cuda import kernel_cache, nvrtc
 from kvstore_cuda.compiler import compile_program, compile_with_log, load_program
 from kvstore_cuda.driver import DriverError
 from kvstore_cuda.nvrtc import CompileError
-from kvstore_engine.kernels.cuda import (
-    BlockMover,
-    CacheShape,
-    CudaError,
-    Device,
-    PagedAttention,
-    RopeCache,
-)
-from kvstore_engine.kernels.cuda.blocks import BlockRuns
-from kvstore_engine.kernels.cuda.program import SOURCES, Program, address_of
+from kvstore_engine.kernels.cuda.attention import PagedAttention
+from kvstore_engine.kernels.cuda.blocks import BlockMover, BlockRuns
+from kvstore_engine.kernels.cuda.device import Device
+from kvstore_engine.kernels.cuda.program import SOURCES, CacheShape, CudaError, Program, address_of
+from kvstore_engine.kernels.cuda.rope import RopeCache
 from kvstore_tiers.gpu import streams
 from tests.cuda_shim.launcher import ShimLauncher
 from tests.reference.nvrtc import need_nvrtc

@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore_engine.batching import Finished, Observer, RequestSettings, Token
 from kvstore_engine.batching.answer import Answer, StopStrings, log_probabilities
+from kvstore_engine.batching.events import Finished, Token
+from kvstore_engine.batching.observer import Observer
+from kvstore_engine.batching.request import RequestSettings
 from kvstore_engine.errors import UsageError
 from kvstore_engine.tokenizer.tokenizer import StreamingDetokenizer
 from tests.reference.batch_runs import Outcome, check, request, run, twin_engine

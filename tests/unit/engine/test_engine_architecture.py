@@ -7,8 +7,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvstore_engine import BlockPool, Executor, GGUFFile, SequenceSlice, load_model
-from kvstore_engine.model import ModelConfig
+from kvstore_engine.executor import Executor
+from kvstore_engine.executors import StepSizes
+from kvstore_engine.gguf import GGUFFile
+from kvstore_engine.graph import SequenceSlice
+from kvstore_engine.model.config import ModelConfig
+from kvstore_engine.model.weights import load_model
+from kvstore_engine.pool import BlockPool
 from tests.reference.make_gguf import TinyModel, write_model
 
 _TINY = TinyModel(layers=1, width=64, heads=4, kv_heads=2, head_dim=16, feed_forward=64, quantisation="f32")
@@ -22,7 +27,7 @@ def _config(folder: Path, model: TinyModel) -> ModelConfig:
 def _last_logits(path: Path, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
     with (
         load_model(GGUFFile.open(path)) as model,
-        Executor(model, BlockPool(model.config, 16, kv_dtype="f32"), threads=1) as executor,
+        Executor(model, BlockPool(model.config, 16, kv_dtype="f32"), StepSizes(threads=1)) as executor,
     ):
         last = executor.forward([SequenceSlice(tokens, 0, np.arange(16, dtype=np.int32))])[0]
         return np.array(last)

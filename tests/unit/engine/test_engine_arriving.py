@@ -7,7 +7,8 @@ from collections.abc import Collection
 import numpy as np
 import pytest
 
-from kvstore_engine.batching import BatchEngine, EngineSettings
+from kvstore_engine.batching.engine import BatchEngine
+from kvstore_engine.batching.settings import EngineSettings
 from kvstore_restore.learned import MAPPED, LearnedCosts
 from tests.reference.assumed_costs import assume
 from tests.reference.batch_runs import Outcome, check, request, run

@@ -8,8 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore_engine.batching import BatchEngine, EngineSettings, Observer
-from kvstore_engine.restore import KvSession, RestoreReport
+from kvstore_engine.batching.engine import BatchEngine
+from kvstore_engine.batching.observer import Observer
+from kvstore_engine.batching.settings import EngineSettings
+from kvstore_engine.restore.record import RestoreReport
+from kvstore_engine.restore.session import KvSession
 from kvstore_restore.learned import LearnedCosts
 from tests.reference.assumed_costs import assume
 from tests.reference.batch_runs import Outcome, check, request, run

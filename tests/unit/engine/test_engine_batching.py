@@ -7,7 +7,8 @@ import random
 import numpy as np
 import pytest
 
-from kvstore_engine.batching import Finished, Overloaded
+from kvstore_engine.batching.events import Finished
+from kvstore_engine.batching.intake import Overloaded
 from kvstore_engine.errors import UsageError
 from tests.reference.batch_runs import Outcome, request, run, twin_engine
 from tests.reference.block_invariants import check_blocks

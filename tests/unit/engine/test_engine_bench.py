@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore_engine.batching import BatchEngine, EngineSettings
+from kvstore_engine.batching.engine import BatchEngine
+from kvstore_engine.batching.settings import EngineSettings
 from kvstore_engine.bench import against, study
 from kvstore_engine.bench.against import Comparison, context_for, turn_loads
 from kvstore_engine.bench.ggml_build import kernel_environment, same_build

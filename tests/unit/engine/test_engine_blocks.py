@@ -5,16 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvstore_engine.blocks import (
-    BlockSpace,
-    BlockTable,
-    Compactor,
-    HostPool,
-    TransferCosts,
-    count_runs,
-    swap_in,
-    swap_out,
-)
+from kvstore_engine.blocks.block_table import BlockTable
+from kvstore_engine.blocks.compaction import Compactor
+from kvstore_engine.blocks.host_pool import HostPool, swap_in, swap_out
+from kvstore_engine.blocks.space import BlockSpace
+from kvstore_engine.blocks.transfers import TransferCosts, count_runs
 from kvstore_engine.pool import PoolExhausted
 from tests.reference.block_invariants import check_blocks
 from tests.reference.twin_compute import twin_pool

@@ -15,9 +15,9 @@ from kvstore_cuda.compiler import Program
 from kvstore_engine.errors import UsageError
 from kvstore_engine.executors import DeviceName, PoolSetup, StepSizes
 from kvstore_engine.gguf import GGUFFile
-from kvstore_engine.kernels.cuda import CacheShape, Crossover, CudaError, PagedAttention
+from kvstore_engine.kernels.cuda.attention import Crossover, PagedAttention
 from kvstore_engine.kernels.cuda.crossover import VARIABLE, measured, pass_ratios, settled
-from kvstore_engine.kernels.cuda.program import STREAM_OF_DEFAULT, Launcher
+from kvstore_engine.kernels.cuda.program import STREAM_OF_DEFAULT, CacheShape, CudaError, Launcher
 from tests.cuda_shim.launcher import placed
 from tests.reference.make_gguf import TinyModel, write_model
 from tests.reference.nvrtc import need_nvrtc

@@ -9,7 +9,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvstore_engine import BlockPool, Executor, GGUFFile, SequenceSlice, load_model
+from kvstore_engine.executor import Executor
+from kvstore_engine.executors import StepSizes
+from kvstore_engine.gguf import GGUFFile
+from kvstore_engine.graph import SequenceSlice
+from kvstore_engine.model.weights import load_model
+from kvstore_engine.pool import BlockPool
 from tests.reference.make_gguf import TinyModel, write_model
 
 TokenArray = npt.NDArray[np.int32]
@@ -39,7 +44,10 @@ def test_a_pool_of_a_type_that_ggml_does_not_write_is_refused(tmp_path: Path) ->
 def test_many_shapes_do_not_grow_the_graph_cache(tmp_path: Path, quantisation: str) -> None:
     path = write_model(tmp_path / "m.gguf", replace(_SHAPE, quantisation=quantisation))
     tokens, table = _tokens(64), np.arange(4, dtype=np.int32)
-    with load_model(GGUFFile.open(path)) as model, Executor(model, BlockPool(model.config, 4), threads=1) as executor:
+    with (
+        load_model(GGUFFile.open(path)) as model,
+        Executor(model, BlockPool(model.config, 4), StepSizes(threads=1)) as executor,
+    ):
         expected = executor.forward([SequenceSlice(tokens, 0, table)])
         for count in range(1, 65):
             executor.forward([SequenceSlice(tokens[:count], 0, table)])
@@ -52,7 +60,7 @@ def test_more_outputs_than_reserved_still_leave_kept_graphs_sound(tmp_path: Path
     tokens, table = _tokens(128), np.arange(16, dtype=np.int32)
     with (
         load_model(GGUFFile.open(path)) as model,
-        Executor(model, BlockPool(model.config, 16), threads=1, max_sequences=1) as executor,
+        Executor(model, BlockPool(model.config, 16), StepSizes(threads=1, max_sequences=1)) as executor,
     ):
         before = executor.forward([SequenceSlice(tokens, 0, table)])
         every = executor.forward([SequenceSlice(tokens, 0, table, "all")])

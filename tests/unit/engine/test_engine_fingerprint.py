@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from kvstore_engine.gguf import GGUFFile
-from kvstore_engine.model import ModelConfig
+from kvstore_engine.model.config import ModelConfig
 from kvstore_engine.pool import ENGINE_BLOCK_TOKENS, PAYLOAD_LAYOUT, BlockPool
-from kvstore_engine.restore import model_fingerprint
+from kvstore_engine.restore.fingerprint import model_fingerprint
 from kvstore_proto.fingerprint import Fingerprint
 from tests.reference.leased_memory import lease_over
 from tests.reference.make_gguf import TinyModel, write_model

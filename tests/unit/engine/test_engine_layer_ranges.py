@@ -10,8 +10,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvstore_engine import BlockPool, Executor, GGUFFile, SequenceSlice, load_model
+from kvstore_engine.executor import Executor
+from kvstore_engine.executors import StepSizes
+from kvstore_engine.gguf import GGUFFile
+from kvstore_engine.graph import SequenceSlice
 from kvstore_engine.model.architecture import ARCHITECTURES
+from kvstore_engine.model.weights import load_model
+from kvstore_engine.pool import BlockPool
 from tests.reference.make_gguf import TinyModel, write_model
 from tests.reference.skips import skip_without_ggml
 
@@ -46,7 +51,7 @@ def _chain(path: Path, cuts: tuple[int, ...]) -> Iterator[tuple[BlockPool, list[
         yield (
             pool,
             [
-                stack.enter_context(Executor(model, pool.of_layers(layers), threads=1, layers=layers))
+                stack.enter_context(Executor(model, pool.of_layers(layers), StepSizes(threads=1), layers=layers))
                 for layers in ranges
             ],
         )

@@ -5,8 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from kvstore_engine import BlockPool, Executor, GGUFFile, UnsupportedModel, load_model
-from kvstore_engine.gguf import TENSOR_TYPES
+from kvstore_engine.executor import Executor
+from kvstore_engine.executors import StepSizes
+from kvstore_engine.gguf import TENSOR_TYPES, GGUFFile
+from kvstore_engine.model.metadata import UnsupportedModel
+from kvstore_engine.model.weights import load_model
+from kvstore_engine.pool import BlockPool
 from tests.reference.gguf_bytes import Tensor, write_gguf
 from tests.reference.make_gguf import TinyModel, write_model
 
@@ -92,9 +96,9 @@ def test_a_longer_context_than_the_rotation_was_chosen_for_is_refused(tmp_path: 
     model = replace(_TINY, architecture="phi3", long_short=True, metadata=longrope)
     path = write_model(tmp_path / "m.gguf", model)
     with load_model(GGUFFile.open(path)) as short, pytest.raises(ValueError, match="up to 64 tokens, not 128"):
-        Executor(short, BlockPool(short.config, 8), max_context=128)
+        Executor(short, BlockPool(short.config, 8), StepSizes(max_context=128))
     with (
         load_model(GGUFFile.open(path), context=128) as long,
-        Executor(long, BlockPool(long.config, 8), max_context=128),
+        Executor(long, BlockPool(long.config, 8), StepSizes(max_context=128)),
     ):
         assert long.config.rope.factors == "rope_factors_long.weight"

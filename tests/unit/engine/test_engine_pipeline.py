@@ -10,14 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore_engine import BlockPool, Executor, GGUFFile, Model, SequenceSlice, load_model
-from kvstore_engine.stages import Pipeline, micro_batches, open_pipeline, stage_layers
+from kvstore_engine.executor import Executor
+from kvstore_engine.executors import StepSizes
+from kvstore_engine.gguf import GGUFFile
+from kvstore_engine.graph import SequenceSlice
+from kvstore_engine.model.weights import Model, load_model
+from kvstore_engine.pool import BlockPool
+from kvstore_engine.stages.pipeline import Pipeline, micro_batches, open_pipeline, stage_layers
 from tests.reference.make_gguf import TinyModel, write_model
 from tests.reference.skips import skip_without_ggml
 
 _SHAPE = TinyModel(layers=5, width=96, heads=6, kv_heads=2, head_dim=32, feed_forward=160)
 _TABLES = np.arange(64, dtype=np.int32).reshape(4, 16)
-_SIZES: dict[str, Any] = {"max_tokens_per_step": 512, "max_sequences": 8, "max_context": 512}
+_SIZES = StepSizes(threads=1, max_tokens_per_step=512, max_sequences=8, max_context=512)
 
 
 @pytest.fixture(scope="module", params=["f16", "q8_0", "q4_0"])
@@ -46,8 +51,8 @@ def test_steps_have_the_bits_of_one_executor(model: Model, stages: int) -> None:
     for pool in pools:
         pool.planes.fill(0)
     with (
-        Executor(model, pools[0], threads=1, **_SIZES) as executor,
-        open_pipeline(model, pools[1], stages, **_SIZES) as pipeline,
+        Executor(model, pools[0], _SIZES) as executor,
+        open_pipeline(model, pools[1], stages, _SIZES) as pipeline,
     ):
         for step in steps:
             np.testing.assert_array_equal(pipeline.forward(step), executor.forward(step))
@@ -73,7 +78,7 @@ class _Gated(Executor):
 def _gated(model: Model, stages: int) -> Pipeline:
     pool = BlockPool(model.config, 64)
     parts = stage_layers(model.config.layers, stages)
-    return Pipeline([_Gated(model, pool.of_layers(part), layers=part, threads=1, **_SIZES) for part in parts], pool)
+    return Pipeline([_Gated(model, pool.of_layers(part), _SIZES, layers=part) for part in parts], pool)
 
 
 def test_a_stage_computes_while_the_next_one_does(model: Model) -> None:
@@ -106,11 +111,11 @@ class _Failing(Executor):
 def test_a_step_that_failed_in_a_stage_can_be_computed_again(model: Model) -> None:
     pools, parts = [BlockPool(model.config, 64) for _ in range(2)], stage_layers(model.config.layers, 2)
     stages = [
-        kind(model, pools[0].of_layers(part), layers=part, threads=1, **_SIZES)
+        kind(model, pools[0].of_layers(part), _SIZES, layers=part)
         for kind, part in zip((Executor, _Failing), parts, strict=True)
     ]
     step = [_slice(200, 0, 0)]
-    with Pipeline(stages, pools[0]) as pipeline, Executor(model, pools[1], threads=1, **_SIZES) as executor:
+    with Pipeline(stages, pools[0]) as pipeline, Executor(model, pools[1], _SIZES) as executor:
         with pytest.raises(RuntimeError, match="out of order"):
             pipeline.forward(step)
         np.testing.assert_array_equal(pipeline.forward(step), executor.forward(step))

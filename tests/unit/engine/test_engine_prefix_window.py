@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore_engine.errors import UsageError
-from kvstore_engine.kernels.cuda import CacheWindow
+from kvstore_engine.kernels.cuda.device import CacheWindow
 from kvstore_engine.torch_executor.prefix_window import VARIABLE, PrefixWindow, most_shared
 from tests.reference.cache_windows import BLOCK, AskedDevice
 

@@ -1,6 +1,11 @@
 """Rows times interleaved matrices: q4_0 to the bit as ggml's own products, q8_0 as its own order of sums says."""
 
+import platform
+import shutil
+import signal
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,18 +13,18 @@ import pytest
 from kvstore_engine.ggml import load_library, tensor_at
 from kvstore_engine.gguf.tensor_types import Q4_0, Q8_0, TENSOR_TYPES
 from kvstore_engine.graph.products import ProductOperations
-from kvstore_engine.kernels import Kernels
+from kvstore_engine.kernels import Kernels, build
 from kvstore_engine.kernels.build import build_kernels
 from kvstore_engine.kernels.foreign import array_at
 from kvstore_engine.kernels.layout import Product
 from kvstore_engine.kernels.selection import NativeKernels
-from kvstore_engine.model import Linear
 from kvstore_engine.model.interleaved_layout import (
     ROWS_TOGETHER,
     interleave_q4_0,
     interleave_q8_0,
     is_interleaved_q4_0,
 )
+from kvstore_engine.model.weights import Linear
 from tests.reference.examples import each_nth
 from tests.reference.product_graph import Bytes, FloatArray, ProductGraph, product_in_order, random_matrix
 from tests.reference.quantised_product import quantised_product
@@ -136,3 +141,18 @@ def test_eight_rows_of_q8_0_are_interleaved() -> None:
         for four in range(8):
             begin = 16 + 32 * four + 4 * lane
             np.testing.assert_array_equal(tile[begin : begin + 4], source[row, block, 2 + 4 * four : 6 + 4 * four])
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the products are for x86")
+def test_a_product_without_memory_ends_with_a_message(tmp_path: Path) -> None:
+    kernels, program, source = Path(build.__file__).parent, tmp_path / "probe", tmp_path / "probe.cpp"
+    source.write_text(
+        '#include "product.h"\nint main(int, char** words) { *(char*)workspace(std::strtoull(words[1], 0, 10)) = 1; }'
+    )
+    command = ["g++", *build._FLAGS, *build._AVX2, "-O1", "-fno-builtin-malloc", f"-I{kernels}", "-o", str(program)]
+    subprocess.run([*command, str(source)], check=True, timeout=120)
+    assert subprocess.run([str(program), "4096"]).returncode == 0
+    ended = subprocess.run([str(program), str(1 << 62)], capture_output=True, text=True)
+    assert ended.returncode == -signal.SIGABRT
+    assert ended.stderr == f"kvengine: no memory for {1 << 62} bytes of a product's rows\n"

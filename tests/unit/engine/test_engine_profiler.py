@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
-from kvstore_engine.batching import BatchEngine, EngineSettings, Observer
+from kvstore_engine.batching.engine import BatchEngine
 from kvstore_engine.batching.events import Usage
+from kvstore_engine.batching.observer import Observer
+from kvstore_engine.batching.settings import EngineSettings
 from kvstore_engine.errors import OperationError
 from kvstore_engine.profiler import FanOut, Profiler, TracingObserver
 from kvstore_engine.restore.record import RestorationRecord, Work

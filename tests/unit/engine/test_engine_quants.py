@@ -1,17 +1,29 @@
-"""Quantised blocks are ggml's, bit for bit: by hand-made blocks, and against ggml itself where it is installed."""
-
-import ctypes
-from functools import cache
+"""Quantised blocks are read and written as they are defined: by hand-made blocks."""
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvstore_engine.models.quants import BLOCK, dequantise, quantise
-from tests.reference import llama_tokenize
+from kvstore_engine.ggml import load_library
+from kvstore_engine.ggml.tensor_values import dequantised, quantised
+from kvstore_engine.gguf import TENSOR_TYPES
+from tests.reference.skips import skip_without_ggml
 
-_GGML_TYPES = {"f16": 1, "q4_0": 2, "q8_0": 8}
-_BLOCK_BYTES = {"f16": 64, "q4_0": 18, "q4_1": 20, "q8_0": 34}
+BLOCK = 32
+_NUMBERS = {kind.name: number for number, kind in TENSOR_TYPES.items()}
+
+
+@pytest.fixture(autouse=True)
+def _needs_ggml() -> None:
+    skip_without_ggml()
+
+
+def dequantise(name: str, raw: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
+    return dequantised(load_library(), _NUMBERS[name], raw)
+
+
+def quantise(name: str, values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
+    return quantised(load_library(), _NUMBERS[name], values)
 
 
 def _f16(value: float) -> bytes:
@@ -64,47 +76,3 @@ def test_bf16_widens_exactly() -> None:
 @pytest.mark.parametrize("name", ["q4_0", "q8_0", "f16", "f32"])
 def test_zeros_stay_zeros(name: str) -> None:
     assert not dequantise(name, quantise(name, np.zeros(4 * BLOCK, np.float32))).any()
-
-
-@cache
-def _ggml() -> ctypes.CDLL:
-    path = llama_tokenize.library_path()
-    if path is None:
-        pytest.skip("xllamacpp, which carries ggml, is not installed")
-    return ctypes.CDLL(str(path))
-
-
-def _values() -> npt.NDArray[np.float32]:
-    random = np.random.default_rng(3)
-    values = random.standard_normal((2000, BLOCK)).astype(np.float32)
-    values[0] = 0
-    values[1] = np.arange(BLOCK) - 16
-    values[2] = np.arange(BLOCK) * 0.5
-    values[3] = np.tile([1.0, -1.0], 16)
-    values[4] *= 1e-8
-    values[5] *= 1e4
-    values[6] = -3.0
-    return values.reshape(-1)
-
-
-@pytest.mark.parametrize("name", ["q4_0", "q8_0", "f16"])
-def test_quantise_equals_ggml(name: str) -> None:
-    values = _values()
-    theirs = np.zeros(values.size // BLOCK * _BLOCK_BYTES[name], np.uint8)
-    function = _ggml().ggml_quantize_chunk
-    function.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 3, ctypes.c_void_p]
-    function(_GGML_TYPES[name], values.ctypes.data, theirs.ctypes.data, 0, values.size // BLOCK, BLOCK, None)
-    assert np.array_equal(quantise(name, values), theirs)
-
-
-@pytest.mark.parametrize("name", ["q4_0", "q4_1", "q8_0"])
-def test_dequantise_equals_ggml(name: str) -> None:
-    raw = np.random.default_rng(4).integers(0, 256, (2000, _BLOCK_BYTES[name]), np.uint8)
-    raw[:, 1] &= 0xBB  # keeps the scales finite
-    raw[:, 3] &= 0xBB
-    raw = raw.reshape(-1)
-    theirs = np.zeros(2000 * BLOCK, np.float32)
-    function = getattr(_ggml(), f"dequantize_row_{name}")
-    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
-    function(raw.ctypes.data, theirs.ctypes.data, theirs.size)
-    assert np.array_equal(dequantise(name, raw).view(np.uint32), theirs.view(np.uint32))

@@ -12,32 +12,29 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvstore_engine import BlockPool, Executor, GGUFFile, Model, load_model
-from kvstore_engine.stages import (
-    Pipeline,
-    Restored,
-    StagedRestorer,
-    StageStore,
-    open_pipeline,
-    stage_fingerprints,
-    stage_layers,
-    store_prefix,
-)
+from kvstore_engine.executor import Executor
+from kvstore_engine.executors import StepSizes
+from kvstore_engine.gguf import GGUFFile
+from kvstore_engine.model.weights import Model, load_model
+from kvstore_engine.pool import BlockPool
+from kvstore_engine.stages.pipeline import Pipeline, open_pipeline, stage_layers
 from kvstore_engine.stages.restoration import StageSide
-from kvstore_engine.stages.stores import Found, look_up
+from kvstore_engine.stages.restorer import Restored, StagedRestorer
+from kvstore_engine.stages.stores import Found, StageStore, look_up, stage_fingerprints, store_prefix
 from kvstore_proto.fingerprint import Fingerprint, LayerGroup
 from kvstore_restore.learned import LearnedCosts
 from kvstore_restore.stages import Stages
 from tests.reference.assumed_costs import assume
 from tests.reference.make_gguf import TinyModel, write_model
 from tests.reference.memory_session import MemorySession, MemoryStream
+from tests.reference.prefill import prefill
 from tests.reference.skips import skip_without_ggml
 
 _SHAPE = TinyModel(layers=4, width=64, heads=4, kv_heads=2, head_dim=32, feed_forward=96, quantisation="q8_0")
 _CHUNKS = 6
 _TOKENS = np.random.default_rng(5).integers(0, _SHAPE.vocabulary, 64 * _CHUNKS + 30).astype(np.int32)
 _TABLE = np.random.default_rng(6).permutation(40).astype(np.int32)
-_SIZES: dict[str, Any] = {"threads": 1, "max_tokens_per_step": 128, "max_sequences": 1, "max_context": 512}
+_SIZES = StepSizes(threads=1, max_tokens_per_step=128, max_sequences=1, max_context=512)
 _EVERY = frozenset(range(_CHUNKS))
 
 
@@ -53,8 +50,8 @@ def wanted(model: Model) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.uint8]
     """Logits and planes of one executor."""
     pool = BlockPool(model.config, 40)
     pool.planes.fill(0)
-    with Executor(model, pool, **_SIZES) as executor:
-        return executor.prefill(_TOKENS, 0, _TABLE), pool.planes
+    with Executor(model, pool, _SIZES) as executor:
+        return prefill(executor, _TOKENS, 0, _TABLE), pool.planes
 
 
 def _sessions(model: Model, stages: int) -> list[StageStore]:
@@ -81,7 +78,7 @@ class Stored:
 
     def __init__(self, model: Model, wanted: Any, stages: int, stack: ExitStack) -> None:
         self.wanted = wanted
-        self.pipeline = stack.enter_context(open_pipeline(model, BlockPool(model.config, 40), stages, **_SIZES))
+        self.pipeline = stack.enter_context(open_pipeline(model, BlockPool(model.config, 40), stages, _SIZES))
         self.stores = _sessions(model, stages)
         logits, self.cold = _prefilled(self.pipeline, self.stores)
         self.check(logits)
@@ -252,7 +249,7 @@ class _Watched(Executor):
 def test_a_stage_with_stored_states_does_not_wait_for_the_one_before(model: Model, two: Stored) -> None:
     pool, may_go = BlockPool(model.config, 40), threading.Event()
     first, second = (
-        _Watched(model, pool.of_layers(layers), layers=layers, may_go=None if layers.start else may_go, **_SIZES)
+        _Watched(model, pool.of_layers(layers), _SIZES, layers=layers, may_go=None if layers.start else may_go)
         for layers in stage_layers(_SHAPE.layers, 2)
     )
     for stage in range(2):
@@ -311,9 +308,7 @@ def test_states_that_a_stage_has_used_are_computed_again_where_a_later_stage_lac
             four.kv(stage).vanishing = _EVERY
         pool = BlockPool(model.config, 40)
         executors = [
-            _Watched(
-                model, pool.of_layers(layers), layers=layers, may_go=inputs_are_over if at == 1 else None, **_SIZES
-            )
+            _Watched(model, pool.of_layers(layers), _SIZES, layers=layers, may_go=inputs_are_over if at == 1 else None)
             for at, layers in enumerate(stage_layers(_SHAPE.layers, 4))
         ]
 
@@ -364,9 +359,9 @@ def test_a_stage_that_cannot_compute_ends_the_restoration_and_its_streams(two: S
     session, parts = two.kv(0), stage_layers(_SHAPE.layers, 2)
     stream = _OpenStream(session, _TOKENS, ("nvme",) * _CHUNKS, [])
     session.get_stream = lambda *args, **options: stream  # type: ignore[method-assign]
-    pool = BlockPool(two.pipeline.stages[0].executor.model.config, 40)
+    pool = BlockPool(two.pipeline.config, 40)
     executors = [
-        kind(two.pipeline.stages[0].executor.model, pool.of_layers(part), layers=part, **_SIZES)
+        kind(two.pipeline.stages[0].executor.model, pool.of_layers(part), _SIZES, layers=part)
         for kind, part in zip((Executor, _Broken), parts, strict=True)
     ]
     two.kv(1).blocks.clear()

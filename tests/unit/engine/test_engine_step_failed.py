@@ -8,13 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore_engine.batching import BatchEngine, Event, Finished, Request, RequestSettings, Token
+from kvstore_engine.batching.engine import BatchEngine
+from kvstore_engine.batching.events import Event, Finished, Token
+from kvstore_engine.batching.request import Request, RequestSettings
 from kvstore_engine.executor import Executor
+from kvstore_engine.executors import StepSizes
 from kvstore_engine.executors.logits import StepLogits
 from kvstore_engine.gguf import GGUFFile
 from kvstore_engine.graph import SequenceSlice
 from kvstore_engine.graph.step import StepLimits
-from kvstore_engine.model import load_model
+from kvstore_engine.model.weights import load_model
 from kvstore_engine.pool import BlockPool
 from kvstore_engine.tokenizer import Tokenizer
 from kvstore_engine.worker import StepFailed
@@ -52,7 +55,9 @@ def engine(tmp_path: Path) -> Iterator[BatchEngine]:
     tokenizer = Tokenizer.from_metadata(file.metadata)
     with load_model(file) as model:
         pool = BlockPool(model.config, 64)
-        with Executor(model, pool, threads=1, max_tokens_per_step=128, max_sequences=4, max_context=256) as executor:
+        with Executor(
+            model, pool, StepSizes(threads=1, max_tokens_per_step=128, max_sequences=4, max_context=256)
+        ) as executor:
             made = BatchEngine(_Poisoned(executor), tokenizer)
             yield made
             made.close()

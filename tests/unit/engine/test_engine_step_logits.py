@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from kvstore_engine.batching import BatchEngine
+from kvstore_engine.batching.engine import BatchEngine
 from kvstore_engine.devices import DeviceName
 from kvstore_engine.executors.logits import FloatArray, HostLogits, StepLogits
 from kvstore_engine.graph import SequenceSlice

@@ -20,7 +20,8 @@ from kvstore_engine.errors import UsageError
 from kvstore_engine.executors import DeviceName, PoolSetup, StepExecutor, StepSizes
 from kvstore_engine.gguf import GGUFFile
 from kvstore_engine.graph import SequenceSlice
-from kvstore_engine.kernels.cuda import CacheShape, Crossover
+from kvstore_engine.kernels.cuda.attention import Crossover
+from kvstore_engine.kernels.cuda.program import CacheShape
 from kvstore_engine.opening import open_executor
 from tests.cuda_shim.launcher import ShimLauncher
 from tests.reference.cache_windows import AskedDevice
@@ -260,7 +261,7 @@ def test_blocks_of_ggml_or_of_another_type_are_no_blocks_of_torch(tmp_path: Path
     for device, kv_dtype in kept:
         setup = replace(_SETUP, kv_dtype=kv_dtype)
         with open_executor(GGUFFile.open(file.path), _device(device), setup, _SIZES) as executor:
-            made = fingerprint_of(file, executor.model.config, tokenizer, executor.pool, "ab" * 16, _device(device))
+            made = fingerprint_of(file, executor.config, tokenizer, executor.pool, "ab" * 16, _device(device))
             digests.add(made.digest())
             sizes[kv_dtype] = executor.pool.block_bytes
     assert len(digests) == len(kept)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from kvstore_engine.batching import VerifiedCompute
+from kvstore_engine.batching.compute import VerifiedCompute
 from kvstore_engine.executors.logits import HostLogits, StepLogits
 from kvstore_engine.gguf import FileChanged
 from kvstore_engine.graph import SequenceSlice

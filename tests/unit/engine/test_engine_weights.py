@@ -10,11 +10,16 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvstore_engine import BlockPool, Executor, GGUFFile, SequenceSlice, load_model
+from kvstore_engine.executor import Executor
+from kvstore_engine.executors import StepSizes
+from kvstore_engine.gguf import GGUFFile
 from kvstore_engine.gguf.reader import TensorInfo
 from kvstore_engine.gguf.tensor_types import Q4_0, Q8_0
+from kvstore_engine.graph import SequenceSlice
 from kvstore_engine.kernels import select_kernels
-from kvstore_engine.model import Model, copied_bytes, order_of_sums
+from kvstore_engine.model.placement import copied_bytes, order_of_sums
+from kvstore_engine.model.weights import Model, load_model
+from kvstore_engine.pool import BlockPool
 from tests.reference.make_gguf import TinyModel, write_model
 
 _TINY = TinyModel(layers=1, width=32, heads=2, kv_heads=1, head_dim=16, feed_forward=32)
@@ -66,7 +71,7 @@ def _resident_bytes(path: Path) -> int:
 def _logits(model: Model, *, threads: int = 1) -> npt.NDArray[np.float32]:
     tokens = np.random.default_rng(3).integers(0, 256, 48).astype(np.int32)
     pool = BlockPool(model.config, 4)
-    with Executor(model, pool, threads=threads, max_sequences=1, max_context=64) as executor:
+    with Executor(model, pool, StepSizes(threads=threads, max_sequences=1, max_context=64)) as executor:
         return executor.forward([SequenceSlice(tokens, 0, np.arange(4, dtype=np.int32), "all")])
 
 

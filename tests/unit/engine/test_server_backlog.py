@@ -9,7 +9,7 @@ import numpy as np
 from starlette.requests import ClientDisconnect
 from starlette.types import Message
 
-from kvstore_engine.batching import Token
+from kvstore_engine.batching.events import Token
 from kvstore_engine.sampler import SamplingSettings
 from kvstore_engine.server import messages
 from kvstore_engine.server.engine_client import EngineClient

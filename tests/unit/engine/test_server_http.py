@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore_engine.batching import Finished, Token, Usage
+from kvstore_engine.batching.events import Finished, Token, Usage
 from kvstore_engine.server import body as request_body
 from kvstore_engine.server.api_errors import ApiError, overloaded
 from kvstore_engine.server.app import application

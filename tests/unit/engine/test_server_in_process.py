@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvstore_engine.batching import BatchEngine
+from kvstore_engine.batching.engine import BatchEngine
 from kvstore_engine.errors import OperationError
 from kvstore_engine.graph import SequenceSlice
 from kvstore_engine.server.computing import HangWatch, InProcess

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore_engine.batching import Finished, Token, Usage
 from kvstore_engine.batching.answer import StopStrings
+from kvstore_engine.batching.events import Finished, Token, Usage
 from kvstore_engine.restore.session import NextStep
 from kvstore_engine.server.app import application
 from kvstore_engine.server.engine_client import EventQueue

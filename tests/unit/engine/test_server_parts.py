@@ -16,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvstore_engine.batching import Event, Finished, Request, Token, Usage
+from kvstore_engine.batching.events import Event, Finished, Token, Usage
+from kvstore_engine.batching.request import Request
 from kvstore_engine.cli import serve_arguments
 from kvstore_engine.cli.main import main
 from kvstore_engine.errors import UsageError

@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 
 from kvstore_engine.executors import PoolSetup, StepSizes
 from kvstore_engine.gguf import FileChanged
-from kvstore_engine.graph.step import SequenceSlice
+from kvstore_engine.graph.step import SequenceSlice, StepLimits
 from kvstore_engine.worker import RemoteExecutor, StepFailed, remote
 from kvstore_engine.worker.mailbox import Mailbox
 from kvstore_engine.worker.memory import SharedMemory, attach
 from kvstore_engine.worker.packets import MAX_PACKET_BYTES, Order, Reply, Status, WorkerSetup
 from kvstore_engine.worker.patience import StepPatience
 
-_SIZES = {"max_tokens": 32, "max_sequences": 4, "max_blocks": 6, "vocabulary": 10}
+_LIMITS = StepLimits(10, 64, 16, 32, 4, 96)
 
 
 def _ints(values: list[int]) -> npt.NDArray[np.int32]:
@@ -32,8 +32,8 @@ def _ints(values: list[int]) -> npt.NDArray[np.int32]:
 def _pair() -> tuple[Mailbox, Mailbox]:
     """The parent's and the child's view of one memory."""
     memory = SharedMemory("test", touched=False)
-    parent = Mailbox(memory.allocate, **_SIZES)
-    child = Mailbox(partial(attach, memory.descriptor), **_SIZES)
+    parent = Mailbox(_LIMITS, memory.allocate)
+    child = Mailbox(_LIMITS, partial(attach, memory.descriptor))
     memory.close()
     return parent, child
 
@@ -58,7 +58,7 @@ def test_the_child_reads_what_the_parent_wrote(slices: list[SequenceSlice]) -> N
     for wrote, read in zip(slices, child.read(len(slices)), strict=True):
         assert (read.start, read.outputs) == (wrote.start, wrote.outputs)
         assert read.tokens.tolist() == wrote.tokens.tolist()
-        assert read.block_table.tolist() == wrote.block_table.tolist()[: _SIZES["max_blocks"]]
+        assert read.block_table.tolist() == wrote.block_table.tolist()[:6]
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_written() -> None:

@@ -45,6 +45,15 @@ def test_it_learns_who_returns_and_when() -> None:
     assert of(predictor, 39, now_s + 200.0, 10.0) < of(predictor, 39, now_s, 10.0)
 
 
+def test_a_class_that_is_new_is_told_from_others_at_once() -> None:
+    predictor = SessionReturn(1024)
+    for session, first_s in ((1, 0.0), (2, 298.0)):  # the one comes again after 300 s, the other after 2 s
+        predictor.requested(Request(0, keys(session, 4)), first_s)
+    for session in (1, 2):
+        predictor.requested(Request(0, keys(session, 6)), 300.0)
+    assert of(predictor, 2, 300.0, 10.0) > 1.5 * of(predictor, 1, 300.0, 10.0)
+
+
 def test_a_longer_horizon_is_more_probable() -> None:
     predictor, now_s = taught()
     chances = [of(predictor, 20, now_s, horizon_s) for horizon_s in (1.0, 10.0, 100.0)]

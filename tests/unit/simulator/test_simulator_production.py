@@ -120,6 +120,6 @@ def test_what_orchestration_promotes_and_writes_goes_through_those_parts() -> No
     node = serve_trace(TRACE, wanted, ORCHESTRATED, lambda done, total: None)
     assert node.store is not None
     counters = node.store.store.counters.snapshot()
-    assert counters["written_back_blocks"] == node.store.stored_blocks > 0
+    assert counters["written_back_blocks"] == node.store.store.counters["stored_blocks"] > 0
     assert counters["durable_blocks"] == counters["written_back_blocks"]
     assert sum(sum(visit.found[1:]) for visit in node.served.visits) <= counters["promoted_blocks"] + 100

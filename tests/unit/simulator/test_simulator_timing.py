@@ -207,7 +207,7 @@ def test_loading_from_the_tail_and_computing_from_the_head_meet() -> None:
 def test_a_get_that_is_recorded_stores_nothing_and_a_put_computes_nothing() -> None:
     trace = asked((0, [0, 1], Op.GET), (10, [0, 1], Op.PUT), (20, [0, 1], Op.GET))
     node = serve(trace, ORCHESTRATED, pool=2)
-    assert node.store is not None and node.store.stored_blocks == 2
+    assert node.store is not None and node.store.store.counters["stored_blocks"] == 2
     assert len(node.served.visits) == 2
     node = serve(asked((0, [5], Op.PUT), (10, [5], Op.GET), (20, [6], Op.GET)), ORCHESTRATED)
     assert [sum(visit.found[:1]) for visit in node.served.visits] == [1, 0]
@@ -218,7 +218,7 @@ def test_a_recorded_put_waits_for_the_requests_before_it() -> None:
     trace = asked((0, [0, 1, 2, 3], Op.GET), (0.1, [9], Op.GET), (0.2, [9], Op.PUT), (0.3, [8], Op.REQUEST))
     node = serve(trace, ORCHESTRATED)
     assert [visit.hits for visit in node.served.visits] == [0, 0, 0]
-    assert node.store is not None and node.store.stored_blocks == 2
+    assert node.store is not None and node.store.store.counters["stored_blocks"] == 2
     assert node.served.largest_queue == 2, "puts are no requests"
 
 
@@ -266,7 +266,7 @@ def _balances(node: Node) -> None:
     lanes = {lane.name: lane for lane in node.store.lanes}
     for position, tier in ((HOST, node.store.tiers[0]), (NVME, node.store.tiers[1])):
         assert tier.used_bytes == residency.tier_blocks(position) * SLOT <= tier.statistics().capacity_bytes
-    assert lanes["engine→dram"].nbytes == node.store.stored_blocks * SLOT
+    assert lanes["engine→dram"].nbytes == node.store.store.counters["stored_blocks"] * SLOT
     assert lanes["nvme→dram"].nbytes == store.flows.tiers[NVME].promoted_blocks * SLOT
     assert lanes["dram→nvme"].nbytes == store.flows.tiers[HOST].demoted_blocks * SLOT
     assert lanes["nvme→dram"].nbytes == node.store.tiers[1].statistics().bytes_read

@@ -4,24 +4,3 @@
 scatters blocks of the pool between steps and beside them (`torch_executor/planes.py`). They have not yet run on
 hardware: docs/engine.md says what has been done.
 """
-
-from kvstore_engine.kernels.cuda.attention import Crossover, KernelRows, PagedAttention
-from kvstore_engine.kernels.cuda.blocks import BlockMover
-from kvstore_engine.kernels.cuda.device import CacheWindow, Device
-from kvstore_engine.kernels.cuda.program import CacheShape, CudaError, Launcher, Program
-from kvstore_engine.kernels.cuda.rope import NewTokens, RopeCache
-
-__all__ = [
-    "BlockMover",
-    "CacheShape",
-    "CacheWindow",
-    "Crossover",
-    "CudaError",
-    "Device",
-    "Launcher",
-    "NewTokens",
-    "PagedAttention",
-    "Program",
-    "RopeCache",
-    "KernelRows",
-]

@@ -1,4 +1,4 @@
-"""Rows of any of ggml's tensor types as floats, by ggml's own functions.
+"""Values of ggml's tensor types as floats and back, by ggml's own functions.
 
 Owns the one struct through which they are found (`struct ggml_type_traits`), and proves its layout for each type.
 """
@@ -27,7 +27,9 @@ class _TypeTraits(ct.Structure):
 
 
 def dequantised(library: Library, ggml_type: int, raw: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
-    """The values, float32 1-d, of whole blocks `raw`, contiguous uint8. GGMLError for a type that ggml cannot read."""
+    """Return the values, float32 1-d, of whole blocks `raw`, contiguous uint8. GGMLError for a type that ggml cannot
+    read.
+    """
     if ggml_type == F32:
         return raw.view(np.float32)
     kind = TENSOR_TYPES[ggml_type]
@@ -37,3 +39,11 @@ def dequantised(library: Library, ggml_type: int, raw: npt.NDArray[np.uint8]) ->
     values = np.empty(raw.size // kind.block_bytes * kind.block_elements, np.float32)
     _TO_FLOAT(traits.to_float)(raw.ctypes.data, values.ctypes.data, values.size)
     return values
+
+
+def quantised(library: Library, ggml_type: int, values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
+    """Return `values`, float32 1-d, as whole blocks of a type that needs no table of what matters."""
+    kind, values = TENSOR_TYPES[ggml_type], np.ascontiguousarray(values, np.float32)
+    blocks = np.empty(kind.row_bytes(values.size), np.uint8)
+    library.quantize_chunk(ggml_type, values.ctypes.data, blocks.ctypes.data, 0, 1, values.size, None)
+    return blocks
