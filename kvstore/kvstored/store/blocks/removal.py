@@ -217,6 +217,8 @@ class Removal:
                 index = self._view.tenants[tenant]
                 key = rows.keys[row]
                 index.unreadable[key] = index.readable.pop(key)  # type: ignore[index, arg-type]
+                if rows.optional.used:
+                    rows.optional.reset((row,))
             self._listeners.by_tier[tier].removed((row,))
             if self._listeners.is_followed:
                 self._listeners.presence_changed(row)

@@ -310,6 +310,26 @@ class ResidencyView:
         """Accesses in this life and, as far as the ghost remembers, those before. Saturates at 65,535."""
         return self.rows.accesses[row]
 
+    def expires_s(self, row: int) -> int:
+        """Return when the block expires, in whole seconds of the monotonic clock; 0: never."""
+        return self.rows.optional.get("expires_s", row)
+
+    def priority(self, row: int) -> int:
+        """Return the priority of the block: in a full tier a lower one leaves first."""
+        return self.rows.optional.get("priority", row)
+
+    def pinned_by(self, row: int) -> int:
+        """Return a set of bits, one for each owner of pins of the block's tenant that pinned it."""
+        return self.rows.optional.get("pinned_by", row)
+
+    def codec(self, row: int, tier: int) -> int:
+        """Return the number of the codec that made the bytes of the copy in `tier`; 0: they are the payload."""
+        return self.copies[tier].optional.get("codec", row)
+
+    def stored_bytes(self, row: int, tier: int) -> int:
+        """Return how many bytes the copy in `tier` keeps of the payload, in coded form."""
+        return self.copies[tier].optional.get("stored_bytes", row) or self.rows.payload_bytes[row]
+
     def tenant_bytes(self, tenant: int, tier: int) -> int:
         """Slot bytes of a tenant in a tier, FILLING included."""
         return self.copies[tier].bytes_by_tenant[tenant]
