@@ -33,3 +33,11 @@ class Terms(NamedTuple):
 
 
 NO_TERMS: Final = Terms()
+
+_PRIORITY_SHIFT = 32  # in a word that is kept beside a block
+
+
+def kept_word(expires_s: int, priority: int) -> int:
+    """Return the word of a slot's header and a record for a block that expires at `expires_s`, seconds since the epoch
+    (0: never), and its priority. 0 for a block of which nothing is said."""
+    return (priority & 0xFF) << _PRIORITY_SHIFT | expires_s

@@ -153,6 +153,7 @@ class Store:
         priorities = Priorities(residency)
         for policy in self.policies:
             priorities.follow(policy)
+        priorities.resume()
         gates, commit = make_gates(ground, self.policies, remote_writes), None
         if self.breaker is not None:
             commit = make_commit(ground, links, self.breaker, self.endurance, self.policies)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from kvstore_proto.errors import ErrorKind, KVStoreError
-from kvstore_proto.terms import NO_TERMS, Terms
+from kvstore_proto.terms import NO_TERMS, Terms, kept_word
 from kvstore_tiers.base import Slot
 from kvstored.clock import NS_PER_S
 from kvstored.lifecycle import Cause
@@ -143,6 +143,13 @@ class Retention:
                 owners = self._residency.pinned_by(row)
                 owners &= ~self._bit_of(tenant, terms.unpin, is_new=False)
                 self._residency.set_owners(row, owners | self._bit_of(tenant, terms.pin))
+
+    def kept(self, terms: Terms) -> int:
+        """Return the word of the headers of blocks that are stored now with these terms."""
+        if terms == NO_TERMS:
+            return 0
+        expires_s = self._clock.wall_ns() // NS_PER_S + terms.ttl_s if terms.ttl_s else 0
+        return kept_word(expires_s, terms.priority or 0)
 
     def owners(self, row: int) -> list[str]:
         """Return the names of those who pinned a block."""

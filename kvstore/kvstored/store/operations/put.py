@@ -55,6 +55,7 @@ class _Part:
     copying: list[StagedBlock] = field(default_factory=list)
     writes: list[tuple[Slot, BlockHeader, list[Segment]]] = field(default_factory=list)
     copied: asyncio.Future[Sequence[Outcome]] | None = None
+    kept: int = 0  # what the headers say of how long
 
 
 @dataclass(slots=True)
@@ -129,7 +130,7 @@ class Put:
         try:
             self._announce(intake)
             if not client.beginning:
-                intake.parts.append(part := _Part())
+                intake.parts.append(part := _Part(kept=self._retention.kept(intake.terms)))
                 self._begin_blocks(intake, self._part_end(intake))
                 self._start_copies(part)
         except Exception as error:
@@ -162,7 +163,7 @@ class Put:
                     async with client.turn:  # requests of one client begin in order: parents before children
                         while intake.begun < len(intake.blocks):
                             await asyncio.sleep(0)  # others on the loop have their turn
-                            intake.parts.append(_Part())
+                            intake.parts.append(_Part(kept=self._retention.kept(intake.terms)))
                             await self._begin_part(intake)
             finally:
                 client.beginning -= 1
@@ -254,7 +255,7 @@ class Put:
             key=block.key, parent=block.parent, extra=block.extra,
             fingerprint=client.fingerprint_digest, tenant=client.tenant.digest, group=block.group,
             payload_bytes=block.payload_bytes, tokens=tokens, depth=depth,
-            generation=slot.generation, created_ns=self._clock.wall_ns(),
+            generation=slot.generation, created_ns=self._clock.wall_ns(), kept=part.kept,
         )  # fmt: skip
         part.copying.append(block)
         part.writes.append((slot, header, [block.staged.payload_at(block.offset, block.payload_bytes)]))

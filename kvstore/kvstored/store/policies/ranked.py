@@ -152,6 +152,15 @@ class Priorities:
         else:
             residency.release(row)
 
+    def resume(self) -> None:
+        """Keep an order of recovered blocks that have a priority, as they were last used."""
+        priority = self._residency.rows.optional.view("priority")
+        if priority is not None:
+            rows = np.flatnonzero(priority)
+            last_ns = np.frombuffer(self._residency.rows.last_access_ns, np.uint64)[rows]
+            del priority  # the column may grow again
+            self.begin(rows[np.argsort(last_ns, kind="stable")].tolist())
+
     def begin(self, rows: Sequence[int]) -> None:
         """Keep an order from now on, of `rows`, which have a priority already, the first to leave first."""
         for tier, policy in self._policies.items():
