@@ -53,6 +53,10 @@ class Retention:
         self.defaults: dict[int, Terms] = {}
         self._owners: dict[int, list[str]] = {}  # by tenant: whose pin each bit is
         self._hand = 0  # the row that the next look begins with
+        # By tenant and packed keys: the rows of the leading run that may be served; a row, or -1, for every key.
+        self.find_run, self.find_each = self._residency.find_run, self._residency.find_each
+        if "expires_s" in self._columns:
+            self._hide_expired()
 
     # What may be served
 
@@ -61,18 +65,16 @@ class Retention:
         column = self._columns.get("expires_s")
         return column is not None and 0 < column[row] <= self._clock.monotonic_ns() // NS_PER_S
 
-    def find_run(self, tenant: int, packed_keys: bytes) -> list[int]:
-        """Return the rows of the leading run of blocks that may be served."""
+    def _hide_expired(self) -> None:
+        """Look at expiries from now on: the first block has one."""
+        self.find_run, self.find_each = self._served_run, self._served_each
+
+    def _served_run(self, tenant: int, packed_keys: bytes) -> list[int]:
         rows = self._residency.find_run(tenant, packed_keys)
-        if "expires_s" not in self._columns:
-            return rows
         return rows[: next((at for at, row in enumerate(rows) if self.is_expired(row)), len(rows))]
 
-    def find_each(self, tenant: int, packed_keys: bytes) -> list[int]:
-        """Return a row for every key, -1 for a block that is not there or must not be served."""
+    def _served_each(self, tenant: int, packed_keys: bytes) -> list[int]:
         rows = self._residency.find_each(tenant, packed_keys)
-        if "expires_s" not in self._columns:
-            return rows
         return [-1 if row >= 0 and self.is_expired(row) else row for row in rows]
 
     def make_way(self, tenant: int, key: bytes) -> bool:
@@ -132,6 +134,7 @@ class Retention:
         now_ns = self._clock.monotonic_ns()
         if terms.ttl_s is not None:
             expires_s = self._expiry(terms.ttl_s)
+            self._hide_expired()
             for row in rows:
                 self._residency.rows.optional.set("expires_s", row, expires_s)
         if terms.priority is not None:
