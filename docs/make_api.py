@@ -23,6 +23,7 @@ MODULES = {  # module -> its public names, in the order of the page
         "LayerStreams",
         "LeasedRun",
         "PutReceipt",
+        "Kept",
         "Lookup",
         "Prefetched",
         "Statistics",

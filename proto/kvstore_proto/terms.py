@@ -11,9 +11,9 @@ OWNER_MAX_CHARS: Final = 64
 
 
 class Terms(NamedTuple):
-    """What is asked for some blocks; None and "" leave a term as it is. `ttl_s`: seconds from now on, 0: for ever.
-    `priority`: a lower one leaves a full tier first. `pin` and `unpin` name the owner of a pin, which a block has once
-    or not at all."""
+    """Terms that are asked for some blocks; None and "" leave a term as it is. `ttl_s`: seconds from now on, 0: for
+    ever. `priority`: a lower one leaves a full tier first. `pin` and `unpin` name the owner of a pin, which a block has
+    once or not at all."""
 
     ttl_s: int | None = None
     priority: int | None = None

@@ -1,4 +1,4 @@
-"""How long blocks are kept, asked for by every kind of client, and shown to operators."""
+"""Expiry, priority and pins, asked for by every kind of client, and shown to operators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the configuration says of each tenant's blocks: its share of each tier, as the tiers' policies have it, and how
+"""The configuration of each tenant's blocks: its share of each tier, as the tiers' policies have it, and how
 long new blocks are kept."""
 
 from __future__ import annotations

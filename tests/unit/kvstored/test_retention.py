@@ -1,4 +1,4 @@
-"""How long blocks are kept: the table of docs/policies.md, row by row, and what it leaves out."""
+"""Expiry, priority and pins: the table of docs/policies.md, row by row, and what it leaves out."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def why(driven: DrivenStore, keys: list[bytes]) -> Cause | None:
 
 
 async def turns_until_it_leaves(driven: DrivenStore, key: bytes) -> int | None:
-    """How many blocks leave full DRAM before this one; None: it never does."""
+    """Return how many blocks leave full DRAM before this one; None: it never does."""
     small, left = driven.small, 0
     tenant = driven.client.tenant_id
     while (slot := await small.store.room.allocate(SLOT_BYTES, tenant, is_patient=False)) is not None:
