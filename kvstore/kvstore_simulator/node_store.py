@@ -145,6 +145,7 @@ Arrived = Callable[[int, int], None]  # blocks in host memory, and on the device
 Answers = AsyncGenerator[Outlook | LeasedRun | Acquired, None]
 _PATIENT_MS = 3_600_000  # the node decides how long it waits
 _SETTLE_S = 3600.0
+_TICKS_OF_MAINTENANCE = 5  # of the daemon, for one of a node's
 
 
 class NodeStore:
@@ -367,7 +368,8 @@ class NodeStore:
     def tick(self) -> None:
         """What the daemon's maintenance does."""
         self.store.tick()
-        self.store.retention.tick()
+        for _ in range(_TICKS_OF_MAINTENANCE):
+            self.store.retention.tick()
 
     async def settle(self) -> None:
         """Let what is being written end."""
