@@ -26,6 +26,7 @@ MODULES = {  # module -> its public names, in the order of the page
         "by_arrays",
         "Slot",
         "PutReceipt",
+        "Kept",
         "Lookup",
         "Prefetched",
         "Statistics",

@@ -9,9 +9,10 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection
 from numbers import Real
-from typing import Any, Final
+from typing import Any, Final, TypedDict
 
 from kvstore_client.errors import invalid
+from kvstore_proto.terms import OWNER_MAX_CHARS, PRIORITY_MAX, PRIORITY_MIN, TTL_MAX_S, Terms
 
 LONGEST_S: Final = 24 * 3600.0  # a longer wait is as good as for ever; what carries it counts milliseconds in 32 bits
 UINT32_MAX: Final = (1 << 32) - 1
@@ -70,6 +71,34 @@ def text(name: str, value: Any, most_bytes: int) -> str:
     if not is_fit:
         raise invalid(f"{name} must be text of at most {most_bytes} bytes in UTF-8, got {shown(value)}")
     return str(value)
+
+
+class Kept(TypedDict, total=False):
+    """Terms on which blocks are kept. A term that is not given is the tenant's default for new blocks, and
+    stays for others.
+
+    `ttl`: seconds until they expire, of which whole ones count; 0: never. An expired block is not found any more and is
+    removed, pinned or not. `priority`, from -8 to 7: in a full tier lower ones leave first; most blocks have 0.
+    `pin`: a name for whom the blocks are not evicted, until they are touched with `unpin` of that name."""
+
+    ttl: float | None
+    priority: int | None
+    pin: str
+    unpin: str
+
+
+def terms(ttl: Any = None, priority: Any = None, pin: Any = "", unpin: Any = "") -> Terms:
+    """Return the terms to send. Raises KVStoreError(INVALID) for values out of bounds."""
+    if ttl is not None and (not _is_number(ttl) or not (ttl == 0 or 1 <= ttl <= TTL_MAX_S)):
+        raise invalid(f"ttl must be from 1 to {TTL_MAX_S} seconds, or 0 for no expiry, got {shown(ttl)}")
+    if priority is not None:
+        priority = count("priority", priority, least=PRIORITY_MIN, most=PRIORITY_MAX)
+    for name, owner in (("pin", pin), ("unpin", unpin)):
+        text(name, owner, OWNER_MAX_CHARS * 4)
+    asked = Terms(None if ttl is None else int(ttl), priority, pin, unpin)
+    if mistake := asked.mistake():
+        raise invalid(mistake)
+    return asked
 
 
 def _is_number(value: object) -> bool:

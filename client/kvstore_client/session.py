@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Unpack
 
 from kvstore_client import requests
-from kvstore_client.arguments import UINT64_MAX, count, one_of, seconds
+from kvstore_client.arguments import UINT64_MAX, Kept, count, one_of, seconds, terms
 from kvstore_client.connection import Connection
 from kvstore_client.errors import invalid
 from kvstore_client.get import get, lease_stream
@@ -233,20 +233,20 @@ class Session:
         durability: str = "default",
         wait: Literal["published", "settled"] = "published",
         deadline_s: float | None = DEFAULT_PUT_DEADLINE_S,
+        **kept: Unpack[Kept],
     ) -> PutReceipt:
         """Store blocks first_block, first_block + 1, … of the prefix; each payload of the group's fixed size.
 
         A payload is bytes-like, an array, or a function(dest) that writes straight into shared memory; it may be called
         again for the same block, when that has to be sent again and its room was needed meanwhile. It may also only
-        begin to write, and return a function that waits for the end: that is called when all blocks sent together are
-        begun.
-        `wait`: "published" returns when other clients can find the blocks, "settled" when their durability is decided
-        too.
+        begin to write, and return a function that waits for the end, called when all blocks sent together are begun.
+        `wait`: "published" returns when other clients find the blocks, "settled" when their durability is decided too.
         `durability`: "default" (the tenant's), "none", "batch" or "always"; it holds for blocks that are there
-        already, too. `payload_bytes` is needed only for functions in a group whose fingerprint leaves the size open.
+        already, too. `ttl`, `priority` and `pin` (`Kept`) keep such blocks longer, never shorter. `payload_bytes` is
+        needed only for functions in a group whose fingerprint leaves the size open.
         """
         layers = group_of(self.fingerprint, group)
-        one_of("durability", durability, DURABILITY_MODES)
+        mode, asked = DURABILITY_MODES[one_of("durability", durability, DURABILITY_MODES)], terms(**kept)
         one_of("wait", wait, ("published", "settled"))
         first_block = count("first_block", first_block)
         payloads = payload_list(payloads)
@@ -257,7 +257,7 @@ class Session:
         self._counters.add(puts=1)
         if prefix is None:
             return PutReceipt(len(payloads), REASON_NO_DAEMON)
-        order = PutOrder(prefix.chain, first_block, payloads, size, layers.group_id, DURABILITY_MODES[durability])
+        order = PutOrder(prefix.chain, first_block, payloads, size, layers.group_id, mode, asked)
         receipt = put(prefix.daemon, order, deadline_s, clock=self._clock)
         if wait == "settled":
             receipt.settle(deadline - self._clock())
@@ -305,10 +305,15 @@ class Session:
         prefix = self._prefix(tokens, keys, group)
         return 0 if prefix is None else requests.send_hint(prefix, expected)
 
-    def touch(self, tokens: TokenIds | None = None, *, keys: BlockKeys | None = None, group: int | None = None) -> int:
-        """Count an access, as if the blocks had been read. Returns how many the daemon knows."""
-        prefix = self._prefix(tokens, keys, group)
-        return 0 if prefix is None else requests.send_touch(prefix)
+    def touch(
+        self, tokens: TokenIds | None = None, *, keys: BlockKeys | None = None, group: int | None = None,
+        **kept: Unpack[Kept],
+    ) -> int:  # fmt: skip
+        """Count an access, as if the blocks had been read, and set how long they are kept, by `ttl`, `priority`, `pin`
+        and `unpin` (`Kept`). Returns how many of the leading blocks the daemon knows; the others are left alone. Raises
+        KVStoreError for values out of bounds, and for more pinned bytes than the daemon allows."""
+        asked, prefix = terms(**kept), self._prefix(tokens, keys, group)
+        return 0 if prefix is None else requests.send_touch(prefix, asked)
 
     def delete(
         self,

@@ -19,7 +19,9 @@
     144     4     depth: blocks before it in its chain
     148     4     reserved
     152     8     xxh3_64 of the header with this field zero
-    160     96    reserved, zero
+    160     16    reserved, zero
+    176     8     expiry, seconds since the epoch in the low 32 bits, and priority, signed, in the next 8; 0: none
+    184     72    reserved, zero
     256     3840  token ids, little-endian int32, up to 960
     4096          payload, then padding to a multiple of 4096
 
@@ -45,9 +47,9 @@ TOKENS_OFFSET = 256
 MAX_TOKENS = (HEADER_BYTES - TOKENS_OFFSET) // 4
 MAGIC = b"KVB1"
 VERSION = 1
-_FIXED = struct.Struct("<4sHH16s16s16s32s16sHHIQQQQIIQ")
+_FIXED = struct.Struct("<4sHH16s16s16s32s16sHHIQQQQIIQ16xQ")
 _CHECKSUM_OFFSET = 152
-assert _FIXED.size == _CHECKSUM_OFFSET + 8
+assert _FIXED.size == _CHECKSUM_OFFSET + 32
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -77,6 +79,7 @@ class BlockHeader:
     generation: int = 0
     checksum: int = 0
     created_ns: int = 0
+    kept: int = 0  # how long: see `kvstore_proto.terms.kept_word`
 
     def pack(self) -> bytes:
         """The 4096 header bytes. Raises ValueError for fields of a wrong size."""
@@ -102,7 +105,7 @@ class BlockHeader:
         _FIXED.pack_into(
             raw, 0, MAGIC, VERSION, 0, self.key, self.parent, self.extra, self.fingerprint, self.tenant,
             self.group, 0, len(self.tokens) // 4, self.payload_bytes, self.generation, self.checksum,
-            self.created_ns, self.depth, 0, header_checksum,
+            self.created_ns, self.depth, 0, header_checksum, self.kept,
         )  # fmt: skip
 
     @property
@@ -117,7 +120,7 @@ def read_header(raw: bytes | memoryview | Bytes) -> BlockHeader | str:
         return f"header cut short: {len(data)} of {HEADER_BYTES} bytes"
     values = _FIXED.unpack_from(data)
     magic, version, _flags, key, parent, extra, fingerprint, tenant, group, _r, count, payload_bytes = values[:12]
-    generation, checksum, created_ns, depth, _r2, header_checksum = values[12:]
+    generation, checksum, created_ns, depth, _r2, header_checksum, kept = values[12:]
     if magic != MAGIC:
         return "no block here: wrong magic"
     if version != VERSION:
@@ -131,4 +134,5 @@ def read_header(raw: bytes | memoryview | Bytes) -> BlockHeader | str:
     return BlockHeader(
         key=key, parent=parent, extra=extra, fingerprint=fingerprint, tenant=tenant, group=group, depth=depth,
         tokens=tokens, payload_bytes=payload_bytes, generation=generation, checksum=checksum, created_ns=created_ns,
+        kept=kept,
     )  # fmt: skip

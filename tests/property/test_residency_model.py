@@ -15,6 +15,7 @@ from kvstored.lifecycle import BY_CHOICE, Cause
 from kvstored.store.blocks import CyclicChainError, Kind
 from kvstored.store.blocks.adoption import adopt
 from kvstored.store.blocks.check import check
+from kvstored.store.blocks.columns import OF_BLOCKS, OF_COPIES, Column
 from tests.reference.blocks import BLOCK_BYTES, Shelf, key, pack
 from tests.reference.examples import examples
 
@@ -33,9 +34,14 @@ class Block:
     copies: dict[int, str] = field(default_factory=dict)  # tier → filling | resident
     parent: int | None = None
     pins: int = 0
+    facts: dict[str, int] = field(default_factory=dict)  # in optional columns of blocks
+    of_copies: dict[tuple[int, str], int] = field(default_factory=dict)  # ... of copies, by tier
 
     def readable(self) -> bool:
         return any(state != "filling" for state in self.copies.values())
+
+    def keep_what_copies_say(self) -> None:
+        self.of_copies = {at: value for at, value in self.of_copies.items() if at[0] in self.copies}
 
 
 class ResidencyAgainstModel(RuleBasedStateMachine):
@@ -150,6 +156,7 @@ class ResidencyAgainstModel(RuleBasedStateMachine):
         else:
             self.residency.detach(row, tier)
             del block.copies[tier]
+            block.keep_what_copies_say()
             self.prune()
 
     @rule(tenant=tenants, number=numbers, tier=tiers)
@@ -165,6 +172,7 @@ class ResidencyAgainstModel(RuleBasedStateMachine):
         else:
             assert others
             del block.copies[tier]
+            block.keep_what_copies_say()
 
     @rule(tenant=tenants, number=numbers, cause=causes)
     def remove(self, tenant: int, number: int, cause: Cause) -> None:
@@ -182,6 +190,8 @@ class ResidencyAgainstModel(RuleBasedStateMachine):
         assert allowed
         assert sorted(copy.tier for copy in taken) == sorted(block.copies)
         block.copies.clear()
+        block.facts.clear()
+        block.keep_what_copies_say()
         block.pins = 0
         self.prune()
         self.gone = [(other, why) for other, why in self.gone if other != name] + [(name, cause)]
@@ -198,6 +208,20 @@ class ResidencyAgainstModel(RuleBasedStateMachine):
         elif block.pins:
             self.residency.unpin(self.row((tenant, number)))
             block.pins -= 1
+
+    @rule(tenant=tenants, number=numbers, column=st.sampled_from(OF_BLOCKS), value=st.integers(0, 100))
+    def note_of_block(self, tenant: int, number: int, column: Column, value: int) -> None:
+        block = self.blocks.get((tenant, number), Block())
+        if block.readable():
+            self.residency.rows.optional.set(column.name, self.row((tenant, number)), value)
+            block.facts[column.name] = value
+
+    @rule(tenant=tenants, number=numbers, tier=tiers, column=st.sampled_from(OF_COPIES), value=st.integers(0, 100))
+    def note_of_copy(self, tenant: int, number: int, tier: int, column: Column, value: int) -> None:
+        block = self.blocks.get((tenant, number), Block())
+        if tier in block.copies:
+            self.residency.copies[tier].optional.set(column.name, self.row((tenant, number)), value)
+            block.of_copies[tier, column.name] = value
 
     # What must hold
 
@@ -221,6 +245,12 @@ class ResidencyAgainstModel(RuleBasedStateMachine):
             assert {t: self.residency.state(row, t).name.lower() for t in block.copies} == block.copies
             assert self.residency.children(row) == len(self.children(name))
             assert self.residency.pin_count(row) == block.pins
+            for column in OF_BLOCKS:
+                assert self.residency.rows.optional.get(column.name, row) == block.facts.get(column.name, 0)
+            for tier in range(len(TIERS)):
+                for column in OF_COPIES:
+                    held = self.residency.copies[tier].optional.get(column.name, row)
+                    assert held == block.of_copies.get((tier, column.name), 0)
             if block.copies:
                 assert self.residency.current(self.tokens[name]) == row
 

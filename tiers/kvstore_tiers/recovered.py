@@ -31,7 +31,8 @@ class BlockOrigin(NamedTuple):
 
 @dataclass(slots=True)
 class RecoveredBlocks:
-    """`origin` names an entry of `origins`; `key` and `parent` have the shape (blocks, 2)."""
+    """`origin` names an entry of `origins`; `key` and `parent` have the shape (blocks, 2). `kept`: how long, as
+    `kvstore_proto.terms.kept_word` says; None where nothing is said of any block."""
 
     origins: list[BlockOrigin]
     key: Column
@@ -43,6 +44,7 @@ class RecoveredBlocks:
     offset: Column
     nbytes: Column
     generation: Column
+    kept: Column | None = None
 
     def __len__(self) -> int:
         return len(self.key)
@@ -61,7 +63,7 @@ class RecoveredBlocks:
     def take(self, chosen: Column) -> RecoveredBlocks:
         """Only these blocks, by position or by mask."""
         columns = {name: getattr(self, name)[chosen] for name in _COLUMNS}
-        return RecoveredBlocks(self.origins, **columns)
+        return RecoveredBlocks(self.origins, **columns, kept=None if self.kept is None else self.kept[chosen])
 
 
 _COLUMNS = (
@@ -89,6 +91,7 @@ def as_columns(blocks: Iterable[tuple[Slot, BlockHeader]]) -> RecoveredBlocks:
         offset=column((slot.offset for slot, _ in listed), np.uint64),
         nbytes=column((slot.nbytes for slot, _ in listed), np.uint64),
         generation=column((slot.generation for slot, _ in listed), np.uint64),
+        kept=column((header.kept for _, header in listed), np.uint64) if any(h.kept for _, h in listed) else None,
     )
 
 

@@ -129,6 +129,8 @@ def test_a_wrong_setting_is_named(override: str, says: str) -> None:
         ("[[tenant]]\nname = 'a'\nuids = [7]\n[[tenant]]\nname = 'b'\nuids = [7]", "uids 7 is listed by tenant a"),
         ("[[tenant]]\nname = 'uid-1000'\nuids = [1001]", "is kept for a user"),
         ("[[tenant]]\nname = 'a'\nunmapped = 1", "unmapped must be true or false"),
+        ("[[tenant]]\nname = 'a'\nttl_s = '1d'", "ttl_s must be a whole number from 0 to 315360000, got '1d'"),
+        ("[[tenant]]\nname = 'a'\npriority = 8", "priority must be a whole number from -8 to 7, got 8"),
         (
             "[[tenant]]\nname = 'a'\nunmapped = true\n[[tenant]]\nname = 'b'\nunmapped = true",
             "unmapped users are tenant a",

@@ -73,6 +73,7 @@ class Arrival:
         else:
             self._tree.check_revivable(row, parent)
             before = self._tree.unlink(row)
+            self._view.rows.optional.reset((row,))
             self._view.rows.kind[row] = kind
             self._view.rows.depth[row] = depth
             self._view.rows.payload_bytes[row] = payload_bytes

@@ -9,8 +9,10 @@ from array import array
 from collections.abc import Iterator
 
 import numpy as np
+import numpy.typing as npt
 
 from kvstored.lifecycle import CopyState
+from kvstored.store.blocks.columns import OptionalColumns
 from kvstored.store.blocks.rows import TierCopies
 from kvstored.store.blocks.view import ResidencyView
 from kvstored.tier_set import TierSet
@@ -55,7 +57,9 @@ class Walk:
         for row, pins in self._residency.pins.items():
             if not self._live[row] or pins < 1:
                 self._fault(f"row {row}: {pins} pins on a row that is {'live' if self._live[row] else 'free'}")
-
+        self._check_optional("", self._residency.rows.optional, np.frombuffer(self._live, np.uint8))
+        for copies in self._residency.copies:
+            self._check_optional(f"{copies.name}: ", copies.optional, np.frombuffer(copies.state, np.uint8))
         for places in self._places:
             yield from places.copy()
 
@@ -108,6 +112,15 @@ class Walk:
         filling = TierSet.of(*(tier for tier, state in enumerate(states) if state == CopyState.FILLING))
         if filling != rows.filling[row]:
             self._fault(f"row {row}: filling mask {rows.filling[row]:b}, states say {filling:b}")
+
+    def _check_optional(self, where: str, columns: OptionalColumns, is_used: npt.NDArray[np.uint8]) -> None:
+        """Rows without a block, or without a copy in a tier, keep nothing of the one before."""
+        for name in columns.used:
+            column = columns.view(name)
+            assert column is not None
+            left = np.flatnonzero((column[: len(is_used)] != columns.default(name)) & (is_used == 0))
+            if len(left):
+                self._fault(f"{where}row {left[0]}: {name} is {column[left[0]]} on a row that has no block there")
 
     def _check_tenants(self) -> Iterator[None]:
         residency, rows = self._residency, self._residency.rows

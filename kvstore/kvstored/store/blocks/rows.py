@@ -6,7 +6,8 @@ decides anything. Invariants: a row is live while it has a key, in `keys` or, as
 was taken over in bulk (it is a bulk row), in `bulk_keys`; a bulk row has a readable copy; `links[row]` is the number of
 live rows whose parent is `row`; a row number is used again only under a new generation. A row has a slot in a tier
 exactly while its state there is FILLING or RESIDENT; `kids[row]` counts the children of `row` that have a copy there;
-`bytes_by_tenant` sums the slots' `nbytes`, `reserved_by_tenant` counts slots for blocks to come."""
+`bytes_by_tenant` sums the slots' `nbytes`, `reserved_by_tenant` counts slots for blocks to come. `optional` are the
+columns of `columns`."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from collections.abc import Sequence
 
 from kvstore_proto.identity import KEY_BYTES
 from kvstore_tiers.base import Slot
+from kvstored.store.blocks.columns import OF_BLOCKS, OF_COPIES, OptionalColumns
 
 _GROWTH_MIN_ROWS = 1024
 _COLUMNS = ("parent", "links", "kind", "depth", "payload_bytes", "last_access_ns", "accesses", "generation")
@@ -45,6 +47,7 @@ class RowColumns:
         self.generation = array("I")
         self.mask = bytearray()  # the TierSet of readable copies
         self.filling = bytearray()  # the TierSet of copies that are being filled
+        self.optional = OptionalColumns(OF_BLOCKS)
 
     def _grow(self) -> None:
         first, more = self.capacity, max(_GROWTH_MIN_ROWS, self.capacity >> 4)
@@ -62,6 +65,7 @@ class RowColumns:
         for name in _COLUMNS:
             setattr(self, name, grown(getattr(self, name), more))
         self.capacity += more
+        self.optional.grow(self.capacity)
 
     def take_bulk(self, packed_keys: bytes) -> int:
         """Take new bulk rows for these keys, one after another, without parents, children or copies; returns the first.
@@ -112,6 +116,8 @@ class RowColumns:
         self.generation[row] = (self.generation[row] + 1) & 0xFFFFFFFF
         self.live -= 1
         self._free.append(row)
+        if self.optional.used:
+            self.optional.reset((row,))
 
     def give_back_run(self, rows: Sequence[int]) -> None:
         """Do `give_back` for rows whose key and parent are taken away already, and without children."""
@@ -120,6 +126,8 @@ class RowColumns:
             generation[row] = (generation[row] + 1) & 0xFFFFFFFF
         self.live -= len(rows)
         self._free.extend(rows)
+        if self.optional.used:
+            self.optional.reset(rows)
 
     def renew(self, row: int) -> None:
         """Make every token of `row` stale."""
@@ -173,6 +181,7 @@ class TierCopies:
         self.offset = array("Q")
         self.nbytes = array("I")
         self.generation = array("Q")
+        self.optional = OptionalColumns(OF_COPIES)
 
     def grow(self, rows: int) -> None:
         more = rows - self._capacity
@@ -181,6 +190,7 @@ class TierCopies:
         for name in _PLACE_COLUMNS:
             setattr(self, name, grown(getattr(self, name), more))
         self._capacity = rows
+        self.optional.grow(rows)
 
     def place(self, row: int, slot: Slot) -> None:
         self.container[row] = slot.container
@@ -214,6 +224,8 @@ class TierCopies:
         nbytes = self.nbytes[row]
         self.bytes_by_tenant[tenant] -= nbytes
         self.blocks -= 1
+        if self.optional.used:
+            self.optional.reset((row,))
         return _new_slot(Slot, (self.container[row], self.offset[row], nbytes, self.generation[row]))
 
     def take_run(self, rows: Sequence[int], tenant: int) -> list[Slot]:
@@ -222,6 +234,8 @@ class TierCopies:
         taken = [_new_slot(Slot, (containers[row], offsets[row], sizes[row], generations[row])) for row in rows]
         self.bytes_by_tenant[tenant] -= sum([sizes[row] for row in rows])
         self.blocks -= len(rows)
+        if self.optional.used:
+            self.optional.reset(rows)
         return taken
 
     def slot(self, row: int) -> Slot:

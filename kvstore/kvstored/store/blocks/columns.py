@@ -1,0 +1,94 @@
+"""The optional columns of the index: facts that most blocks do not have, without memory until one block has one.
+
+`OF_BLOCKS` and `OF_COPIES` are the tables of definitions: one line makes a column, which grows, is reset and is shown
+with the others. A reader is given the default where the column, or the row in it, is absent. Decides nothing.
+
+Invariant: a row that ends, or a copy that is taken, leaves the defaults behind for the next one."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+
+class Column(NamedTuple):
+    """One optional column. `typecode` is the one of array.array, whose size is what a row takes once it is used."""
+
+    name: str
+    typecode: str
+    default: int = 0
+
+
+OF_BLOCKS = (
+    Column("expires_s", "I"),  # when the block expires, in whole seconds of the monotonic clock; 0: never
+    Column("priority", "b"),  # a lower one leaves a tier first
+    Column("pinned_by", "I"),  # who pinned it: one bit for each of its tenant's owners of pins
+)
+OF_COPIES = (
+    Column("codec", "B"),  # the number of the codec that made the stored bytes; 0: they are the payload
+    Column("stored_bytes", "I"),  # how many they are; 0: as many as the payload has
+)
+
+
+class OptionalColumns:
+    """The columns of `table`, for as many rows as `grow` was told. `used` has those that have memory, by name: empty
+    until `set` is called for the first time, so that its truth is all that a hot path has to ask."""
+
+    __slots__ = ("_rows", "_table", "used")
+
+    def __init__(self, table: Sequence[Column]) -> None:
+        self._table = {column.name: column for column in table}
+        self._rows = 0
+        self.used: dict[str, array[int]] = {}
+
+    def get(self, name: str, row: int) -> int:
+        """Return the value of `row`. Raises KeyError for a column that is not in the table."""
+        column = self.used.get(name)
+        return self._table[name].default if column is None else column[row]
+
+    def set(self, name: str, row: int, value: int) -> None:
+        """Give `row` a value; the first one that is not the default allocates the column. Raises KeyError for a column
+        that is not in the table, OverflowError for a value beyond its type."""
+        column = self.used.get(name)
+        if column is None:
+            definition = self._table[name]
+            if value == definition.default:
+                return
+            column = self.used[name] = array(definition.typecode, [definition.default]) * self._rows
+        column[row] = value
+
+    def default(self, name: str) -> int:
+        """Return what a row has in a column unless something else was set."""
+        return self._table[name].default
+
+    def fill(self, name: str, rows: npt.NDArray[np.int64], values: npt.NDArray[Any]) -> None:
+        """Do `set` for each of `rows`."""
+        if len(rows):
+            self.set(name, int(rows[0]), int(values[0]))
+            if name not in self.used:
+                self.used[name] = array(self._table[name].typecode, [self._table[name].default]) * self._rows
+            np.frombuffer(self.used[name], np.dtype(self._table[name].typecode))[rows] = values
+
+    def view(self, name: str) -> npt.NDArray[Any] | None:
+        """Return the column as an array for scans; None while all rows have the default. Drop it before a row is
+        added."""
+        column = self.used.get(name)
+        return None if column is None else np.frombuffer(column, np.dtype(self._table[name].typecode))
+
+    def grow(self, rows: int) -> None:
+        """Make room for `rows` rows in all."""
+        more, self._rows = rows - self._rows, rows
+        for name, column in self.used.items():
+            definition = self._table[name]
+            column.extend(array(definition.typecode, [definition.default]) * more)
+
+    def reset(self, rows: Sequence[int]) -> None:
+        """Give each of `rows` the defaults."""
+        for name, column in self.used.items():
+            default = self._table[name].default
+            for row in rows:
+                column[row] = default
