@@ -43,6 +43,8 @@ class RecoveredBlocks:
     offset: Column
     nbytes: Column
     generation: Column
+    codec: Column | None = None  # None where no block has one
+    stored_bytes: Column | None = None
 
     def __len__(self) -> int:
         return len(self.key)
@@ -61,7 +63,15 @@ class RecoveredBlocks:
     def take(self, chosen: Column) -> RecoveredBlocks:
         """Only these blocks, by position or by mask."""
         columns = {name: getattr(self, name)[chosen] for name in _COLUMNS}
+        if self.codec is not None and self.stored_bytes is not None:
+            columns |= {"codec": self.codec[chosen], "stored_bytes": self.stored_bytes[chosen]}
         return RecoveredBlocks(self.origins, **columns)
+
+    def form_of(self, block: int) -> tuple[int, int]:
+        """Return the number of the codec of a block's stored bytes and their length; 0 and 0 where it has none."""
+        if self.codec is None or self.stored_bytes is None:
+            return 0, 0
+        return int(self.codec[block]), int(self.stored_bytes[block])
 
 
 _COLUMNS = (

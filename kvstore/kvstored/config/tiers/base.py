@@ -20,13 +20,15 @@ from kvstored.policy_names import FOR_STUDIES, POLICIES
 
 if TYPE_CHECKING:
     from kvstore_tiers.arena import ChunkWitness
-    from kvstore_tiers.base import Tier
+    from kvstore_tiers.base import Coding, Tier
     from kvstore_tiers.nvme.early_scan import EarlyRecordScan
 
 AUTO, AUTO_CONTAINERS = "auto", 32
 MIN_CONTAINER_BYTES, MIN_AUTO_CONTAINER_BYTES = 1 << 20, 16 << 20
 MAX_AUTO_CONTAINER_BYTES = {"arena": 64 << 20, "slab": 256 << 20}
 MAX_THREADS = 64
+NO_CODEC = "none"
+MIN_STAGING_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,8 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True)
 class TierSection(ABC):
-    """One tier. `policy`, `ttl_s` and `keep_worth` say what leaves it, and when."""
+    """One tier. `policy`, `ttl_s` and `keep_worth` say what leaves it, and when. `codec`: the form of its blocks;
+    `codec_staging_bytes` of DRAM hold those on their way. Kinds whose slots are read in place have no key for it."""
 
     KIND: ClassVar[str]
     MOST: ClassVar[int] = 1  # tiers of this kind
@@ -73,6 +76,8 @@ class TierSection(ABC):
     ttl_s: float
     keep_worth: float = 0.0
     enabled: bool = True
+    codec: str = NO_CODEC
+    codec_staging_bytes: int = 0
 
     @classmethod
     def is_before_host(cls, table: Table) -> bool:
@@ -92,7 +97,19 @@ class TierSection(ABC):
             f"a daemon has {', '.join(POLICIES)}",
         )
         one_of(f"{self.name}.policy", self.policy, POLICIES)
+        self._check_codec()
         self._need_amount("ttl_s", self.ttl_s, "seconds")
+
+    def _check_codec(self) -> None:
+        if self.codec == NO_CODEC:
+            return
+        from kvstore_tiers.codecs import codec_names
+
+        one_of(f"{self.name}.codec", self.codec, codec_names())
+        need(
+            self.codec_staging_bytes >= MIN_STAGING_BYTES,
+            f"{self.name}.codec_staging must be at least {human_bytes(MIN_STAGING_BYTES)}",
+        )
 
     @abstractmethod
     def open(self, start: Start) -> Tier:
@@ -127,6 +144,13 @@ class TierSection(ABC):
 
     def _need_threads(self, key: str, threads: int) -> None:
         need_within(f"{self.name}.{key}", threads, 1, MAX_THREADS)
+
+
+def coding_of(codec: str, staging_bytes: int) -> Coding:
+    """Return the form in which a tier is given blocks."""
+    from kvstore_tiers.base import UNCODED, Coding
+
+    return UNCODED if codec == NO_CODEC else Coding(codec, staging_bytes)
 
 
 def container(name: str, table: Table, key: str, capacity_bytes: int) -> int:

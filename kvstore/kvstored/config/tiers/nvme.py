@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 from kvstore_console.units import human_bytes
 from kvstored.config.mistakes import need, need_within, one_of
 from kvstored.config.section_fields import Table, section_of, size
-from kvstored.config.tiers.base import Machine, Start, TierSection, container
+from kvstored.config.tiers.base import Machine, Start, TierSection, coding_of, container
 from kvstored.policy_names import ADMISSIONS
 
 if TYPE_CHECKING:
@@ -76,6 +76,7 @@ class NvmeSection(TierSection):
             quarantine_slots=self.quarantine_slots,
             name=self.name,
             early_scan=start.early_scan,
+            coding=coding_of(self.codec, self.codec_staging_bytes),
         )
 
     @property
