@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Sequence
 from typing import Final
 
 from kvctl.connection import AdminSocket
@@ -12,11 +13,13 @@ from kvstore_console.command_line import whole_number
 from kvstore_console.table import render_table
 from kvstore_console.units import human_blocks, human_bytes, human_count, human_seconds, human_share
 from kvstore_proto.v1 import admin_pb2 as wire
+from kvstore_proto.v1 import explain_pb2 as explain
 
 _COLUMNS = (
     "KEY", "TENANT", "MODEL", ">DEPTH", ">SIZE", "TIERS", "STATE", "DURABILITY", "CLASS", ">USES", ">IDLE", ">LEASES",
     ">CHILDREN",
 )  # fmt: skip
+_TERMS = (">EXPIRES", ">PRIORITY", "PINNED BY", "KIND")  # shown where a block listed has one
 _NAMES = {"tenant": ("TENANT",), "model": ("MODEL",), "prefix": ("PREFIX", "TENANT", "MODEL", ">LONGEST")}
 TIERS: Final = ("host", "nvme")
 CLASSES: Final = ("hot", "warm", "cold")
@@ -113,12 +116,35 @@ def _list(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
         ]
         for block in reply.blocks
     ]  # fmt: skip
-    text = render_table(_COLUMNS, rows, empty="no such blocks")
+    columns, rows = with_terms(_COLUMNS, rows, reply.blocks)
+    text = render_table(columns, rows, empty="no such blocks")
     if rows and reply.total > len(rows) and (arguments.sort or not _chooses(arguments)):
         text += f"\n{human_count(len(rows))} of {human_count(reply.total)} blocks; --limit shows more"
     elif rows and reply.next:
         text += f"\nthe first {human_blocks(len(rows))} of these; --limit shows more"
     return Output(text, reply)
+
+
+def with_terms(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], blocks: Sequence[explain.BlockStatus]
+) -> tuple[list[str], list[list[str]]]:
+    """Return a table of `blocks` with a column more for each term that one of them has."""
+    wider, cells_of = [list(row) for row in rows], [_terms(block) for block in blocks]
+    names = [name for at, name in enumerate(_TERMS) if any(cells[at] for cells in cells_of)]
+    for at in map(_TERMS.index, names):
+        for row, cells in zip(wider, cells_of, strict=True):
+            row.append(cells[at] or "-")
+    return [*columns, *names], wider
+
+
+def _terms(block: explain.BlockStatus) -> tuple[str, ...]:
+    """Return what is said of some blocks only, in the order of `_TERMS`; "" where nothing is."""
+    return (
+        human_seconds(block.expires_in_s) if block.expires_in_s else "",
+        str(block.priority or ""),
+        ", ".join(block.pinned_by),
+        "" if block.kind == "full" else block.kind,
+    )
 
 
 def _totals(admin: AdminSocket, arguments: argparse.Namespace) -> Output:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from kvctl.blocks import with_terms
 from kvctl.connection import Ask, explain_source, in_words, open_session
 from kvctl.output import KEY_DIGITS, UNREACHABLE, USAGE, CommandError, Output, plain
 from kvctl.target import Target, find_target, fingerprint_digits, read_fingerprint
@@ -181,13 +182,16 @@ def render_chain(
         for item in elsewhere
     ]
     rows: list[list[str]] = []
+    shown: list[wire.BlockStatus] = []
     for number, block in enumerate(blocks):
         cells = _cells(block)
         if rows and block.state == "missing" and cells[2:] == rows[-1][3:]:
             rows[-1][0] = f"{rows[-1][0].split('-')[0]}-{number}"  # a run of blocks with one fate is one line
         else:
             rows.append([str(number), *cells])
-    return "\n".join([*lines, render_table(_COLUMNS, rows, empty="no blocks")])
+            shown.append(block.block)
+    columns, rows = with_terms(_COLUMNS, rows, shown)
+    return "\n".join([*lines, render_table(columns, rows, empty="no blocks")])
 
 
 def reason_text(block: wire.BlockExplanation) -> str:

@@ -12,6 +12,7 @@ from numbers import Real
 from typing import Any, Final
 
 from kvstore_client.errors import invalid
+from kvstore_proto.terms import OWNER_MAX_CHARS, PRIORITY_MAX, PRIORITY_MIN, TTL_MAX_S, Terms
 
 LONGEST_S: Final = 24 * 3600.0  # a longer wait is as good as for ever; what carries it counts milliseconds in 32 bits
 UINT32_MAX: Final = (1 << 32) - 1
@@ -70,6 +71,20 @@ def text(name: str, value: Any, most_bytes: int) -> str:
     if not is_fit:
         raise invalid(f"{name} must be text of at most {most_bytes} bytes in UTF-8, got {shown(value)}")
     return str(value)
+
+
+def terms(ttl: Any, priority: Any, pin: Any, unpin: Any = "") -> Terms:
+    """Return how long blocks are to be kept; whole seconds of `ttl` count, so that no block lives longer."""
+    if ttl is not None and (not _is_number(ttl) or not (ttl == 0 or 1 <= ttl <= TTL_MAX_S)):
+        raise invalid(f"ttl must be from 1 to {TTL_MAX_S} seconds, or 0 for no expiry, got {shown(ttl)}")
+    if priority is not None:
+        priority = count("priority", priority, least=PRIORITY_MIN, most=PRIORITY_MAX)
+    for name, owner in (("pin", pin), ("unpin", unpin)):
+        text(name, owner, OWNER_MAX_CHARS * 4)
+    asked = Terms(None if ttl is None else int(ttl), priority, pin, unpin)
+    if mistake := asked.mistake():
+        raise invalid(mistake)
+    return asked
 
 
 def _is_number(value: object) -> bool:

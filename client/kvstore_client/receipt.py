@@ -17,6 +17,7 @@ from kvstore_client.keys import Chain
 from kvstore_client.payload import Payload, payload_size
 from kvstore_proto.fingerprint import Fingerprint, LayerGroup
 from kvstore_proto.identity import KEY_BYTES, BlockKeys
+from kvstore_proto.terms import NO_TERMS, Terms
 from kvstore_proto.v1 import kvstore_pb2 as wire
 
 STORED, PRESENT, THROTTLED, FAILED = "stored", "present", "throttled", "failed"
@@ -144,6 +145,7 @@ class PutOrder:
     payload_bytes: int
     group_id: int
     durability: wire.DurabilityMode.ValueType
+    terms: Terms = NO_TERMS
 
     def __post_init__(self) -> None:
         """Raise KVStoreError(INVALID) for blocks beyond the end of the chain."""
@@ -180,6 +182,7 @@ class PutOrder:
             durability=self.durability,
             loan=loan,
             reservation=reservation,
+            terms=None if self.terms == NO_TERMS else wire.Terms(**self.terms._asdict()),
         )
 
 

@@ -31,6 +31,7 @@ from kvstore_client.results import (
 from kvstore_proto.errors import KVStoreError
 from kvstore_proto.identity import BlockKeys
 from kvstore_proto.matching import match_of, restorable_blocks
+from kvstore_proto.terms import NO_TERMS, Terms
 from kvstore_proto.v1 import kvstore_pb2 as wire
 from kvstore_proto.v1.explain_pb2 import ExplainReply, ExplainRequest
 
@@ -125,11 +126,13 @@ def send_prefetch(prefix: Prefix, in_s: float, budget_bytes: int) -> Prefetched:
     return Prefetched(resident, scheduled)
 
 
-def send_touch(prefix: Prefix) -> int:
-    """Return how many leading blocks of `prefix` the daemon has. A request without an answer ends the count."""
+def send_touch(prefix: Prefix, terms: Terms = NO_TERMS) -> int:
+    """Set the terms of the leading blocks of `prefix` that the daemon has, and return how many that are. A request
+    without an answer ends the count."""
+    asked = wire.Terms(**terms._asdict())
     touched = 0
     for first, piece in prefix.pieces() if len(prefix) else ():
-        request = wire.Request(touch=wire.Touch(set=piece.key_set(piece.chain.keys)))
+        request = wire.Request(touch=wire.Touch(set=piece.key_set(piece.chain.keys), terms=asked))
         answer = prefix.daemon.call(request, prefix.daemon.deadline_s)
         if isinstance(answer, str):
             break

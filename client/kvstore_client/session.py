@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from kvstore_client import requests
-from kvstore_client.arguments import UINT64_MAX, count, one_of, seconds
+from kvstore_client.arguments import UINT64_MAX, count, one_of, seconds, terms
 from kvstore_client.connection import Connection
 from kvstore_client.errors import invalid
 from kvstore_client.get import get, lease_stream
@@ -231,6 +231,9 @@ class Session:
         group: int | None = None,
         payload_bytes: int | None = None,
         durability: str = "default",
+        ttl: float | None = None,
+        priority: int | None = None,
+        pin: str = "",
         wait: Literal["published", "settled"] = "published",
         deadline_s: float | None = DEFAULT_PUT_DEADLINE_S,
     ) -> PutReceipt:
@@ -243,11 +246,14 @@ class Session:
         `wait`: "published" returns when other clients can find the blocks, "settled" when their durability is decided
         too.
         `durability`: "default" (the tenant's), "none", "batch" or "always"; it holds for blocks that are there
-        already, too. `payload_bytes` is needed only for functions in a group whose fingerprint leaves the size open.
+        already, too. `ttl`, `priority` and `pin` say how long to keep the blocks, as in `touch`; blocks that are there
+        already are kept longer by them, never shorter. `payload_bytes` is needed only for functions in a group whose
+        fingerprint leaves the size open.
         """
         layers = group_of(self.fingerprint, group)
         one_of("durability", durability, DURABILITY_MODES)
         one_of("wait", wait, ("published", "settled"))
+        asked = terms(ttl, priority, pin)
         first_block = count("first_block", first_block)
         payloads = payload_list(payloads)
         size = payload_bytes_of(payloads, self.fingerprint, layers, payload_bytes)
@@ -257,7 +263,9 @@ class Session:
         self._counters.add(puts=1)
         if prefix is None:
             return PutReceipt(len(payloads), REASON_NO_DAEMON)
-        order = PutOrder(prefix.chain, first_block, payloads, size, layers.group_id, DURABILITY_MODES[durability])
+        order = PutOrder(
+            prefix.chain, first_block, payloads, size, layers.group_id, DURABILITY_MODES[durability], asked
+        )
         receipt = put(prefix.daemon, order, deadline_s, clock=self._clock)
         if wait == "settled":
             receipt.settle(deadline - self._clock())
@@ -305,10 +313,27 @@ class Session:
         prefix = self._prefix(tokens, keys, group)
         return 0 if prefix is None else requests.send_hint(prefix, expected)
 
-    def touch(self, tokens: TokenIds | None = None, *, keys: BlockKeys | None = None, group: int | None = None) -> int:
-        """Count an access, as if the blocks had been read. Returns how many the daemon knows."""
-        prefix = self._prefix(tokens, keys, group)
-        return 0 if prefix is None else requests.send_touch(prefix)
+    def touch(
+        self,
+        tokens: TokenIds | None = None,
+        *,
+        keys: BlockKeys | None = None,
+        group: int | None = None,
+        ttl: float | None = None,
+        priority: int | None = None,
+        pin: str = "",
+        unpin: str = "",
+    ) -> int:
+        """Count an access, as if the blocks had been read, and set how long they are kept. Returns how many of the
+        leading blocks the daemon knows; the others are left alone.
+
+        `ttl`: seconds until they expire, 0: never. An expired block is not found any more and is removed, pinned or
+        not. `priority`, from -8 to 7: in a full tier lower ones leave first; most blocks have 0. `pin`: a name for whom
+        the blocks are not evicted until they are touched with `unpin` of that name. What is not given stays. Raises
+        KVStoreError for values out of bounds, and for more pinned bytes than the daemon allows.
+        """
+        asked, prefix = terms(ttl, priority, pin, unpin), self._prefix(tokens, keys, group)
+        return 0 if prefix is None else requests.send_touch(prefix, asked)
 
     def delete(
         self,

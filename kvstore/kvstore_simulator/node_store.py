@@ -144,7 +144,6 @@ def offer_of(keys: Sequence[bytes], payload_bytes: int) -> Offer:
 Arrived = Callable[[int, int], None]  # blocks in host memory, and on the device
 Answers = AsyncGenerator[Outlook | LeasedRun | Acquired, None]
 _PATIENT_MS = 3_600_000  # the node decides how long it waits
-_EXPIRED_A_TICK = 320
 _SETTLE_S = 3600.0
 
 
@@ -165,7 +164,6 @@ class NodeStore:
         self._loop, self._clock = loop, clock
         self.slot_bytes = slot_bytes(block_bytes)
         self._block_bytes = block_bytes
-        self._expires = settings.ttl_s is not None or settings.keep_worth > 0
         top = first.spec.name
         self.to_engine = SimulatedLane(f"{top}→engine", first, link)
         self.from_engine = SimulatedLane(f"engine→{top}", link, first)
@@ -369,12 +367,7 @@ class NodeStore:
     def tick(self) -> None:
         """What the daemon's maintenance does."""
         self.store.tick()
-        if not self._expires:
-            return
-        now_ns = self._clock.monotonic_ns()
-        for policy, room in zip(self.store.policies, self.store.rooms, strict=True):
-            for row in policy.expired(now_ns, _EXPIRED_A_TICK):
-                room.expire(row)
+        self.store.retention.tick()
 
     async def settle(self) -> None:
         """Let what is being written end."""

@@ -24,11 +24,12 @@ from kvstore_simulator.policies import create
 from kvstore_simulator.policies.clairvoyant import Clairvoyant, next_uses
 from kvstore_simulator.trace import Op, Trace
 from kvstore_tiers.base import Slot
-from kvstored.clock import ManualClock
+from kvstored.clock import NS_PER_S, ManualClock
 from kvstored.lifecycle import Cause
 from kvstored.policy_names import ALWAYS
 from kvstored.store.blocks import Residency
 from kvstored.store.blocks.index import DEFAULT_GHOST_KEYS
+from kvstored.store.idle import idle_rows
 from kvstored.store.policies import Learns, Listens, Policy, PolicySettings, RequestContext, Weighs, create_admission
 from kvstored.store.prefetch.feed import MISSING_MAX
 from kvstored.store.remote import ComputeTimes
@@ -78,8 +79,9 @@ class Replay:
         self.settings = settings
         self.clock = ManualClock()
         self.residency = Residency(("host",), ghost_keys=settings.ghost_keys)
-        wanted = PolicySettings(settings.ttl_s, settings.keep_worth)
-        self._expires = settings.ttl_s is not None or settings.keep_worth > 0
+        wanted = PolicySettings(settings.keep_worth)
+        self._ttl_ns = None if settings.ttl_s is None else round(settings.ttl_s * NS_PER_S)
+        self._idle_look_ns = 0  # no copy is idle for too long before
         self._uses: list[int] = []
         if settings.policy == Clairvoyant.name:
             self.policy: Policy = Clairvoyant(self.residency, TIER, wanted)
@@ -134,7 +136,7 @@ class Replay:
     def _pass_until(self, now_ns: int) -> float:
         """Let time go by, and what expires on the way expire; the blocks held, times seconds."""
         then_ns, blocks = self.clock.monotonic_ns(), self.residency.tier_blocks(TIER)
-        if not self._expires:
+        if self._ttl_ns is None and not self.settings.keep_worth:
             return blocks * (now_ns - then_ns) * 1e-9
         held, step_ns = 0, max(_TICK_NS, (now_ns - then_ns) // _TICKS_MAX)
         while then_ns < now_ns:
@@ -259,12 +261,23 @@ class Replay:
         )  # fmt: skip
 
     def _expire(self, now_ns: int) -> None:
-        if not self._expires:
-            return
-        while rows := self.policy.expired(now_ns, _EXPIRED_AT_ONCE):
+        """Do what the daemon's `IdleCopies` does, for all blocks at once."""
+        if self._ttl_ns is not None and now_ns >= self._idle_look_ns:
+            for row in idle_rows(self.residency, TIER, slice(None), now_ns - self._ttl_ns):
+                if self.residency.is_evictable(row, TIER):
+                    self._take(row, Cause.EXPIRED, now_ns)
+                    self._expired += 1
+            self._idle_look_ns = min(now_ns, self._oldest_use_ns()) + self._ttl_ns
+        while isinstance(self.policy, Weighs) and (rows := self.policy.worth_little(now_ns, _EXPIRED_AT_ONCE)):
             for row in rows:
                 self._take(row, Cause.EXPIRED, now_ns)
             self._expired += len(rows)
+
+    def _oldest_use_ns(self) -> int:
+        """Return when the block that was not used for longest was used last."""
+        rows = np.flatnonzero(np.frombuffer(self.residency.copies[TIER].state, np.uint8))
+        last_ns = np.frombuffer(self.residency.rows.last_access_ns, np.uint64)[rows]
+        return int(last_ns.min()) if len(rows) else self.clock.monotonic_ns()
 
     def _refuse(self, stored: list[int], now_ns: int) -> int:
         """Take out what admission does not want, from the tail, so that a wanted child keeps its parents; how many."""

@@ -210,7 +210,7 @@ def make_services(
     stack.callback(deletions.close)
     operations = Operations(store, deletions)
     stack.push_async_callback(settle, store, operations.put)
-    shares = TenantShares(tenants, store.residency, store.policies)
+    shares = TenantShares(tenants, store.residency, store.policies, store.retention)
     index_bytes = config.host.staging_bytes // INDEX_SHARE if config.index.slots else 0
     staging = StagingPool(config.host.staging_bytes - index_bytes, limits.staging_per_client_bytes)
     sessions = Sessions(store, tenants, shares, staging, former, memory.last_session_id)

@@ -73,8 +73,8 @@ class Cause(IntEnum):
 
 
 # Causes that obey leaf-first and leases: the daemon chose the block, so it must choose one that leaves no
-# hole.
-BY_CHOICE = frozenset({Cause.EVICTED, Cause.EXPIRED, Cause.QUOTA})
+# hole. A block that EXPIRED goes at its time, whatever needs it.
+BY_CHOICE = frozenset({Cause.EVICTED, Cause.QUOTA})
 
 # Causes by which an owner or an operator took a block away: nothing that names it is to outlive the daemon.
 BY_ORDER = frozenset({Cause.INVALIDATED, Cause.DROPPED})

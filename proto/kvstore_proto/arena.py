@@ -21,7 +21,8 @@
     152     8     xxh3_64 of the header with this field zero
     160     8     stored bytes: what follows the header
     168     8     xxh3_64 of the stored bytes
-    176     80    reserved, zero
+    176     8     expiry, seconds since the epoch in the low 32 bits, and priority, signed, in the next 8; 0: none
+    184     72    reserved, zero
     256     3840  token ids, little-endian int32, up to 960
     4096          stored bytes, then padding to a multiple of 4096
 
@@ -49,9 +50,9 @@ TOKENS_OFFSET = 256
 MAX_TOKENS = (HEADER_BYTES - TOKENS_OFFSET) // 4
 MAGIC = b"KVB1"
 VERSION = 2
-_FIXED = struct.Struct("<4sHH16s16s16s32s16sHHIQQQQIIQQQ")
+_FIXED = struct.Struct("<4sHH16s16s16s32s16sHHIQQQQIIQQQQ")
 _CHECKSUM_OFFSET = 152
-assert _FIXED.size == _CHECKSUM_OFFSET + 24
+assert _FIXED.size == _CHECKSUM_OFFSET + 32
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -93,6 +94,7 @@ class BlockHeader:
     checksum: int = 0
     created_ns: int = 0
     coded: Coded | None = None
+    kept: int = 0  # how long: see `kvstore_proto.terms.kept_word`
 
     @property
     def codec(self) -> int:
@@ -135,6 +137,7 @@ class BlockHeader:
             raw, 0, MAGIC, VERSION, 0, self.key, self.parent, self.extra, self.fingerprint, self.tenant,
             self.group, codec, len(self.tokens) // 4, self.payload_bytes, self.generation, self.checksum,
             self.created_ns, self.depth, 0, header_checksum, stored_bytes, stored_checksum,
+            self.kept,
         )  # fmt: skip
 
     @property
@@ -149,7 +152,7 @@ def read_header(raw: bytes | memoryview | Bytes) -> BlockHeader | str:
         return f"header cut short: {len(data)} of {HEADER_BYTES} bytes"
     values = _FIXED.unpack_from(data)
     magic, version, _flags, key, parent, extra, fingerprint, tenant, group, codec, count, payload_bytes = values[:12]
-    generation, checksum, created_ns, depth, _r2, header_checksum, stored_bytes, stored_checksum = values[12:]
+    generation, checksum, created_ns, depth, _r2, header_checksum, stored_bytes, stored_checksum, kept = values[12:]
     if magic != MAGIC:
         return "no block here: wrong magic"
     if version != VERSION:
@@ -165,5 +168,5 @@ def read_header(raw: bytes | memoryview | Bytes) -> BlockHeader | str:
     return BlockHeader(
         key=key, parent=parent, extra=extra, fingerprint=fingerprint, tenant=tenant, group=group, depth=depth,
         tokens=tokens, payload_bytes=payload_bytes, generation=generation, checksum=checksum, created_ns=created_ns,
-        coded=Coded(codec, stored_bytes, stored_checksum) if codec else None,
+        coded=Coded(codec, stored_bytes, stored_checksum) if codec else None, kept=kept,
     )  # fmt: skip

@@ -237,21 +237,6 @@ def test_victims_named_together_are_those_named_one_by_one(name: str, limit: int
     assert left[0] == left[1]
 
 
-@pytest.mark.parametrize("ttl_s", [None, 10.0])
-def test_expiry_is_about_those_who_may_leave(name: str, ttl_s: float | None) -> None:
-    shelf = Shelf()
-    policy = create(name, shelf.residency, HOST, PolicySettings(ttl_s=ttl_s))
-    shelf.now_ns = 1
-    old = shelf.chain(0, 1)
-    shelf.now_ns = 8 * S
-    shelf.chain(9)
-    for row in policy.expired(12 * S, 10):
-        assert row == old[1], "the leaf alone: its parent follows when it has gone"
-        shelf.residency.remove(row, Cause.EXPIRED, 12 * S)
-        assert policy.expired(12 * S, 10) == old[:1]
-    assert policy.expired(12 * S, 0) == []
-
-
 def test_what_is_kept_by_worth_leaves_leaves_first(name: str) -> None:
     shelf = Shelf(tenants=2)
     policy = create(name, shelf.residency, HOST, PolicySettings(keep_worth=1e9))
@@ -260,8 +245,8 @@ def test_what_is_kept_by_worth_leaves_leaves_first(name: str) -> None:
     pinned = shelf.chain(5, 6)
     shelf.residency.pin(pinned[-1])
     left = 0
-    while found := policy.expired(S, 10):
-        assert found == policy.expired(S, 10), "asking changes nothing"
+    while isinstance(policy, Weighs) and (found := policy.worth_little(S, 10)):
+        assert found == policy.worth_little(S, 10), "asking changes nothing"
         for row in found:
             shelf.residency.remove(row, Cause.EXPIRED, S)
         left += len(found)

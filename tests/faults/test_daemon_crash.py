@@ -7,6 +7,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -247,3 +248,31 @@ def test_a_medium_that_cannot_be_read_is_a_miss(daemon: RunningDaemon) -> None:
         assert daemon.status().counters["read_failures"] == 1
         with session.get(tokens_of(1, BLOCKS)) as lease:
             assert holds(lease, payloads_of(1, BLOCKS, MODEL)), "a passing error loses nothing"
+
+
+@pytest.mark.parametrize(("keeper", "durability"), [("off", "always"), ("holder", "none")])
+def test_expiry_and_priority_outlive_a_crash_and_pins_do_not(keeper: str, durability: str) -> None:
+    def shown(daemon: RunningDaemon) -> set[tuple[bool, int, bool]]:
+        listed = daemon.ask("Blocks", pb.BlocksRequest()).blocks
+        return {(3500 < block.expires_in_s <= 3600, block.priority, bool(block.pinned_by)) for block in listed}
+
+    def put(session: Session, conversation: int, **terms: Any) -> None:
+        payloads = payloads_of(conversation, BLOCKS, MODEL)
+        receipt = session.put(
+            tokens_of(conversation, BLOCKS), payloads=payloads, durability=durability, wait="settled", **terms
+        )
+        assert receipt.stored_blocks == BLOCKS
+
+    with running_daemon(f"host.warm_restart={keeper}") as daemon:
+        with daemon.connect(MODEL) as session:
+            put(session, 1, ttl=3600, priority=-2, pin="a")
+            put(session, 2)
+            put(session, 3, priority=7)
+            put(session, 4, ttl=1)
+        assert shown(daemon) >= {(True, -2, True), (False, 0, False), (False, 7, False)}
+        daemon.kill9()
+        daemon.start()
+        assert shown(daemon) - {(False, 0, False)} == {(True, -2, False), (False, 7, False)}
+        with daemon.connect(MODEL) as session:
+            assert eventually(lambda: session.lookup(tokens_of(4, BLOCKS)).reason == "expired")
+            assert session.lookup(tokens_of(1, BLOCKS)).blocks == BLOCKS

@@ -109,10 +109,8 @@ def test_an_error_in_one_part_ends_no_other_and_is_logged_once(caplog: pytest.Lo
     leases = LeaseTable(lambda tokens: 1 / 0, lambda slot: None)  # type: ignore[arg-type,return-value]
     for _ in range(3):
         leases.grant(1, 0, [7], [Slot(1, 0, 4096, 1)], 0)
-    policy: Any = SimpleNamespace(expired=lambda now_ns, most: ticked.append("blocks") or [])
-    store: Any = SimpleNamespace(
-        leases=leases, policies=[policy], rooms=[None], clock=SystemClock(), counters=Counters()
-    )
+    retention: Any = SimpleNamespace(tick=lambda: ticked.append("blocks"))
+    store: Any = SimpleNamespace(leases=leases, retention=retention, clock=SystemClock(), counters=Counters())
     maintenance = Maintenance(store, [lambda: ticked.append("sample")])
 
     async def run() -> None:

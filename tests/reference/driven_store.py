@@ -8,6 +8,7 @@ import numpy as np
 
 from kvstore_proto.fingerprint import Fingerprint, LayerGroup
 from kvstore_proto.identity import KEY_BYTES, NO_PARENT
+from kvstore_proto.terms import NO_TERMS, Terms
 from kvstore_tiers.segments import Segment, segment_of
 from kvstored.clients.tenants import Tenant
 from kvstored.config.schema import TenantSection
@@ -56,11 +57,13 @@ class DrivenStore:
             fingerprint_digest=FINGERPRINT.digest(), fingerprint_id=1, roots={},
         )  # fmt: skip
 
-    async def put(self, keys: Sequence[bytes], mode: DurabilityMode, client: Client | None = None) -> list[PutAnswer]:
+    async def put(
+        self, keys: Sequence[bytes], mode: DurabilityMode, client: Client | None = None, terms: Terms = NO_TERMS
+    ) -> list[PutAnswer]:
         """All answers to a put of a chain from its root."""
         offered = Offer(
             0, b"".join(keys), keys, [NO_PARENT, *keys[:-1]], [bytes(KEY_BYTES)] * len(keys),
-            [PAYLOAD_BYTES] * len(keys), Payloads(keys), range(len(keys)),
+            [PAYLOAD_BYTES] * len(keys), Payloads(keys), range(len(keys)), terms=terms,
         )  # fmt: skip
         return [answer async for answer in self.operations.put.store(client or self.client, offered, mode)]
 

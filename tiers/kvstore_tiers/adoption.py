@@ -42,9 +42,11 @@ HEADER = np.dtype(
         ("depth", "<u4"),
         ("reserved2", "<u4"),
         ("header_checksum", "<u8"),
+        ("reserved3", "V16"),
+        ("kept", "<u8"),
     ]
 )
-assert HEADER.itemsize == 160
+assert HEADER.itemsize == 184
 _MAX_GENERATION = (1 << 32) - 1  # the residency index keeps it in 32 bits
 Headers = npt.NDArray[np.void]
 

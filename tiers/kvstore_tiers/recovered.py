@@ -31,7 +31,8 @@ class BlockOrigin(NamedTuple):
 
 @dataclass(slots=True)
 class RecoveredBlocks:
-    """`origin` names an entry of `origins`; `key` and `parent` have the shape (blocks, 2)."""
+    """`origin` names an entry of `origins`; `key` and `parent` have the shape (blocks, 2). `kept`: how long, as
+    `kvstore_proto.terms.kept_word` says; None where nothing is said of any block."""
 
     origins: list[BlockOrigin]
     key: Column
@@ -45,6 +46,7 @@ class RecoveredBlocks:
     generation: Column
     codec: Column | None = None  # None where no block has one
     stored_bytes: Column | None = None
+    kept: Column | None = None
 
     def __len__(self) -> int:
         return len(self.key)
@@ -63,8 +65,9 @@ class RecoveredBlocks:
     def take(self, chosen: Column) -> RecoveredBlocks:
         """Only these blocks, by position or by mask."""
         columns = {name: getattr(self, name)[chosen] for name in _COLUMNS}
-        if self.codec is not None and self.stored_bytes is not None:
-            columns |= {"codec": self.codec[chosen], "stored_bytes": self.stored_bytes[chosen]}
+        for name in ("codec", "stored_bytes", "kept"):
+            column = getattr(self, name)
+            columns[name] = None if column is None else column[chosen]
         return RecoveredBlocks(self.origins, **columns)
 
     def form_of(self, block: int) -> tuple[int, int]:
@@ -85,6 +88,8 @@ def as_columns(blocks: Iterable[tuple[Slot, BlockHeader]]) -> RecoveredBlocks:
     origins: dict[BlockOrigin, int] = {}
     origin = [origins.setdefault(BlockOrigin(h.tenant, h.fingerprint, h.group), len(origins)) for _, h in listed]
 
+    is_coded = any(header.codec for _, header in listed)
+
     def column(values: Iterable[int], kind: type[np.unsignedinteger[Any]]) -> Column:
         return np.fromiter(values, dtype=kind, count=len(listed))
 
@@ -99,6 +104,9 @@ def as_columns(blocks: Iterable[tuple[Slot, BlockHeader]]) -> RecoveredBlocks:
         offset=column((slot.offset for slot, _ in listed), np.uint64),
         nbytes=column((slot.nbytes for slot, _ in listed), np.uint64),
         generation=column((slot.generation for slot, _ in listed), np.uint64),
+        kept=column((header.kept for _, header in listed), np.uint64) if any(h.kept for _, h in listed) else None,
+        codec=column((header.codec for _, header in listed), np.uint8) if is_coded else None,
+        stored_bytes=column((header.stored_bytes for _, header in listed), np.uint64) if is_coded else None,
     )
 
 

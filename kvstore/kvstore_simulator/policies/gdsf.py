@@ -114,8 +114,5 @@ class Gdsf(OrderedPolicy):
 
 
 def lfu(residency: ResidencyView, tier: int, settings: PolicySettings | None = None, name: str = "") -> LfuTtl:
-    """Return LFU with ageing and without the clock: `settings.ttl_s` is ignored.
-
-    It shows what the time to live is worth: what was used often and is over is kept until as much else has passed.
-    """
-    return LfuTtl(residency, tier, PolicySettings(ttl_s=None), name)
+    """Return LFU with ageing, under the name that papers have for it."""
+    return LfuTtl(residency, tier, settings, name)

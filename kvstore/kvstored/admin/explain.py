@@ -93,7 +93,7 @@ class Explain:
             if tenant >= 0:
                 block.tenant = parts.tenants.name_of_index(residency.tenants[tenant].name)
             row = residency.find_any(tenant, key) if tenant >= 0 else -1  # looked up again: there were pauses
-            if row >= 0 and residency.tier_mask(row):
+            if row >= 0 and residency.tier_mask(row) and not self._store.retention.is_expired(row):
                 block.state, block.load_us = "stored", load_us[position]
                 if residency.parent_key(row) != previous:  # walks are long: only where the chain has no answer
                     block.missing_ancestor = self._missing_ancestor(row)
@@ -102,7 +102,7 @@ class Explain:
                 block.state = "filling"
                 self._describe_copies(row, block)
             else:
-                block.state, block.continued = "missing", row >= 0
+                block.state, block.continued = "missing", row >= 0 and residency.children(row) > 0
                 self._say_why(tenant, key, fingerprint_id, family, block)
             previous, broken = key, block.missing_ancestor if block.state == "stored" else key.hex()
             if position % SLICE_KEYS == SLICE_KEYS - 1:
@@ -137,6 +137,8 @@ class Explain:
                 residency=store.policies[tier].residency_class(row, now_ns).value if residency.has(row, tier) else "",
                 bytes=slot.nbytes,
                 location=store.tiers[tier].location(slot),
+                codec=residency.codec(row, tier),
+                stored_bytes=residency.stored_bytes(row, tier),
             )
 
     def _say_why(
@@ -158,7 +160,7 @@ class Explain:
             row = residency.parent(row)
             if row < 0:
                 return ""
-            if not residency.tier_mask(row):
+            if not residency.tier_mask(row) or self._store.retention.is_expired(row):
                 return residency.key(row).hex()
         return ""
 

@@ -138,6 +138,8 @@ def _shown_tenant(section: TenantSection) -> str:
         "uids": " ".join(map(str, section.uids)),
         "gids": " ".join(map(str, section.gids)),
         "durability": section.durability,
+        "ttl_s": str(section.ttl_s or ""),
+        "priority": str(section.priority or ""),
         "remote": section.remote,
         "unmapped": "true" if section.unmapped else "",
         "put_in_place": "" if section.put_in_place is None else str(section.put_in_place).lower(),

@@ -199,9 +199,14 @@ class Views:
         block.durability = "durable" if durable else "volatile"
         block.accesses = residency.accesses(row)
         block.idle_s = (now_ns - residency.last_access_ns(row)) / NS_PER_S
-        block.leases = residency.pin_count(row)
+        block.pinned_by.extend(self._store.retention.owners(row))
+        block.leases = residency.pin_count(row) - bool(block.pinned_by)
         block.children = residency.children(row)
         block.residency = self._store.policies[here[0]].residency_class(row, now_ns).value
+        if expires_s := residency.expires_s(row):
+            block.expires_in_s = max(expires_s - now_ns / NS_PER_S, 0.001)
+        block.priority = residency.priority(row)
+        block.kind = parts.tenants.state_kind(kind.fingerprint_id, kind.group)
         slot = residency.slot(row, here[-1])
         block.location = self._store.tiers[here[-1]].location(slot)
 

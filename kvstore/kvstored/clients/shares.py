@@ -1,31 +1,38 @@
-"""The share of each tenant in each tier, owed and allowed, as the tiers' policies have it."""
+"""What the configuration says of each tenant's blocks: its share of each tier, as the tiers' policies have it, and how
+long new blocks are kept."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvstore_proto.terms import NO_TERMS, Terms
 from kvstored.clients.tenants import Tenant, TenantDirectory
+from kvstored.config import TenantSection
 from kvstored.store.blocks import Residency
 from kvstored.store.policies import Policy, Share
+from kvstored.store.retention import Retention
 
 
 class TenantShares:
-    """`policies` are those of all tiers."""
+    """`policies` are those of all tiers; `retention` is given the terms of tenants' new blocks."""
 
-    def __init__(self, tenants: TenantDirectory, residency: Residency, policies: Sequence[Policy]) -> None:
+    def __init__(
+        self, tenants: TenantDirectory, residency: Residency, policies: Sequence[Policy], retention: Retention
+    ) -> None:
         self._tenants = tenants
         self._residency = residency
         self._policies = policies
+        self._retention = retention
 
     def set_all(self) -> None:
         """Set the shares of all tenants with limits, at the start: recovered blocks are protected before a client of
         the tenant connects. After a change of the list, for all that have a share too."""
-        shares = {number for policy in self._policies for number in policy.shares}
+        shares = {number for policy in self._policies for number in policy.shares} | self._retention.defaults.keys()
         for tenant in self._tenants.all():
             limits = tenant.limits
-            is_limited = limits.host_min_bytes or limits.host_max_bytes or limits.nvme_max_bytes
-            number = self._residency.tenant(tenant.index_name) if is_limited or shares else -1
-            if is_limited or number in shares:
+            is_special = limits.host_min_bytes or limits.host_max_bytes or limits.nvme_max_bytes or _terms(limits)
+            number = self._residency.tenant(tenant.index_name) if is_special or shares else -1
+            if is_special or number in shares:
                 self.set(tenant, number)
 
     def set(self, tenant: Tenant, tenant_id: int) -> None:
@@ -37,3 +44,12 @@ class TenantShares:
         for policy in self._policies:
             if policy.tier in shares:
                 policy.set_share(tenant_id, shares[policy.tier])
+        self._retention.defaults.pop(tenant_id, None)
+        if (terms := _terms(limits)) is not None:
+            self._retention.defaults[tenant_id] = terms
+
+
+def _terms(limits: TenantSection) -> Terms | None:
+    """Return the terms that new blocks of a tenant have unless a put says otherwise; None where there are none."""
+    terms = Terms(limits.ttl_s or None, limits.priority or None)
+    return None if terms == NO_TERMS else terms

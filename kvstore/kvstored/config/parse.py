@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from kvstore_console.units import human_bytes, parse_size
+from kvstore_proto.terms import PRIORITY_MAX, PRIORITY_MIN, TTL_MAX_S
 from kvstored.config.addresses import address_of
 from kvstored.config.documents import (
     TENANT,
@@ -46,6 +47,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 _SECTIONS: dict[str, Any] = {name: kind for name, kind in get_type_hints(Config).items() if is_dataclass(kind)}
 _TENANT_KEYS = {
     "name", "uids", "gids", "host_max", "nvme_max", "host_min", "durability", "put_in_place", "remote", "unmapped",
+    "ttl_s", "priority",
 }  # fmt: skip
 _TENANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}\Z")
 _UID_TENANT = re.compile(r"uid-\d+\Z")  # what tenants.default = "by-uid" calls users that no tenant lists
@@ -232,6 +234,8 @@ def tenant_sections(raw: Any, config: Config) -> tuple[TenantSection, ...]:
                 _flag(entry, "put_in_place"),
                 entry.get("remote", ""),
                 bool(_flag(entry, "unmapped")),
+                _number(entry, "ttl_s", 0, TTL_MAX_S),
+                _number(entry, "priority", PRIORITY_MIN, PRIORITY_MAX),
             )
         except (ValueError, TypeError) as error:
             raise ConfigError(f"tenant {name}: {error}") from None
@@ -244,6 +248,13 @@ def _flag(entry: dict[str, Any], key: str) -> bool | None:
     value = entry.get(key)
     if value is not None and not isinstance(value, bool):
         raise TypeError(f"{key} must be true or false, got {value!r}")
+    return value
+
+
+def _number(entry: dict[str, Any], key: str, least: int, most: int) -> int:
+    value = entry.get(key, 0)
+    if type(value) is not int or not least <= value <= most:
+        raise TypeError(f"{key} must be a whole number from {least} to {most}, got {value!r}")
     return value
 
 

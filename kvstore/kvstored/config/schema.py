@@ -58,6 +58,7 @@ class LimitsSection:
     leases_per_client: int
     lease_ttl_ms: int
     limbo_per_tenant_bytes: int
+    pinned_per_tenant_bytes: int
     message_bytes: int
     ghosts_per_tenant: int
     misses_per_tenant: int
@@ -154,6 +155,8 @@ class TenantSection:
     put_in_place: bool | None = None  # None: as [put] says
     remote: str = ""  # "": as the tier says
     unmapped: bool = False  # whether users that the daemon's user namespace does not map are this tenant
+    ttl_s: int = 0  # of new blocks, unless their put says otherwise; 0: they do not expire
+    priority: int = 0  # likewise
 
 
 class WrittenSetting(NamedTuple):

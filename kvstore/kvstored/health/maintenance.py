@@ -17,7 +17,7 @@ from kvstored.store.assembly import Store
 
 log = logging.getLogger(__name__)
 TICK_S = 0.1
-EXPIRED_A_TICK = 64
+SOONER_S = 0.005  # while more blocks have expired
 PREFAULT_SLICE_BYTES = 8 << 20
 
 
@@ -28,12 +28,16 @@ class Maintenance:
         """`watches` are called each tick: looks at media, memory and files, and samples."""
         self._store = store
         self._watches = watches
+        self._has_more = False  # blocks to remove that have expired
         self._failed: set[str] = set()  # what was logged already
         self.prefaulted = (0, 0)  # bytes done, bytes in all
 
     def tick(self) -> None:
         """Each part by itself: one that fails takes none of the others with it."""
-        for part in (self._expire_leases, self._expire_blocks, *self._watches):
+        self._do(self._expire_leases, self._expire_blocks, *self._watches)
+
+    def _do(self, *parts: Callable[[], None]) -> None:
+        for part in parts:
             try:
                 part()
             except Exception as error:  # a mistake of ours; it may come again each tick, so it is logged once
@@ -47,10 +51,7 @@ class Maintenance:
         store.counters.add("expired_leases", store.leases.expire(store.clock.monotonic_ns()))
 
     def _expire_blocks(self) -> None:
-        now_ns = self._store.clock.monotonic_ns()
-        for policy, room in zip(self._store.policies, self._store.rooms, strict=True):
-            for row in policy.expired(now_ns, EXPIRED_A_TICK):
-                room.expire(row)
+        self._has_more = self._store.retention.tick()
 
     async def run(self) -> None:
         interval_s = watchdog_interval_s()
@@ -61,7 +62,11 @@ class Maintenance:
             if interval_s is not None and loop.time() >= next_ping_s:
                 notify("WATCHDOG=1")
                 next_ping_s = loop.time() + interval_s
-            await asyncio.sleep(TICK_S)
+            next_tick_s = loop.time() + TICK_S
+            while self._has_more and loop.time() < next_tick_s:
+                await asyncio.sleep(SOONER_S)
+                self._do(self._expire_blocks)
+            await asyncio.sleep(max(0.0, next_tick_s - loop.time()))
 
     async def prefault(self, still_wanted: Callable[[], bool]) -> None:
         """Touch arena pages ahead of puts, a slice at a time, while `still_wanted()`."""

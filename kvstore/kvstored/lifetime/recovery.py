@@ -7,8 +7,11 @@ one by one.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+
+import numpy as np
 
 from kvstore_console.units import human_bytes
 from kvstore_proto.identity import NO_PARENT
@@ -18,7 +21,7 @@ from kvstore_tiers.recovered import RecoveredBlocks
 from kvstored.clients.tenants import TenantDirectory
 from kvstored.clock import Clock
 from kvstored.store.blocks import CyclicChainError, Kind, Residency
-from kvstored.store.blocks.adoption import adopt
+from kvstored.store.blocks.adoption import adopt, keep
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +38,21 @@ def recover_blocks(nvme: Tier, residency: Residency, tenants: TenantDirectory, c
     recovered = len(blocks) - len(left_out)
     for block in left_out:
         recovered += _recover_one(nvme, residency, blocks, block, kinds[int(blocks.origin[block])], now_ns)
+    _keep(residency, blocks, kinds, now_ns, clock.wall_ns())
     return recovered
+
+
+def _keep(residency: Residency, blocks: RecoveredBlocks, kinds: Sequence[Kind], now_ns: int, wall_ns: int) -> None:
+    """Give blocks the expiry and the priority that their records say."""
+    if blocks.kept is None:
+        return
+    said = np.flatnonzero(blocks.kept)
+    tenants = np.array([kind.tenant for kind in kinds])[blocks.origin[said]]
+    for tenant in np.unique(tenants).tolist():
+        ours = said[tenants == tenant]
+        rows = residency.find_column(tenant, np.ascontiguousarray(blocks.key[ours]).view("V16").reshape(-1))
+        is_here = rows >= 0
+        keep(residency, rows[is_here], blocks.kept[ours][is_here], now_ns, wall_ns)
 
 
 def drop_blocks(nvme: Tier) -> None:
@@ -113,17 +130,20 @@ class ArenaImport:
     by one. Never decides whether a block is whole (`kvstore_tiers.adoption` did). Invariant: every block ends up in
     residency with a copy in its tier, or its slot is freed and counted as dropped."""
 
-    def __init__(self, tier: Tier, position: int, residency: Residency, tenants: TenantDirectory, now_ns: int) -> None:
+    def __init__(
+        self, tier: Tier, position: int, residency: Residency, tenants: TenantDirectory, now_ns: int, wall_ns: int = 0
+    ) -> None:
         self._tier = tier
         self._position = position
         self._residency = residency
         self._tenants = tenants
-        self._now_ns = now_ns
+        self._now_ns, self._wall_ns = now_ns, wall_ns
         self.rows: dict[tuple[int, int], int] = {}
         self.dropped_slots = 0
 
     def enter(self, found: AdoptedArena, tenant: int) -> None:
         headers, residency = found.headers, self._residency
+        kept = headers["kept"]
         columns = (
             headers[name].tolist() for name in ("key", "parent", "fingerprint", "group", "depth", "payload_bytes")
         )
@@ -141,6 +161,11 @@ class ArenaImport:
                 run.append(block)
                 in_run.add(block.key)
         self._enter_run(tenant, run)
+        said = np.flatnonzero(kept)
+        places = [(found.slots[at].container, found.slots[at].offset) for at in said.tolist()]
+        is_here = np.array([place in self.rows for place in places], bool)
+        rows = np.array([self.rows[place] for place in places if place in self.rows], np.int64)
+        keep(residency, rows, kept[said[is_here]], self._now_ns, self._wall_ns)
 
     def _enter_run(self, tenant: int, run: list[_Block]) -> None:
         """Blocks without a row, each the parent of the next."""

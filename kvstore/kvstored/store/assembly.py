@@ -23,8 +23,10 @@ from kvstored.predictor_names import LEARNED
 from kvstored.store.blocks import Residency
 from kvstored.store.degraded.modes import DegradedModes
 from kvstored.store.endurance.account import EnduranceAccount
+from kvstored.store.idle import IdleCopies
 from kvstored.store.leases import LeaseTable
 from kvstored.store.policies import Policy, PolicySettings, create, succeed
+from kvstored.store.policies.ranked import Priorities
 from kvstored.store.prefetch.credit import PrefetchCredit
 from kvstored.store.prefetch.feed import Feed
 from kvstored.store.prefetch.guarded_predictor import GuardedPredictor, PrefetchState, create_predictor
@@ -32,9 +34,11 @@ from kvstored.store.prefetch.prefetcher import Prefetcher
 from kvstored.store.prefetch.recent import RecentRequests
 from kvstored.store.remote import Absences, ComputeTimes
 from kvstored.store.reservations import Reservations
+from kvstored.store.retention import Retention
 from kvstored.store.transfer.admission import RemoteWrites
 from kvstored.store.transfer.damage import Damage
 from kvstored.store.transfer.eviction import UnmappedExit
+from kvstored.store.transfer.group_commit import GroupCommit
 from kvstored.store.transfer.mover import Mover
 from kvstored.store.transfer.promote import Promoter
 from kvstored.store.transfer.room import Room
@@ -66,7 +70,22 @@ PREFETCH_SHARE = 4  # at most one part in so many of the mapped tier is held for
 
 def make_policy(config: Config, residency: Residency, position: int) -> Policy:
     section = config.tier(residency.tiers[position]) or config.listed[-1]  # not listed: as the slowest
-    return create(section.policy, residency, position, PolicySettings(section.ttl_s or None, section.keep_worth))
+    return create(section.policy, residency, position, PolicySettings(section.keep_worth))
+
+
+def _ttl_s(config: Config, residency: Residency, position: int) -> float:
+    return (config.tier(residency.tiers[position]) or config.listed[-1]).ttl_s
+
+
+def make_retention(
+    ground: Ground, policies: list[Policy], parts: RoomParts, rooms: Sequence[Room],
+    discard: Sequence[Callable[[Slot, int], None]], commit: GroupCommit | None,
+) -> Retention:  # fmt: skip
+    idle = IdleCopies(ground.residency, policies, rooms)
+    for position in range(len(rooms)):
+        idle.set_ttl(position, _ttl_s(ground.config, ground.residency, position))
+    is_coming = commit.backlog.__contains__ if commit is not None else lambda token: False
+    return Retention(ground, parts.priorities, idle, discard, is_coming)
 
 
 def make_prefetch(
@@ -131,6 +150,10 @@ class Store:
         )
         links = Links(ground, self.mover, self._breakers)
         self.policies = [make_policy(config, residency, position) for position in range(len(tiers))]
+        priorities = Priorities(residency)
+        for policy in self.policies:
+            priorities.follow(policy)
+        priorities.resume()
         gates, commit = make_gates(ground, self.policies, remote_writes), None
         if self.breaker is not None:
             commit = make_commit(ground, links, self.breaker, self.endurance, self.policies)
@@ -140,8 +163,9 @@ class Store:
         for at, tier in self.keyed.items():
             self.discard[at] = partial(_discard, tier)
         self.damage = Damage(residency, self.tiers, self.discard, clock, self.counters, commit)
-        parts = RoomParts(self.policies, exits, self.orphans, self.damage, self.modes)
+        parts = RoomParts(self.policies, exits, self.orphans, priorities, self.damage, self.modes)
         self.rooms, self.copiers, self.writeback = make_rooms(ground, links, parts, commit, gates)
+        self.retention = make_retention(ground, self.policies, parts, self.rooms, self.discard, commit)
         self.device_check = DeviceCheck(residency, self.exporters, completions, self.damage)
         self.dram_check = DramCheck(config.host.verify_reads, residency, host, completions, self.damage, self.counters)
         self.promoter = Promoter(
@@ -183,6 +207,8 @@ class Store:
         succeed(policy, former, self.clock.monotonic_ns())
         self.policies[position] = policy
         self.rooms[position].follow(policy)
+        self.retention.priorities.follow(policy)
+        self.retention.idle.set_ttl(position, _ttl_s(config, self.residency, position))
         self.replace_admission(config)
 
     def replace_admission(self, config: Config) -> None:

@@ -26,6 +26,7 @@ from kvstored.store.degraded.modes import DegradedModes
 from kvstored.store.endurance.account import EnduranceAccount
 from kvstored.store.policies import Admission, Policy, create_admission
 from kvstored.store.policies.admission import Always, Reused
+from kvstored.store.policies.ranked import Priorities
 from kvstored.store.remote import Absences
 from kvstored.store.transfer.admission import Contest, Intake, RemoteWrites, TierGate
 from kvstored.store.transfer.damage import Damage
@@ -118,6 +119,7 @@ class RoomParts(NamedTuple):
     policies: list[Policy]
     exits: Sequence[SlotExit]
     orphans: OrphanQueue
+    priorities: Priorities
     damage: Damage
     modes: DegradedModes
 
@@ -208,7 +210,10 @@ def make_gates(ground: Ground, policies: Sequence[Policy], remote_writes: Remote
     """Make the gates of the key-addressed tiers, by position. `remote_writes` instead of the configuration's."""
     residency, gates = ground.residency, {}
 
-    def refuses(tier: KeyedTier, tenant: int) -> bool:
+    def refuses(tier: KeyedTier, row: int) -> bool:
+        if residency.expires_s(row):
+            return True  # nothing would end it there once this daemon has forgotten it
+        tenant = residency.tenant_of(row)
         name = residency.tenants[tenant].name  # a tenant's digest; another name in a simulation
         return len(name) == 2 * DIGEST_BYTES and tier.refuses(bytes.fromhex(name))
 
@@ -268,7 +273,7 @@ def make_rooms(
             )
         if position >= mapped:
             demoter = above
-        victims = Victims(parts.policies[position], residency, parts.orphans, ground.clock)
+        victims = Victims(parts.policies[position], residency, parts.orphans, parts.priorities, ground.clock)
         exits = parts.exits[position]
         eviction = Eviction(position, residency, exits, above, ground.clock, ground.counters, ground.flows)
         relocation: Relocation = MemoryRelocation(tier, ground.completions)
@@ -311,7 +316,7 @@ def make_early(
             Contest(residency, position),
         )
         # The lanes have the byte rate.
-        gate = TierGate(residency, admission, admission, 0, ground.clock, counters, lambda _tenant: False)
+        gate = TierGate(residency, admission, admission, 0, ground.clock, counters, lambda _row: False)
         intake = Intake(links.between(mapped, position), rooms[position], gate, contest)
         back = links.between(position, mapped)
         sharing.append(Sharing(residency, intake, back, None, parts.damage, counters, "device_blocks"))

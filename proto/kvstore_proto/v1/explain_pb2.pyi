@@ -152,6 +152,8 @@ class CopyStatus(google.protobuf.message.Message):
     RESIDENCY_FIELD_NUMBER: builtins.int
     BYTES_FIELD_NUMBER: builtins.int
     LOCATION_FIELD_NUMBER: builtins.int
+    CODEC_FIELD_NUMBER: builtins.int
+    STORED_BYTES_FIELD_NUMBER: builtins.int
     tier: builtins.str
     state: builtins.str
     """filling | resident"""
@@ -159,6 +161,10 @@ class CopyStatus(google.protobuf.message.Message):
     """hot | warm | cold"""
     bytes: builtins.int
     location: builtins.str
+    codec: builtins.int
+    """the number of the codec of the stored bytes; 0: the payload is stored as it is"""
+    stored_bytes: builtins.int
+    """of the payload, in coded form"""
     def __init__(
         self,
         *,
@@ -167,8 +173,10 @@ class CopyStatus(google.protobuf.message.Message):
         residency: builtins.str = ...,
         bytes: builtins.int = ...,
         location: builtins.str = ...,
+        codec: builtins.int = ...,
+        stored_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "location", b"location", "residency", b"residency", "state", b"state", "tier", b"tier"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "codec", b"codec", "location", b"location", "residency", b"residency", "state", b"state", "stored_bytes", b"stored_bytes", "tier", b"tier"]) -> None: ...
 
 global___CopyStatus = CopyStatus
 
@@ -269,6 +277,10 @@ class BlockStatus(google.protobuf.message.Message):
     CHILDREN_FIELD_NUMBER: builtins.int
     RESIDENCY_FIELD_NUMBER: builtins.int
     LOCATION_FIELD_NUMBER: builtins.int
+    EXPIRES_IN_S_FIELD_NUMBER: builtins.int
+    PRIORITY_FIELD_NUMBER: builtins.int
+    PINNED_BY_FIELD_NUMBER: builtins.int
+    KIND_FIELD_NUMBER: builtins.int
     key: builtins.str
     """hex"""
     parent: builtins.str
@@ -288,8 +300,15 @@ class BlockStatus(google.protobuf.message.Message):
     """hot | warm | cold"""
     location: builtins.str
     """file and offset; for operators alone"""
+    expires_in_s: builtins.float
+    """until it expires; 0: never"""
+    priority: builtins.int
+    kind: builtins.str
+    """of its group's state: full | sliding | mla (latent) | recurrent; empty: not known"""
     @property
     def tiers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    @property
+    def pinned_by(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     def __init__(
         self,
         *,
@@ -309,7 +328,11 @@ class BlockStatus(google.protobuf.message.Message):
         children: builtins.int = ...,
         residency: builtins.str = ...,
         location: builtins.str = ...,
+        expires_in_s: builtins.float = ...,
+        priority: builtins.int = ...,
+        pinned_by: collections.abc.Iterable[builtins.str] | None = ...,
+        kind: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["accesses", b"accesses", "children", b"children", "depth", b"depth", "durability", b"durability", "fingerprint", b"fingerprint", "group", b"group", "idle_s", b"idle_s", "key", b"key", "leases", b"leases", "location", b"location", "parent", b"parent", "payload_bytes", b"payload_bytes", "residency", b"residency", "state", b"state", "tenant", b"tenant", "tiers", b"tiers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accesses", b"accesses", "children", b"children", "depth", b"depth", "durability", b"durability", "expires_in_s", b"expires_in_s", "fingerprint", b"fingerprint", "group", b"group", "idle_s", b"idle_s", "key", b"key", "kind", b"kind", "leases", b"leases", "location", b"location", "parent", b"parent", "payload_bytes", b"payload_bytes", "pinned_by", b"pinned_by", "priority", b"priority", "residency", b"residency", "state", b"state", "tenant", b"tenant", "tiers", b"tiers"]) -> None: ...
 
 global___BlockStatus = BlockStatus

@@ -807,11 +807,49 @@ class PrefetchReply(google.protobuf.message.Message):
 global___PrefetchReply = PrefetchReply
 
 @typing.final
+class Terms(google.protobuf.message.Message):
+    """How long blocks are to be kept; what is left out stays as it is, for new blocks as their tenant has it. Out of bounds:
+    INVALID. docs/policies.md has a table of what follows.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TTL_S_FIELD_NUMBER: builtins.int
+    PRIORITY_FIELD_NUMBER: builtins.int
+    PIN_FIELD_NUMBER: builtins.int
+    UNPIN_FIELD_NUMBER: builtins.int
+    ttl_s: builtins.int
+    """expires after so many seconds, at most 10 years; 0 = never. Expired is never served"""
+    priority: builtins.int
+    """-8 to 7, 0 for most: in a full tier a lower one leaves first"""
+    pin: builtins.str
+    """an owner, up to 64 characters, for whom the blocks are not evicted until it unpins them"""
+    unpin: builtins.str
+    """an owner whose pins end"""
+    def __init__(
+        self,
+        *,
+        ttl_s: builtins.int | None = ...,
+        priority: builtins.int | None = ...,
+        pin: builtins.str = ...,
+        unpin: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_priority", b"_priority", "_ttl_s", b"_ttl_s", "priority", b"priority", "ttl_s", b"ttl_s"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_priority", b"_priority", "_ttl_s", b"_ttl_s", "pin", b"pin", "priority", b"priority", "ttl_s", b"ttl_s", "unpin", b"unpin"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_priority", b"_priority"]) -> typing.Literal["priority"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_ttl_s", b"_ttl_s"]) -> typing.Literal["ttl_s"] | None: ...
+
+global___Terms = Terms
+
+@typing.final
 class Touch(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SET_FIELD_NUMBER: builtins.int
     LEASE_IDS_FIELD_NUMBER: builtins.int
+    TERMS_FIELD_NUMBER: builtins.int
     @property
     def set(self) -> global___KeySet:
         """counts as an access"""
@@ -820,14 +858,19 @@ class Touch(google.protobuf.message.Message):
     def lease_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """leases to renew"""
 
+    @property
+    def terms(self) -> global___Terms:
+        """of the blocks of `set` from now on"""
+
     def __init__(
         self,
         *,
         set: global___KeySet | None = ...,
         lease_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        terms: global___Terms | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["set", b"set"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["lease_ids", b"lease_ids", "set", b"set"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["set", b"set", "terms", b"terms"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["lease_ids", b"lease_ids", "set", b"set", "terms", b"terms"]) -> None: ...
 
 global___Touch = Touch
 
@@ -1083,6 +1126,7 @@ class Store(google.protobuf.message.Message):
     PAGES_FIELD_NUMBER: builtins.int
     DURABILITY_FIELD_NUMBER: builtins.int
     RESERVATION_FIELD_NUMBER: builtins.int
+    TERMS_FIELD_NUMBER: builtins.int
     loan: builtins.int
     group: builtins.int
     keys: builtins.bytes
@@ -1101,6 +1145,10 @@ class Store(google.protobuf.message.Message):
     def pages(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """for each block: offset of its slot in the staging memory / 4096, plus 1;"""
 
+    @property
+    def terms(self) -> global___Terms:
+        """of the blocks; of those that are PRESENT, as far as it keeps them longer"""
+
     def __init__(
         self,
         *,
@@ -1113,8 +1161,10 @@ class Store(google.protobuf.message.Message):
         pages: collections.abc.Iterable[builtins.int] | None = ...,
         durability: global___DurabilityMode.ValueType = ...,
         reservation: builtins.int = ...,
+        terms: global___Terms | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["durability", b"durability", "extras", b"extras", "group", b"group", "keys", b"keys", "loan", b"loan", "pages", b"pages", "parents", b"parents", "payload_bytes", b"payload_bytes", "reservation", b"reservation"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["terms", b"terms"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["durability", b"durability", "extras", b"extras", "group", b"group", "keys", b"keys", "loan", b"loan", "pages", b"pages", "parents", b"parents", "payload_bytes", b"payload_bytes", "reservation", b"reservation", "terms", b"terms"]) -> None: ...
 
 global___Store = Store
 

@@ -240,6 +240,7 @@ class UnaryPutRequest(google.protobuf.message.Message):
     PAYLOADS_FIELD_NUMBER: builtins.int
     DURABILITY_FIELD_NUMBER: builtins.int
     ANSWER_EARLY_FIELD_NUMBER: builtins.int
+    TERMS_FIELD_NUMBER: builtins.int
     durability: kvstore_proto.v1.kvstore_pb2.DurabilityMode.ValueType
     """0 = what the tenant is configured for"""
     answer_early: builtins.bool
@@ -250,6 +251,12 @@ class UnaryPutRequest(google.protobuf.message.Message):
     def payloads(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
         """a key: its K/V bytes, of the size that the fingerprint says"""
 
+    @property
+    def terms(self) -> kvstore_proto.v1.kvstore_pb2.Terms:
+        """the answer waits until each is DURABLE or VOLATILE for good
+        how long to keep the blocks; of those that are PRESENT, as far as it keeps them longer
+        """
+
     def __init__(
         self,
         *,
@@ -257,9 +264,10 @@ class UnaryPutRequest(google.protobuf.message.Message):
         payloads: collections.abc.Iterable[builtins.bytes] | None = ...,
         durability: kvstore_proto.v1.kvstore_pb2.DurabilityMode.ValueType = ...,
         answer_early: builtins.bool = ...,
+        terms: kvstore_proto.v1.kvstore_pb2.Terms | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["chain", b"chain"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["answer_early", b"answer_early", "chain", b"chain", "durability", b"durability", "payloads", b"payloads"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["chain", b"chain", "terms", b"terms"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["answer_early", b"answer_early", "chain", b"chain", "durability", b"durability", "payloads", b"payloads", "terms", b"terms"]) -> None: ...
 
 global___UnaryPutRequest = UnaryPutRequest
 

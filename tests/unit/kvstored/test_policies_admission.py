@@ -43,7 +43,7 @@ def test_a_parent_follows_its_child() -> None:
 
 
 def knowing(shelf: Shelf, keep_worth: float = 0.0) -> Policy:
-    policy = create(CHAIN_HAZARD, shelf.residency, 0, PolicySettings(None, keep_worth))
+    policy = create(CHAIN_HAZARD, shelf.residency, 0, PolicySettings(keep_worth))
     trust_at_once(policy)
     return policy
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvstore_simulator.policies import create
 from kvstore_simulator.policies.w_tinylfu import FrequencySketch
 from kvstored.lifecycle import Cause
-from kvstored.store.policies import Policy, PolicySettings
+from kvstored.store.policies import Policy
 from tests.reference.blocks import Shelf, key
 
 S = 1_000_000_000
@@ -79,13 +79,6 @@ def test_arc_gives_recency_more_room_when_its_victims_return() -> None:
     for number in gone[:3]:  # each was remembered: the target of T1 grows
         shelf.chain(number)
     assert policy.next_victim(1) in often, "T1 is within its target now, so the frequent side gives"
-
-
-def test_lfu_has_no_time_to_live() -> None:
-    shelf = Shelf()
-    policy = create("lfu", shelf.residency, 0, PolicySettings(ttl_s=1))
-    shelf.chain(0)
-    assert policy.expired(100 * S, 9) == []
 
 
 def test_gdsf_keeps_the_deep_one_of_two() -> None:

@@ -19,9 +19,9 @@ S = 1_000_000_000
 LATE = 7200 * S  # by then a chain that was used at 0 is worth little
 
 
-def knowing(shelf: Shelf, keep_worth: float, ttl_s: float | None = None, tier: int = 0) -> Policy:
+def knowing(shelf: Shelf, keep_worth: float, tier: int = 0) -> Policy:
     """A policy that believes its tables from the first request on."""
-    policy = create(CHAIN_HAZARD, shelf.residency, tier, PolicySettings(ttl_s, keep_worth))
+    policy = create(CHAIN_HAZARD, shelf.residency, tier, PolicySettings(keep_worth))
     trust_at_once(policy)
     return policy
 
@@ -35,7 +35,7 @@ def worth(policy: Policy, row: int, now_ns: int) -> float:
 def leave(shelf: Shelf, policy: Policy, now_ns: int, limit: int = 64) -> list[int]:
     """All that expires at that time; removing what may not leave crashes."""
     gone: list[int] = []
-    while rows := policy.expired(now_ns, limit):
+    while rows := policy.worth_little(now_ns, limit):
         assert len(rows) <= limit
         for row in rows:
             shelf.residency.remove(row, Cause.EXPIRED, now_ns)
@@ -48,9 +48,9 @@ def test_a_chain_leaves_tail_first_once_it_is_worth_less() -> None:
     policy = knowing(shelf, WARM_WORTH)
     rows = shelf.chain(1, 2, 3)
     assert worth(policy, rows[0], 1) >= WARM_WORTH
-    assert policy.expired(1, 9) == []
+    assert policy.worth_little(1, 9) == []
     assert worth(policy, rows[0], LATE) < WARM_WORTH
-    assert policy.expired(LATE, 9) == policy.expired(LATE, 9) == [rows[-1]], "asking changes nothing"
+    assert policy.worth_little(LATE, 9) == policy.worth_little(LATE, 9) == [rows[-1]], "asking changes nothing"
     assert leave(shelf, policy, LATE) == rows[::-1]
     assert len(policy) == 0
     assert shelf.residency.why_missing(0, key(3)).cause is Cause.EXPIRED
@@ -64,8 +64,8 @@ def test_it_names_no_more_than_was_asked_for_and_the_least_worth_first() -> None
         shelf.now_ns = number * 400 * S + 1
         rows += shelf.chain(number)
     now_ns = 3700 * S
-    found = policy.expired(now_ns, 4)
-    assert policy.expired(now_ns, 0) == []
+    found = policy.worth_little(now_ns, 4)
+    assert policy.worth_little(now_ns, 0) == []
     assert len(found) == 4
     worths = [worth(policy, row, now_ns) for row in found]
     assert worths == sorted(worths)
@@ -88,7 +88,7 @@ def test_a_leased_chain_stays_until_it_is_free_and_hides_no_other() -> None:
     policy = knowing(shelf, WARM_WORTH)
     leased, other = shelf.chain(1, 2), shelf.chain(11, 12)
     shelf.residency.pin(leased[-1])
-    assert policy.expired(LATE, 9) == [other[-1]]
+    assert policy.worth_little(LATE, 9) == [other[-1]]
     assert leave(shelf, policy, LATE) == other[::-1]
     shelf.residency.unpin(leased[-1])
     assert leave(shelf, policy, LATE) == leased[::-1]
@@ -98,7 +98,7 @@ def test_what_was_used_again_stays() -> None:
     shelf = Shelf()
     policy = knowing(shelf, WARM_WORTH)
     used, other = shelf.chain(1, 2), shelf.chain(11, 12)
-    assert set(policy.expired(LATE, 9)) == {used[-1], other[-1]}
+    assert set(policy.worth_little(LATE, 9)) == {used[-1], other[-1]}
     shelf.now_ns = LATE
     used = shelf.chain(1, 2, 3)
     assert leave(shelf, policy, LATE) == other[::-1]
@@ -109,11 +109,11 @@ def test_what_an_engine_will_ask_for_stays_until_it_is_long_overdue() -> None:
     shelf = Shelf()
     policy = knowing(shelf, WARM_WORTH)
     rows = shelf.chain(1, 2)
-    assert policy.expired(LATE, 9) == [rows[-1]]
+    assert policy.worth_little(LATE, 9) == [rows[-1]]
     policy.on_hint(0, rows[-1], key(2), ChainHint(due_ns=LATE + 10 * S), LATE)
-    assert policy.expired(LATE, 9) == []
-    assert policy.expired(LATE + 20 * S, 9) == []
-    assert policy.expired(LATE + 120 * S, 9) == [rows[-1]]
+    assert policy.worth_little(LATE, 9) == []
+    assert policy.worth_little(LATE + 20 * S, 9) == []
+    assert policy.worth_little(LATE + 120 * S, 9) == [rows[-1]]
 
 
 def test_a_shared_prefix_lives_by_the_touches_of_others() -> None:
@@ -133,10 +133,10 @@ def test_a_shared_prefix_lives_by_the_touches_of_others() -> None:
 
 def test_nothing_expires_by_worth_while_lru_decides() -> None:
     shelf = Shelf()
-    policy = create(CHAIN_HAZARD, shelf.residency, 0, PolicySettings(None, 1e6))
+    policy = create(CHAIN_HAZARD, shelf.residency, 0, PolicySettings(1e6))
     rows = shelf.chain(1, 2)
     assert policy.worth(rows[0], LATE) is None
-    assert policy.expired(LATE, 9) == []
+    assert policy.worth_little(LATE, 9) == []
 
 
 def test_blocks_of_no_known_chain_stay_until_they_are_used() -> None:
@@ -144,17 +144,9 @@ def test_blocks_of_no_known_chain_stay_until_they_are_used() -> None:
     rows = shelf.chain(1, 2)
     policy = knowing(shelf, WARM_WORTH)
     assert policy.worth(rows[0], LATE) is None
-    assert policy.expired(LATE, 9) == []
+    assert policy.worth_little(LATE, 9) == []
     shelf.chain(1, 2)
     assert leave(shelf, policy, LATE + 2 * S) == rows[::-1]
-
-
-def test_idle_and_unworthy_are_named_once() -> None:
-    shelf = Shelf()
-    policy = knowing(shelf, WARM_WORTH, ttl_s=10.0)
-    rows = shelf.chain(1, 2), shelf.chain(11)
-    assert sorted(policy.expired(LATE, 9)) == sorted([rows[0][-1], rows[1][-1]])
-    assert sorted(leave(shelf, policy, LATE)) == sorted(rows[0] + rows[1])
 
 
 def test_above_nvme_the_copy_leaves_and_the_block_stays() -> None:
@@ -164,7 +156,7 @@ def test_above_nvme_the_copy_leaves_and_the_block_stays() -> None:
     for row in rows:
         shelf.residency.attach(row, 1, shelf.slot(), 1)
     for _ in rows:
-        (row,) = policy.expired(LATE, 9)
+        (row,) = policy.worth_little(LATE, 9)
         shelf.residency.detach(row, 0)
     assert len(policy) == 0
     assert all(shelf.residency.has(row, 1) for row in rows)

@@ -4,7 +4,6 @@ import pytest
 
 from kvstore_simulator.policies import create
 from kvstored.lifecycle import Cause
-from kvstored.store.policies import PolicySettings, Share
 from tests.reference.blocks import Shelf
 from tests.reference.policies import victims
 
@@ -41,48 +40,6 @@ def test_what_was_popular_once_gives_way_after_some_generations() -> None:
 
 def test_use_is_capped_so_that_nothing_stays_for_ever() -> None:
     assert evicted_before(uses=1000, most=69) is not None
-
-
-def test_expired_blocks_leave_before_rarely_used_ones() -> None:
-    shelf = Shelf()
-    policy = create("lfu-ttl", shelf.residency, 0, PolicySettings(ttl_s=10))
-    for _ in range(5):
-        stale = shelf.chain(0)[0]
-    shelf.now_ns = 9 * S
-    fresh = shelf.chain(1)[0]
-    assert policy.next_victim(9 * S) == fresh
-    assert policy.next_victim(11 * S) == stale
-    assert policy.expired(11 * S, 5) == [stale]
-    assert policy.expired(9 * S, 5) == []
-
-
-def test_a_pinned_block_expires_once_it_is_free_and_does_not_hide_others() -> None:
-    shelf = Shelf()
-    policy = create("lfu-ttl", shelf.residency, 0, PolicySettings(ttl_s=10))
-    pinned, other = shelf.chain(0)[0], shelf.chain(1)[0]
-    shelf.residency.pin(pinned)
-    assert policy.expired(20 * S, 5) == [other]
-    shelf.residency.unpin(pinned)
-    assert policy.expired(20 * S, 5) == [pinned, other]
-    shelf.residency.pin(pinned)
-    assert policy.expired(20 * S, 5) == [other]
-    shelf.now_ns = 20 * S
-    shelf.chain(0)
-    shelf.residency.unpin(pinned)
-    assert policy.expired(21 * S, 5) == [other], "used again: its time starts anew"
-
-
-def test_priority_outranks_time_to_live() -> None:
-    shelf = Shelf(tenants=2)
-    policy = create("lfu-ttl", shelf.residency, 0, PolicySettings(ttl_s=10))
-    policy.set_share(0, Share(priority=1))
-    policy.set_share(1, Share(priority=0))
-    stale_of_high_priority = shelf.chain(0, tenant=0)[0]
-    shelf.now_ns = 15 * S
-    cheap = shelf.chain(0, tenant=1)[0]
-    assert policy.next_victim(16 * S) == cheap
-    policy.set_share(1, Share(priority=1))
-    assert policy.next_victim(16 * S) == stale_of_high_priority
 
 
 @pytest.mark.parametrize("chains", [200])

@@ -19,7 +19,7 @@ from kvstored.store.blocks import Kind, Residency
 from kvstored.store.blocks.adoption import adopt
 from kvstored.store.blocks.check import check
 from kvstored.store.blocks.removal import TakenCopy
-from kvstored.store.policies import PolicySettings, create
+from kvstored.store.policies import create
 
 HOST, NVME = 0, 1
 CHAIN = 12
@@ -103,7 +103,7 @@ def test_eviction_takes_them_in_the_same_order_as_one_by_one(policy: str, length
     random.shuffle(blocks)  # type: ignore[attr-defined]
     orders: list[list[bytes]] = []
     for residency in (adopted(blocks), one_by_one(blocks)):
-        chosen = create(policy, residency, NVME, PolicySettings(ttl_s=100.0))
+        chosen = create(policy, residency, NVME)
         assert len(chosen) == len(blocks)
         evicted: list[bytes] = []
         while (row := chosen.next_victim(2)) >= 0:

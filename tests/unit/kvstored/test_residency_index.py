@@ -156,9 +156,9 @@ def test_pins_hold_a_block(shelf: Shelf) -> None:
     shelf.residency.unpin(row)
     assert not shelf.residency.is_evictable(row, HOST)
     with pytest.raises(RuntimeError, match="pinned"):
-        shelf.residency.remove(row, Cause.EXPIRED, 3)
+        shelf.residency.remove(row, Cause.EVICTED, 3)
     shelf.residency.unpin(row)
-    shelf.residency.remove(row, Cause.EXPIRED, 3)
+    shelf.residency.remove(row, Cause.EVICTED, 3)
 
 
 def test_a_token_outlives_its_block_by_saying_so(shelf: Shelf) -> None:

@@ -8,6 +8,7 @@ from kvstore_simulator.policies import create
 from kvstore_tiers.base import Slot
 from kvstored.clock import NS_PER_S, ManualClock
 from kvstored.store.blocks import Residency
+from kvstored.store.policies.ranked import Priorities
 from kvstored.store.transfer.victims import MAX_LOOKS, AllBut, OrphanQueue, Victims
 
 ROWS = 4000
@@ -36,5 +37,5 @@ def test_one_question_within_containers_ends_soon(name: str) -> None:
         residency.attach(row, 0, Slot(1 if n < ROWS - 10 else 2, 8192 * n, 8192, 1), n)
         residency.touch_run([row], n)
     passed_over = Counted(residency.copies[0], {2})
-    Victims(policy, residency, OrphanQueue(residency), ManualClock(NS_PER_S)).next(passed_over)
+    Victims(policy, residency, OrphanQueue(residency), Priorities(residency), ManualClock(NS_PER_S)).next(passed_over)
     assert 0 < passed_over.asked <= MAX_LOOKS * (MAX_LOOKS + 1), "not the square of the rows"

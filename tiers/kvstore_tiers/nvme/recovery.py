@@ -292,6 +292,7 @@ def _columns(judged: list[ScannedSlab], live: LiveBlocks, origins: Origins) -> R
         offset=offsets,
         nbytes=sizes,
         generation=live.generation,
+        kept=live.kept if live.kept.any() else None,
         **_forms(judged),
     )
 

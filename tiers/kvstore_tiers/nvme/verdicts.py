@@ -20,7 +20,7 @@ from kvstore_tiers.recovered import BlockOrigin
 
 # Words of a record; docs/format.md gives the bytes.
 _HEAD, _GENERATION, _SEQUENCE, _KEY, _PARENT, _ORIGIN = 0, 1, 2, 3, 5, 9
-_GROUP_AND_DEPTH, _PAYLOAD, _STORED = 15, 17, 20  # the codec is in the former
+_GROUP_AND_DEPTH, _PAYLOAD, _STORED, _KEPT = 15, 17, 20, 22  # the codec is in the first
 _ORIGIN_WORDS = 6
 _GROUP_MASK = np.uint64(0xFFFF)
 _MAGIC_MASK = np.uint64(0xFFFFFFFF)
@@ -42,6 +42,7 @@ class LiveBlocks:
     sequence: Array
     payload_bytes: Array
     generation: Array
+    kept: Array
 
     @classmethod
     def room(cls, blocks: int, make: Callable[..., Array] = np.empty) -> LiveBlocks:
@@ -55,6 +56,7 @@ class LiveBlocks:
             sequence=make(blocks, np.uint64),
             payload_bytes=make(blocks, np.uint64),
             generation=make(blocks, np.uint64),
+            kept=make(blocks, np.uint64),
         )
 
     def __len__(self) -> int:
@@ -192,6 +194,7 @@ class Judge:
         found.sequence[:] = blocks[_SEQUENCE]
         found.payload_bytes[:] = blocks[_PAYLOAD]
         found.generation[:] = blocks[_GENERATION]
+        found.kept[:] = blocks[_KEPT]
         return Verdicts(
             states,
             words[_GENERATION].copy(),

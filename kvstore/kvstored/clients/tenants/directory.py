@@ -263,6 +263,13 @@ class TenantDirectory:
     def fingerprint(self, digest: bytes) -> Fingerprint | None:
         return self._names.fingerprints.get(digest)
 
+    def state_kind(self, number: int, group_id: int) -> str:
+        """Return the kind of state that a layer group of a fingerprint has, by the fingerprint's number; "" where that
+        is not known. It is a fact of the group, so no block keeps it."""
+        known = self.fingerprint(self.fingerprint_digest(number))
+        group = None if known is None else known.group(group_id)
+        return "" if group is None else group.kind
+
     def fingerprint_label(self, digest: bytes) -> str:
         known = self._names.fingerprints.get(digest)
         if known is None:

@@ -111,7 +111,7 @@ class WarmRestart:
             tenant = residency.tenant(record.owner)
             adopted.dropped_slots += found.damaged_slots
             adopted.retired |= {(slot.container, slot.offset): (slot, tenant) for slot in found.retired}
-            importer = ArenaImport(tiers[position], position, residency, tenants, clock.monotonic_ns())
+            importer = ArenaImport(tiers[position], position, residency, tenants, clock.monotonic_ns(), clock.wall_ns())
             importer.enter(found, tenant)
             adopted.rows |= importer.rows
             adopted.dropped_slots += importer.dropped_slots

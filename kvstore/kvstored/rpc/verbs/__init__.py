@@ -21,7 +21,7 @@ from kvstore_proto.v1.explain_pb2 import ExplainReply, ExplainRequest
 from kvstored.clients.codes import codes_by_mask, known_step, miss_reason, tier_code
 from kvstored.clients.sessions import Session
 from kvstored.rpc.verbs.put import PutVerb
-from kvstored.rpc.verbs.validate import keys_of, known_group
+from kvstored.rpc.verbs.validate import keys_of, known_group, terms_of
 from kvstored.store.assembly import Store
 from kvstored.store.operations import Operations
 from kvstored.store.operations.delete import Fate
@@ -95,6 +95,7 @@ class Verbs:
         self, session: Session, offer: Offer, durability: pb.DurabilityMode.ValueType
     ) -> AsyncGenerator[pb.Response, None]:
         """Yield the answers to a put whose blocks came in its message."""
+        self._puts.check_terms(session, offer)
         mode = self._puts.mode_of(session, durability)
         return _stored(self._put.store(session, offer, mode))
 
@@ -260,7 +261,7 @@ class Verbs:
         reply = pb.TouchReply(expires_in_ms=self._hints.lease_ttl_ms)
         if request.HasField("set"):
             self._keys_of(session, request.set)
-            reply.touched = self._hints.touch(session, request.set.keys)
+            reply.touched = self._hints.touch(session, request.set.keys, terms_of(request.terms))
         reply.renewed = self._hints.renew(session, request.lease_ids)
         return reply
 

@@ -26,7 +26,7 @@ from kvstored.clients.sessions import Session
 from kvstored.clients.staging import InlineBlocks
 from kvstored.rpc.verbs import Verbs
 from kvstored.rpc.verbs.naming import NamedBlocks
-from kvstored.rpc.verbs.validate import payload_size
+from kvstored.rpc.verbs.validate import payload_size, terms_of
 from kvstored.store.assembly import Store
 from kvstored.store.operations.delete import Delete, Fate
 from kvstored.store.operations.records import Offer
@@ -57,7 +57,7 @@ class InlineCalls:
     def __init__(self, verbs: Verbs, delete: Delete, store: Store, *, message_bytes: int) -> None:
         self._verbs = verbs
         self._delete = delete
-        self._residency = store.residency
+        self._residency, self._retention = store.residency, store.retention
         self._host = store.host
         self._completions = store.completions
         self._counters = store.counters
@@ -72,7 +72,7 @@ class InlineCalls:
             group=blocks.group, keys=blocks.packed, match=request.match, window_blocks=request.window_blocks
         )
         found = self._quick(session, lookup=pb.Lookup(sets=[key_set])).lookup.sets[0]
-        rows = self._residency.find_each(session.tenant_id, blocks.packed)
+        rows = self._retention.find_each(session.tenant_id, blocks.packed)
         present = [row >= 0 for row in rows]
         return unary.UnaryLookupReply(
             usable_blocks=found.usable_blocks,
@@ -97,7 +97,7 @@ class InlineCalls:
             self._counters.add("grpc_payload_bytes", len(payload))
         offer = Offer(
             blocks.group, blocks.packed, blocks.keys, blocks.parents, blocks.extras, list(map(len, request.payloads)),
-            InlineBlocks(blocks.tokens, request.payloads), range(len(blocks)),
+            InlineBlocks(blocks.tokens, request.payloads), range(len(blocks)), terms=terms_of(request.terms),
         )  # fmt: skip
         async with aclosing(self._verbs.store_inline(session, offer, request.durability)) as answers:
             async for answer in answers:
@@ -151,13 +151,13 @@ class InlineCalls:
         self, session: Session, blocks: NamedBlocks, request: unary.UnaryPrefetchRequest
     ) -> unary.UnaryPrefetchReply:
         residency = self._residency
-        run = residency.find_run(session.tenant_id, blocks.packed)
+        run = self._retention.find_run(session.tenant_id, blocks.packed)
         mapped = [residency.has(row, residency.mapped) for row in run]
         key_set = pb.KeySet(group=blocks.group, keys=blocks.packed)
         asked = pb.Prefetch(set=key_set, budget_bytes=request.budget_bytes)
         left = self._quick(session, prefetch=asked).prefetch.scheduled_blocks
         reply = unary.UnaryPrefetchReply()
-        missing = [row < 0 for row in residency.find_each(session.tenant_id, blocks.packed)]
+        missing = [row < 0 for row in self._retention.find_each(session.tenant_id, blocks.packed)]
         for position, miss in enumerate(missing):
             status = unary.KEY_STATUS_MISS if miss else unary.KEY_STATUS_OMITTED
             if position < len(run) and mapped[position]:
@@ -172,7 +172,7 @@ class InlineCalls:
     async def delete(
         self, session: Session, blocks: NamedBlocks, request: unary.UnaryDeleteRequest
     ) -> unary.UnaryDeleteReply:
-        missing = [row < 0 for row in self._residency.find_each(session.tenant_id, blocks.packed)]
+        missing = [row < 0 for row in self._retention.find_each(session.tenant_id, blocks.packed)]
         reasons = self._reasons(session, blocks, missing)  # before the call's own deletions are among them
         deleted = await self._delete.delete(session, blocks.keys)
         return unary.UnaryDeleteReply(
@@ -195,7 +195,7 @@ class InlineCalls:
         does."""
         room_bytes = self._message_bytes - _ANSWER_OVERHEAD_BYTES - _KEY_OVERHEAD_BYTES * len(blocks)
         limit_bytes = min(request.max_bytes or room_bytes, room_bytes)
-        run = self._residency.find_run(session.tenant_id, blocks.packed)[: request.max_blocks or None]
+        run = self._retention.find_run(session.tenant_id, blocks.packed)[: request.max_blocks or None]
         used_bytes = 0
         for position, row in enumerate(run):
             payload_bytes = self._residency.payload_bytes(row)

@@ -16,12 +16,13 @@ from itertools import pairwise
 
 from kvstore_proto.arena import ALIGNMENT_BYTES, slot_bytes
 from kvstore_proto.errors import ErrorKind, KVStoreError
+from kvstore_proto.terms import NO_TERMS
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstore_tiers.base import Slot
 from kvstored.clients.sessions import Session
 from kvstored.clients.staging import ReservedBlocks
 from kvstored.clock import NS_PER_MS
-from kvstored.rpc.verbs.validate import keys_of, known_group, payload_size
+from kvstored.rpc.verbs.validate import keys_of, known_group, payload_size, terms_of
 from kvstored.store.assembly import Store
 from kvstored.store.operations.durability import DurabilityMode
 from kvstored.store.operations.put import Put
@@ -39,6 +40,7 @@ class PutVerb:
     def __init__(self, put: Put, store: Store) -> None:
         self._put = put
         self._reservations, self._residency = store.reservations, store.residency
+        self._retention = store.retention
         self._host, self._room, self._clock = store.host, store.room, store.clock
         self._in_place, self._limits = store.config.put, store.config.limits
         self._default_mode = store.config.durability.mode  # of tenants that have none of their own
@@ -76,13 +78,21 @@ class PutVerb:
         if staged is None:
             return _sent_again(len(keys))
         sizes = [request.payload_bytes] * len(keys)
-        offer = Offer(request.group, request.keys, keys, parents, extras, sizes, staged, offsets, reserved)
+        terms = terms_of(request.terms)
+        offer = Offer(request.group, request.keys, keys, parents, extras, sizes, staged, offsets, reserved, terms)
         try:
+            self.check_terms(session, offer)
             return self._put.store(session, offer, self.mode_of(session, request.durability))
         except Exception:
             if reserved is not None:
                 reserved.end()
             raise
+
+    def check_terms(self, session: Session, offer: Offer) -> None:
+        """Raise KVStoreError for terms that are out of bounds, or pin more than the tenant may."""
+        if offer.terms != NO_TERMS:
+            nbytes = sum(map(slot_bytes, offer.payload_bytes)) if offer.terms.pin else 0
+            self._retention.check(session.tenant_id, offer.terms, nbytes)
 
     def mode_of(self, session: Session, asked: pb.DurabilityMode.ValueType) -> DurabilityMode:
         """Return the durability that is asked for; where that is none, or one of a newer version, the tenant's."""

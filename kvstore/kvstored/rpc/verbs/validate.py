@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.identity import KEY_BYTES, split_keys
+from kvstore_proto.terms import Terms
+from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstored.clients.sessions import Session
 
 
@@ -15,6 +17,16 @@ def keys_of(packed: bytes, max_keys: int) -> list[bytes]:
     if count > max_keys:
         raise KVStoreError(ErrorKind.TOO_LARGE, f"{count} keys in one message, the limit is {max_keys}: split it")
     return split_keys(packed)
+
+
+def terms_of(message: pb.Terms) -> Terms:
+    """Return the terms that a message asks for; `Retention.check` bounds them."""
+    return Terms(
+        message.ttl_s if message.HasField("ttl_s") else None,
+        message.priority if message.HasField("priority") else None,
+        message.pin,
+        message.unpin,
+    )
 
 
 def known_group(session: Session, group_id: int) -> None:

@@ -15,16 +15,30 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore_tiers.recovered import RecoveredBlocks, as_words
+from kvstored.clock import NS_PER_S
 from kvstored.lifecycle import CopyState, Step, advance
 from kvstored.store.blocks.index import Residency
 from kvstored.store.blocks.keys import BulkKeys, KeyTable
 from kvstored.store.blocks.view import Kind
 from kvstored.tier_set import ONLY
 
+_EXPIRY_MASK = (1 << 32) - 1
 _STORED = int(advance(CopyState.ABSENT, Step.RECOVER))
 _NONE = -1
 
 Column = npt.NDArray[Any]
+
+
+def keep(residency: Residency, rows: Column, kept: Column, now_ns: int, wall_ns: int) -> None:
+    """Give `rows` the expiry and the priority that the words `kept` of their headers say, of 0 none. What expired while
+    no daemon ran has expired: it is removed as any other is."""
+    rows, words = rows[kept != 0], kept[kept != 0]
+    columns, expires_s = residency.rows.optional, (words & np.uint64(_EXPIRY_MASK)).astype(np.int64)
+    ends = np.flatnonzero(expires_s)
+    later_s = np.maximum(expires_s[ends] - wall_ns // NS_PER_S + now_ns // NS_PER_S, 1)
+    columns.fill("expires_s", rows[ends], np.minimum(later_s, _EXPIRY_MASK))
+    priority = (words >> np.uint64(32)).astype(np.uint8).view(np.int8)
+    columns.fill("priority", rows[priority != 0], priority[priority != 0])
 
 
 def adopt(residency: Residency, tier: int, blocks: RecoveredBlocks, kinds: Sequence[Kind], now_ns: int) -> list[int]:

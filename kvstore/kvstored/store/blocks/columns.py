@@ -65,6 +65,14 @@ class OptionalColumns:
         """Return what a row has in a column unless something else was set."""
         return self._table[name].default
 
+    def fill(self, name: str, rows: npt.NDArray[np.int64], values: npt.NDArray[Any]) -> None:
+        """Do `set` for each of `rows`."""
+        if len(rows):
+            self.set(name, int(rows[0]), int(values[0]))
+            if name not in self.used:
+                self.used[name] = array(self._table[name].typecode, [self._table[name].default]) * self._rows
+            np.frombuffer(self.used[name], np.dtype(self._table[name].typecode))[rows] = values
+
     def view(self, name: str) -> npt.NDArray[Any] | None:
         """Return the column as an array for scans; None while all rows have the default. Drop it before a row is
         added."""

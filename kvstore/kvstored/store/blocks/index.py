@@ -7,9 +7,9 @@ a clock or decides what is worth keeping. Single-threaded: the control thread's 
 Invariants (verified by `check`)
 - A tenant's key has at most one row. A row is *readable* (a RESIDENT copy), *filling* (only
   FILLING copies), or a *placeholder*: no copy at all, kept because it has children (the parent has not
-  been stored yet, or was taken by force: quarantine, drop, invalidation). Storing that key again revives the
-  row, and the chain is whole.
-- Leaf-first: by choice (evict, expire, quota) the last copy of a block is removed only when no child row refers to
+  been stored yet, or was taken by force: its expiry, quarantine, drop, invalidation). Storing that key again revives
+  the row, and the chain is whole.
+- Leaf-first: by choice (evict, quota) the last copy of a block is removed only when no child row refers to
   it, so that a stored prefix never gets a hole. A copy may be evicted a tier at any time while another tier has a
   readable one.
 - A pinned block keeps all its copies, except by force; the holder of a pin keeps a token and calls `current` before
@@ -112,6 +112,18 @@ class Uses:
         del self._view.pins[row]
         self._listeners.release(row, self._view.rows.mask[row])
 
+    def set_owners(self, row: int, owners: int) -> None:
+        """Let `owners`, bits of the block's tenant, be who pinned it; all of them together are one pin."""
+        view, before = self._view, self._view.pinned_by(row)
+        view.rows.optional.set("pinned_by", row, owners)
+        if bool(before) != bool(owners):
+            view.pinned_bytes[view.tenant_of(row)] += view.slot_bytes(row) * (1 if owners else -1)
+            (self.pin if owners else self.unpin)(row)
+
+    def release(self, row: int) -> None:
+        """Notify the policies that a readable block may perhaps be evicted now."""
+        self._listeners.release(row, self._view.rows.mask[row])
+
     def unpin_run(self, tokens: Iterable[int]) -> None:
         """Do `unpin` for each block that is still there: one that was found damaged lost its pins with it."""
         for row in map(self._view.current, tokens):
@@ -167,3 +179,5 @@ class Residency(ResidencyView):
         self.pin_run = uses.pin_run
         self.unpin = uses.unpin
         self.unpin_run = uses.unpin_run
+        self.set_owners = uses.set_owners
+        self.release = uses.release

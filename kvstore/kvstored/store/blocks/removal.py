@@ -42,7 +42,7 @@ class Removal:
         """Take every copy of a block and remember why. The row ends, or remains as a placeholder under its
         children.
 
-        By choice (EVICTED, EXPIRED, QUOTA) raises RuntimeError unless `may_forget(row)`. By force (the other
+        By choice (EVICTED, QUOTA) raises RuntimeError unless `may_forget(row)`. By force (the other
         causes) leases end too: pins are dropped, and the caller sees to it that readers keep their bytes
         (limbo).
         """
@@ -217,11 +217,11 @@ class Removal:
                 index = self._view.tenants[tenant]
                 key = rows.keys[row]
                 index.unreadable[key] = index.readable.pop(key)  # type: ignore[index, arg-type]
-                if rows.optional.used:
-                    rows.optional.reset((row,))
             self._listeners.by_tier[tier].removed((row,))
             if self._listeners.is_followed:
                 self._listeners.presence_changed(row)
+            if rows.optional.used and not rows.mask[row]:
+                self._view.reset_facts(row)
         parent = rows.parent[row]
         if parent >= 0:
             copies.kids[parent] -= 1

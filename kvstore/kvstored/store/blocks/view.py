@@ -6,6 +6,7 @@ Policies and listings are given this. It changes nothing itself: the parts that 
 from __future__ import annotations
 
 import struct
+from collections import defaultdict
 from collections.abc import Iterable, Sequence, Set
 from functools import lru_cache
 from typing import NamedTuple
@@ -75,6 +76,7 @@ class ResidencyView:
         self.tenants: list[TenantIndex] = []
         self.kinds: list[Kind] = []
         self.pins: dict[int, int] = {}
+        self.pinned_bytes: defaultdict[int, int] = defaultdict(int)  # by tenant, slots of blocks that owners pinned
         self.kind_tenant: list[int] = []  # by kind number
         self.changes = 0
         self.deletions = 0
@@ -135,6 +137,9 @@ class ResidencyView:
         """Return why `key` is not readable. OTHER_FINGERPRINT where the tenant never stored under `fingerprint_id` but
         did under another one of `family`."""
         index = self.tenants[tenant]
+        row = index.find(key)
+        if row >= 0 and self.expires_s(row):
+            return Absence(Cause.EXPIRED)  # nothing else hides a block that is stored
         absence = index.ghost.recall(key)
         if absence is not None:
             return absence
@@ -225,18 +230,28 @@ class ResidencyView:
         last = tier == len(self.copies) - 1
         return not (last and self.rows.links[row] and self.rows.mask[row] == ONLY[tier])
 
+    def policy_may_name(self, row: int, tier: int) -> bool:
+        """Return whether a policy may name the copy in `tier` as its victim: it may be evicted, and has the priority
+        that is no priority. Blocks of others are in an order of their own (`policies/ranked.py`)."""
+        if (priority := self.rows.optional.used.get("priority")) is not None and priority[row]:
+            return False
+        return self.is_evictable(row, tier)
+
     def run_above(self, row: int, tier: int, limit: int) -> list[int]:
         """`row`, which may be evicted from `tier` now, and up to `limit` in all of those above it that may once it has
         gone, each once the one below has."""
         copies, pins, rows = self.copies[tier], self.pins, self.rows
         parents, links, mask = rows.parent, rows.links, rows.mask
         state, kids, only = copies.state, copies.kids, ONLY[tier] if tier == len(self.copies) - 1 else NO_TIERS
+        priority = rows.optional.used.get("priority")
         found = [row]
         while len(found) < limit:
             row = parents[row]
             if row < 0 or kids[row] != 1 or state[row] != _RESIDENT or row in pins:
                 break
             if links[row] != 1 and mask[row] == only:
+                break
+            if priority is not None and priority[row]:
                 break
             found.append(row)
         return found
@@ -321,6 +336,12 @@ class ResidencyView:
     def pinned_by(self, row: int) -> int:
         """Return a set of bits, one for each owner of pins of the block's tenant that pinned it."""
         return self.rows.optional.get("pinned_by", row)
+
+    def reset_facts(self, row: int) -> None:
+        """Forget what optional columns say of a block that is gone, of which the row may remain as a placeholder."""
+        if self.pinned_by(row):
+            self.pinned_bytes[self.tenant_of(row)] -= self.slot_bytes(row)
+        self.rows.optional.reset((row,))
 
     def codec(self, row: int, tier: int) -> int:
         """Return the number of the codec that made the bytes of the copy in `tier`; 0: they are the payload."""

@@ -47,7 +47,7 @@ class Get:
         self._store = store
         self._residency, self._leases, self._promoter = store.residency, store.leases, store.promoter
         self._clock, self._counters, self._flows, self._feed = store.clock, store.counters, store.flows, store.feed
-        self._discovery = discovery
+        self._retention, self._discovery = store.retention, discovery
         self.lease_ttl_ms = store.config.limits.lease_ttl_ms
         self._wait_ms = store.config.movement.acquire_wait_ms
 
@@ -140,7 +140,7 @@ class Get:
 
     def _run(self, client: Client, asked: GetRequest) -> list[int]:
         """Return the leading blocks of the chain that are stored and can be reached."""
-        return self._promoter.reachable_run(self._residency.find_run(client.tenant_id, asked.keys))
+        return self._promoter.reachable_run(self._retention.find_run(client.tenant_id, asked.keys))
 
     def _ask(self, client: Client, asked: GetRequest, known: int) -> Question | None:
         """Ask what other processes may have stored after the first `known` blocks; the question, if waiting pays."""
@@ -216,10 +216,11 @@ class Get:
             return None
         key = asked.keys[found * KEY_BYTES : (found + 1) * KEY_BYTES]
         row = self._residency.find(client.tenant_id, key)
-        if row >= 0 and not self._promoter.is_out_of_reach(row):
+        is_there = row >= 0 and not self._retention.is_expired(row)
+        if is_there and not self._promoter.is_out_of_reach(row):
             return None
         # Where it is stored, but on a medium that is shed, reading it would fail.
-        cause = client.why_missing(self._residency, key) if row < 0 else Cause.READ_FAILED
+        cause = Cause.READ_FAILED if is_there else client.why_missing(self._residency, key)
         self._flows.missed(client, cause, asked.blocks - found)
         return cause
 

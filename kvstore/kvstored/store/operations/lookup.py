@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from kvstore_proto.identity import KEY_BYTES
+from kvstore_proto.terms import NO_TERMS, Terms
 from kvstored.clock import NS_PER_MS
 from kvstored.lifecycle import Cause
 from kvstored.store.assembly import Store
@@ -39,7 +40,7 @@ class LookUp:
     """The lookups of all clients."""
 
     def __init__(self, store: Store) -> None:
-        self._residency, self._promoter = store.residency, store.promoter
+        self._residency, self._promoter, self._retention = store.residency, store.promoter, store.retention
         self._counters, self._flows = store.counters, store.flows
 
     def count(self, client: Client) -> None:
@@ -50,7 +51,7 @@ class LookUp:
     def look_up(self, client: Client, keys: bytes, usable_of: Callable[[Sequence[bool]], int] = leading) -> Presence:
         """`keys` are packed; `usable_of` says how far a chain can be restored, from which of its blocks are there."""
         residency, blocks = self._residency, len(keys) // KEY_BYTES
-        found = residency.find_each(client.tenant_id, keys)
+        found = self._retention.find_each(client.tenant_id, keys)
         rows = self._promoter.reachable(found)
         usable = usable_of([row >= 0 for row in rows])
         cause = None
@@ -81,6 +82,7 @@ class Hints:
     def __init__(self, store: Store) -> None:
         self._residency, self._leases = store.residency, store.leases
         self._promoter, self._clock, self._feed = store.promoter, store.clock, store.feed
+        self._retention = store.retention
         self.lease_ttl_ms = store.config.limits.lease_ttl_ms
         self._prefetch_budget_bytes = store.config.movement.prefetch_budget_bytes
 
@@ -89,7 +91,7 @@ class Hints:
         demand takes over what is queued. `in_ms`: when a request for it is expected, 0: not said."""
         residency = self._residency
         budget_bytes = min(budget_bytes or self._prefetch_budget_bytes, self._prefetch_budget_bytes)
-        rows = residency.find_run(client.tenant_id, keys)
+        rows = self._retention.find_run(client.tenant_id, keys)
         if rows and in_ms:
             now_ns = self._clock.monotonic_ns()
             due = ChainHint(due_ns=now_ns + min(in_ms, DUE_MAX_MS) * NS_PER_MS)
@@ -116,10 +118,14 @@ class Hints:
         self._feed.hinted(client.tenant_id, keys, known, hint, now_ns)
         return len(known)
 
-    def touch(self, client: Client, keys: bytes) -> int:
-        """Count an access of the leading run; how many blocks that is."""
-        rows = self._residency.find_run(client.tenant_id, keys)
-        self._residency.touch_run(rows, self._clock.monotonic_ns(), client.device_tiers)
+    def touch(self, client: Client, keys: bytes, terms: Terms = NO_TERMS) -> int:
+        """Count an access of the leading run and set its terms; how many blocks that is. Raises KVStoreError for terms
+        out of bounds."""
+        residency, rows = self._residency, self._retention.find_run(client.tenant_id, keys)
+        if terms != NO_TERMS:
+            self._retention.check(client.tenant_id, terms, sum(map(residency.slot_bytes, rows)))
+            self._retention.change(rows, terms)
+        residency.touch_run(rows, self._clock.monotonic_ns(), client.device_tiers)
         return len(rows)
 
     def renew(self, client: Client, lease_ids: Sequence[int]) -> int:

@@ -22,6 +22,7 @@ from functools import partial
 
 from kvstore_proto.arena import BlockHeader
 from kvstore_proto.identity import NO_PARENT
+from kvstore_proto.terms import Terms
 from kvstore_tiers.base import Outcome, OutcomeKind, Slot
 from kvstore_tiers.segments import Segment
 from kvstored.lifecycle import Cause, CopyState
@@ -54,6 +55,7 @@ class _Part:
     copying: list[StagedBlock] = field(default_factory=list)
     writes: list[tuple[Slot, BlockHeader, list[Segment]]] = field(default_factory=list)
     copied: asyncio.Future[Sequence[Outcome]] | None = None
+    kept: int = 0  # what the headers say of how long
 
 
 @dataclass(slots=True)
@@ -63,6 +65,7 @@ class _Intake:
     client: Client
     mode: DurabilityMode
     statuses: bytearray  # by position in the request
+    terms: Terms  # of new blocks
     blocks: list[StagedBlock] = field(default_factory=list)
     begun: int = 0
     parts: list[_Part] = field(default_factory=list)
@@ -80,6 +83,7 @@ class Put:
         self._clock = store.clock
         self._counters = store.counters
         self._needs_new_copy = store.promoter.needs_new_copy  # of a block that is stored, where it cannot be read now
+        self._retention = store.retention
         self._feed = store.feed
         self._running: set[asyncio.Task[Settling]] = set()
         self.being_written: set[tuple[int, bytes]] = set()  # (tenant, key)
@@ -100,16 +104,17 @@ class Put:
         self._feed.put(
             tenant, _leading_chain(offer), offer.parents[0] if offer.keys else b"", self._clock.monotonic_ns()
         )
-        intake = _Intake(client, mode, bytearray([StoreStatus.FAILED] * len(offer.keys)))
+        statuses, terms = bytearray([StoreStatus.FAILED] * len(offer.keys)), self._retention.of_new(tenant, offer.terms)
+        intake = _Intake(client, mode, statuses, terms)
         present: list[tuple[int, int]] = []
-        rows = self._residency.find_each(tenant, offer.packed)
+        rows = self._retention.find_each(tenant, offer.packed)
         for position, (key, row) in enumerate(zip(offer.keys, rows, strict=True)):
             if row >= 0 and not self._needs_new_copy(row):
                 intake.statuses[position] = StoreStatus.PRESENT
                 present.append((position, row))
             elif key in (offer.parents[position], NO_PARENT):
                 continue
-            elif (tenant, key) in self.being_written:
+            elif (tenant, key) in self.being_written or not self._retention.make_way(tenant, key):
                 intake.statuses[position] = StoreStatus.AGAIN
             elif offer.offsets[position] == NOWHERE:
                 intake.statuses[position] = StoreStatus.WANTED
@@ -119,12 +124,13 @@ class Put:
         durability, settling = bytearray(len(offer.keys)), Settling()
         if present:
             self._counters.add("present_blocks", len(present))
+            self._retention.stored_before([row for _, row in present], offer.terms)
             settling = settle_present(self._residency, self._writeback, present, mode, durability)
         mistake: Exception | None = None
         try:
             self._announce(intake)
             if not client.beginning:
-                intake.parts.append(part := _Part())
+                intake.parts.append(part := _Part(kept=self._retention.kept(intake.terms)))
                 self._begin_blocks(intake, self._part_end(intake))
                 self._start_copies(part)
         except Exception as error:
@@ -157,7 +163,7 @@ class Put:
                     async with client.turn:  # requests of one client begin in order: parents before children
                         while intake.begun < len(intake.blocks):
                             await asyncio.sleep(0)  # others on the loop have their turn
-                            intake.parts.append(_Part())
+                            intake.parts.append(_Part(kept=self._retention.kept(intake.terms)))
                             await self._begin_part(intake)
             finally:
                 client.beginning -= 1
@@ -249,7 +255,7 @@ class Put:
             key=block.key, parent=block.parent, extra=block.extra,
             fingerprint=client.fingerprint_digest, tenant=client.tenant.digest, group=block.group,
             payload_bytes=block.payload_bytes, tokens=tokens, depth=depth,
-            generation=slot.generation, created_ns=self._clock.wall_ns(),
+            generation=slot.generation, created_ns=self._clock.wall_ns(), kept=part.kept,
         )  # fmt: skip
         part.copying.append(block)
         part.writes.append((slot, header, [block.staged.payload_at(block.offset, block.payload_bytes)]))
@@ -336,6 +342,7 @@ class Put:
         if published:
             self._counters.add("stored_blocks", len(published))
             self._counters.add("stored_bytes", stored_bytes)
+            self._retention.stored(list(published.values()), intake.terms)
             residency.touch_run(list(published.values()), now_ns, intake.client.device_tiers)
         writeback, at_once = self._writeback, intake.mode == DurabilityMode.ALWAYS
         if writeback is None or intake.mode == DurabilityMode.NONE:

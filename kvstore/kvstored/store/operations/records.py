@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 
 from kvstore_proto.arena import slot_bytes
 from kvstore_proto.identity import KEY_BYTES, NO_EXTRA, NO_PARENT, chain
+from kvstore_proto.terms import NO_TERMS, Terms
 from kvstore_tiers.base import Outcome
 from kvstore_tiers.image import Slot
 from kvstore_tiers.segments import Segment
@@ -110,6 +111,7 @@ class Offer:
     staged: Staged
     offsets: Sequence[int]
     reserved: Reserved | None = None  # `staged`, where each block is in its slot already
+    terms: Terms = NO_TERMS  # how long to keep the blocks
 
     def block(self, position: int) -> StagedBlock:
         """Return the block at `position`."""

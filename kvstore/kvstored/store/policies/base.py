@@ -3,13 +3,14 @@
 One policy object serves one tier. The daemon and the simulator drive the same objects.
 
 Precedence, highest first: a lease or pin; leaf-first (no hole in a stored prefix); a tenant's minimum; a
-tenant over its maximum; priority; time to live; then the policy's own order (recency, frequency, ...).
+tenant over its maximum; priority; then the policy's own order (recency, frequency, ...). Times to live are not a
+policy's: `store/retention.py` has them.
 
 Obligations
 - The caller MUST pass on every event of the tier (`create` wires the policy to residency), with `now_ns`
   never going back; it acts on a victim (detach, remove) or names it in `exclude` before it asks for
   another.
-- The implementation MUST name only rows that `residency.is_evictable(row, tier)` at that moment; MUST be
+- The implementation MUST name only rows that `residency.policy_may_name(row, tier)` at that moment; MUST be
   deterministic; MUST NOT change residency; MUST answer `next_victim` in O(log n) amortised, however many rows
   cannot be evicted; MUST name some row whenever any may be evicted; MUST treat `accessed` rows as touched
   from the tail to the head, so that a parent is never older than its child.
@@ -57,11 +58,8 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class PolicySettings:
-    """`ttl_s`: a block not used for so long is expired (policies without a time to live ignore it); None:
-    never. `keep_worth`: a block of less `worth` is expired (policies without a worth ignore it); 0: never.
-    """
+    """`keep_worth`: a block of less `worth` is not worth its place (policies without a worth ignore it); 0: never."""
 
-    ttl_s: float | None = None
     keep_worth: float = 0.0
 
 
@@ -176,12 +174,6 @@ class Policy(ABC):
         row = self.next_victim(now_ns)
         return [row] if row >= 0 else []
 
-    def expired(self, now_ns: int, limit: int) -> list[int]:
-        """Return up to `limit` rows that may be evicted and whose time to live is over, longest first; then those whose
-        worth is too little, the least first. Costs O(limit), but for a look at all now and then.
-        """
-        return []
-
     # Classes
 
     @abstractmethod
@@ -276,6 +268,12 @@ class Weighs(ABC):
     @abstractmethod
     def worth(self, row: int, now_ns: int) -> float | None:
         """Return the uses to be had for each hour that the block is held, of a row in this tier; None: not known."""
+
+    @abstractmethod
+    def worth_little(self, now_ns: int, limit: int) -> list[int]:
+        """Return up to `limit` rows that may be evicted and are worth less than `settings.keep_worth`, the least first.
+        Takes O(limit), but for a look at all now and then.
+        """
 
     @abstractmethod
     def declines(self, tenant: int, key: bytes, depth: int, victim: int, now_ns: int) -> bool:

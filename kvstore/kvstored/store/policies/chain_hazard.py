@@ -7,8 +7,8 @@ lowest rank loses its last block. A new chain with the lowest rank of all is not
 worth what others' touches bring.
 
 Until some requests have been seen it is LRU; it is LRU again while a guard sees that LRU would hit
-more. The time to live is that of LFU with TTL: what was idle for longer is evicted first. With `keep_worth` a chain
-expires by itself, tail first, once it is worth less; while LRU decides, and for blocks of no known chain, that rests.
+more. With `keep_worth` the policy names chains, tail first, that are worth less; while LRU decides, and for blocks of
+no known chain, it names none.
 
 After: LHD for hits per space-time (Beckmann, Chen, Cidon: NSDI 2018), Gittins for the rank (JRSS B 41, 1979). A bad
 choice where chains say nothing: blocks without parents, each used by itself; it is LRU there, at three times the cost.
@@ -146,7 +146,7 @@ class ChainHazard(Policy, Learns, Listens, Weighs):
         follower = self.follower
         row = follower.next
         is_next = row >= 0 and tenant is None and row not in exclude and not self.shares
-        if is_next and self.residency.is_evictable(row, self.tier):
+        if is_next and self.residency.policy_may_name(row, self.tier):
             follower.named = row
             return row
         follower.next = follower.named = -1
@@ -162,7 +162,7 @@ class ChainHazard(Policy, Learns, Listens, Weighs):
             if row >= 0:
                 follower.named, follower.named_worth = row, candidates.worth_of_first
                 return row
-        if follower.is_lru and follower.ttl_ns is None:
+        if follower.is_lru:
             return follower.lru.next_victim(now_ns, exclude=exclude, tenant=tenant)
         if tenant is not None:
             return self._first(tenant, now_ns, exclude) if tenant < tenants else -1
@@ -172,7 +172,6 @@ class ChainHazard(Policy, Learns, Listens, Weighs):
             self,
             tenants,
             first=lambda number: self._first(number, now_ns, exclude),
-            is_expired=lambda row: self._is_expired(row, now_ns),
             standing=self._standing,
         )
 
@@ -225,38 +224,27 @@ class ChainHazard(Policy, Learns, Listens, Weighs):
         """Whether `victim` of chain `theirs` was chosen by what chains are worth."""
         if theirs < 0 or self.follower.book.chains.tail[theirs] != victim:
             return False
-        if not self.follower.is_plain and (self.follower.is_lru or self._is_expired(victim, now_ns)):
+        if not self.follower.is_plain and self.follower.is_lru:
             return False
         # What tenants are owed goes before what blocks are worth.
         return not self.shares or self.residency.tenant_of(victim) == tenant
 
     def _first(self, tenant: int, now_ns: int, exclude: Container[int]) -> int:
         follower = self.follower
-        if follower.unknown or follower.ttl_ns is not None or follower.is_lru:
+        if follower.unknown or follower.is_lru:
             row = follower.lru.first(tenant, now_ns, exclude)
-            if row < 0 or follower.is_lru or follower.book.owner[row] == UNKNOWN or self._is_expired(row, now_ns):
+            if row < 0 or follower.is_lru or follower.book.owner[row] == UNKNOWN:
                 return row
         row = follower.candidates[tenant].first(now_ns * NS, exclude)
         return row if row >= 0 else follower.lru.first(tenant, now_ns, exclude)
 
-    def expired(self, now_ns: int, limit: int) -> list[int]:
+    def worth_little(self, now_ns: int, limit: int) -> list[int]:
         follower = self.follower
-        found: list[int] = []
-        for tenant in range(len(follower.candidates)):
-            while len(found) < limit:
-                row = follower.lru.first(tenant, now_ns, found)
-                if row < 0 or not self._is_expired(row, now_ns):
-                    break
-                found.append(row)
-        if follower.expiry is not None and len(found) < limit and not follower.is_lru:
-            if follower.fresh:
-                follower.settle()
-            found += follower.expiry.expired(now_ns * NS, limit - len(found), found)
-        return found
-
-    def _is_expired(self, row: int, now_ns: int) -> bool:
-        ttl_ns = self.follower.ttl_ns
-        return ttl_ns is not None and now_ns - self.residency.rows.last_access_ns[row] >= ttl_ns
+        if follower.poor is None or follower.is_lru:
+            return []
+        if follower.fresh:
+            follower.settle()
+        return follower.poor.tails(now_ns * NS, limit)
 
     def _standing(self, row: int) -> float:
         if self.follower.is_lru:

@@ -1,11 +1,10 @@
-"""Least frequently used with dynamic ageing, and a time to live; leaf-first.
+"""Least frequently used with dynamic ageing; leaf-first.
 
 The rank is LFU-DA's key K = age + uses (Arlitt, Cherkasova, Dilley, Friedrich, Jin: "Evaluating content
 management techniques for web proxy caches", 2000): `age` is the K of the last victim, so that what was
 popular once gives way when a cache's worth of others has passed. Uses are capped: one block outlives at most
 that many generations of one-time blocks (TinyLFU's counters are capped for the same reason). Blocks of equal
-K are evicted in the order of last use, tail first. A block unused for `ttl_s` is evicted before all others of its
-priority, and is named by `expired`.
+K are evicted in the order of last use, tail first.
 
 A bad choice for sessions: a long chat's new blocks have been used once and are evicted before the stale blocks of a
 session that ended; on agent traces plain frequency is far below LRU. A good one for many shared prompts and
@@ -80,31 +79,24 @@ class _Buckets:
 
 
 class LfuTtl(OrderedPolicy):
-    """O(1) an access, O(log K) a new K; 21 bytes a row, and 9 more where there is a time to live."""
+    """O(1) an access, O(log K) a new K; 21 bytes a row."""
 
     def __init__(
         self, residency: ResidencyView, tier: int, settings: PolicySettings | None = None, name: str = ""
     ) -> None:
         super().__init__(residency, tier, settings, name)
-        ttl_s = self.settings.ttl_s
-        self._ttl_ns = None if ttl_s is None else round(ttl_s * 1e9)
         self._age = 0
         self._key = array("I")  # K of each row, which a turnover of the whole tier raises by at most _USES_MAX
         self._links = Links()
         self._buckets: list[_Buckets] = []
-        # The order of last use, which is the order of expiry: kept only where there is a time to live. An expired row
-        # that may not be evicted is held out of it.
-        self._use_links = Links()
-        self._held = bytearray()
-        self._by_use: list[RowQueue] = []
 
     # Events
 
     def accessed(self, rows: Sequence[int], now_ns: int) -> None:
         where, stamp, keys, uses = self.where, self.stamp, self._key, self.residency.rows.accesses
-        age, held = self._age, self._held
+        age = self._age
         tenant = self.residency.tenant_of(rows[0])
-        buckets, by_use, has_ttl = self._buckets[tenant], self._by_use[tenant], self._ttl_ns is not None
+        buckets = self._buckets[tenant]
         for row in reversed(rows):
             state = where[row]
             if state == OUT:
@@ -113,79 +105,19 @@ class LfuTtl(OrderedPolicy):
             stamp[row] = self.accesses
             if state == QUEUED:
                 buckets.unlink(row, keys[row])
-            if has_ttl:
-                if held[row]:
-                    held[row] = 0
-                    by_use.push_back(row)
-                else:
-                    by_use.to_back(row)
             keys[row] = key = age + min(uses[row], _USES_MAX)
             buckets.push_back(row, key)
             where[row] = QUEUED
         if len(buckets.keys) > 2 * _USES_MAX + 2:
             buckets.compact()
 
-    def inserted(self, rows: Sequence[int], now_ns: int) -> None:
-        super().inserted(rows, now_ns)
-        if self._ttl_ns is not None:
-            by_use = self._by_use[self.residency.tenant_of(rows[0])]
-            for row in rows:
-                by_use.push_back(row)
-
-    def removed(self, rows: Sequence[int]) -> None:
-        if self._ttl_ns is not None:
-            by_use = self._by_use[self.residency.tenant_of(rows[0])]
-            for row in rows:
-                if self._held[row]:
-                    self._held[row] = 0
-                else:
-                    by_use.unlink(row)
-        super().removed(rows)
-
-    def released(self, row: int) -> None:
-        if self._ttl_ns is not None and self._held[row]:
-            self._held[row] = 0
-            self._by_use[self.residency.tenant_of(row)].push_front(row)
-        super().released(row)
-
     # Decisions
 
     def next_victim(self, now_ns: int, *, exclude: Container[int] = (), tenant: int | None = None) -> int:
         row = super().next_victim(now_ns, exclude=exclude, tenant=tenant)
-        if row >= 0 and not self._is_expired(row, now_ns):
+        if row >= 0:
             self._age = max(self._age, self._key[row])
         return row
-
-    def expired(self, now_ns: int, limit: int) -> list[int]:
-        found: list[int] = []
-        for tenant in range(len(self._by_use)):
-            for row in self._expired_of(tenant, now_ns):
-                if len(found) == limit:
-                    return found
-                found.append(row)
-        return found
-
-    def first(self, tenant: int, now_ns: int, exclude: Container[int]) -> int:
-        for row in self._expired_of(tenant, now_ns):
-            if row not in exclude:
-                return row
-        return super().first(tenant, now_ns, exclude)
-
-    def _is_expired(self, row: int, now_ns: int) -> bool:
-        return self._ttl_ns is not None and now_ns - self.residency.rows.last_access_ns[row] >= self._ttl_ns
-
-    def _expired_of(self, tenant: int, now_ns: int) -> Iterator[int]:
-        """The tenant's expired rows that may be evicted, longest unused first; holds out those that may not."""
-        if self._ttl_ns is None:
-            return
-        for row in self._by_use[tenant]:
-            if not self._is_expired(row, now_ns):
-                return
-            if self.residency.is_evictable(row, self.tier):
-                yield row
-            else:
-                self._by_use[tenant].unlink(row)
-                self._held[row] = 1
 
     # Classes
 
@@ -208,8 +140,6 @@ class LfuTtl(OrderedPolicy):
         for use in np.flatnonzero(blocks).tolist():
             ours = rows if blocks[use] == len(rows) else rows[keys[rows] == self._age + use]
             self._buckets[tenant].extend(ours, self._age + use)
-        if self._ttl_ns is not None:
-            self._by_use[tenant].extend(rows)
 
     def _dequeue(self, row: int, tenant: int) -> None:
         self._buckets[tenant].unlink(row, self._key[row])
@@ -223,13 +153,9 @@ class LfuTtl(OrderedPolicy):
     def add_tenant(self) -> None:
         super().add_tenant()
         self._buckets.append(_Buckets(self._links))
-        self._by_use.append(RowQueue(self._use_links))
 
     def _grow(self, rows: int) -> None:
         more = rows - len(self.where)
         super()._grow(rows)
         self._key = grown(self._key, more)
         self._links.grow(rows)
-        if self._ttl_ns is not None:
-            self._held.extend(bytes(more))
-            self._use_links.grow(rows)

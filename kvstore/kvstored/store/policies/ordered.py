@@ -30,7 +30,6 @@ def choose_tenant(
     tenants: int,
     *,
     first: Callable[[int], int],
-    is_expired: Callable[[int], bool],
     standing: Callable[[int], float],
 ) -> int:
     """Return the row that leaves the policy's tier next, over all tenants, or -1.
@@ -40,7 +39,7 @@ def choose_tenant(
     """
     residency, tier = policy.residency, policy.tier
     chosen = -1
-    smallest: tuple[bool, int, bool, float] | None = None
+    smallest: tuple[bool, int, float] | None = None
     for number in range(tenants):
         share = policy.shares.get(number, _NO_SHARE)
         held_bytes = residency.tenant_bytes(number, tier)
@@ -48,7 +47,7 @@ def choose_tenant(
         if row < 0 or held_bytes - residency.copies[tier].nbytes[row] < share.min_bytes:
             continue
         within = share.max_bytes is None or held_bytes <= share.max_bytes
-        order = (within, share.priority, not is_expired(row), standing(row))
+        order = (within, share.priority, standing(row))
         if smallest is None or order < smallest:
             chosen, smallest = row, order
     return chosen
@@ -69,6 +68,7 @@ class OrderedPolicy(Policy):
         self, residency: ResidencyView, tier: int, settings: PolicySettings | None = None, name: str = ""
     ) -> None:
         super().__init__(residency, tier, settings, name)
+        self.may_name = residency.policy_may_name
         self.where = bytearray()
         self.stamp = array("Q")
         self.accesses = 0
@@ -105,9 +105,6 @@ class OrderedPolicy(Policy):
         more = rows - len(self.where)
         self.where.extend(bytes(more))
         self.stamp = grown(self.stamp, more)
-
-    def _is_expired(self, row: int, now_ns: int) -> bool:
-        return False
 
     # Events
 
@@ -174,7 +171,6 @@ class OrderedPolicy(Policy):
             self,
             len(self._returned),
             first=lambda number: self.first(number, now_ns, exclude),
-            is_expired=lambda row: self._is_expired(row, now_ns),
             standing=self._rank,
         )
 
@@ -182,11 +178,11 @@ class OrderedPolicy(Policy):
         """The tenant's row of smallest rank that may be evicted and is not excluded, or -1."""
         best = self._first_returned(tenant, exclude)
         best_rank = self._rank(best) if best >= 0 else 0
-        is_evictable, tier = self.residency.is_evictable, self.tier
+        may_name, tier = self.may_name, self.tier
         for row in self._queue(tenant):
             if best >= 0 and self._rank(row) > best_rank:
                 return best
-            if is_evictable(row, tier):
+            if may_name(row, tier):
                 if row not in exclude:
                     return row
             else:
@@ -202,7 +198,7 @@ class OrderedPolicy(Policy):
             rank, row = heap[0]
             if self.where[row] != RETURNED or self._rank(row) != rank:
                 heappop(heap)  # used, removed or replaced since
-            elif not self.residency.is_evictable(row, self.tier):
+            elif not self.may_name(row, self.tier):
                 heappop(heap)
                 self.where[row] = PARKED
             elif row in exclude:

@@ -39,7 +39,7 @@ class RemoteWrites:
 
 class TierGate:
     """The gate of one tier. `admission` judges what is evicted; `early` what may be written before, None: nothing.
-    `refuses(tenant)` says whether that tenant's blocks must not be written."""
+    `refuses(row)` says whether a block must not be written."""
 
     def __init__(
         self, residency: ResidencyView, admission: Admission, early: Admission | None, bytes_per_s: int, clock: Clock,
@@ -55,7 +55,7 @@ class TierGate:
 
     def admits(self, row: int) -> bool:
         """Say whether a block that is evicted should get a copy, and may now."""
-        if self._refuses(self._residency.tenant_of(row)):
+        if self._refuses(row):
             return False
         if not self._admission.admit(row, self._clock.monotonic_ns()):
             self._counters.add("remote_unworthy_blocks")
@@ -67,7 +67,7 @@ class TierGate:
 
     def shares(self, row: int) -> bool:
         """Say whether a block should get a copy before it is evicted."""
-        if self._early is None or self._refuses(self._residency.tenant_of(row)):
+        if self._early is None or self._refuses(row):
             return False
         return self._early.admit(row, self._clock.monotonic_ns())
 

@@ -150,10 +150,11 @@ class Eviction:
         self.take(row, cause)
         return residency.has(row, position) is False
 
-    def expire(self, row: int) -> None:
-        """Let a block whose time to live is over go, if it may."""
+    def expire(self, row: int) -> bool:
+        """Let a copy go that was idle for too long, if it may; whether it is gone."""
         if self.may_go(row):
             self.take(row, Cause.EXPIRED)
+        return not self._residency.has(row, self.position)
 
     def take(self, row: int, cause: Cause) -> None:
         """Take a copy that may be evicted: by itself where another tier has one, else the block goes with it."""

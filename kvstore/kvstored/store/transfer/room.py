@@ -166,9 +166,9 @@ class Room:
         """Empty an arena or slab, to give it back; False when that cannot be done now."""
         return await self._evacuation.vacate(container)
 
-    def expire(self, row: int) -> None:
-        """Evict a block whose time to live is over, if it may be."""
-        self._eviction.expire(row)
+    def expire(self, row: int) -> bool:
+        """Evict a copy that was idle for too long, if it may be; whether it is gone."""
+        return self._eviction.expire(row)
 
     def _not_for(self, parent: int) -> set[int]:
         """Return what must not be evicted: row `parent`, unless it has a copy further down, or will be given one."""

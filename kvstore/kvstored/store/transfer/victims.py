@@ -1,6 +1,7 @@
-"""Victims: the blocks that are evicted from a tier next, orphans first, then what the policy names.
+"""Victims: the blocks that are evicted from a tier next: orphans, blocks of a priority below 0, what the policy names,
+blocks of a priority above 0.
 
-Owns the order between the two, a tenant's confinement to its own blocks, and what is passed over on the way. Never
+Owns the order between these, a tenant's confinement to its own blocks, and what is passed over on the way. Never
 evicts a block.
 """
 
@@ -18,6 +19,7 @@ from kvstored.store.blocks import Residency
 from kvstored.store.blocks.orphans import Tokens
 from kvstored.store.blocks.rows import TierCopies
 from kvstored.store.policies import Learns, Policy, Weighs
+from kvstored.store.policies.ranked import Priorities
 
 MAX_LOOKS = 256  # at rows in containers that are passed over, for one question
 MAX_ORPHANS_SEEN = 64  # that may not be evicted, for one question
@@ -89,10 +91,13 @@ class OrphanQueue:
 class Victims:
     """The victims of one tier, the one of `policy`."""
 
-    def __init__(self, policy: Policy, residency: Residency, orphans: OrphanQueue, clock: Clock) -> None:
+    def __init__(
+        self, policy: Policy, residency: Residency, orphans: OrphanQueue, priorities: Priorities, clock: Clock
+    ) -> None:
         self.policy = policy
         self._residency = residency
         self._orphans = orphans
+        self._ranked = priorities.in_tier
         self._clock = clock
         self._named = -1  # by the policy, the last time
 
@@ -100,9 +105,15 @@ class Victims:
         """Return the row to evict next, or -1. With `tenant`, one of its own."""
         self._named = -1
         row = self._orphans.next(self.policy, exclude, tenant)
-        if row < 0:
-            row = self._named = self.policy.next_victim(self._clock.monotonic_ns(), exclude=exclude, tenant=tenant)
-        return row
+        if row >= 0:
+            return row
+        now_ns, ranked = self._clock.monotonic_ns(), self._ranked.get(self.tier)
+        if ranked is not None and ranked.rows:
+            row = ranked.next_victim(now_ns, exclude=exclude, tenant=tenant)
+            if row >= 0 and self._residency.priority(row) < 0:
+                return row
+        self._named = self.policy.next_victim(now_ns, exclude=exclude, tenant=tenant)
+        return row if self._named < 0 else self._named
 
     def keeps(self, victim: int, tenant: int, newcomer: tuple[bytes, int]) -> bool:
         """Say whether the policy would rather keep `victim`, which `next` has just named, than store the block of this

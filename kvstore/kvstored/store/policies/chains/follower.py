@@ -19,7 +19,7 @@ from kvstored.store.policies.base import ChainHint, PolicySettings, RequestConte
 from kvstored.store.policies.chains.book import NS, UNKNOWN, UNOWNED, ChainBook
 from kvstored.store.policies.chains.guard import LruGuard
 from kvstored.store.policies.chains.learning import US_A_BLOCK
-from kvstored.store.policies.chains.worth import Candidates, WorthExpiry
+from kvstored.store.policies.chains.worth import Candidates, PoorChains
 from kvstored.store.policies.lru import Lru
 from kvstored.store.policies.ordered import OUT, PARKED, QUEUED
 
@@ -56,7 +56,7 @@ class LearningSettings:
 
 class ChainFollower:
     """`next`, `named`: the last victim by the chains' order, and the row that follows it; -1 once something else has
-    happened. `is_plain`: the chains' order is in force, and there is no time to live.
+    happened. `is_plain`: the chains' order is in force.
     """
 
     def __init__(
@@ -66,7 +66,6 @@ class ChainFollower:
         self.tier = tier
         self.learning = learning
         self.lru = Lru(residency, tier)
-        self.ttl_ns = None if settings.ttl_s is None else round(settings.ttl_s * 1e9)
         self.book = ChainBook(residency, learning.tables(), forgets=learning.forgets)
         self.guard = LruGuard()
         self.candidates: list[Candidates] = []  # by tenant
@@ -77,11 +76,11 @@ class ChainFollower:
         self.is_plain = False
         self.named_worth = -1.0  # once it has been asked for
         self.named = self.next = -1
-        self.expiry: WorthExpiry | None = None
+        self.poor: PoorChains | None = None
         self._context: RequestContext | None = None
         self._kids = residency.copies[tier].kids
         if settings.keep_worth:
-            self.expiry = WorthExpiry(residency, tier, self.book, settings.keep_worth / HOUR_S)
+            self.poor = PoorChains(residency, tier, self.book, settings.keep_worth / HOUR_S)
             self.was_full = True  # the guard compares with an LRU of as many blocks as are held
 
     @property
@@ -156,7 +155,7 @@ class ChainFollower:
         if self.learning.is_guarded:
             if self.lru.rows - missed > self.guard.capacity:
                 self.guard.resize(self.lru.rows - missed, is_full=self.was_full)
-            if self.expiry is not None:
+            if self.poor is not None:
                 self.guard.held_by_choice = self.lru.rows - missed
             self.guard.used(tenant, self.residency.rows.keys, rows, missed, missing)
         context, self._context = self._context, None
@@ -164,7 +163,7 @@ class ChainFollower:
         if book.chains.tail[chain] >= 0:
             self._look_at(chain)
         self._keep_up(tenant, len(rows) + len(missing))
-        self.is_plain = self.ttl_ns is None and not self.is_lru
+        self.is_plain = not self.is_lru
 
     def _keep_up(self, tenant: int, blocks: int) -> None:
         """What is due, as far as a request of so many blocks can bear it."""
@@ -185,7 +184,7 @@ class ChainFollower:
         if book.chains.tail[chain] >= 0:
             self._look_at(chain)
         self._keep_up(tenant, len(keys))
-        self.is_plain = self.ttl_ns is None and not self.is_lru
+        self.is_plain = not self.is_lru
 
     def answered(self, number: int, output_tokens: int, now_ns: int, hint: ChainHint | None = None) -> None:
         chain = self.book.answered(number, output_tokens, now_ns * NS, hint)
@@ -304,22 +303,22 @@ class ChainFollower:
             return  # what holds it will say so in its turn
         chains, chain, is_parked = self.book.chains, self.book.owner[row], self.lru.where[row] == PARKED
         is_known = chain < 0 or (chains.tail[chain] == row and not chains.blocked[chain])
-        if is_known and not is_parked and self.expiry is None:
+        if is_known and not is_parked and self.poor is None:
             return  # whether it may be evicted or not: as a rule its child was just evicted, and it is the tail already
-        if not self.residency.is_evictable(row, self.tier):
+        if not self.residency.policy_may_name(row, self.tier):
             return
         if is_parked:
             self.lru.released(row)
         if chain < 0:
             return
-        if self.expiry is not None:
-            self.expiry.released(chain)
+        if self.poor is not None:
+            self.poor.released(chain)
         if is_known:
             return
         tail = chains.tail[chain]
         if 0 <= tail != row:
             depth = self.residency.rows.depth
-            if depth[row] < depth[tail] and self.residency.is_evictable(tail, self.tier):
+            if depth[row] < depth[tail] and self.residency.policy_may_name(tail, self.tier):
                 return
         chains.tail[chain] = row
         chains.blocked[chain] = 0

@@ -89,7 +89,7 @@ class Candidates:
             row = tails[chain]
             if entry[chain] != top[3] or row < 0:
                 heappop(heap)
-            elif not self._residency.is_evictable(row, self._tier):
+            elif not self._residency.policy_may_name(row, self._tier):
                 heappop(heap)
                 chains.blocked[chain] = 1
             elif row in exclude:
@@ -240,7 +240,7 @@ class _Poor(NamedTuple):
     rank: float
 
 
-class WorthExpiry:
+class PoorChains:
     """Lists chains that bring less than their place costs, whether or not the place is needed.
 
     `least`: what holding a block has to bring, in uses a second. A look at all chains now and then lists the ones
@@ -258,18 +258,18 @@ class WorthExpiry:
         self._look_s = _NEVER_S  # when to look at all chains again
         self._is_cut = False  # there were more
 
-    def expired(self, now_s: float, limit: int, taken: Container[int] = ()) -> list[int]:
-        """Return up to `limit` tails that may be evicted and are not `taken`, of chains that are worth too little."""
+    def tails(self, now_s: float, limit: int) -> list[int]:
+        """Return up to `limit` tails that may be evicted, of chains that are worth too little, the least first."""
         if now_s >= self._look_s:
             self._held.clear()
             self._look(now_s)
-        found = self._listed(now_s, limit, taken)
+        found = self._listed(now_s, limit)
         while limit and self._is_cut and not found and not self._poor:
             self._look(now_s)
-            found = self._listed(now_s, limit, taken)
+            found = self._listed(now_s, limit)
         return found
 
-    def _listed(self, now_s: float, limit: int, taken: Container[int]) -> list[int]:
+    def _listed(self, now_s: float, limit: int) -> list[int]:
         tails = self._book.chains.tail
         found: list[int] = []
         still_poor: list[_Poor] = []
@@ -278,12 +278,11 @@ class WorthExpiry:
             if not self._is_poor(poor, now_s):
                 continue
             row = tails[poor.chain]
-            if not self._residency.is_evictable(row, self._tier):
+            if not self._residency.policy_may_name(row, self._tier):
                 self._held[poor.chain] = poor
                 continue
             still_poor.append(poor)
-            if row not in taken:
-                found.append(row)
+            found.append(row)
         self._poor += reversed(still_poor)
         return found
 

@@ -1,0 +1,177 @@
+"""Blocks that were given a priority: they leave a tier by that, whatever policy orders all others.
+
+A policy knows such a block and does not name it (`policy_may_name`). What is known of it beside: one order a tier, by
+priority, then by last use, tail first. Nothing is kept, and no event looked at twice, until the first block is given a
+priority. Decides nothing about time; `store/retention.py` sets priorities, `transfer/victims.py` asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstored.store.blocks import Residency, ResidencyView
+from kvstored.store.blocks.events import KeyListener, TierListener
+from kvstored.store.policies.base import Policy, Rows
+from kvstored.store.policies.ordered import OUT, QUEUED, OrderedPolicy
+from kvstored.store.policies.rowqueue import Links, RowQueue
+
+_STAMP_BITS = 64
+
+
+class Ranked(OrderedPolicy):
+    """Those of a tier's blocks that have a priority, the lowest first, and within one the least recently used."""
+
+    def __init__(self, residency: ResidencyView, tier: int) -> None:
+        super().__init__(residency, tier, name="priority")
+        self.may_name = residency.is_evictable
+        self._links = Links()
+        self._queues: list[dict[int, RowQueue]] = []  # by tenant, then priority
+
+    def accessed(self, rows: Sequence[int], now_ns: int) -> None:
+        for row in reversed(rows):
+            tenant = self.residency.tenant_of(row)
+            if self.where[row] == QUEUED:
+                self._dequeue(row, tenant)
+            self.accesses += 1
+            self.stamp[row] = self.accesses
+            self._enqueue(row, tenant)
+            self.where[row] = QUEUED
+
+    def knows(self, rows: Sequence[int]) -> list[int]:
+        """Return those of `rows` that are here."""
+        where = self.where
+        return [row for row in rows if row < len(where) and where[row] != OUT]
+
+    def classes(self, rows: Rows, now_ns: int) -> npt.NDArray[np.int64]:
+        return np.zeros(len(rows), np.int64)
+
+    # The order
+
+    def _enqueue(self, row: int, tenant: int) -> None:
+        queues, priority = self._queues[tenant], self.residency.priority(row)
+        if priority not in queues:
+            queues[priority] = RowQueue(self._links)
+        queues[priority].push_back(row)
+
+    def _dequeue(self, row: int, tenant: int) -> None:
+        self._queues[tenant][self.residency.priority(row)].unlink(row)
+
+    def _queue(self, tenant: int) -> Iterator[int]:
+        for _, queue in sorted(self._queues[tenant].items()):
+            yield from queue
+
+    def _rank(self, row: int) -> int:
+        return self.residency.priority(row) << _STAMP_BITS | self.stamp[row]
+
+    def add_tenant(self) -> None:
+        super().add_tenant()
+        self._queues.append({})
+
+    def _grow(self, rows: int) -> None:
+        super()._grow(rows)
+        self._links.grow(rows)
+
+
+class _Both:
+    """The listener of a tier that has blocks with a priority: its policy, and their order."""
+
+    def __init__(self, policy: TierListener, ranked: Ranked) -> None:
+        self._policy, self._ranked = policy, ranked
+
+    def inserted(self, rows: Sequence[int], now_ns: int) -> None:
+        self._policy.inserted(rows, now_ns)
+        priority = self._ranked.residency.priority
+        if here := [row for row in rows if priority(row)]:
+            self._ranked.inserted(here, now_ns)
+
+    def accessed(self, rows: Sequence[int], now_ns: int) -> None:
+        self._policy.accessed(rows, now_ns)
+        if here := self._ranked.knows(rows):
+            self._ranked.accessed(here, now_ns)
+
+    def removed(self, rows: Sequence[int]) -> None:
+        self._policy.removed(rows)
+        if here := self._ranked.knows(rows):
+            self._ranked.removed(here)
+
+    def released(self, row: int) -> None:
+        self._policy.released(row)
+        if self._ranked.knows((row,)):
+            self._ranked.released(row)
+
+
+class _BothByKey(_Both):
+    """`_Both` where the policy follows keys that are not stored."""
+
+    def __init__(self, policy: KeyListener, ranked: Ranked) -> None:
+        super().__init__(policy, ranked)  # type: ignore[arg-type]  # it is a TierListener too
+        self._by_key = policy
+
+    def requested(self, rows: Sequence[int], missing: Sequence[bytes], tenant: int, now_ns: int) -> None:
+        self._by_key.requested(rows, missing, tenant, now_ns)
+        if here := self._ranked.knows(rows):
+            self._ranked.accessed(here, now_ns)
+
+    def forget(self, tenant: int, keys: Sequence[bytes] | None) -> None:
+        self._by_key.forget(tenant, keys)
+
+
+class Priorities:
+    """The priorities of blocks: sets them, and keeps the order of those that have one. `in_tier`: that of each tier,
+    none before a block was given one."""
+
+    def __init__(self, residency: Residency) -> None:
+        self._residency = residency
+        self._policies: dict[int, Policy] = {}
+        self.in_tier: dict[int, Ranked] = {}
+
+    def follow(self, policy: Policy) -> None:
+        """Let `policy`, which listens to its tier, decide about blocks without a priority from now on."""
+        self._policies[policy.tier] = policy
+        if self.in_tier:
+            self._listen(policy)
+
+    def set(self, row: int, priority: int, now_ns: int) -> None:
+        """Give a readable block a priority; 0 is none."""
+        residency = self._residency
+        if residency.priority(row) == priority:
+            return
+        if not self.in_tier:
+            self.begin(())
+        tiers = residency.tier_mask(row)
+        here = [ranked for tier in tiers if (ranked := self.in_tier[tier]).knows((row,))]
+        for ranked in here:
+            ranked.removed((row,))
+        residency.rows.optional.set("priority", row, priority)
+        if priority:
+            for tier in tiers:
+                self.in_tier[tier].inserted((row,), now_ns)
+        else:
+            residency.release(row)
+
+    def resume(self) -> None:
+        """Keep an order of recovered blocks that have a priority, as they were last used."""
+        priority = self._residency.rows.optional.view("priority")
+        if priority is not None:
+            rows = np.flatnonzero(priority)
+            last_ns = np.frombuffer(self._residency.rows.last_access_ns, np.uint64)[rows]
+            del priority  # the column may grow again
+            self.begin(rows[np.argsort(last_ns, kind="stable")].tolist())
+
+    def begin(self, rows: Sequence[int]) -> None:
+        """Keep an order from now on, of `rows`, which have a priority already, the first to leave first."""
+        for tier, policy in self._policies.items():
+            ranked = self.in_tier[tier] = Ranked(self._residency, tier)
+            self._listen(policy)
+            for row in rows:
+                if self._residency.has(row, tier):
+                    ranked.inserted((row,), self._residency.last_access_ns(row))
+
+    def _listen(self, policy: Policy) -> None:
+        ranked = self.in_tier[policy.tier]
+        ranked.shares = policy.shares
+        both = _BothByKey(policy, ranked) if isinstance(policy, KeyListener) else _Both(policy, ranked)
+        self._residency.listen(policy.tier, both)

@@ -1,0 +1,232 @@
+"""Retention: how long blocks are kept, by what their owners asked for. The one place that enforces it.
+
+A put, a tenant's default and a touch give blocks a time to live, a priority and pins (`Terms`); the optional columns of
+the index hold them. docs/policies.md has the table of what follows, which a test runs against the store.
+
+Invariants: a block whose time is over is found by no request that comes after it, whether or not it has been removed
+yet; it is removed with all its copies, pinned or not, as soon as no copy of it is being made. A reader that has a lease
+keeps the bytes. A pinned block is not evicted; what is pinned is bounded for each tenant. Nothing is looked at, and no
+clock read, as long as no block has an expiry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from kvstore_proto.errors import ErrorKind, KVStoreError
+from kvstore_proto.terms import NO_TERMS, Terms, kept_word
+from kvstore_tiers.base import Slot
+from kvstored.clock import NS_PER_S
+from kvstored.lifecycle import Cause
+from kvstored.store.idle import IdleCopies
+from kvstored.store.movement import Ground
+from kvstored.store.policies.ranked import Priorities
+
+OWNERS_MAX = 32  # of pins of one tenant: a bit each
+PART_ROWS = 1 << 16  # looked at in one tick: 30 µs
+MOST_A_TICK = 64
+PINNED_SHARE = 2  # at most one part in so many of the mapped tier is pinned by one tenant
+
+
+class Retention:
+    """Sets and enforces terms. `discard[tier](slot, tenant)` takes a slot of a block that is gone; `is_coming(token)`
+    says whether a write of the block to the durable tier is under way. `defaults`: the terms of new blocks, by tenant,
+    of tenants that have some."""
+
+    def __init__(
+        self,
+        ground: Ground,
+        priorities: Priorities,
+        idle: IdleCopies,
+        discard: Sequence[Callable[[Slot, int], None]],
+        is_coming: Callable[[int], bool],
+    ) -> None:
+        self._residency, self._clock = ground.residency, ground.clock
+        self._counters, self._flows = ground.counters, ground.flows
+        limits, most_bytes = ground.config.limits, ground.config.host.capacity_bytes // PINNED_SHARE
+        self._pinned_limit_bytes = min(limits.pinned_per_tenant_bytes, most_bytes)
+        self._columns = ground.residency.rows.optional.used
+        self.priorities, self.idle = priorities, idle
+        self._discard, self._is_coming = discard, is_coming
+        self.defaults: dict[int, Terms] = {}
+        self._owners: dict[int, list[str]] = {}  # by tenant: whose pin each bit is
+        self._hand = 0  # the row that the next look begins with
+        # By tenant and packed keys: the rows of the leading run that may be served; a row, or -1, for every key.
+        self.find_run, self.find_each = self._residency.find_run, self._residency.find_each
+        if "expires_s" in self._columns:
+            self._hide_expired()
+
+    # What may be served
+
+    def is_expired(self, row: int) -> bool:
+        """Return whether the time of the block is over."""
+        column = self._columns.get("expires_s")
+        return column is not None and 0 < column[row] <= self._clock.monotonic_ns() // NS_PER_S
+
+    def _hide_expired(self) -> None:
+        """Look at expiries from now on: the first block has one."""
+        self.find_run, self.find_each = self._served_run, self._served_each
+
+    def _served_run(self, tenant: int, packed_keys: bytes) -> list[int]:
+        rows = self._residency.find_run(tenant, packed_keys)
+        return rows[: next((at for at, row in enumerate(rows) if self.is_expired(row)), len(rows))]
+
+    def _served_each(self, tenant: int, packed_keys: bytes) -> list[int]:
+        rows = self._residency.find_each(tenant, packed_keys)
+        return [-1 if row >= 0 and self.is_expired(row) else row for row in rows]
+
+    def make_way(self, tenant: int, key: bytes) -> bool:
+        """Remove the block `key` if its time is over, so that it can be stored anew; False when it cannot be now."""
+        row = self._residency.find(tenant, key)
+        return row < 0 or not self.is_expired(row) or self._end(row)
+
+    # Terms
+
+    def check(self, tenant: int, terms: Terms, nbytes: int) -> None:
+        """Raise KVStoreError for terms out of bounds, and for a pin of up to `nbytes` of slots that the tenant may not
+        pin any more."""
+        if mistake := terms.mistake():
+            raise KVStoreError(ErrorKind.INVALID, mistake)
+        if terms.pin:
+            self._bit_of(tenant, terms.pin)
+            pinned_bytes = self._residency.pinned_bytes[tenant]
+            if pinned_bytes + nbytes > self._pinned_limit_bytes:
+                raise KVStoreError(
+                    ErrorKind.TOO_LARGE,
+                    f"the tenant has pinned {pinned_bytes} bytes, and {nbytes} more are over "
+                    f"limits.pinned_per_tenant, or half of DRAM, {self._pinned_limit_bytes}: unpin some",
+                )
+
+    def of_new(self, tenant: int, terms: Terms) -> Terms:
+        """Return the terms of a new block of `tenant` for which `terms` are asked."""
+        default = self.defaults.get(tenant)
+        if default is None:
+            return terms
+        ttl_s = default.ttl_s if terms.ttl_s is None else terms.ttl_s
+        return terms._replace(ttl_s=ttl_s, priority=default.priority if terms.priority is None else terms.priority)
+
+    def stored(self, rows: Sequence[int], terms: Terms) -> None:
+        """Give blocks that are new their terms, with the tenant's defaults in them."""
+        if terms != NO_TERMS:
+            self.change(rows, terms)
+
+    def stored_before(self, rows: Sequence[int], terms: Terms) -> None:
+        """Give blocks that a put found stored what is asked for it, as far as it keeps them longer: a later expiry, a
+        higher priority, one pin more."""
+        if terms == NO_TERMS:
+            return
+        residency, expires_s = self._residency, self._expiry(terms.ttl_s or 0)
+        for row in rows:
+            before_s = residency.expires_s(row)
+            is_later = before_s and (not expires_s or expires_s > before_s)
+            self.change(
+                (row,),
+                terms._replace(
+                    ttl_s=terms.ttl_s if is_later else None,
+                    priority=max(residency.priority(row), terms.priority or 0) if terms.priority is not None else None,
+                ),
+            )
+
+    def change(self, rows: Sequence[int], terms: Terms) -> None:
+        """Set what `terms` say of `rows`, sooner or later, lower or higher."""
+        now_ns = self._clock.monotonic_ns()
+        if terms.ttl_s is not None:
+            expires_s = self._expiry(terms.ttl_s)
+            self._hide_expired()
+            for row in rows:
+                self._residency.rows.optional.set("expires_s", row, expires_s)
+        if terms.priority is not None:
+            for row in rows:
+                self.priorities.set(row, terms.priority, now_ns)
+        if terms.pin or terms.unpin:
+            for row in rows:
+                tenant = self._residency.tenant_of(row)
+                owners = self._residency.pinned_by(row)
+                owners &= ~self._bit_of(tenant, terms.unpin, is_new=False)
+                self._residency.set_owners(row, owners | self._bit_of(tenant, terms.pin))
+
+    def kept(self, terms: Terms) -> int:
+        """Return the word of the headers of blocks that are stored now with these terms."""
+        if terms == NO_TERMS:
+            return 0
+        expires_s = self._clock.wall_ns() // NS_PER_S + terms.ttl_s if terms.ttl_s else 0
+        return kept_word(expires_s, terms.priority or 0)
+
+    def owners(self, row: int) -> list[str]:
+        """Return the names of those who pinned a block."""
+        bits = self._residency.pinned_by(row)
+        names = self._owners.get(self._residency.tenant_of(row), []) if bits else []
+        return [name for bit, name in enumerate(names) if bits >> bit & 1]
+
+    def _expiry(self, ttl_s: int) -> int:
+        """Return when a block expires that may live for `ttl_s` from now on: never later than that."""
+        return self._clock.monotonic_ns() // NS_PER_S + ttl_s if ttl_s else 0
+
+    def _bit_of(self, tenant: int, owner: str, *, is_new: bool = True) -> int:
+        """Return the bit of an owner of pins, 0 where there is none. Raises KVStoreError for one owner too many."""
+        names = self._owners.setdefault(tenant, [])
+        if owner in names:
+            return 1 << names.index(owner)
+        if not owner or not is_new:
+            return 0
+        if len(names) == OWNERS_MAX:
+            self._forget_owner(tenant, names)
+        if "" in names:
+            names[names.index("")] = owner
+        else:
+            names.append(owner)
+        return 1 << names.index(owner)
+
+    def _forget_owner(self, tenant: int, names: list[str]) -> None:
+        """Free the bits of owners that have no pin any more."""
+        residency, column = self._residency, self._residency.rows.optional.view("pinned_by")
+        rows = np.empty(0, np.int64) if column is None else np.flatnonzero(column)
+        rows = rows[residency.tenants_of(rows) == tenant]
+        held = 0 if column is None else int(np.bitwise_or.reduce(column[rows], initial=0))
+        for bit in range(OWNERS_MAX):
+            if not held >> bit & 1:
+                names[bit] = ""
+        if "" not in names:
+            raise KVStoreError(
+                ErrorKind.TOO_LARGE, f"{OWNERS_MAX} owners have pins of this tenant, no more can: let one unpin all"
+            )
+
+    # Time
+
+    def tick(self) -> bool:
+        """Remove what has expired, a bounded number; True when there is more to remove now."""
+        now_ns = self._clock.monotonic_ns()
+        self.idle.tick(now_ns)
+        column = self._residency.rows.optional.view("expires_s")
+        if column is None:
+            return False
+        first = self._hand if self._hand < len(column) else 0
+        part = column[first : first + PART_ROWS]
+        due = np.flatnonzero((part != 0) & (part <= now_ns // NS_PER_S)) + first
+        depth = np.frombuffer(self._residency.rows.depth, np.uint32)[due]
+        tokens = [self._residency.token(row) for row in due[np.argsort(depth, kind="stable")[::-1]].tolist()]
+        del column, part
+        ended = 0
+        for token in tokens:
+            row = self._residency.current(token)
+            ended += row >= 0 and self._end(row)
+            if ended == MOST_A_TICK:
+                return True
+        self._hand = first + PART_ROWS
+        return False
+
+    def _end(self, row: int) -> bool:
+        """Remove a block whose time is over from every tier; False while a copy of it is being made."""
+        residency = self._residency
+        if residency.being_filled(row) or self._is_coming(residency.token(row)):
+            return False
+        tenant, orphans = residency.tenant_of(row), residency.children(row)
+        for taken in residency.remove(row, Cause.EXPIRED, self._clock.monotonic_ns()):
+            self._discard[taken.tier](taken.slot, tenant)
+            self._flows.tiers[taken.tier].expired_blocks += 1
+        self._counters.add("expired_blocks")
+        if orphans:
+            self._counters.add("orphaned_blocks", orphans)
+        return True

@@ -1,0 +1,285 @@
+"""How long blocks are kept: the table of docs/policies.md, row by row, and what it leaves out."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore_proto.errors import KVStoreError
+from kvstore_proto.terms import Terms
+from kvstored.lifecycle import Cause
+from kvstored.store.blocks.check import check
+from kvstored.store.operations.durability import DurabilityMode
+from kvstored.store.operations.records import GetRequest, StoreStatus
+from tests.reference.driven_store import DrivenStore, keys_of
+from tests.reference.small_store import SLOT_BYTES, small_store
+
+POLICIES = Path(__file__).parents[3] / "docs" / "policies.md"
+SMALL = ("host.capacity=4MiB", "host.policy=lru", "nvme.admission=second-touch")
+SLOTS = (4 << 20) // SLOT_BYTES  # in DRAM
+BEFORE = SLOTS // 2
+ANY = {"pinned": ("no", "yes"), "leased": ("no", "yes"), "priority": ("below 0", "0", "above 0")}
+PRIORITIES = {"below 0": -3, "0": 0, "above 0": 5}
+
+
+def table_of_docs() -> list[dict[str, str]]:
+    """The rows of the decision table, with "any" written out."""
+    lines = re.search(r"^\| expired \|.*?(?=\n\n)", POLICIES.read_text(), re.M | re.S)
+    assert lines is not None
+    head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[0].splitlines()]
+    found = []
+    for row in rows:
+        named = dict(zip(head, row, strict=True))
+        wide = [ANY[name] if named[name] == "any" else (named[name],) for name in ANY]
+        found += [named | dict(zip(ANY, chosen, strict=True)) for chosen in product(*wide)]
+    return found
+
+
+ROWS = table_of_docs()
+
+
+def test_the_table_says_of_every_case_what_happens_once() -> None:
+    cases = [(row["expired"], row["pinned"], row["leased"], row["priority"]) for row in ROWS]
+    assert sorted(cases) == sorted(product(("no", "yes"), *ANY.values()))
+
+
+@asynccontextmanager
+async def driven_store(tmp_path: Path, *settings: str) -> AsyncIterator[DrivenStore]:
+    async with small_store(tmp_path, *settings) as small:
+        driven = DrivenStore(small)
+        yield driven
+        small.store.leases.release_session(driven.client.session_id)
+        await small.settle()
+        assert check(small.residency) == []
+
+
+def over_a_store(*settings: str) -> Callable[[Callable[[DrivenStore], Awaitable[None]]], Callable[[Path], None]]:
+    def decorate(scenario: Callable[[DrivenStore], Awaitable[None]]) -> Callable[[Path], None]:
+        def run(tmp_path: Path) -> None:
+            async def main() -> None:
+                async with driven_store(tmp_path, *settings) as driven:
+                    await scenario(driven)
+
+            asyncio.run(main())
+
+        run.__name__, run.__doc__ = scenario.__name__, scenario.__doc__
+        return run
+
+    return decorate
+
+
+async def put(driven: DrivenStore, chain: int, blocks: int = 1, **terms: Any) -> list[bytes]:
+    keys = keys_of(chain, blocks)
+    driven.small.clock.advance(s=0.001)
+    (*_, last) = await driven.put(keys, DurabilityMode.NONE, terms=Terms(**terms))
+    assert set(last.statuses) <= {StoreStatus.STORED, StoreStatus.PRESENT}
+    return keys
+
+
+def usable(driven: DrivenStore, keys: list[bytes]) -> int:
+    return driven.operations.look_up.look_up(driven.client, b"".join(keys)).usable
+
+
+def why(driven: DrivenStore, keys: list[bytes]) -> Cause | None:
+    return driven.operations.look_up.look_up(driven.client, b"".join(keys)).cause
+
+
+async def turns_until_it_leaves(driven: DrivenStore, key: bytes) -> int | None:
+    """How many blocks leave full DRAM before this one; None: it never does."""
+    small, left = driven.small, 0
+    tenant = driven.client.tenant_id
+    while (slot := await small.store.room.allocate(SLOT_BYTES, tenant, is_patient=False)) is not None:
+        del slot  # it stays taken
+        row = small.residency.find(tenant, key)
+        if row < 0 or not small.residency.has(row, small.mapped):
+            return left
+        left += 1
+    return None
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[" ".join(list(row.values())[:4]) for row in ROWS])
+def test_a_row_of_the_table(row: dict[str, str], tmp_path: Path) -> None:
+    @over_a_store(*SMALL)
+    async def scenario(driven: DrivenStore) -> None:
+        small, tenant = driven.small, driven.client.tenant_id
+        await put(driven, 100, BEFORE)
+        pin = "owner" if row["pinned"] == "yes" else ""
+        ttl_s = 2 if row["expired"] == "yes" else None
+        keys = await put(driven, 1, ttl_s=ttl_s, priority=PRIORITIES[row["priority"]], pin=pin)
+        await put(driven, 101, SLOTS - BEFORE - 1)
+        lease = None
+        if row["leased"] == "yes":
+            held = driven.operations.get.acquire_mapped(driven.client, GetRequest(keys[0]))
+            assert held is not None
+            lease = held.run
+        small.clock.advance(s=2)
+        assert usable(driven, keys) == (row["found by a get"] == "yes")
+        if row["expired"] == "yes":
+            assert why(driven, keys) is Cause.EXPIRED
+            assert small.residency.find(tenant, keys[0]) >= 0, "not removed yet"
+            small.store.retention.tick()
+            assert row["removed"].startswith("at once") and small.residency.find(tenant, keys[0]) < 0
+            assert why(driven, keys) is Cause.EXPIRED
+            assert small.store.leases.limbo_bytes() == (SLOT_BYTES if lease is not None else 0)
+            if lease is not None:
+                assert row["removed"].endswith("its bytes when the lease ends")
+                driven.operations.get.release(driven.client, [lease.lease_id])
+                assert small.store.leases.limbo_bytes() == 0
+            assert small.store.host.statistics().blocks == SLOTS - 1
+            return
+        small.store.retention.tick()
+        assert row["removed"] == "no" and small.residency.find(tenant, keys[0]) >= 0
+        turn = await turns_until_it_leaves(driven, keys[0])
+        expected = {"first": 0, "in the policy's order": BEFORE, "last": SLOTS - 1, "never": None}
+        assert turn == expected[row["leaves a full tier"]]
+
+    scenario(tmp_path)
+
+
+@over_a_store()
+async def test_a_lookup_ends_at_the_first_expired_block_of_a_chain(driven: DrivenStore) -> None:
+    residency, retention = driven.small.residency, driven.small.store.retention
+    keys = await put(driven, 1, 4)
+    first, second, *_ = residency.find_run(driven.client.tenant_id, b"".join(keys))
+    retention.change((second,), Terms(ttl_s=5))
+    driven.small.clock.advance(s=5)
+    assert (usable(driven, keys), (await driven.get(keys)).blocks) == (1, 1)
+    retention.tick()
+    assert residency.children(first) == 1, "what hung on it is cut off, and still there"
+    assert (usable(driven, keys), why(driven, keys)) == (1, Cause.EXPIRED)
+    assert driven.small.store.counters["orphaned_blocks"] == 1
+    await put(driven, 1, 4)
+    assert usable(driven, keys) == 4
+
+
+@over_a_store()
+async def test_an_expired_block_can_be_put_again_before_it_was_removed(driven: DrivenStore) -> None:
+    keys = await put(driven, 1, 2, ttl_s=1)
+    driven.small.clock.advance(s=1)
+    (*_, last) = await driven.put(keys, DurabilityMode.NONE, terms=Terms(ttl_s=100))
+    assert list(last.statuses) == [StoreStatus.STORED] * 2
+    assert usable(driven, keys) == 2
+    driven.small.clock.advance(s=50)
+    driven.small.store.retention.tick()
+    assert usable(driven, keys) == 2
+
+
+@over_a_store()
+async def test_a_put_of_what_is_there_keeps_it_longer_never_shorter(driven: DrivenStore) -> None:
+    residency = driven.small.residency
+    keys = await put(driven, 1, ttl_s=100, priority=2)
+    row = residency.find(driven.client.tenant_id, keys[0])
+    at_first_s = residency.expires_s(row)
+    await put(driven, 1, ttl_s=10, priority=-1, pin="a")
+    assert (residency.expires_s(row), residency.priority(row)) == (at_first_s, 2)
+    await put(driven, 1, ttl_s=200, priority=3, pin="b")
+    assert (residency.expires_s(row), residency.priority(row)) == (at_first_s + 100, 3)
+    assert driven.small.store.retention.owners(row) == ["a", "b"]
+    await put(driven, 1, ttl_s=0)
+    assert residency.expires_s(row) == 0
+    await put(driven, 1, ttl_s=10)
+    assert residency.expires_s(row) == 0, "for ever is longer"
+
+
+@over_a_store()
+async def test_a_touch_sets_what_it_says_and_unpins_by_owner(driven: DrivenStore) -> None:
+    residency, hints = driven.small.residency, driven.operations.hints
+    keys = await put(driven, 1, 2, pin="a")
+    packed = b"".join(keys)
+    rows = residency.find_run(driven.client.tenant_id, packed)
+    assert hints.touch(driven.client, packed, Terms(ttl_s=9, priority=-8, pin="b")) == 2
+    assert {residency.priority(row) for row in rows} == {-8}
+    assert all(residency.expires_s(row) for row in rows)
+    assert residency.pin_count(rows[0]) == 1, "two owners, one pin"
+    hints.touch(driven.client, packed, Terms(unpin="a"))
+    assert driven.small.store.retention.owners(rows[1]) == ["b"]
+    hints.touch(driven.client, packed, Terms(ttl_s=0, priority=0, unpin="b"))
+    assert residency.pinned_bytes[driven.client.tenant_id] == 0
+    assert {residency.pin_count(row) for row in rows} == {0}
+    assert {residency.expires_s(row) for row in rows} == {0}
+
+
+@over_a_store("limits.pinned_per_tenant=64KiB")
+async def test_pins_are_bounded_in_bytes_and_owners(driven: DrivenStore) -> None:
+    retention, tenant = driven.small.store.retention, driven.client.tenant_id
+    keys = await put(driven, 1, 2, pin="a")
+    with pytest.raises(KVStoreError, match=r"limits\.pinned_per_tenant"):
+        retention.check(tenant, Terms(pin="a"), 64 << 10)
+    for number in range(31):
+        await put(driven, 1, 2, pin=f"owner {number}")
+    with pytest.raises(KVStoreError, match="32 owners"):
+        retention.check(tenant, Terms(pin="one more"), 0)
+    driven.operations.hints.touch(driven.client, b"".join(keys), Terms(unpin="owner 7"))
+    retention.check(tenant, Terms(pin="one more"), 0)
+
+
+@pytest.mark.parametrize(
+    ("terms", "what"),
+    [
+        (Terms(ttl_s=1 << 31), "ttl must be from 1 to"),
+        (Terms(priority=8), "priority must be from -8 to 7, got 8"),
+        (Terms(pin="x" * 65), "pin must name an owner in up to 64"),
+        (Terms(unpin="\n"), "unpin must name an owner"),
+    ],
+)
+def test_wrong_terms_are_refused_in_one_line(terms: Terms, what: str, tmp_path: Path) -> None:
+    @over_a_store()
+    async def scenario(driven: DrivenStore) -> None:
+        with pytest.raises(KVStoreError, match=what):
+            driven.small.store.retention.check(0, terms, 0)
+
+    scenario(tmp_path)
+
+
+@over_a_store()
+async def test_a_tenants_defaults_are_of_new_blocks(driven: DrivenStore) -> None:
+    residency, retention = driven.small.residency, driven.small.store.retention
+    before = await put(driven, 1)
+    retention.defaults[driven.client.tenant_id] = Terms(ttl_s=60, priority=-2)
+    plain, told = await put(driven, 2), await put(driven, 3, ttl_s=0, priority=1)
+    await put(driven, 1)
+    found = [residency.find(driven.client.tenant_id, keys[0]) for keys in (before, plain, told)]
+    assert [residency.priority(row) for row in found] == [0, -2, 1]
+    assert [residency.expires_s(row) > 0 for row in found] == [False, True, False]
+
+
+@over_a_store(*SMALL, "host.ttl_s=10")
+async def test_idle_copies_leave_whatever_the_policy_tail_first(driven: DrivenStore) -> None:
+    small = driven.small
+    idle, used = await put(driven, 1, 3), await put(driven, 2, 3)
+    held = driven.operations.get.acquire_mapped(driven.client, GetRequest(idle[0]))
+    assert held is not None and held.run is not None
+    await asyncio.sleep(0)  # the access is counted once the answer is on its way
+    small.clock.advance(s=9)
+    await driven.get(used)
+    await asyncio.sleep(0)
+    small.clock.advance(s=2)
+    small.store.retention.tick()
+    assert (usable(driven, idle), usable(driven, used)) == (1, 3), "leased, and used in time"
+    driven.operations.get.release(driven.client, [held.run.lease_id])
+    for _ in range(2):  # its look begins anew
+        small.store.retention.tick()
+    assert usable(driven, idle) == 0
+
+
+@over_a_store(*SMALL)
+async def test_priorities_follow_blocks_through_tiers_and_policies(driven: DrivenStore) -> None:
+    small, tenant = driven.small, driven.client.tenant_id
+    high = await put(driven, 1, 2, priority=4)
+    await put(driven, 100, SLOTS - 2)
+    await put(driven, 101, SLOTS - 2)
+    assert driven.tiers_of(high[1]) & 1 << small.mapped, "older than all, and still in DRAM"
+    small.store.replace_policy(small.config, small.mapped)
+    await put(driven, 200, SLOTS - 2)
+    assert driven.tiers_of(high[1]) & 1 << small.mapped
+    rows = small.residency.find_run(tenant, b"".join(high))
+    small.store.retention.change(rows, Terms(priority=0))
+    await put(driven, 300, SLOTS - 2)
+    assert not driven.tiers_of(high[1]) & 1 << small.mapped
