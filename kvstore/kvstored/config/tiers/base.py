@@ -63,8 +63,7 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True)
 class TierSection(ABC):
-    """One tier. `policy`, `ttl_s` and `keep_worth` say what leaves it, and when. `codec`: the form of its blocks;
-    `codec_staging_bytes` of DRAM hold those on their way. Kinds whose slots are read in place have no key for it."""
+    """One tier. `policy`, `ttl_s` and `keep_worth` say what leaves it, and when."""
 
     KIND: ClassVar[str]
     MOST: ClassVar[int] = 1  # tiers of this kind
@@ -76,8 +75,6 @@ class TierSection(ABC):
     ttl_s: float
     keep_worth: float = 0.0
     enabled: bool = True
-    codec: str = NO_CODEC
-    codec_staging_bytes: int = 0
 
     @classmethod
     def is_before_host(cls, table: Table) -> bool:
@@ -97,19 +94,7 @@ class TierSection(ABC):
             f"a daemon has {', '.join(POLICIES)}",
         )
         one_of(f"{self.name}.policy", self.policy, POLICIES)
-        self._check_codec()
         self._need_amount("ttl_s", self.ttl_s, "seconds")
-
-    def _check_codec(self) -> None:
-        if self.codec == NO_CODEC:
-            return
-        from kvstore_tiers.codecs import codec_names
-
-        one_of(f"{self.name}.codec", self.codec, codec_names())
-        need(
-            self.codec_staging_bytes >= MIN_STAGING_BYTES,
-            f"{self.name}.codec_staging must be at least {human_bytes(MIN_STAGING_BYTES)}",
-        )
 
     @abstractmethod
     def open(self, start: Start) -> Tier:
@@ -144,6 +129,25 @@ class TierSection(ABC):
 
     def _need_threads(self, key: str, threads: int) -> None:
         need_within(f"{self.name}.{key}", threads, 1, MAX_THREADS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodedSection(TierSection):
+    """A tier whose blocks may have another form, that of `codec`: no one reads them in place. `codec_staging_bytes` of
+    DRAM hold those on their way."""
+
+    codec: str = NO_CODEC
+    codec_staging_bytes: int = 0
+
+    def check(self, machine: Machine) -> None:
+        from kvstore_tiers.codecs import codec_names
+
+        super().check(machine)
+        one_of(f"{self.name}.codec", self.codec, codec_names())
+        need(
+            self.codec == NO_CODEC or self.codec_staging_bytes >= MIN_STAGING_BYTES,
+            f"{self.name}.codec_staging must be at least {human_bytes(MIN_STAGING_BYTES)}",
+        )
 
 
 def coding_of(codec: str, staging_bytes: int) -> Coding:

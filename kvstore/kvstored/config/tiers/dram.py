@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from kvstore_console.units import human_bytes
 from kvstored.config.mistakes import need, one_of
 from kvstored.config.section_fields import Table, section_of, size
-from kvstored.config.tiers.base import Machine, Start, TierSection, coding_of, container
+from kvstored.config.tiers.base import CodedSection, Machine, Start, TierSection, coding_of, container
 from kvstored.policy_names import WITH_WORTH
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class SharedSection(TierSection):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemorySection(TierSection):
+class MemorySection(CodedSection):
     """Volatile, and not mapped by clients. `numa_node` -1: wherever the system puts it."""
 
     KIND: ClassVar[str] = "memory"

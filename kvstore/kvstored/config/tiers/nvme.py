@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 from kvstore_console.units import human_bytes
 from kvstored.config.mistakes import need, need_within, one_of
 from kvstored.config.section_fields import Table, section_of, size
-from kvstored.config.tiers.base import Machine, Start, TierSection, coding_of, container
+from kvstored.config.tiers.base import CodedSection, Machine, Start, coding_of, container
 from kvstored.policy_names import ADMISSIONS
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ MAX_QUARANTINE_SLOTS = 65536
 
 
 @dataclass(frozen=True, kw_only=True)
-class NvmeSection(TierSection):
+class NvmeSection(CodedSection):
     """`admission`, `endurance_...`: what may be written."""
 
     KIND: ClassVar[str] = "nvme"
