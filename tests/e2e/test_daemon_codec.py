@@ -77,7 +77,7 @@ def test_slower_tiers_serve_what_was_put_and_count_what_they_store() -> None:
 
 
 def _coded_places(daemon: RunningDaemon) -> list[tuple[Path, int, BlockHeader]]:
-    """Where blocks of the codec are on NVMe."""
+    """Return the places of blocks of the codec on NVMe."""
     request = admin_pb2.BlocksRequest(tier="nvme", limit=4096)
     places = []
     for block in daemon.ask("Blocks", request).blocks:

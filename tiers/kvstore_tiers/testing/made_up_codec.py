@@ -30,7 +30,7 @@ _FASTEST = 1
 
 
 class MadeUpCodec(Codec):
-    """See the module."""
+    """Makes and reads the frames that the module describes."""
 
     name: ClassVar[str] = "made-up"
     number: ClassVar[int] = 255

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """What goes into a slot of `slot_bytes`: the `image`, or what the source has, as it is. `buffer` has it, if any."""
+    """Names what goes into a slot of `slot_bytes`: `image`, in `buffer` if any, or what the source has, as it is."""
 
     slot_bytes: int
     image: Segment | None = None

@@ -214,7 +214,7 @@ class Workload:
 
 
 def _image_of(number: int, payload_bytes: int) -> AlignedBuffer:
-    """What is stored: every other block in the form of a codec."""
+    """Return the image that is stored: every other block in the form of a codec."""
     if is_encoded(number):
         return encoded(MadeUpCodec(), *block_with_pattern(number, payload_bytes))
     return as_it_is(*block(number, payload_bytes))
