@@ -304,6 +304,7 @@ def make_blocks(directory: Path, chains: Words, tenant: bytes, fingerprint: byte
     keys, parents, depths = _columns(chains)
     slots = slots_that_fit(SLAB_BYTES, SLOT_BYTES)
     opened = TierDirectory(directory)
+    opened.keep_format()
     model = BlockHeader(
         bytes(16), bytes(16), fingerprint, tenant, SLOT_BYTES - 4096, generation=1, created_ns=time.time_ns()
     )

@@ -28,6 +28,7 @@ from torture_runs.figures import MUST_BE_ZERO, WHY_NULL, add_up, append, default
 from torture_runs.harnesses import HARNESSES, Harness, run_to_the_end, temporary_root
 from torture_runs.mortal_daemon import SETTINGS_ENVIRONMENT
 
+from kvstore_tiers.testing.made_up_codec import allow_made_up_codec
 from kvstore_tiers.testing.powerloss.replay import SCRATCH_ENVIRONMENT
 
 NAMES = [harness.name for harness in HARNESSES]
@@ -70,6 +71,7 @@ def _torture(options: argparse.Namespace, result: dict[str, Any]) -> bool:
     try:
         with temporary_root(options.dir) as root, temporary_root(IN_MEMORY) as scratch:
             os.environ[SCRATCH_ENVIRONMENT] = str(scratch)
+            allow_made_up_codec()  # for --set tier.nvme.codec=made-up
             os.environ[SETTINGS_ENVIRONMENT] = " ".join(options.settings)
             for position, harness in enumerate(chosen):
                 left_s = options.seconds - (time.monotonic() - started)

@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
+from kvstore_proto.arena import HEADER_BYTES, BlockHeader, read_header
 from kvstore_tiers.base import OutcomeKind, Slot
 from kvstore_tiers.nvme import DirectoryUnusable, FormatUnsupported, NvmeTier
 from kvstore_tiers.segments import segment_of
 from kvstore_tiers.testing import finish, finish_all
-from kvstore_tiers.testing.transfers import put
 from torture_runs.figures import Assignment, Clock, Figures
 from torture_runs.file_damage import DRASTIC, FILE_DAMAGES, Scene
 from torture_runs.kill_model import Bytes, payload_of
@@ -35,6 +35,7 @@ from torture_runs.stored_directory import (
     make_directory,
     open_tier,
     read_files,
+    store,
     write_files,
 )
 
@@ -131,7 +132,8 @@ def _slot_bytes(stored: StoredDirectory, key: bytes, slot: Slot, elsewhere: Slot
     other = np.zeros(image.nbytes, np.uint8)
     from_elsewhere = _image(stored.newer, elsewhere)[: image.nbytes]
     other[: from_elsewhere.nbytes] = from_elsewhere
-    used_bytes = 4096 + stored.blocks[key].payload.nbytes
+    header = read_header(image)
+    used_bytes = HEADER_BYTES + (header.stored_bytes if isinstance(header, BlockHeader) else 0)
     return SlotBytes(image, used_bytes, _image(stored.older, slot, image.nbytes), other)
 
 
@@ -189,7 +191,7 @@ def _judge_recovered(
     for number in range(FRESH_NUMBER, FRESH_NUMBER + FRESH_BLOCKS):
         size = int(rng.choice([block.payload.nbytes for block in list(stored.blocks.values())[:8]]))
         block = StoredBlock(number, TENANTS[number % 2], [payload_of(size, number, 0)])
-        slot = put(tier, block.header(), block.payload)
+        slot = store(tier, block)
         if slot is not None:
             fresh.append((slot, block))
     if not finish(tier.sync).ok:
@@ -224,7 +226,7 @@ def read_and_judge(
     tier: NvmeTier, places: Sequence[tuple[Slot, StoredBlock]], figures: Figures, what: str, any_version: bool = False
 ) -> int:
     """Read each block from its slot. Returns how many were served. Wrong bytes are failures; refusals are counted."""
-    buffers = [np.zeros(slot.nbytes, np.uint8) for slot, _ in places]
+    buffers = [np.zeros(block.payload.nbytes, np.uint8) for _, block in places]
     outcomes = finish_all(
         [
             partial(tier.read, slot, block.key, [segment_of(buffer)])

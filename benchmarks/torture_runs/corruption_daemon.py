@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvstore_client import Session
-from kvstore_proto.arena import slot_bytes
+from kvstore_proto.arena import HEADER_BYTES, read_header, slot_bytes
 from kvstore_proto.v1 import admin_pb2 as pb
 from torture_runs.figures import Assignment, Clock, Figures
 from torture_runs.kill_model import MODELS, Bytes, Conversation
@@ -109,9 +109,11 @@ def _places(daemon: MortalDaemon) -> list[Place]:
     for block in listed:
         path, _, offset = block.location.rpartition(":")
         with open(path, "rb", buffering=0) as file:
-            raw = os.pread(file.fileno(), slot_bytes(block.payload_bytes), int(offset))
+            header = read_header(os.pread(file.fileno(), HEADER_BYTES, int(offset)))
+            stored_bytes = block.payload_bytes if isinstance(header, str) else header.stored_bytes
+            raw = os.pread(file.fileno(), slot_bytes(stored_bytes), int(offset))
         image = np.frombuffer(raw, dtype=np.uint8)
-        places.append(Place(path, int(offset), image, 4096 + block.payload_bytes))
+        places.append(Place(path, int(offset), image, min(len(raw), HEADER_BYTES + stored_bytes)))
     return places
 
 

@@ -29,11 +29,13 @@ MODELS = tuple(
 
 
 def payload_of(nbytes: int, *name: object) -> Bytes:
-    """The `nbytes` bytes of the block with this name."""
+    """The `nbytes` bytes of the block with this name. None, some or all of them are its name again and again, which
+    codecs make small."""
     digest = xxhash.xxh3_128_digest(repr(name).encode())
     start = int.from_bytes(digest[:8], "little") % (_POOL_BYTES - nbytes)
     payload = _POOL[start : start + nbytes].copy()
-    payload[:_NAME_BYTES] = np.frombuffer(digest, dtype=np.uint8)[:nbytes]
+    repeated = max(min(nbytes, _NAME_BYTES), nbytes * (digest[8] % 5) // 4)
+    payload[:repeated] = np.resize(np.frombuffer(digest, dtype=np.uint8), repeated)
     return payload
 
 

@@ -19,7 +19,8 @@ from kvstore_proto.arena import BlockHeader
 from kvstore_tiers.base import Slot
 from kvstore_tiers.nvme import NvmeTier
 from kvstore_tiers.testing import finish
-from kvstore_tiers.testing.transfers import put
+from kvstore_tiers.testing.made_up_codec import MadeUpCodec, allow_made_up_codec
+from kvstore_tiers.testing.transfers import put, put_encoded
 from torture_runs.kill_model import Bytes, payload_of
 
 CAPACITY_BYTES = 4 << 20
@@ -77,6 +78,7 @@ class StoredDirectory:
 
 
 def open_tier(directory: Path) -> NvmeTier:
+    allow_made_up_codec()
     return NvmeTier.open(directory, CAPACITY_BYTES, slab_bytes=SLAB_BYTES, io_threads=2)
 
 
@@ -113,7 +115,7 @@ def _fill(made: StoredDirectory, tier: NvmeTier, blocks: Iterable[StoredBlock]) 
     for block in blocks:
         if tier.statistics().used_bytes > FILL * CAPACITY_BYTES and block.key not in made.blocks and not made.older:
             break
-        slot = put(tier, block.header(), block.payload)
+        slot = store(tier, block)
         if slot is None:
             raise RuntimeError("the tier is full below its capacity")
         made.blocks[block.key] = block
@@ -121,6 +123,13 @@ def _fill(made: StoredDirectory, tier: NvmeTier, blocks: Iterable[StoredBlock]) 
     outcome = finish(tier.sync)
     if not outcome.ok:
         raise RuntimeError(f"the tier could not sync: {outcome}")
+
+
+def store(tier: NvmeTier, block: StoredBlock) -> Slot | None:
+    """Store a block, every other one in the form of a codec."""
+    if block.number % 2:
+        return put(tier, block.header(), block.payload)
+    return put_encoded(tier, MadeUpCodec(), block.header(), block.payload)
 
 
 def read_files(directory: Path) -> Files:

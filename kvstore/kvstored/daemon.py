@@ -20,6 +20,7 @@ from typing import cast
 from kvstore_tiers.heap import trim
 from kvstore_tiers.nvme.directory_files import DirectoryError
 from kvstore_tiers.nvme.early_scan import EarlyRecordScan
+from kvstore_tiers.nvme.slab_file import discard_older
 from kvstore_tiers.nvme.tier import NvmeTier
 from kvstored import __version__
 from kvstored.admin.explain import Explain
@@ -83,7 +84,8 @@ class StartupError(Exception):
 
 class Daemon:
     """One running daemon. `on_shutdown` is called when an operator asks it to stop. `read` reads the configuration
-    again. `new_secret`: blocks that the secret does not reach are dropped."""
+    again. `new_secret`: blocks that the secret does not reach are dropped. `discard_old`: what an older version wrote
+    and this one cannot read is removed."""
 
     def __init__(
         self,
@@ -94,6 +96,7 @@ class Daemon:
         early_scan: EarlyRecordScan | None = None,
         *,
         new_secret: bool = False,
+        discard_old: bool = False,
     ) -> None:
         self.config = config
         self.memory = NodeMemory(config)
@@ -103,6 +106,7 @@ class Daemon:
         self._read = read
         self._early_scan = early_scan
         self._new_secret = new_secret
+        self._discard_old = discard_old
         self._stack = AsyncExitStack()
         self._phase = Phase()
         self._fresh = FreshDirectories()
@@ -123,6 +127,8 @@ class Daemon:
         prepare_directory(places.socket_dir, places.socket_group)
         make_state_dir(places.state_dir)
         stack.callback(InstanceLock(places.state_dir).release)
+        if self._discard_old and config.nvme.enabled and discard_older(config.nvme.path):
+            log.warning("--discard-old: removed the slabs in %s, which an older version wrote", config.nvme.path)
         early_scan, self._early_scan = self._early_scan, None
         self._storage = open_storage(
             config, self._clock, self.memory, phase, stack, early_scan, new_secret=self._new_secret

@@ -111,7 +111,7 @@ def open_tiers(config: Config, memory: NodeMemory, mapped: Tier, start: Start, s
         tier = section.open(memory.start_of_device(start, DEVICE_ARENAS + position * CHUNKS_A_TIER))
         tiers.append(tier)
         stack.callback(tier.close)
-        memory.charge_headers(tier)
+        memory.charge_beside(tier)
     stack.callback(memory.settle)  # before tiers close what may not be kept yet
     borrowers = [tier for tier in tiers if tier.info.shares_memory]
     for tier in tiers:

@@ -2,7 +2,7 @@
 
     offset  size  field
     0       4     magic "KVB1"
-    4       2     version (1)
+    4       2     version (2)
     6       2     flags
     8       16    key
     24      16    parent key
@@ -10,7 +10,7 @@
     56      32    fingerprint digest
     88      16    tenant digest
     104     2     group
-    106     2     reserved
+    106     2     codec that made the stored bytes; 0: they are the payload
     108     4     token count
     112     8     payload bytes
     120     8     generation of the slot
@@ -19,14 +19,16 @@
     144     4     depth: blocks before it in its chain
     148     4     reserved
     152     8     xxh3_64 of the header with this field zero
-    160     16    reserved, zero
+    160     8     stored bytes: what follows the header
+    168     8     xxh3_64 of the stored bytes
     176     8     expiry, seconds since the epoch in the low 32 bits, and priority, signed, in the next 8; 0: none
     184     72    reserved, zero
     256     3840  token ids, little-endian int32, up to 960
-    4096          payload, then padding to a multiple of 4096
+    4096          stored bytes, then padding to a multiple of 4096
 
 Slots start on 4096-byte boundaries everywhere, so that a whole slot moves between DRAM and NVMe in one direct I/O.
 A client writes only the token ids and the payload of its staging slot; the daemon writes every other field itself.
+Without a codec the stored bytes are the payload, and size and checksum of both are equal. Clients see such slots alone.
 Invariants: little-endian; all reserved bytes zero; `read` never trusts a length before the header's checksum holds.
 """
 
@@ -34,6 +36,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -46,8 +49,8 @@ TOKEN_COUNT_OFFSET = 108
 TOKENS_OFFSET = 256
 MAX_TOKENS = (HEADER_BYTES - TOKENS_OFFSET) // 4
 MAGIC = b"KVB1"
-VERSION = 1
-_FIXED = struct.Struct("<4sHH16s16s16s32s16sHHIQQQQIIQ16xQ")
+VERSION = 2
+_FIXED = struct.Struct("<4sHH16s16s16s32s16sHHIQQQQIIQQQQ")
 _CHECKSUM_OFFSET = 152
 assert _FIXED.size == _CHECKSUM_OFFSET + 32
 
@@ -63,9 +66,20 @@ def payload_checksum(payload: Bytes | bytes | memoryview) -> int:
     return xxhash.xxh3_64_intdigest(payload.data if isinstance(payload, np.ndarray) else payload)
 
 
+class Coded(NamedTuple):
+    """The stored bytes of a block that codec number `codec` made, and their xxh3_64."""
+
+    codec: int
+    nbytes: int
+    checksum: int
+
+
 @dataclass(frozen=True)
 class BlockHeader:
-    """What a slot says about the block in it. `tokens` is packed little-endian int32 (kvstore_proto.identity)."""
+    """What a slot says about the block in it. `tokens` is packed little-endian int32 (kvstore_proto.identity).
+
+    `coded` is None where the payload is stored as it is. `payload_bytes` and `checksum` are always of the payload.
+    """
 
     key: bytes
     parent: bytes
@@ -79,7 +93,23 @@ class BlockHeader:
     generation: int = 0
     checksum: int = 0
     created_ns: int = 0
+    coded: Coded | None = None
     kept: int = 0  # how long: see `kvstore_proto.terms.kept_word`
+
+    @property
+    def codec(self) -> int:
+        """Return the number of the codec that made the stored bytes; 0: they are the payload."""
+        return 0 if self.coded is None else self.coded.codec
+
+    @property
+    def stored_bytes(self) -> int:
+        """Return the length of what follows the header in a slot."""
+        return self.payload_bytes if self.coded is None else self.coded.nbytes
+
+    @property
+    def stored_checksum(self) -> int:
+        """Return the xxh3_64 of what follows the header in a slot."""
+        return self.checksum if self.coded is None else self.coded.checksum
 
     def pack(self) -> bytes:
         """The 4096 header bytes. Raises ValueError for fields of a wrong size."""
@@ -102,10 +132,12 @@ class BlockHeader:
         return other
 
     def _pack_fixed(self, raw: bytearray, header_checksum: int) -> None:
+        codec, stored_bytes, stored_checksum = self.coded or (0, self.payload_bytes, self.checksum)
         _FIXED.pack_into(
             raw, 0, MAGIC, VERSION, 0, self.key, self.parent, self.extra, self.fingerprint, self.tenant,
-            self.group, 0, len(self.tokens) // 4, self.payload_bytes, self.generation, self.checksum,
-            self.created_ns, self.depth, 0, header_checksum, self.kept,
+            self.group, codec, len(self.tokens) // 4, self.payload_bytes, self.generation, self.checksum,
+            self.created_ns, self.depth, 0, header_checksum, stored_bytes, stored_checksum,
+            self.kept,
         )  # fmt: skip
 
     @property
@@ -119,8 +151,8 @@ def read_header(raw: bytes | memoryview | Bytes) -> BlockHeader | str:
     if len(data) < HEADER_BYTES:
         return f"header cut short: {len(data)} of {HEADER_BYTES} bytes"
     values = _FIXED.unpack_from(data)
-    magic, version, _flags, key, parent, extra, fingerprint, tenant, group, _r, count, payload_bytes = values[:12]
-    generation, checksum, created_ns, depth, _r2, header_checksum, kept = values[12:]
+    magic, version, _flags, key, parent, extra, fingerprint, tenant, group, codec, count, payload_bytes = values[:12]
+    generation, checksum, created_ns, depth, _r2, header_checksum, stored_bytes, stored_checksum, kept = values[12:]
     if magic != MAGIC:
         return "no block here: wrong magic"
     if version != VERSION:
@@ -130,9 +162,11 @@ def read_header(raw: bytes | memoryview | Bytes) -> BlockHeader | str:
         return "header checksum does not hold"
     if count > MAX_TOKENS:
         return f"header counts {count} tokens, at most {MAX_TOKENS} fit"
+    if not codec and (stored_bytes != payload_bytes or stored_checksum != checksum):
+        return "the header names no codec, and sizes or checksums that differ"
     tokens = data[TOKENS_OFFSET : TOKENS_OFFSET + count * 4]
     return BlockHeader(
         key=key, parent=parent, extra=extra, fingerprint=fingerprint, tenant=tenant, group=group, depth=depth,
         tokens=tokens, payload_bytes=payload_bytes, generation=generation, checksum=checksum, created_ns=created_ns,
-        kept=kept,
+        coded=Coded(codec, stored_bytes, stored_checksum) if codec else None, kept=kept,
     )  # fmt: skip

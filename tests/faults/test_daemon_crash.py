@@ -16,6 +16,7 @@ import pytest
 from kvstore_client import Session
 from kvstore_proto.arena import HEADER_BYTES
 from kvstore_proto.v1 import admin_pb2 as pb
+from kvstore_tiers.nvme.layout import FORMAT_VERSION
 from tests.reference.conversations import holds, model, payloads_of, serves_whole, tokens_of
 from tests.reference.running_daemon import RunningDaemon, ended_with, eventually, running_daemon
 
@@ -216,7 +217,7 @@ def test_a_directory_of_a_newer_version_is_left_alone(daemon: RunningDaemon) -> 
     (daemon.nvme_dir / "format").write_text("format_version: 99\n")
     result = subprocess.run(daemon.command(), capture_output=True, text=True, timeout=60)
     assert result.returncode == 1 and "format 99" in result.stderr and "Traceback" not in result.stderr
-    (daemon.nvme_dir / "format").write_text("format_version: 1\n")
+    (daemon.nvme_dir / "format").write_text(f"format_version: {FORMAT_VERSION}\n")
     daemon.restart()
     assert serves_whole(daemon, 1, BLOCKS)
 

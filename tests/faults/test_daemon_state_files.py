@@ -51,7 +51,7 @@ def test_damage_in_derived_and_cosmetic_files_stops_nothing(daemon: RunningDaemo
     daemon.stop()
     said = daemon.log[before:]
     assert all(char.isprintable() or char == "\n" for char in said)
-    assert (daemon.nvme_dir / "format").read_text() == "format_version: 1\n"
+    assert (daemon.nvme_dir / "format").read_text().startswith("format_version: 2\n")
     if CONTENTS[what]:
         for name in ("nvme/format is damaged", "names.json is damaged"):
             assert name in said, said
@@ -61,11 +61,11 @@ def test_damage_in_derived_and_cosmetic_files_stops_nothing(daemon: RunningDaemo
 def test_a_readable_higher_number_is_a_newer_version(daemon: RunningDaemon, name: str) -> None:
     path = daemon.state_dir / name
     right = path.read_bytes()
-    path.write_bytes(right.replace(b"1", b"2"))
+    path.write_bytes(right.replace(b"format_version: 2", b"format_version: 3"))
     before = len(daemon.log)
     with pytest.raises(AssertionError, match="exit status 1"):
         daemon.restart()
-    assert "has format 2, this kvstored reads format 1" in daemon.log[before:]
+    assert "format 3, this kvstored reads format 2; run that version" in daemon.log[before:]
     path.write_bytes(right)
     daemon.restart()
     assert got(daemon)

@@ -211,8 +211,8 @@ def test_a_slab_truncated_within_its_records_keeps_nothing_and_works_on(director
 
 
 def test_a_newer_directory_or_slab_is_refused(directory: Path) -> None:
-    (directory / "format").write_text("format_version: 2\n")
-    with pytest.raises(FormatUnsupported, match="run the newer version"), opened(directory):
+    (directory / "format").write_text("format_version: 3\n")
+    with pytest.raises(FormatUnsupported, match="run that version"), opened(directory):
         pass
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstore_proto.version import VERSION
 from kvstore_tiers.nvme import NvmeTier
 from kvstore_tiers.nvme.directory_files import FormatUnsupported
 from kvstore_tiers.testing.powerloss import Recording
@@ -47,7 +48,7 @@ def test_an_opened_tier_is_there_with_all_directories_above_it(recording: Record
     )
     tree = run(recording, program)
     assert "a/b/nvme/slabs" in tree
-    assert tree["a/b/nvme/format"] == b"format_version: 1\n"
+    assert tree["a/b/nvme/format"].startswith(b"format_version: 2\n")
 
 
 def test_names_that_a_killed_process_did_not_sync_are_synced_by_the_next(recording: Recording) -> None:
@@ -68,11 +69,11 @@ def test_a_version_file_whose_bytes_were_lost_is_written_again(tmp_path: Path, l
     NvmeTier.open(tmp_path, CAPACITY_BYTES).close()
     (tmp_path / "format").write_bytes(left)
     NvmeTier.open(tmp_path, CAPACITY_BYTES).close()
-    assert (tmp_path / "format").read_text() == "format_version: 1\n"
+    assert (tmp_path / "format").read_text() == f"format_version: 2\nwritten_by: {VERSION}\n"
 
 
 def test_a_newer_version_is_refused_as_before(tmp_path: Path) -> None:
     NvmeTier.open(tmp_path, CAPACITY_BYTES).close()
-    (tmp_path / "format").write_text("format_version: 2\n")
+    (tmp_path / "format").write_text("format_version: 3\n")
     with pytest.raises(FormatUnsupported):
         NvmeTier.open(tmp_path, CAPACITY_BYTES)

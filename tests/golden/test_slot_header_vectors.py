@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore_proto.arena import HEADER_BYTES, MAX_TOKENS, BlockHeader, read_header, slot_bytes
+from kvstore_proto.arena import HEADER_BYTES, MAX_TOKENS, BlockHeader, Coded, read_header, slot_bytes
 from kvstore_proto.identity import pack_tokens
 
 HEADER = BlockHeader(
@@ -25,15 +26,19 @@ HEADER = BlockHeader(
     checksum=0x0123456789ABCDEF,
     created_ns=1_700_000_000_000_000_000,
 )
-FIXED_PART = "4b56423101000000000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f202122232425262728292a2b2c2d2e2f303132333435363738393a3b3c3d3e3f404142434445464748494a4b4c4d4e4f505152535455565758595a5b5c5d5e5f030000004000000000801600000000000900000000000000efcdab896745230100002a36fe9c9717110000000000000089824bcd748379fb"
-SHA256 = "f69034a532fbad8b16f46a58d749d4f9e0160a1dee9f5c258c09c200f4a278d3"
+FIXED_PART = "4b56423102000000000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f202122232425262728292a2b2c2d2e2f303132333435363738393a3b3c3d3e3f404142434445464748494a4b4c4d4e4f505152535455565758595a5b5c5d5e5f030000004000000000801600000000000900000000000000efcdab896745230100002a36fe9c971711000000000000007650bffa6119b8160080160000000000efcdab8967452301"
+SHA256 = "1d45e6ac7201760e9f5054a67aa4ea7c3c4166b2208b0a4d43bd3d975d08426b"
+CODED = replace(HEADER, coded=Coded(codec=7, nbytes=1_200_001, checksum=0xFEDCBA9876543210))
+CODED_PART = "4b56423102000000000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f202122232425262728292a2b2c2d2e2f303132333435363738393a3b3c3d3e3f404142434445464748494a4b4c4d4e4f505152535455565758595a5b5c5d5e5f030007004000000000801600000000000900000000000000efcdab896745230100002a36fe9c9717110000000000000066b09f38e092eed1814f1200000000001032547698badcfe"
+CODED_SHA256 = "b5ff468136baa74b0116fbf27a95a87d3fa22deb0f849641047bcd7cb53c05a1"
 
 
 def test_the_bytes_of_a_header() -> None:
-    packed = HEADER.pack()
-    assert len(packed) == HEADER_BYTES
-    assert packed[:160].hex() == FIXED_PART
-    assert hashlib.sha256(packed).hexdigest() == SHA256
+    for header, fixed_part, sha256 in ((HEADER, FIXED_PART, SHA256), (CODED, CODED_PART, CODED_SHA256)):
+        packed = header.pack()
+        assert len(packed) == HEADER_BYTES
+        assert packed[:176].hex() == fixed_part
+        assert hashlib.sha256(packed).hexdigest() == sha256
 
 
 def test_fields_are_at_the_offsets_of_the_document() -> None:
@@ -44,12 +49,16 @@ def test_fields_are_at_the_offsets_of_the_document() -> None:
     assert int.from_bytes(packed[108:112], "little") == 64
     assert int.from_bytes(packed[112:120], "little") == HEADER.payload_bytes
     assert int.from_bytes(packed[120:128], "little") == HEADER.generation
+    assert packed[106:108] == bytes(2) and packed[160:168] == packed[112:120] and packed[168:176] == packed[128:136]
     assert packed[256:260] == bytes(4)
     assert packed[260:264] == (1).to_bytes(4, "little")
 
 
 def test_round_trip() -> None:
     assert read_header(HEADER.pack()) == HEADER
+    assert read_header(CODED.pack()) == CODED
+    assert (CODED.codec, CODED.stored_bytes, CODED.stored_checksum) == CODED.coded
+    assert (HEADER.codec, HEADER.stored_bytes, HEADER.stored_checksum) == (0, HEADER.payload_bytes, HEADER.checksum)
 
 
 @given(st.integers(0, HEADER_BYTES * 8 - 1))

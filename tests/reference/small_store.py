@@ -26,6 +26,7 @@ from kvstored.clock import NS_PER_S, ManualClock
 from kvstored.completions import CompletionQueue
 from kvstored.config import load_config
 from kvstored.config.tiers import Start
+from kvstored.config.tiers.base import coding_of
 from kvstored.store.assembly import Store
 from kvstored.store.residency import make_residency
 from kvstored.store.transfer.admission import RemoteWrites
@@ -70,6 +71,7 @@ class SmallStore:
             slab_bytes=nvme.slab_bytes,
             io_threads=nvme.io_threads,
             clock=lambda: clock.monotonic_ns() / NS_PER_S,
+            coding=coding_of(nvme.codec, nvme.codec_staging_bytes),
         )
         self.disk = FaultyTier(self.nvme)
         given = {nvme.name, *(tier.info.name for tier in before)}

@@ -14,6 +14,7 @@ from typing import Any, get_type_hints
 import pytest
 
 from kvstore_simulator.policies import POLICIES as STUDIED
+from kvstore_tiers.codecs import TESTING_ENVIRONMENT
 from kvstored.config import ConfigError, load_config, reference_text
 from kvstored.config.schema import Config
 from kvstored.config.tiers import KINDS
@@ -50,6 +51,7 @@ _OTHER_VALUES = (
     "ipc:///tmp/elsewhere",
     "{tenant}",
     "array",
+    "made-up",
     "48MiB",
     "96MiB",
     "3GiB",
@@ -65,7 +67,10 @@ def test_a_setting_is_explained(section: str, key: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize(("section", "key", "value"), _SETTINGS, ids=lambda item: str(item)[:24])
-def test_a_setting_changes_the_configuration(section: str, key: str, value: Any) -> None:
+def test_a_setting_changes_the_configuration(
+    section: str, key: str, value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(TESTING_ENVIRONMENT, "1")  # else "none" is the only codec
     company = _COMPANY.get(f"{section}.{key}", ())
     if isinstance(value, bool):
         others: list[object] = [str(not value).lower()]

@@ -33,7 +33,7 @@ HEADER = np.dtype(
         ("fingerprint", "V32"),
         ("tenant", "V16"),
         ("group", "<u2"),
-        ("reserved", "<u2"),
+        ("codec", "<u2"),
         ("tokens", "<u4"),
         ("payload_bytes", "<u8"),
         ("generation", "<u8"),
@@ -74,6 +74,7 @@ def walk(address: int, slot_bytes: int, slots: int, owner: bytes, max_generation
         (found["version"] == VERSION)
         & (found["flags"] <= int.from_bytes(RETIRED, "little"))
         & (found["tenant"] == np.frombuffer(owner, "V16")[0])
+        & (found["codec"] == 0)  # clients read these slots in place
         & (found["payload_bytes"] <= slot_bytes - HEADER_BYTES)
         & (found["tokens"] <= MAX_TOKENS)
         & (found["generation"] >= 1)

@@ -11,6 +11,8 @@ Obligations
   the outcome of every transfer available exactly once; MUST NOT report DONE for bytes that fail verification.
 - `allocate`, `free`, `quarantine` and `statistics` are called from one control thread, never wait for a device, and
   take microseconds.
+- `write`, `move_in` and `relocate` keep the bytes that they are given, of any codec; `read` and `move_out` give the
+  payload as it was put, and a header that says so.
 - Transfers return at once; their completion is called from a thread of the tier's own (from the caller's own only
   when the tier is closed already). A completion must be quick and must not raise.
 
@@ -40,6 +42,8 @@ ERRORS_IN_A_ROW = 8  # failed reads or writes in a row after which the medium is
 
 
 __all__ = [
+    "UNCODED",
+    "Coding",
     "Completion",
     "ContainerReport",
     "FileImage",
@@ -61,6 +65,7 @@ class OutcomeKind(Enum):
     DONE = "done"
     CORRUPT = "corrupt"  # bytes came back and are wrong: quarantine
     MISSING = "missing"  # the tier has forgotten the block, as one that is addressed by key may
+    UNREADABLE = "unreadable"  # the bytes are as they were stored, and this build does not have their codec
     FAILED = "failed"  # the medium refused: retry or shed the tier
     CANCELLED = "cancelled"  # closed before it ran
 
@@ -86,12 +91,28 @@ Column = npt.NDArray[np.unsignedinteger]
 
 
 @dataclass(frozen=True, slots=True)
+class Coding:
+    """The form in which a tier is given blocks: by the codec of this name, "none" for payloads as they are.
+    `staging_bytes` of DRAM hold the blocks that are in that form and not yet stored, and those being turned back."""
+
+    codec: str = "none"
+    staging_bytes: int = 0
+
+    @property
+    def is_none(self) -> bool:
+        return self.codec == "none"
+
+
+UNCODED = Coding()
+
+
+@dataclass(frozen=True, slots=True)
 class TierInfo:
     """The abilities of a tier. `is_durable`: what was synced outlives the process, and is never forgotten. `is_mapped`:
     clients map its memory, so puts are stored there and leases are given on it. `is_exported`: clients that asked for
     device memory may import its containers, to read. `lends_files`: another tier may read its slots from their file
     (`lend`); `loads_files`: it can (`loader`). `shares_memory`: it copies from and to memory of other tiers in place
-    that is shared with it (`share`)."""
+    that is shared with it (`share`). `coding`: who moves a block there gives it that form first."""
 
     name: str
     kind: str  # shared | gpu | memory | nvme | keyed
@@ -100,10 +121,11 @@ class TierInfo:
     is_mapped: bool = False
     is_exported: bool = False
     container_bytes: int = 0  # of an arena or slab; 0 where room is not given out by containers
-    dram_bytes: int = 0  # at most, of header pages in DRAM; the capacity of the mapped tier has to have room for them
+    dram_bytes: int = 0  # at most, of header pages and staging in DRAM; the mapped tier's capacity has room for them
     lends_files: bool = False
     loads_files: bool = False
     shares_memory: bool = False
+    coding: Coding = UNCODED
 
     @property
     def is_in_memory(self) -> bool:
@@ -157,12 +179,12 @@ class TierStatistics:
 
 
 def require_fits(slot: Slot, header: BlockHeader, segments: Sequence[Segment]) -> None:
-    """Raise RuntimeError when a write's payload is not what its header says or does not fit its slot."""
+    """Raise RuntimeError when what a write stores is not what its header says or does not fit its slot."""
     given_bytes = sum(segment.nbytes for segment in segments)
-    if given_bytes != header.payload_bytes:
-        raise RuntimeError(f"the header says {header.payload_bytes} payload bytes, the segments hold {given_bytes}")
+    if given_bytes != header.stored_bytes:
+        raise RuntimeError(f"the header says {header.stored_bytes} stored bytes, the segments hold {given_bytes}")
     if HEADER_BYTES + given_bytes > slot.nbytes:
-        raise RuntimeError(f"{given_bytes} payload bytes and a header do not fit a slot of {slot.nbytes}")
+        raise RuntimeError(f"{given_bytes} stored bytes and a header do not fit a slot of {slot.nbytes}")
 
 
 class Tier(ABC):
@@ -205,12 +227,12 @@ class Tier(ABC):
 
     @abstractmethod
     def write(self, slot: Slot, header: BlockHeader, segments: Sequence[Segment], done: Completion) -> None:
-        """Store payload bytes (the concatenation of `segments`, `header.payload_bytes` long) and header in `slot`.
+        """Store bytes (the concatenation of `segments`, `header.stored_bytes` long) and header in `slot`.
 
         `done` gets the header as stored, with the payload's checksum (computed from the stored copy when
         `header.checksum` is 0, else taken as given) and the slot's generation. A tier that verifies what it stored says
         CORRUPT where a given checksum does not hold.
-        Raises RuntimeError when lengths disagree or the payload does not fit.
+        Raises RuntimeError when lengths disagree or the bytes do not fit.
         """
 
     @abstractmethod
@@ -218,7 +240,8 @@ class Tier(ABC):
         """Fill `segments` with the payload of the block in `slot`; what they hold beyond it is left as it is or zeroed.
 
         Magic, key, generation and checksums are checked before DONE is reported; CORRUPT says that the destination
-        holds garbage. Segments shorter than the payload end in FAILED.
+        holds garbage, UNREADABLE that it does and that nothing is wrong with the block. Segments shorter than the
+        payload end in FAILED.
         """
 
     def slot_segment(self, slot: Slot) -> Segment:
@@ -235,7 +258,7 @@ class Tier(ABC):
         if isinstance(header, str):
             done(Outcome(OutcomeKind.CORRUPT, message=header))
             return
-        self.write(slot, header, [source.part(HEADER_BYTES, header.payload_bytes)], done)
+        self.write(slot, header, [source.part(HEADER_BYTES, header.stored_bytes)], done)
 
     def move_out(self, slot: Slot, destination: Segment, expect_key: bytes, done: Completion) -> None:
         """Fill `destination` with the slot image, verified as in `read`; its header is written last and carries

@@ -17,13 +17,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvstore_proto.arena import ALIGNMENT_BYTES, BlockHeader
 from kvstore_tiers.adoption import AdoptedArena, take_over
 from kvstore_tiers.arena import Arena, ArenaHome, ArenaRecord, ArenaWitness
 from kvstore_tiers.arena_memory import ArenaMode
 from kvstore_tiers.base import (
+    UNCODED,
+    Coding,
     Completion,
     ContainerReport,
     MemoryKind,
@@ -34,6 +36,7 @@ from kvstore_tiers.base import (
     TierState,
     TierStatistics,
 )
+from kvstore_tiers.codecs import Codec
 from kvstore_tiers.containers import Containers, ContainerTier
 from kvstore_tiers.counters import TransferCounters
 from kvstore_tiers.host_transfers import HostTransfers, Write, segment_of
@@ -83,9 +86,16 @@ class Lending:
             tier.unshare(number, arena.loan.returned)
 
 
+class SlowerMemory(NamedTuple):
+    """Settings of memory that clients do not map. `numa_node` >= 0: all of it from that node."""
+
+    numa_node: int = -1
+    coding: Coding = UNCODED
+
+
 class HostTier(ContainerTier):
-    """`capacity_bytes` of DRAM in arenas of `arena_bytes`, filled and emptied by `copy_threads` resident threads.
-    `numa_node` >= 0: all of it from that node. Of several, clients map the one called `MAPPED_NAME`."""
+    """`capacity_bytes` of DRAM in arenas of `arena_bytes`, filled and emptied by `copy_threads` resident threads. Of
+    several, clients map the one called `MAPPED_NAME`."""
 
     def __init__(
         self,
@@ -97,12 +107,15 @@ class HostTier(ContainerTier):
         name: str = MAPPED_NAME,
         witness: ArenaWitness | None = None,
         first_number: int = 1,
-        numa_node: int = -1,
+        slower: SlowerMemory | None = None,
     ) -> None:
+        slower = slower or SlowerMemory()
         arena_bytes, mapped = aligned_down(arena_bytes), name == MAPPED_NAME
-        kind = "shared" if mapped else "memory"
-        self.info = TierInfo(name, kind, MemoryKind.SYSTEM, is_mapped=mapped, container_bytes=arena_bytes)
-        self._numa_node = numa_node
+        self.info = TierInfo(
+            name, "shared" if mapped else "memory", MemoryKind.SYSTEM, is_mapped=mapped, container_bytes=arena_bytes,
+            coding=slower.coding, dram_bytes=slower.coding.staging_bytes // 2,
+        )  # fmt: skip
+        self._numa_node = slower.numa_node
         self._refused = ""  # why the system gave no memory, the last time
         self._arena_bytes = arena_bytes
         self._mode: ArenaMode = mode
@@ -236,6 +249,11 @@ class HostTier(ContainerTier):
 
     def read(self, slot: Slot, expect_key: bytes, segments: Sequence[Segment], done: Completion) -> None:
         self._transfers.load(slot, expect_key, segments, done)
+
+    def encode(self, codec: Codec, source: Segment, expect_key: bytes, target: Segment, done: Completion) -> None:
+        """Write the image `source` to `target`, which is no slot, in the form of `codec`, on the copy threads; see
+        `encode_image`."""
+        self._transfers.encode(codec, source, expect_key, target, done)
 
     def move_in(self, slot: Slot, source: Segment, expect_key: bytes, done: Completion) -> None:
         self._transfers.move(source, slot, expect_key, done)

@@ -15,8 +15,10 @@ from kvstore_proto.arena import HEADER_BYTES, BlockHeader
 from kvstore_tiers import failpoints
 from kvstore_tiers.arena import Arena
 from kvstore_tiers.base import Completion, Outcome, OutcomeKind, Segment, Slot, require_fits
+from kvstore_tiers.codecs import Codec
+from kvstore_tiers.codecs.images import decode_image, encode_image, judge_stored
 from kvstore_tiers.counters import TransferCounters
-from kvstore_tiers.image import image_header, stamp_header
+from kvstore_tiers.image import false_checksum, image_header, stamp_header
 from kvstore_tiers.segments import checksum_at, gather, gather_and_checksum, scatter, total_bytes
 from kvstore_tiers.threads import ResidentThreads, Transfer, TransferBatch
 
@@ -44,15 +46,14 @@ class ImageCopies:
                 checksum = header.checksum or gather_and_checksum(payload, segments, header.payload_bytes)
             failpoints.hit("host.before-header")
             stored = stamp_header(target, header, checksum)
-            return count.wrote(Outcome(OutcomeKind.DONE, stored, header.payload_bytes))
+            return count.wrote(Outcome(OutcomeKind.DONE, stored, header.stored_bytes))
 
     def verify(self, source: Segment, expect_key: bytes) -> Outcome:
         header = image_header(source, expect_key)
         if isinstance(header, str):
             return Outcome(OutcomeKind.CORRUPT, message=header)
-        if checksum_at(source.address + HEADER_BYTES, header.payload_bytes) != header.checksum:
-            return Outcome(OutcomeKind.CORRUPT, message="the payload's checksum does not hold")
-        return Outcome(OutcomeKind.DONE, header, header.payload_bytes)
+        stored = source.part(HEADER_BYTES, header.stored_bytes)
+        return judge_stored(header, [stored]) or Outcome(OutcomeKind.DONE, header, header.stored_bytes)
 
     def relocate(self, source: Segment, target: Segment, expect_key: bytes) -> Outcome:
         """Copy a block from one slot to another; what is in `target` has the checksum that its header says, or no
@@ -61,18 +62,20 @@ class ImageCopies:
             header = image_header(source, expect_key)
             if isinstance(header, str):
                 return count.read(Outcome(OutcomeKind.CORRUPT, message=header))
-            payload = target.address + HEADER_BYTES
-            gather(payload, [source.part(HEADER_BYTES, header.payload_bytes)])
-            if checksum_at(payload, header.payload_bytes) != header.checksum:
-                return count.read(Outcome(OutcomeKind.CORRUPT, message="the payload's checksum does not hold"))
-            stored = stamp_header(target, header)
-            return count.wrote(Outcome(OutcomeKind.DONE, stored, header.payload_bytes))
+            place, nbytes = target.address + HEADER_BYTES, header.stored_bytes
+            gather(place, [source.part(HEADER_BYTES, nbytes)])
+            if checksum_at(place, nbytes) != header.stored_checksum:
+                return count.read(Outcome(OutcomeKind.CORRUPT, message=false_checksum(header)))
+            return count.wrote(Outcome(OutcomeKind.DONE, stamp_header(target, header), nbytes))
 
     def load(self, source: Segment, expect_key: bytes, segments: Sequence[Segment]) -> Outcome:
         with self._counters.watch() as count:
             header = image_header(source, expect_key)
             if isinstance(header, str):
                 return count.read(Outcome(OutcomeKind.CORRUPT, message=header))
+            if header.coded is not None:
+                stored = source.part(HEADER_BYTES, header.stored_bytes)
+                return count.read(judge_stored(header, [stored]) or decode_image(header, stored, segments))
             if total_bytes(segments) < header.payload_bytes:
                 message = f"{header.payload_bytes} payload bytes do not fit {total_bytes(segments)} bytes of segments"
                 return count.read(Outcome(OutcomeKind.FAILED, message=message))
@@ -138,6 +141,10 @@ class HostTransfers:
         arena = self._arena_of(slot)
         copy = partial(self._copies.relocate, source, segment_of(arena, slot), expect_key)
         self._threads.submit(_vouching(arena, slot, copy), done)
+
+    def encode(self, codec: Codec, source: Segment, expect_key: bytes, target: Segment, done: Completion) -> None:
+        """See `HostTier.encode`."""
+        self._threads.submit(partial(encode_image, codec, source, expect_key, target), done)
 
     def verify(self, slot: Slot, expect_key: bytes, done: Completion) -> None:
         source = segment_of(self._arena_of(slot), slot)

@@ -61,7 +61,7 @@ RETIRED = (1).to_bytes(2, "little")  # in the flags: the block is gone, the byte
 def judge_header(raw: bytes, expect_key: bytes, room_bytes: int, generation: int | None = None) -> BlockHeader | str:
     """The header in 4096 raw bytes, or a sentence on what is wrong with it.
 
-    It must hold its own checksum, name `expect_key`, describe a payload of at most `room_bytes` and, where
+    It must hold its own checksum, name `expect_key`, describe at most `room_bytes` stored bytes and, where
     `generation` is given, belong to that use of the slot.
     """
     header = read_header(raw)
@@ -71,8 +71,8 @@ def judge_header(raw: bytes, expect_key: bytes, room_bytes: int, generation: int
         return f"the slot holds block {header.key.hex()}, not {expect_key.hex()}"
     if generation is not None and header.generation != generation:
         return f"the slot holds generation {header.generation}, not {generation}"
-    if header.payload_bytes > room_bytes:
-        return f"the header says {header.payload_bytes} payload bytes, the slot has room for {room_bytes}"
+    if header.stored_bytes > room_bytes:
+        return f"the header says {header.stored_bytes} stored bytes, the slot has room for {room_bytes}"
     return header
 
 
@@ -83,6 +83,12 @@ def image_header(image: Segment, expect_key: bytes) -> BlockHeader | str:
     if image.vouched is not None and raw != image.vouched.pack():
         return "the header was written to"
     return judge_header(raw, expect_key, image.nbytes - HEADER_BYTES, image.generation or None)
+
+
+def false_checksum(header: BlockHeader) -> str:
+    """Return the sentence for stored bytes that do not have the checksum of their header."""
+    whose = "stored bytes'" if header.codec else "payload's"
+    return f"the {whose} checksum does not hold"
 
 
 def stamp_header(image: Segment, header: BlockHeader, checksum: int | None = None) -> BlockHeader:

@@ -44,6 +44,8 @@ class RecoveredBlocks:
     offset: Column
     nbytes: Column
     generation: Column
+    codec: Column | None = None  # None where no block has one
+    stored_bytes: Column | None = None
     kept: Column | None = None
 
     def __len__(self) -> int:
@@ -63,7 +65,16 @@ class RecoveredBlocks:
     def take(self, chosen: Column) -> RecoveredBlocks:
         """Only these blocks, by position or by mask."""
         columns = {name: getattr(self, name)[chosen] for name in _COLUMNS}
-        return RecoveredBlocks(self.origins, **columns, kept=None if self.kept is None else self.kept[chosen])
+        for name in ("codec", "stored_bytes", "kept"):
+            column = getattr(self, name)
+            columns[name] = None if column is None else column[chosen]
+        return RecoveredBlocks(self.origins, **columns)
+
+    def form_of(self, block: int) -> tuple[int, int]:
+        """Return the number of the codec of a block's stored bytes and their length; 0 and 0 where it has none."""
+        if self.codec is None or self.stored_bytes is None:
+            return 0, 0
+        return int(self.codec[block]), int(self.stored_bytes[block])
 
 
 _COLUMNS = (
@@ -76,6 +87,8 @@ def as_columns(blocks: Iterable[tuple[Slot, BlockHeader]]) -> RecoveredBlocks:
     listed = list(blocks)
     origins: dict[BlockOrigin, int] = {}
     origin = [origins.setdefault(BlockOrigin(h.tenant, h.fingerprint, h.group), len(origins)) for _, h in listed]
+
+    is_coded = any(header.codec for _, header in listed)
 
     def column(values: Iterable[int], kind: type[np.unsignedinteger[Any]]) -> Column:
         return np.fromiter(values, dtype=kind, count=len(listed))
@@ -92,6 +105,8 @@ def as_columns(blocks: Iterable[tuple[Slot, BlockHeader]]) -> RecoveredBlocks:
         nbytes=column((slot.nbytes for slot, _ in listed), np.uint64),
         generation=column((slot.generation for slot, _ in listed), np.uint64),
         kept=column((header.kept for _, header in listed), np.uint64) if any(h.kept for _, h in listed) else None,
+        codec=column((header.codec for _, header in listed), np.uint8) if is_coded else None,
+        stored_bytes=column((header.stored_bytes for _, header in listed), np.uint64) if is_coded else None,
     )
 
 

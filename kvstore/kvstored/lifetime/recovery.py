@@ -98,6 +98,7 @@ def _recover_one(
             nvme.quarantine(slot, str(error))
             return False
     residency.attach(row, residency.durable, slot, now_ns)
+    residency.note_stored(row, residency.durable, *blocks.form_of(block))
     return True
 
 

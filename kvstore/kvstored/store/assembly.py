@@ -39,7 +39,7 @@ from kvstored.store.transfer.admission import RemoteWrites
 from kvstored.store.transfer.damage import Damage
 from kvstored.store.transfer.eviction import UnmappedExit
 from kvstored.store.transfer.group_commit import GroupCommit
-from kvstored.store.transfer.link import Mover
+from kvstored.store.transfer.mover import Mover
 from kvstored.store.transfer.promote import Promoter
 from kvstored.store.transfer.room import Room
 from kvstored.store.transfer.verification import DeviceCheck, DramCheck

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from kvstore_tiers.base import Tier
+from kvstore_tiers.host import HostTier
 from kvstore_tiers.keyed import KeyedTier
 from kvstore_tiers.objects import DIGEST_BYTES
 from kvstored.clock import Clock
@@ -35,11 +36,13 @@ from kvstored.store.transfer.eviction import Copier, Demoter, Eviction, NoDemoti
 from kvstored.store.transfer.gate import Backlog, WriteGate
 from kvstored.store.transfer.group_commit import BatchLimits, GroupCommit
 from kvstored.store.transfer.lane import Lane, LaneSettings, Limits, Priority
-from kvstored.store.transfer.link import Link, Mover, Transfer, lane_name
+from kvstored.store.transfer.link import Link, lane_name
+from kvstored.store.transfer.mover import Mover, Transfer
 from kvstored.store.transfer.promote import Promoter
 from kvstored.store.transfer.relocation import LaneRelocation, MemoryRelocation, Relocation
 from kvstored.store.transfer.room import Room
 from kvstored.store.transfer.sharing import Sharing
+from kvstored.store.transfer.staging import Staging
 from kvstored.store.transfer.straight import StraightPromotion
 from kvstored.store.transfer.victims import OrphanQueue, Victims
 from kvstored.store.transfer.writeback import WriteBack
@@ -78,12 +81,22 @@ class Links:
         self._ground = ground
         self.mover = mover
         self._breakers = breakers
+        self._stagings: dict[int, Staging] = {}
 
     def between(self, source: int, destination: int) -> Link:
         ground = self._ground
         breaker = self._breakers.get(max(source, destination))
-        lane = self.lane(source, destination)
-        return Link(source, destination, ground.tiers, lane, self.mover, ground.clock, breaker)
+        lane, staging = self.lane(source, destination), self._staging_of(destination)
+        return Link(source, destination, ground.tiers, lane, self.mover, ground.clock, breaker, staging)
+
+    def _staging_of(self, destination: int) -> Staging | None:
+        """Return what all links to a tier with a codec share."""
+        ground = self._ground
+        coding = ground.tiers[destination].info.coding
+        if not coding.is_none and destination not in self._stagings:
+            host = cast(HostTier, ground.tiers[ground.residency.mapped])
+            self._stagings[destination] = Staging(coding, host, ground.completions, ground.counters)
+        return self._stagings.get(destination)
 
     def lane(self, source: int, destination: int) -> str:
         """Return the name of the lane. The writes of the durable medium wait in one queue."""

@@ -15,6 +15,7 @@ from kvstore_console.log_format import PrintableFormatter
 from kvstore_console.printable import printable, printable_lines
 from kvstore_console.terminal import Line
 from kvstore_proto.v1 import admin_pb2 as pb
+from kvstore_tiers.nvme.layout import FORMAT_VERSION
 from kvstored.cli import main as kvstored
 from kvstored.exits import failure
 from tests.reference.fake_admin import FakeAdmin
@@ -98,7 +99,7 @@ def test_kvstored_escapes_its_last_words(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_a_strays_name_in_a_directory_is_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "slabs").mkdir()
-    (tmp_path / "format").write_text("format_version: 1\n")
+    (tmp_path / "format").write_text(f"format_version: {FORMAT_VERSION}\n")
     (tmp_path / "slabs" / EVIL.replace("/", "")).touch()
     kvstored(["check", str(tmp_path), "--notes"])
     assert is_safe(capsys.readouterr().out)

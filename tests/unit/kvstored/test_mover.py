@@ -8,7 +8,7 @@ from kvstore_tiers.base import Completion, Outcome, OutcomeKind
 from kvstored.clock import ManualClock
 from kvstored.completions import CompletionQueue
 from kvstored.store.transfer.lane import Lane, LaneSettings, Priority
-from kvstored.store.transfer.link import Mover, Transfer
+from kvstored.store.transfer.mover import Mover, Transfer
 
 
 def test_prefetch_goes_on_after_demand_of_a_neighbour_that_was_cancelled() -> None:

@@ -24,7 +24,7 @@ from kvstored.store.policies import ChainHint
 from kvstored.store.prefetch.on_hint import OnHint
 from kvstored.store.residency import make_residency
 from kvstored.store.transfer.lane import Refused
-from kvstored.store.transfer.link import Mover
+from kvstored.store.transfer.mover import Mover
 from tests.reference.driven_store import DrivenStore, keys_of
 from tests.reference.small_store import SETTINGS, SmallStore
 from tests.reference.tiers import HOST, NVME

@@ -149,7 +149,7 @@ def test_blocks_behind_one_that_is_dropped_are_entered_all_the_same(host: HostTi
     for depth, key in enumerate(keys):
         parent = keys[0] if depth <= 1 else keys[depth - 1]
         headers[depth] = (
-            b"KVB1", 1, 0, key, parent, bytes(16), bytes(32), bytes(16), 0, 0, 0, SLOT - HEADER_BYTES, 1, 0, 0, depth,
+            b"KVB1", 2, 0, key, parent, bytes(16), bytes(32), bytes(16), 0, 0, 0, SLOT - HEADER_BYTES, 1, 0, 0, depth,
             0, 0, bytes(16), 0,
         )  # fmt: skip
         slot = host.allocate(SLOT, OWNER)

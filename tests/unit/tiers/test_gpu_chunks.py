@@ -92,11 +92,11 @@ def test_the_room_is_counted_in_the_capacity_of_dram(tmp_path: Path) -> None:
     memory = NodeMemory(load_config(None, settings))
     host = memory.open(forget=False)
     fits, too_large = (_tier_with_headers(nbytes) for nbytes in (3 * MIB, 13 * MIB))
-    memory.charge_headers(fits)
+    memory.charge_beside(fits)
     assert host.statistics().used_by["headers of vram"] == 3 * MIB
     assert host.charged_bytes == 4 * MIB
     with pytest.raises(ValueError, match=r"no room for 13\.0 MiB of header pages of vram"):
-        memory.charge_headers(too_large)
+        memory.charge_beside(too_large)
     memory.close(has_served=True)
 
 

@@ -13,10 +13,11 @@ import pytest
 
 from kvstore_proto.arena import HEADER_BYTES, slot_bytes
 from kvstore_tiers import failpoints
-from kvstore_tiers.base import ERRORS_IN_A_ROW, Completion, FileImage, Outcome, OutcomeKind, Slot, TierState
+from kvstore_tiers.base import ERRORS_IN_A_ROW, Coding, Completion, FileImage, Outcome, OutcomeKind, Slot, TierState
 from kvstore_tiers.nvme import NvmeTier
+from kvstore_tiers.testing.made_up_codec import MadeUpCodec
 from kvstore_tiers.testing.memory import MemoryTier
-from kvstore_tiers.testing.transfers import block, finish, get
+from kvstore_tiers.testing.transfers import block, block_with_pattern, finish, get, put_encoded
 from tests.reference.stored_blocks import stored_slot
 
 PAYLOAD_BYTES = 10_000
@@ -96,6 +97,21 @@ def test_a_slot_that_was_never_written_is_not_lent(nvme: NvmeTier) -> None:
     assert slot is not None
     outcome, images = lend(nvme, slot, Outcome(OutcomeKind.DONE))
     assert outcome.kind is OutcomeKind.CORRUPT and not images
+
+
+def test_bytes_of_a_codec_are_not_lent_and_nobody_is_to_blame(nvme: NvmeTier) -> None:
+    """The other tier would serve them as a payload. Its block goes by way of memory, where it is decoded."""
+    slot = put_encoded(nvme, MadeUpCodec(), *block_with_pattern(4, PAYLOAD_BYTES))
+    assert slot is not None
+    outcome, images = lend(nvme, slot, Outcome(OutcomeKind.DONE))
+    assert (outcome.kind, outcome.errno, images) == (OutcomeKind.FAILED, 0, []) and "no device reads" in outcome.message
+    assert nvme.statistics().errors == 0
+
+
+def test_a_tier_with_a_codec_lends_nothing(tmp_path: Path) -> None:
+    coding = Coding("made-up", 2 << 20)
+    with closing(NvmeTier.open(tmp_path / "coded", 16 << 20, slab_bytes=1 << 20, coding=coding)) as tier:
+        assert not tier.info.lends_files and tier.info.dram_bytes == coding.staging_bytes
 
 
 def test_failures_of_the_reader_are_not_those_of_the_medium(nvme: NvmeTier) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore_proto.arena import ALIGNMENT_BYTES, HEADER_BYTES, payload_checksum
-from kvstore_tiers.image import judge_header
+from kvstore_tiers.image import false_checksum, judge_header
 from kvstore_tiers.nvme.layout import (
     RECORD_BYTES,
     RECORD_DTYPE,
@@ -25,6 +25,7 @@ from kvstore_tiers.nvme.layout import (
     Records,
     RecordState,
     Superblock,
+    disagree,
     read_superblock,
     record_header,
     record_holds,
@@ -195,7 +196,7 @@ class SlabWalk:
             what = f"no commit has the number {sequence}"
             yield damage(Kind.SEQUENCE, self._name(index), what, self._number, index)
         fault = judge_slot(fd, superblock, index, record, verify_payload=self._verify_payloads)
-        self._progress(HEADER_BYTES + (named.payload_bytes if self._verify_payloads else 0))
+        self._progress(HEADER_BYTES + (named.stored_bytes if self._verify_payloads else 0))
         if fault is not None:
             kind, what = fault
             yield damage(kind, self._name(index), what, self._number, index)
@@ -229,15 +230,15 @@ def judge_slot(
     header = judge_header(raw, named.key, superblock.slot_bytes - HEADER_BYTES, named.generation)
     if isinstance(header, str):
         return Kind.HEADER, header
-    if (header.payload_bytes, header.checksum) != (named.payload_bytes, named.checksum):
+    if disagree(header, named):
         return Kind.HEADER, "header and record disagree about the payload"
     if (header.parent, header.tenant, header.fingerprint) != (named.parent, named.tenant, named.fingerprint):
         return Kind.HEADER, "header and record disagree about parent, tenant or fingerprint"
     if verify_payload:
         try:
-            payload = os.pread(fd, header.payload_bytes, offset + HEADER_BYTES)
+            stored = os.pread(fd, header.stored_bytes, offset + HEADER_BYTES)
         except OSError as error:
             return Kind.PAYLOAD, f"the payload cannot be read: {error.strerror}"
-        if len(payload) != header.payload_bytes or payload_checksum(payload) != header.checksum:
-            return Kind.PAYLOAD, "the payload's checksum does not hold"
+        if len(stored) != header.stored_bytes or payload_checksum(stored) != header.stored_checksum:
+            return Kind.PAYLOAD, false_checksum(header)
     return None

@@ -1,7 +1,7 @@
 """A tier's directory: which process holds it, what is in it, what its file system can do.
 
     DIR/lock            held with flock for the life of the process; the holder's pid is written in it
-    DIR/format          "format_version: 1"
+    DIR/format          "format_version: 2", and which version made the directory
     DIR/slabs/N.slab    slab files; N.new one that is being made; N.damaged one whose geometry is lost
     DIR/seal            no record waits to be synced; only while no process has the directory open
     DIR/identity.json   whose blocks these are; the daemon's, not looked at here
@@ -25,6 +25,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from kvstore_proto.replaced_file import remove_leftover, sync_directory
+from kvstore_proto.version import VERSION
 from kvstore_tiers.base import CANNOT_WRITE
 from kvstore_tiers.nvme.directory_files import (
     DirectoryInUse,
@@ -37,7 +38,7 @@ from kvstore_tiers.nvme.directory_files import (
 from kvstore_tiers.nvme.layout import FORMAT_VERSION
 from kvstore_tiers.replaced_file import replace_file
 
-LOCK = "lock"
+LOCK, FORMAT = "lock", "format"
 
 
 def open_lock(directory: Path) -> int:
@@ -113,7 +114,7 @@ class Seal:
 
 
 _LOG = logging.getLogger(__name__)
-_FORMAT_KEY = "format_version"
+_FORMAT_KEY, _AUTHOR_KEY = "format_version", "written_by"
 _LOOK_S, _LOOKS = 0.02, 50  # early_scan.py looks at the lock for microseconds, if not interrupted
 
 
@@ -128,6 +129,7 @@ class TierDirectory:
         self.path = Path(path)
         self.slabs = self.path / "slabs"
         self._lock_fd = self._own_fd = -1
+        self._lacks_format = False
         try:
             if create:
                 make_directory(self.path)
@@ -227,23 +229,30 @@ class TierDirectory:
         return fd
 
     def _check_format(self, create: bool) -> None:
-        """A damaged file is written anew: each slab's superblock says its own format."""
-        path = self.path / "format"
+        """Raise FormatUnsupported for a directory of another format."""
+        path = self.path / FORMAT
         found = version_text(path)
         version = read_format(found)
-        if version is not None and version > FORMAT_VERSION:
-            raise FormatUnsupported(str(path), version, FORMAT_VERSION)
-        if create and version != FORMAT_VERSION:
-            if found:
-                _LOG.warning("%s is damaged: it is written anew", path)
-            self._write_format(path)
-        elif create:
+        if version is not None and version != FORMAT_VERSION:
+            raise FormatUnsupported(self.path, "it", version, FORMAT_VERSION, read_author(found))
+        self._lacks_format = create and version is None
+        if create and not self._lacks_format:
             remove_leftover(path)
+
+    def keep_format(self) -> None:
+        """Write the format where it is missing or damaged, once each slab's superblock has said its own."""
+        if not self._lacks_format:
+            return
+        path = self.path / FORMAT
+        if version_text(path):
+            _LOG.warning("%s is damaged: it is written anew", path)
+        self._write_format(path)
+        self._lacks_format = False
 
     def _write_format(self, path: Path) -> None:
         """Write the version of the format. A directory with slabs is usable without: they say their own."""
         try:
-            replace_file(path, f"{_FORMAT_KEY}: {FORMAT_VERSION}\n".encode())
+            replace_file(path, f"{_FORMAT_KEY}: {FORMAT_VERSION}\n{_AUTHOR_KEY}: {VERSION}\n".encode())
         except OSError as error:
             if error.errno not in CANNOT_WRITE or not self.numbers():
                 raise
@@ -252,8 +261,15 @@ class TierDirectory:
 
 def read_format(text: bytes) -> int | None:
     """The version that the file `format` says; None where it cannot be read."""
-    key, _, version = text.partition(b":")
+    key, _, version = text.partition(b"\n")[0].partition(b":")
     return version_number(version) if key == _FORMAT_KEY.encode() else None
+
+
+def read_author(text: bytes) -> str:
+    """The version that made the directory, as the file `format` says; "" where it does not."""
+    key, _, version = text.partition(b"\n")[2].partition(b":")
+    said = version.strip().decode("ascii", "replace")
+    return said if key == _AUTHOR_KEY.encode() and said.isprintable() else ""
 
 
 def _locked(fd: int, how: int) -> bool:
@@ -316,7 +332,7 @@ def allocated_bytes(path: Path) -> int:
     return 0
 
 
-_MOST_BYTES = 64  # read of a file that holds a version
+_MOST_BYTES = 128  # read of a file that holds a version
 _MOST_DIGITS = 9
 
 

@@ -28,12 +28,16 @@ class DirectoryUnusable(DirectoryError):
 
 
 class FormatUnsupported(DirectoryError):
-    """The directory, a slab or the index was written by a newer version."""
+    """The directory or a slab was written by a version with another format. `directory` is left as it is.
+    `is_older`: that version is older than this one."""
 
-    def __init__(self, what: str, found: object, supported: int) -> None:
+    def __init__(self, directory: Path, what: str, found: int, supported: int, written_by: str = "") -> None:
+        self.is_older = found < supported
+        author = written_by or ("an older kvstored" if self.is_older else "a newer kvstored")
+        remedy = "move it away, or start with --discard-old" if self.is_older else "run that version, or move it away"
         super().__init__(
-            f"{what} has format {found}, this kvstored reads format {supported}: run the newer version that wrote it, "
-            "or start with an empty directory (its blocks will be computed again)"
+            f"{directory}: {what} was written by {author}, format {found}, this kvstored reads format {supported}; "
+            f"{remedy} (its blocks will be computed again)"
         )
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from kvstore_proto.arena import HEADER_BYTES, BlockHeader, payload_checksum, read_header
 from kvstore_proto.identity import KEY_BYTES, NO_PARENT
 from kvstore_proto.lock_holder import lock_holder
+from kvstore_tiers.codecs import codec_name
 from kvstore_tiers.nvme.check_slab import judge_slot, read_records
 from kvstore_tiers.nvme.directory import LOCK
 from kvstore_tiers.nvme.directory_files import slab_numbers, slab_path
@@ -233,6 +234,8 @@ def _header_fields(header: BlockHeader) -> Fields:
         "generation": header.generation,
         "payload bytes": header.payload_bytes,
         "checksum": f"{header.checksum:016x}",
+        "codec": codec_name(header.codec),
+        "stored bytes": header.stored_bytes,
         "created ns": header.created_ns,
     }
 
@@ -243,7 +246,7 @@ def _slot_fields(fd: int, superblock: Superblock, index: int) -> Fields:
     header = read_header(read_pages(fd, HEADER_BYTES, offset))
     if isinstance(header, str):
         return {"slot holds": header}
-    nbytes = min(header.payload_bytes, superblock.slot_bytes - HEADER_BYTES)
-    holds = payload_checksum(read_pages(fd, nbytes, offset + HEADER_BYTES)) == header.checksum
+    nbytes = min(header.stored_bytes, superblock.slot_bytes - HEADER_BYTES)
+    holds = payload_checksum(read_pages(fd, nbytes, offset + HEADER_BYTES)) == header.stored_checksum
     what = f"block {header.key.hex()} generation {header.generation}, its payload {'holds' if holds else 'is damaged'}"
     return {"slot holds": what, "tokens": len(header.tokens) // 4}

@@ -21,18 +21,20 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvstore_proto.arena import ALIGNMENT_BYTES, BlockHeader
+from kvstore_proto.arena import ALIGNMENT_BYTES, BlockHeader, Coded
 from kvstore_tiers.image import aligned_down, aligned_up
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 SUPERBLOCK_BYTES = 4096
 RECORD_BYTES = 256
 GENERATION_SPREAD = 1 << 40
+CODEC_SHIFT = 48  # in a `stored_word`
+STORED_MASK = (1 << CODEC_SHIFT) - 1
 _SUPERBLOCK_MAGIC = b"KVSLAB\r\n"
 _RECORD_MAGIC = b"KVR1"
 RECORD_MAGIC_WORD = int.from_bytes(_RECORD_MAGIC, "little")
 _SUPERBLOCK = struct.Struct("<8sHHIQ16sQQQQQ")  # the rest is zero up to the checksum in the last 8 bytes
-_RECORD = struct.Struct("<4sHBBQQ16s16s16s32s16sHHIIIQQQ16xQ")
+_RECORD = struct.Struct("<4sHBBQQ16s16s16s32s16sHHIIIQQQQQQ")
 _RECORD_CHECKSUM_OFFSET = RECORD_BYTES - 8
 assert _RECORD.size <= _RECORD_CHECKSUM_OFFSET
 
@@ -109,6 +111,11 @@ def _mixed(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return words ^ (words >> np.uint64(31))
 
 
+def stored_word(nbytes: int, codec: int) -> int:
+    """Return one number for length and codec of stored bytes, as books keep it: 0 to 2^48 - 1 without a codec."""
+    return codec << CODEC_SHIFT | nbytes
+
+
 def slots_that_fit(file_bytes: int, slot_bytes: int) -> int:
     """Return how many slots a slab file of `file_bytes` holds beside its superblocks and records."""
     room_bytes = aligned_down(file_bytes) - 2 * SUPERBLOCK_BYTES
@@ -142,10 +149,12 @@ def read_superblock(raw: bytes) -> Superblock | int | str:
 def pack_record(header: BlockHeader, state: RecordState, sequence: int, seed: int) -> bytes:
     """The 256 bytes that say what a slot holds. `header` carries the slot's generation; its token ids are left out."""
     raw = bytearray(RECORD_BYTES)
+    codec, stored_bytes, stored_checksum = header.coded or (0, header.payload_bytes, header.checksum)
     _RECORD.pack_into(
         raw, 0, _RECORD_MAGIC, FORMAT_VERSION, state, 0, header.generation, sequence, header.key, header.parent,
-        header.extra, header.fingerprint, header.tenant, header.group, 0, header.depth, len(header.tokens) // 4, 0,
-        header.payload_bytes, header.checksum, header.created_ns, header.kept,
+        header.extra, header.fingerprint, header.tenant, header.group, codec, header.depth,
+        len(header.tokens) // 4, 0, header.payload_bytes, header.checksum, header.created_ns, stored_bytes,
+        stored_checksum, header.kept,
     )  # fmt: skip
     raw[_RECORD_CHECKSUM_OFFSET:] = _record_checksum(raw, seed).to_bytes(8, "little")
     return bytes(raw)
@@ -166,12 +175,19 @@ def record_holds(raw: bytes, seed: int) -> bool:
 def record_header(raw: bytes) -> BlockHeader:
     """The header a sound record describes, without its token ids."""
     values = _RECORD.unpack_from(raw)
-    generation, _sequence, key, parent, extra, fingerprint, tenant, group, _r, depth = values[4:14]
-    _tokens, _r2, payload_bytes, checksum, created_ns, kept = values[14:20]
+    generation, _sequence, key, parent, extra, fingerprint, tenant, group, codec, depth = values[4:14]
+    _tokens, _r2, payload_bytes, checksum, created_ns, stored_bytes, stored_checksum, kept = values[14:22]
     return BlockHeader(
         key=key, parent=parent, extra=extra, fingerprint=fingerprint, tenant=tenant, group=group, depth=depth,
-        payload_bytes=payload_bytes, generation=generation, checksum=checksum, created_ns=created_ns, kept=kept,
+        payload_bytes=payload_bytes, generation=generation, checksum=checksum, created_ns=created_ns,
+        coded=Coded(codec, stored_bytes, stored_checksum) if codec else None, kept=kept,
     )  # fmt: skip
+
+
+def disagree(header: BlockHeader, named: BlockHeader) -> bool:
+    """Return whether the header in a slot and what its record names differ in payload or stored bytes."""
+    said = (header.payload_bytes, header.checksum, header.coded)
+    return said != (named.payload_bytes, named.checksum, named.coded)
 
 
 def _record_checksum(raw: bytes | bytearray, seed: int) -> int:

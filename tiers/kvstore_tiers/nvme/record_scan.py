@@ -170,7 +170,7 @@ class _Scan:
             self._verdicts[position] = Verdicts(
                 columns.states.copy(),
                 columns.seen_generations.copy(),
-                columns.payload_bytes.copy(),
+                columns.stored.copy(),
                 live,
                 report.last_sequence,
                 report.damaged,

@@ -30,7 +30,9 @@ from kvstore_tiers.heap import expect
 from kvstore_tiers.nvme.directory import Seal, TierDirectory
 from kvstore_tiers.nvme.early_scan import EarlyRecordScan
 from kvstore_tiers.nvme.layout import (
+    CODEC_SHIFT,
     RECORD_BYTES,
+    STORED_MASK,
     RecordState,
     nothing_at,
     pack_record,
@@ -77,10 +79,11 @@ class RecoveryReport:
 def open_slabs(directory: TierDirectory, space: SlabSpace, *, require_direct: bool) -> RecoveryReport:
     """Open every slab file and count it; nothing of them is handed out yet. A file without geometry is put aside."""
     report = RecoveryReport()
+    opened = {n: SlabFile.open(directory, n, require_direct=require_direct) for n in directory.numbers()}
+    directory.keep_format()  # all are ours: from here on the directory may be changed
     directory.remove_unfinished()
     files = []
-    for number in directory.numbers():
-        file = SlabFile.open(directory, number, require_direct=require_direct)
+    for number, file in opened.items():
         if isinstance(file, str):
             with suppress(OSError):  # where nothing can be written it stays, and is not looked at
                 directory.put_aside(number)
@@ -137,7 +140,7 @@ class Recovery:
         if self.owed is None:
             self._try(self._repair_all)
         for one in judged:
-            one.slab.adopt(_SLOT_STATES[one.states].tobytes(), one.generations(), one.payload_bytes)
+            one.slab.adopt(_SLOT_STATES[one.states].tobytes(), one.generations(), one.stored)
         failpoints.hit("nvme.recover-after-repair")
         blocks = _columns(judged, live, self._origins)
         self._space.open_room(one.slab for one in judged)
@@ -290,7 +293,19 @@ def _columns(judged: list[ScannedSlab], live: LiveBlocks, origins: Origins) -> R
         nbytes=sizes,
         generation=live.generation,
         kept=live.kept if live.kept.any() else None,
+        **_forms(judged),
     )
+
+
+def _forms(judged: list[ScannedSlab]) -> dict[str, Array]:
+    """The columns of codecs and lengths, where a block has a codec."""
+    if not any((one.stored > STORED_MASK).any() for one in judged):
+        return {}
+    stored = np.concatenate([one.stored[one.live.slots.astype(np.int64)] for one in judged])
+    return {
+        "codec": (stored >> np.uint64(CODEC_SHIFT)).astype(np.uint8),
+        "stored_bytes": stored & np.uint64(STORED_MASK),
+    }
 
 
 def recovered_blocks(slab: Slab, last_sequence: int) -> Iterator[tuple[Slot, BlockHeader]]:

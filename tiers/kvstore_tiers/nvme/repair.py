@@ -81,7 +81,8 @@ def repair_directory(
     if dry_run or not wanted:
         report.done = [_sentence("would", finding) for finding in wanted]
         return report
-    with closing(TierDirectory(directory)) as opened:  # writes the format where there is none
+    with closing(TierDirectory(directory)) as opened:
+        opened.keep_format()  # the walk has read every superblock
         _repair_frame(opened, wanted)
         over = any(finding.kind is Kind.CAPACITY for finding in wanted)
         room_bytes = capacity_bytes if over and capacity_bytes else _BOUNDLESS

@@ -29,7 +29,7 @@ class SharedColumns(NamedTuple):
     live: LiveBlocks
     states: Array
     seen_generations: Array
-    payload_bytes: Array
+    stored: Array
 
     @classmethod
     def within(cls, memory: mmap.mmap, slots: int) -> SharedColumns:
@@ -95,7 +95,7 @@ class SlabScanner:
         whole = Verdicts.joined(pieces, columns.live)
         columns.states[:] = whole.states
         columns.seen_generations[:] = whole.seen_generations
-        columns.payload_bytes[:] = whole.payload_bytes
+        columns.stored[:] = whole.stored
         return SlabReport(
             slab=region.slab,
             stamp=region.stamp,

@@ -24,12 +24,15 @@ from kvstore_proto.arena import BlockHeader
 from kvstore_tiers.base import Slot
 from kvstore_tiers.nvme.directory import TierDirectory
 from kvstore_tiers.nvme.layout import (
+    CODEC_SHIFT,
+    STORED_MASK,
     RecordState,
     Superblock,
     nothing_at,
     pack_record,
     record_header,
     record_holds,
+    stored_word,
 )
 from kvstore_tiers.nvme.slab_file import SlabFile
 
@@ -62,7 +65,7 @@ class Slab:
         self.states = bytearray(superblock.slots)
         fresh = superblock.first_generations().tobytes() if file is None else bytes(8 * superblock.slots)
         self.generations = array("Q", fresh)  # of a file that is there already: see `adopt`
-        self.payload_bytes = array("Q", bytes(8 * superblock.slots))
+        self._stored = array("Q", bytes(8 * superblock.slots))
         self.recorded = array("Q", bytes(8 * superblock.slots))
         self._returned = array("I")  # their records are free on the medium; the commit appends, allocating takes
         self._untouched = 0
@@ -147,6 +150,11 @@ class Slab:
         """The slots in a state."""
         found: list[int] = np.flatnonzero(np.frombuffer(self.states, np.uint8) == state).tolist()
         return found
+
+    def stored(self, index: int) -> tuple[int, int]:
+        """Return the length of what is stored in a slot behind its header, and the number of the codec that made it."""
+        word = self._stored[index]
+        return word & STORED_MASK, word >> CODEC_SHIFT
 
     # -- the I/O threads' side ---------------------------------------------------------------------------------------
 
@@ -264,7 +272,7 @@ class Slab:
 
     def note_written(self, index: int, header: BlockHeader) -> None:
         """A slot's image is whole."""
-        self.payload_bytes[index] = header.payload_bytes
+        self._stored[index] = stored_word(header.stored_bytes, header.codec)
         self.states[index] = SlotState.WRITTEN
 
     def close(self) -> None:
@@ -275,12 +283,12 @@ class Slab:
 
     # -- recovery ----------------------------------------------------------------------------------------------------
 
-    def adopt(self, states: bytes, generations: Column, payload_bytes: Column) -> None:
-        """Take over what recovery found, a SlotState, a generation and a payload length a slot."""
+    def adopt(self, states: bytes, generations: Column, stored: Column) -> None:
+        """Take over what recovery found, a SlotState, a generation and a `stored_word` a slot."""
         self.states[:] = states
         taken = np.frombuffer(states, np.uint8) != SlotState.FREE
         np.frombuffer(self.generations, np.uint64)[:] = generations
-        np.frombuffer(self.payload_bytes, np.uint64)[:] = payload_bytes
+        np.frombuffer(self._stored, np.uint64)[:] = stored
         np.multiply(generations, taken, out=np.frombuffer(self.recorded, np.uint64))
         self.used_slots = int(np.count_nonzero(taken))
         self._returned = array("I", np.flatnonzero(~taken)[::-1].astype(np.uint32).tobytes())

@@ -20,8 +20,8 @@ from kvstore_proto.replaced_file import sync_directory
 from kvstore_tiers import failpoints
 from kvstore_tiers.base import CANNOT_WRITE
 from kvstore_tiers.image import aligned_up
-from kvstore_tiers.nvme.directory import TierDirectory, open_direct
-from kvstore_tiers.nvme.directory_files import FormatUnsupported
+from kvstore_tiers.nvme.directory import FORMAT, SEAL, TierDirectory, lock_directory, open_direct
+from kvstore_tiers.nvme.directory_files import DirectoryInUse, FormatUnsupported
 from kvstore_tiers.nvme.layout import (
     FORMAT_VERSION,
     RECORD_BYTES,
@@ -255,8 +255,40 @@ def find_superblock(path: Path) -> Superblock | str:
                 raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
             front = read_superblock(end or b"")
     if isinstance(front, int):
-        raise FormatUnsupported(str(path), front, FORMAT_VERSION)
+        raise FormatUnsupported(path.parent.parent, path.name, front, FORMAT_VERSION)
     return front
+
+
+def discard_older(path: Path) -> bool:
+    """Remove the slabs of a directory that an older version wrote, with what says so; whether it was one. What else is
+    in it stays. Raises DirectoryError, also for one of a newer version, OSError."""
+    if not path.is_dir():
+        return False
+    try:
+        directory = TierDirectory(path, create=False)
+        try:
+            for number in directory.numbers():
+                find_superblock(directory.slab_path(number))
+        finally:
+            directory.close()
+        return False
+    except FormatUnsupported as error:
+        if not error.is_older:
+            raise
+    try:
+        descriptor = lock_directory(path)
+    except BlockingIOError:
+        raise DirectoryInUse(str(path), 0) from None
+    try:
+        slabs = path / "slabs"
+        for file in [*slabs.iterdir()] if slabs.is_dir() else ():
+            file.unlink()
+        for name in (SEAL, FORMAT):  # the format last: until then a start refuses the directory
+            (path / name).unlink(missing_ok=True)
+        sync_directory(path)
+    finally:
+        os.close(descriptor)
+    return True
 
 
 def read_pages(fd: int, nbytes: int, offset: int) -> bytes:

@@ -17,15 +17,18 @@ import ctypes
 import errno
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from kvstore_proto.arena import ALIGNMENT_BYTES, HEADER_BYTES, BlockHeader
 from kvstore_tiers import failpoints
 from kvstore_tiers.base import Completion, FileImage, Load, Outcome, OutcomeKind, Slot
+from kvstore_tiers.codecs import codec_name
+from kvstore_tiers.codecs.images import decode_image
+from kvstore_tiers.codecs.scratch import Scratch
 from kvstore_tiers.counters import TransferCounters
-from kvstore_tiers.image import aligned_down, aligned_up, judge_header
+from kvstore_tiers.image import aligned_down, aligned_up, false_checksum, judge_header
 from kvstore_tiers.nvme.commit import Journal
 from kvstore_tiers.nvme.health import TierHealth
 from kvstore_tiers.nvme.slab import Slab, SlotState
@@ -60,9 +63,6 @@ class ImageRead:
     payload: Sequence[Segment]
     nbytes: int
     waiting: Sequence[Segment]  # the caller's misaligned segments, which got nothing yet
-
-    def checksum(self) -> int:
-        return checksum_of(self.payload, self.nbytes)
 
     def deliver(self) -> None:
         """Copy the payload to segments that could not be filled directly."""
@@ -151,6 +151,7 @@ def _require_whole(moved_bytes: int, wanted_bytes: int, verb: str) -> None:
         raise OSError(errno.EIO, f"{moved_bytes} of {wanted_bytes} bytes {verb}")
 
 
+Read = Callable[["SlotPlace", bytes, Sequence[Segment]], Outcome]
 _OUR_LIMITS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})  # of this process, not of the medium
 
 
@@ -165,8 +166,9 @@ class SlotPlace(NamedTuple):
 class SlotTransfers:
     """Transfers for any thread, counted in `counters`; `journal` and `health` learn how they ended."""
 
-    def __init__(self, journal: Journal, health: TierHealth, counters: TransferCounters) -> None:
+    def __init__(self, journal: Journal, health: TierHealth, counters: TransferCounters, scratch: Scratch) -> None:
         self._io = SlotIO()
+        self._scratch = scratch  # for bytes of a codec
         self._lent = UnderWay()
         self._journal = journal
         self._health = health
@@ -177,22 +179,27 @@ class SlotTransfers:
         try:
             with self._counters.watch():
                 self._ready(slab, index)
-                payload = self._io.stable(segments, header.payload_bytes)
-                checksum = header.checksum or checksum_of(payload, header.payload_bytes)
-                stored = replace(header, generation=slot.generation, checksum=checksum)
-                self._io.write_image(slab.file.slot_fd, slot.offset, stored.pack(), payload, header.payload_bytes)
+                nbytes = header.stored_bytes
+                payload = self._io.stable(segments, nbytes)
+                checksum = header.checksum or checksum_of(payload, nbytes)
+                stored = header.stamped(slot.generation, checksum)
+                self._io.write_image(slab.file.slot_fd, slot.offset, stored.pack(), payload, nbytes)
         except OSError as error:
             self._health.watch_write(Outcome(OutcomeKind.FAILED, message=str(error), errno=error.errno or 0))
             raise
         failpoints.hit("nvme.after-slot-write")
         slab.note_written(index, stored)
         self._journal.note_written(slab, index, replace(stored, tokens=b""))
-        return self._health.watch_write(self._counters.wrote(Outcome(OutcomeKind.DONE, stored, header.payload_bytes)))
+        return self._health.watch_write(self._counters.wrote(Outcome(OutcomeKind.DONE, stored, nbytes)))
 
     def load(self, place: SlotPlace, expect_key: bytes, segments: Sequence[Segment]) -> Outcome:
+        """Read the payload as it was put."""
+        return self._watched(self._read_payload, place, expect_key, segments)
+
+    def _watched(self, read: Read, place: SlotPlace, expect_key: bytes, segments: Sequence[Segment]) -> Outcome:
         try:
             with self._counters.watch():
-                outcome = self._read_verified(place, expect_key, segments)
+                outcome = read(place, expect_key, segments)
         except OSError as error:
             self._health.watch_read(Outcome(OutcomeKind.FAILED, message=str(error), errno=error.errno or 0))
             raise
@@ -211,6 +218,11 @@ class SlotTransfers:
         if slab.states[index] == SlotState.ALLOCATED:
             end(Outcome(OutcomeKind.CORRUPT, message=f"{slot} was allocated and never written"))
             return
+        nbytes, codec = slab.stored(index)
+        if codec:
+            message = f"its bytes are in {codec_name(codec)}, which no device reads"
+            end(Outcome(OutcomeKind.FAILED, message=message))
+            return
         try:
             failpoints.hit("nvme.read")
             descriptor = slab.file.open_to_read()
@@ -218,14 +230,14 @@ class SlotTransfers:
             medium = 0 if error.errno in _OUR_LIMITS else error.errno or 0
             end(Outcome(OutcomeKind.FAILED, message=str(error), errno=medium))
             return
-        load(FileImage(descriptor, slot.offset, slab.payload_bytes[index], slot.generation), end)
+        load(FileImage(descriptor, slot.offset, nbytes, slot.generation), end)
 
     def copy(self, source: SlotPlace, target: SlotPlace, expect_key: bytes) -> Outcome:
-        pages = [self._io.scratch(source.slab.payload_bytes[source.slot_index])]
-        outcome = self.load(source, expect_key, pages)
+        pages = [self._io.scratch(source.slab.stored(source.slot_index)[0])]
+        outcome = self._watched(self._read_verified, source, expect_key, pages)
         if outcome.header is None or not outcome.ok:
             return outcome
-        stored = self.store(target, outcome.header, [pages[0].part(0, outcome.header.payload_bytes)])
+        stored = self.store(target, outcome.header, [pages[0].part(0, outcome.header.stored_bytes)])
         failpoints.hit("nvme.after-relocation")
         return stored
 
@@ -244,23 +256,34 @@ class SlotTransfers:
         slab.sync_hot(index, self._journal.sequence)
         failpoints.hit("nvme.after-invalidate")
 
+    def _read_payload(self, place: SlotPlace, expect_key: bytes, segments: Sequence[Segment]) -> Outcome:
+        nbytes, codec = place.slab.stored(place.slot_index)
+        if not codec:
+            return self._read_verified(place, expect_key, segments)
+        with self._scratch.take(aligned_up(nbytes)) as pages:
+            outcome = self._read_verified(place, expect_key, [pages])
+            if outcome.header is None or not outcome.ok or outcome.header.coded is None:
+                return outcome
+            return decode_image(outcome.header, pages.part(0, outcome.header.stored_bytes), segments)
+
     def _read_verified(self, place: SlotPlace, expect_key: bytes, segments: Sequence[Segment]) -> Outcome:
+        """Read what is stored, of any codec."""
         slab, index, slot = place
-        nbytes = slab.payload_bytes[index]
+        nbytes, codec = slab.stored(index)
         if slab.states[index] == SlotState.ALLOCATED:
             return Outcome(OutcomeKind.CORRUPT, message=f"{slot} was allocated and never written")
         if total_bytes(segments) < nbytes:
-            message = f"{nbytes} payload bytes do not fit {total_bytes(segments)} bytes of segments"
+            message = f"{nbytes} stored bytes do not fit {total_bytes(segments)} bytes of segments"
             return Outcome(OutcomeKind.FAILED, message=message)
         failpoints.hit("nvme.read")
         image = self._io.read_image(slab.file.slot_fd, slot.offset, segments, nbytes)
         header = judge_header(image.raw_header, expect_key, slot.nbytes - HEADER_BYTES, slot.generation)
         if isinstance(header, str):
             return Outcome(OutcomeKind.CORRUPT, message=header)
-        if header.payload_bytes != nbytes:
-            message = f"the header says {header.payload_bytes} payload bytes, the record {nbytes}"
+        if header.stored_bytes != nbytes or header.codec != codec:
+            message = f"the header says {header.stored_bytes} stored bytes, the record {nbytes}, or another codec"
             return Outcome(OutcomeKind.CORRUPT, message=message)
-        if image.checksum() != header.checksum:
-            return Outcome(OutcomeKind.CORRUPT, message="the payload's checksum does not hold")
+        if checksum_of(image.payload, nbytes) != header.stored_checksum:
+            return Outcome(OutcomeKind.CORRUPT, message=false_checksum(header))
         image.deliver()
         return Outcome(OutcomeKind.DONE, header, nbytes)

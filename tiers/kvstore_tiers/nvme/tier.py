@@ -18,6 +18,8 @@ from pathlib import Path
 from kvstore_proto.arena import BlockHeader
 from kvstore_tiers import failpoints
 from kvstore_tiers.base import (
+    UNCODED,
+    Coding,
     Column,
     Completion,
     Load,
@@ -31,6 +33,7 @@ from kvstore_tiers.base import (
     TierStatistics,
     require_fits,
 )
+from kvstore_tiers.codecs.scratch import Scratch
 from kvstore_tiers.containers import ContainerTier
 from kvstore_tiers.counters import TransferCounters
 from kvstore_tiers.image import require_slot_size
@@ -61,6 +64,7 @@ class TierOptions:
     quarantine_slots: int
     clock: Callable[[], float]
     name: str
+    coding: Coding
 
 
 class NvmeTier(ContainerTier):
@@ -76,8 +80,10 @@ class NvmeTier(ContainerTier):
         recovered: RecoveredBlocks,
         options: TierOptions,
     ) -> None:
+        coding = options.coding
         self.info = TierInfo(
-            options.name, "nvme", MemoryKind.FILE, is_durable=True, container_bytes=space.growth_bytes, lends_files=True
+            options.name, "nvme", MemoryKind.FILE, is_durable=True, container_bytes=space.growth_bytes,
+            lends_files=coding.is_none, coding=coding, dram_bytes=coding.staging_bytes,
         )  # fmt: skip
         self.recovery_report = report
         self._recovered: RecoveredBlocks | None = recovered
@@ -95,7 +101,8 @@ class NvmeTier(ContainerTier):
                 f"{directory.path} cannot be written ({recovery.owed.strerror}): what it holds is read"
             )
         self._counters = TransferCounters()
-        self._transfers = SlotTransfers(self._journal, self._health, self._counters)
+        scratch = Scratch(coding.staging_bytes // 2)  # the other half is for what is about to be stored
+        self._transfers = SlotTransfers(self._journal, self._health, self._counters, scratch)
         self._pending = PendingWrites()
         self._threads = ResidentThreads(f"{options.name}-io", options.io_threads)
         self._commit = RecordCommit(self._journal, self._health.watch_write, self._make_up)
@@ -116,6 +123,7 @@ class NvmeTier(ContainerTier):
         quarantine_slots: int = DEFAULT_QUARANTINE_SLOTS,
         clock: Callable[[], float] = time.monotonic,
         name: str = "nvme",
+        coding: Coding = UNCODED,
         early_scan: EarlyRecordScan | None = None,
     ) -> NvmeTier:
         """Lock and open a directory, made if need be; `recover` then lists its blocks. `early_scan` may have judged its
@@ -146,7 +154,7 @@ class NvmeTier(ContainerTier):
         finally:
             if early_scan is not None:
                 early_scan.close()
-        options = TierOptions(io_threads, quarantine_slots, clock, name)
+        options = TierOptions(io_threads, quarantine_slots, clock, name, coding)
         return cls(opened, space, seal, recovery, report, recovered, options)
 
     @property

@@ -14,17 +14,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvstore_tiers.nvme.layout import RECORD_MAGIC_WORD, RecordState, Superblock
+from kvstore_tiers.nvme.layout import CODEC_SHIFT, RECORD_MAGIC_WORD, STORED_MASK, RecordState, Superblock
 from kvstore_tiers.nvme.record_checksums import BATCH_RECORDS, RecordChecksums
 from kvstore_tiers.recovered import BlockOrigin
 
 # Words of a record; docs/format.md gives the bytes.
-_HEAD, _GENERATION, _SEQUENCE, _KEY, _PARENT, _ORIGIN, _GROUP_AND_DEPTH, _PAYLOAD = 0, 1, 2, 3, 5, 9, 15, 17
-_KEPT = 22
+_HEAD, _GENERATION, _SEQUENCE, _KEY, _PARENT, _ORIGIN = 0, 1, 2, 3, 5, 9
+_GROUP_AND_DEPTH, _PAYLOAD, _STORED, _KEPT = 15, 17, 20, 22  # the codec is in the first
 _ORIGIN_WORDS = 6
 _GROUP_MASK = np.uint64(0xFFFF)
 _MAGIC_MASK = np.uint64(0xFFFFFFFF)
 _STATE_SHIFT, _DEPTH_SHIFT = np.uint64(48), np.uint64(32)
+_CODEC_MASK, _CODEC_UP, _LENGTH_MASK = np.uint64(0xFFFF0000), np.uint64(CODEC_SHIFT - 16), np.uint64(STORED_MASK)
 
 Array = npt.NDArray[Any]
 
@@ -78,13 +79,13 @@ class LiveBlocks:
 
 @dataclass
 class Verdicts:
-    """Verdicts on some records of a slab, in slot order. `states` has a RecordState a slot; `withdrawn` are records
-    that must go.
+    """Verdicts on some records of a slab, in slot order. `states` has a RecordState a slot, `stored` a `stored_word`;
+    `withdrawn` are records that must go.
     """
 
     states: npt.NDArray[np.uint8]
     seen_generations: npt.NDArray[np.uint64]
-    payload_bytes: npt.NDArray[np.uint64]
+    stored: npt.NDArray[np.uint64]
     live: LiveBlocks
     last_sequence: int = 0
     damaged: int = 0
@@ -104,7 +105,7 @@ class Verdicts:
         return Verdicts(
             np.concatenate([piece.states for piece in pieces]),
             np.concatenate([piece.seen_generations for piece in pieces]),
-            np.concatenate([piece.payload_bytes for piece in pieces]),
+            np.concatenate([piece.stored for piece in pieces]),
             room.part(slice(live)),
             last_sequence=max(piece.last_sequence for piece in pieces),
             damaged=sum(piece.damaged for piece in pieces),
@@ -197,7 +198,7 @@ class Judge:
         return Verdicts(
             states,
             words[_GENERATION].copy(),
-            words[_PAYLOAD].copy(),
+            words[_STORED] & _LENGTH_MASK | (words[_GROUP_AND_DEPTH] & _CODEC_MASK) << _CODEC_UP,
             found,
             last_sequence=int(words[_SEQUENCE][sound].max(initial=0)),
             damaged=len(bad),

@@ -8,13 +8,15 @@
 
     TestMyTierStateful = tier_state_machine(lambda: MyTier(1 << 20)).TestCase
 
+`CodecContract` does the same for a codec, with the tiers that keep its bytes.
 Importing this needs neither pytest nor hypothesis; running the state machine needs hypothesis.
 """
 
 from __future__ import annotations
 
+from kvstore_tiers.testing.codec_contract import CodecContract
 from kvstore_tiers.testing.contract import TierContract
 from kvstore_tiers.testing.stateful import tier_state_machine
 from kvstore_tiers.testing.transfers import block, finish, finish_all
 
-__all__ = ["TierContract", "block", "finish", "finish_all", "tier_state_machine"]
+__all__ = ["CodecContract", "TierContract", "block", "finish", "finish_all", "tier_state_machine"]

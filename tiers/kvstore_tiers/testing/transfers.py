@@ -9,9 +9,12 @@ from itertools import pairwise
 
 import numpy as np
 
-from kvstore_proto.arena import BlockHeader, slot_bytes
+from kvstore_proto.arena import HEADER_BYTES, BlockHeader, payload_checksum, slot_bytes
 from kvstore_tiers.base import Completion, Outcome, Slot, Tier
-from kvstore_tiers.segments import Bytes, Segment, segment_of
+from kvstore_tiers.codecs import Codec
+from kvstore_tiers.codecs.images import coded_slot_bytes, encode_image, image_bytes
+from kvstore_tiers.image import stamp_header
+from kvstore_tiers.segments import AlignedBuffer, Bytes, Segment, segment_of, view_at
 
 PATIENCE_S = 60.0
 
@@ -53,6 +56,48 @@ def block(number: int, payload_bytes: int, *, tokens: int = 4) -> tuple[BlockHea
         created_ns=1_000_000 + number,
     )
     return header, payload
+
+
+def block_with_pattern(number: int, payload_bytes: int) -> tuple[BlockHeader, Bytes]:
+    """As `block`, but none, half or all of the payload is one pattern again and again, which codecs make small."""
+    header, payload = block(number, payload_bytes)
+    repeated = payload_bytes * (number // 2 % 3) // 2
+    payload[:repeated] = np.resize(payload[:16], repeated)
+    return header, payload
+
+
+def as_it_is(header: BlockHeader, payload: Bytes) -> AlignedBuffer:
+    """The image of a block whose payload is stored as it is."""
+    image = AlignedBuffer(slot_bytes(payload.nbytes))
+    if payload.nbytes:
+        view_at(image.address + HEADER_BYTES, payload.nbytes)[:] = payload
+    stamp_header(image.segment(image.nbytes), header, payload_checksum(payload))
+    return image
+
+
+def encoded(codec: Codec, header: BlockHeader, payload: Bytes) -> AlignedBuffer:
+    """The image of a block in the form of `codec`, or as it is where that is not smaller; its buffer has the size of
+    the slot that it takes."""
+    raw = as_it_is(header, payload)
+    target = AlignedBuffer(image_bytes(codec, payload.nbytes))
+    outcome = encode_image(codec, raw.segment(raw.nbytes), header.key, target.segment(target.nbytes))
+    assert outcome.ok and outcome.header is not None, outcome
+    if not outcome.header.codec:
+        return raw
+    image = AlignedBuffer(coded_slot_bytes(payload.nbytes, outcome.header.stored_bytes))
+    used_bytes = HEADER_BYTES + outcome.header.stored_bytes
+    view_at(image.address, used_bytes)[:] = view_at(target.address, used_bytes)
+    return image
+
+
+def put_encoded(tier: Tier, codec: Codec, header: BlockHeader, payload: Bytes, owner: str = "") -> Slot | None:
+    """As `put`, in the form of `codec`."""
+    image = encoded(codec, header, payload)
+    slot = tier.allocate(image.nbytes, owner)
+    if slot is not None:
+        outcome = finish(lambda done: tier.move_in(slot, image.segment(image.nbytes), header.key, done))
+        assert outcome.ok, outcome
+    return slot
 
 
 def put(tier: Tier, header: BlockHeader, payload: Bytes, owner: str = "") -> Slot | None:

@@ -20,13 +20,15 @@ from kvstored.policy_names import FOR_STUDIES, POLICIES
 
 if TYPE_CHECKING:
     from kvstore_tiers.arena import ChunkWitness
-    from kvstore_tiers.base import Tier
+    from kvstore_tiers.base import Coding, Tier
     from kvstore_tiers.nvme.early_scan import EarlyRecordScan
 
 AUTO, AUTO_CONTAINERS = "auto", 32
 MIN_CONTAINER_BYTES, MIN_AUTO_CONTAINER_BYTES = 1 << 20, 16 << 20
 MAX_AUTO_CONTAINER_BYTES = {"arena": 64 << 20, "slab": 256 << 20}
 MAX_THREADS = 64
+NO_CODEC = "none"
+MIN_STAGING_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,32 @@ class TierSection(ABC):
 
     def _need_threads(self, key: str, threads: int) -> None:
         need_within(f"{self.name}.{key}", threads, 1, MAX_THREADS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodedSection(TierSection):
+    """A tier whose blocks may have another form, that of `codec`: no one reads them in place. `codec_staging_bytes` of
+    DRAM hold those on their way."""
+
+    codec: str = NO_CODEC
+    codec_staging_bytes: int = 0
+
+    def check(self, machine: Machine) -> None:
+        from kvstore_tiers.codecs import codec_names
+
+        super().check(machine)
+        one_of(f"{self.name}.codec", self.codec, codec_names())
+        need(
+            self.codec == NO_CODEC or self.codec_staging_bytes >= MIN_STAGING_BYTES,
+            f"{self.name}.codec_staging must be at least {human_bytes(MIN_STAGING_BYTES)}",
+        )
+
+
+def coding_of(codec: str, staging_bytes: int) -> Coding:
+    """Return the form in which a tier is given blocks."""
+    from kvstore_tiers.base import UNCODED, Coding
+
+    return UNCODED if codec == NO_CODEC else Coding(codec, staging_bytes)
 
 
 def container(name: str, table: Table, key: str, capacity_bytes: int) -> int:

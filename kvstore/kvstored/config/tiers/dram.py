@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from kvstore_console.units import human_bytes
 from kvstored.config.mistakes import need, one_of
 from kvstored.config.section_fields import Table, section_of, size
-from kvstored.config.tiers.base import Machine, Start, TierSection, container
+from kvstored.config.tiers.base import CodedSection, Machine, Start, TierSection, coding_of, container
 from kvstored.policy_names import WITH_WORTH
 
 if TYPE_CHECKING:
@@ -97,14 +97,14 @@ class SharedSection(TierSection):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemorySection(TierSection):
+class MemorySection(CodedSection):
     """Volatile, and not mapped by clients. `numa_node` -1: wherever the system puts it."""
 
     KIND: ClassVar[str] = "memory"
     MOST: ClassVar[int] = 4
     DEFAULTS: ClassVar[Mapping[str, Any]] = {
         "kind": "memory", "capacity": "0", "arena": "auto", "copy_threads": 1, "policy": "lfu-ttl", "ttl_s": 0,
-        "numa_node": -1,
+        "numa_node": -1, "codec": "none", "codec_staging": "64MiB",
     }  # fmt: skip
 
     arena_bytes: int
@@ -133,14 +133,14 @@ class MemorySection(TierSection):
 
     def open(self, start: Start) -> HostTier:
         """Empty; it takes memory as it is filled."""
-        from kvstore_tiers.host import HostTier
+        from kvstore_tiers.host import HostTier, SlowerMemory
 
         return HostTier(
             self.capacity_bytes,
             arena_bytes=self.arena_bytes,
             copy_threads=self.copy_threads,
             name=self.name,
-            numa_node=self.numa_node,
+            slower=SlowerMemory(self.numa_node, coding_of(self.codec, self.codec_staging_bytes)),
         )
 
     @property

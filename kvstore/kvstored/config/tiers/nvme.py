@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 from kvstore_console.units import human_bytes
 from kvstored.config.mistakes import need, need_within, one_of
 from kvstored.config.section_fields import Table, section_of, size
-from kvstored.config.tiers.base import Machine, Start, TierSection, container
+from kvstored.config.tiers.base import CodedSection, Machine, Start, coding_of, container
 from kvstored.policy_names import ADMISSIONS
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ MAX_QUARANTINE_SLOTS = 65536
 
 
 @dataclass(frozen=True, kw_only=True)
-class NvmeSection(TierSection):
+class NvmeSection(CodedSection):
     """`admission`, `endurance_...`: what may be written."""
 
     KIND: ClassVar[str] = "nvme"
@@ -76,6 +76,7 @@ class NvmeSection(TierSection):
             quarantine_slots=self.quarantine_slots,
             name=self.name,
             early_scan=start.early_scan,
+            coding=coding_of(self.codec, self.codec_staging_bytes),
         )
 
     @property

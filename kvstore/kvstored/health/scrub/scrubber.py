@@ -24,7 +24,8 @@ from kvstored.clock import NS_PER_S
 from kvstored.health.scrub.worker import ScrubSettings, load
 from kvstored.store.assembly import Store
 from kvstored.store.transfer.lane import Priority, Refused
-from kvstored.store.transfer.link import Transfer, lane_name
+from kvstored.store.transfer.link import lane_name
+from kvstored.store.transfer.mover import Transfer
 from kvstored.unsaved import Unsaved
 
 log = logging.getLogger(__name__)

@@ -15,11 +15,18 @@ from pathlib import Path
 import numpy as np
 
 from kvstore_proto.arena import HEADER_BYTES
-from kvstore_tiers.image import aligned_up, judge_header
+from kvstore_tiers.image import aligned_up, false_checksum, judge_header
 from kvstore_tiers.nvme.check_slab import read_records
 from kvstore_tiers.nvme.directory import is_without_direct
 from kvstore_tiers.nvme.directory_files import DirectoryError
-from kvstore_tiers.nvme.layout import RECORD_BYTES, SUPERBLOCK_BYTES, RecordState, Superblock, record_header
+from kvstore_tiers.nvme.layout import (
+    RECORD_BYTES,
+    SUPERBLOCK_BYTES,
+    RecordState,
+    Superblock,
+    disagree,
+    record_header,
+)
 from kvstore_tiers.nvme.layout import record_holds as holds
 from kvstore_tiers.nvme.slab_file import find_superblock
 from kvstore_tiers.segments import AlignedBuffer, buffer_at, checksum_at
@@ -89,7 +96,7 @@ class SlabReader:
         if record[6] != RecordState.LIVE:
             return RECORD_BYTES, None
         named = record_header(record)
-        nbytes = min(superblock.slot_bytes, HEADER_BYTES + aligned_up(named.payload_bytes))
+        nbytes = min(superblock.slot_bytes, HEADER_BYTES + aligned_up(named.stored_bytes))
         self._wait(nbytes)
         record = _record(record_fd, index)  # the wait may have been long
         if not holds(record, superblock.record_seed(index)) or record_header(record).generation != named.generation:
@@ -123,10 +130,10 @@ class SlabReader:
         header = judge_header(raw, named.key, superblock.slot_bytes - HEADER_BYTES, named.generation)
         if isinstance(header, str):
             return header
-        if (header.payload_bytes, header.checksum) != (named.payload_bytes, named.checksum):
+        if disagree(header, named):
             return "header and record disagree about the payload"
-        if checksum_at(address + HEADER_BYTES, header.payload_bytes) != header.checksum:
-            return "the payload's checksum does not hold"
+        if checksum_at(address + HEADER_BYTES, header.stored_bytes) != header.stored_checksum:
+            return false_checksum(header)
         return ""
 
 

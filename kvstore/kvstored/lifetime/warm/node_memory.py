@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class NodeMemory:
-    """Call, in this order: `open`, `charge_headers`, `adopt`, `restore_clients`, `close`. `warm`: what keeps DRAM over
+    """Call, in this order: `open`, `charge_beside`, `adopt`, `restore_clients`, `close`. `warm`: what keeps DRAM over
     a restart, None where nothing does. `is_forgotten`: at the end nothing of DRAM is left to a next process.
     """
 
@@ -51,14 +51,17 @@ class NodeMemory:
             raise ValueError('host.capacity is too small for host.warm_restart; raise it or set warm_restart = "off"')
         return tier
 
-    def charge_headers(self, tier: Tier) -> None:
-        """Count the header pages that a tier keeps in DRAM of blocks that are elsewhere. Raises ValueError where the
-        host tier's capacity has no room for them."""
+    def charge_beside(self, tier: Tier) -> None:
+        """Count what a tier keeps in DRAM beside its blocks: header pages of blocks on a device, staging of a codec.
+        Raises ValueError where the host tier's capacity has no room for that."""
         nbytes, name = tier.info.dram_bytes, tier.info.name
-        if nbytes and self._host is not None and not self._host.charge(nbytes, f"headers of {name}"):
+        label, what, lower = "headers", "header pages", "capacity"
+        if not tier.info.coding.is_none:
+            label, what, lower = "staging", "staging for the codec", "codec_staging"
+        if nbytes and self._host is not None and not self._host.charge(nbytes, f"{label} of {name}"):
             raise ValueError(
-                f"host.capacity has no room for {human_bytes(nbytes)} of header pages of {name}: raise it, or lower "
-                f"{name}.capacity"
+                f"host.capacity has no room for {human_bytes(nbytes)} of {what} of {name}: raise it, or lower "
+                f"{name}.{lower}"
             )
 
     @property

@@ -181,6 +181,13 @@ class Arrival:
         if others:
             self._listeners.release(row, others)
 
+    def note_stored(self, row: int, tier: int, codec: int, stored_bytes: int) -> None:
+        """Note the form of the copy in `tier`: the number of its codec, 0 for the payload as it is, and its length."""
+        if codec:
+            optional = self._view.copies[tier].optional
+            optional.set("codec", row, codec)
+            optional.set("stored_bytes", row, stored_bytes)
+
     def move(self, row: int, tier: int, slot: Slot) -> Slot:
         """Let a readable copy be in `slot`, of its size, to which its bytes were copied. Returns the slot that it left.
         Raises RuntimeError for a copy that is not readable or a slot of another size."""

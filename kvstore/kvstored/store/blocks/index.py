@@ -163,6 +163,7 @@ class Residency(ResidencyView):
         self.attach = arrival.attach
         self.publish = arrival.publish
         self.move = arrival.move
+        self.note_stored = arrival.note_stored
         self.notify_adopted = arrival.notify_adopted
         removal = Removal(self, tree, listeners)
         self.remove = removal.remove

@@ -56,10 +56,11 @@ class Damage:
         removed by force meanwhile, or have lost that copy: then there is nothing to deal with."""
         if isinstance(outcome, Unmoved):
             return False
-        if outcome.kind is OutcomeKind.CORRUPT:
+        if outcome.kind in (OutcomeKind.CORRUPT, OutcomeKind.UNREADABLE):
             row, source = self._residency.current(move.token), move.link.source
             if row >= 0 and self._residency.has(row, source):
-                self.found(source, row, outcome.message)
+                judge = self.found if outcome.kind is OutcomeKind.CORRUPT else self.unreadable
+                judge(source, row, outcome.message)
         return outcome.ok
 
     def found(self, position: int, row: int, reason: str) -> None:
@@ -99,6 +100,22 @@ class Damage:
             self._retire[position](residency.detach(row, position), tenant)
         else:
             self.forget(row, Cause.FORGOTTEN, reason)
+
+    def unreadable(self, position: int, row: int, reason: str) -> None:
+        """Give up a sound copy in the tier at `position` that this build cannot turn back into its payload: a put is to
+        find the place of the block free. Where another tier has a copy, the block lives on with that one."""
+        residency = self._residency
+        if residency.being_filled(row):
+            return
+        slot, tenant, tier = residency.slot(row, position), residency.tenant_of(row), residency.tiers[position]
+        self._counters.add("unreadable_blocks")
+        others = TIER_SETS[residency.tier_mask(row)].without(position)
+        self._log(position, slot, f"block {residency.key(row).hex()} is not readable here in tier {tier}: {reason}")
+        if others:
+            residency.detach(row, position)
+            self._quarantine_or_retire(position, slot, tenant, reason)
+        else:
+            self.forget(row, Cause.READ_FAILED, reason)
 
     def forget(self, row: int, cause: Cause, reason: str) -> None:
         """Remove a block from the index with its cause. Its durable bytes are kept aside, its place in memory is free

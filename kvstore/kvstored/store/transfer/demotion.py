@@ -71,7 +71,8 @@ class Demotion:
             link = direct if direct is not None and residency.has(row, direct.source) else self._link
             nbytes, tenant = residency.slot_bytes(row), residency.tenant_of(row)
             move = BlockMove(residency.token(row), nbytes, tenant, link, bounds.priority)
-            self._moves.begin(move, self._demote, self._charged(self._room.allocate_now(nbytes, tenant)))
+            slot = self._room.allocate_now(nbytes, tenant) if link.staging is None else None
+            self._moves.begin(move, self._demote, self._charged(slot))
         assert move.task is not None
         ended, _ = await asyncio.wait([move.task], timeout=self._patience_s())
         return bool(ended) and move.task.result()

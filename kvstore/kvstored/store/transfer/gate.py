@@ -240,9 +240,11 @@ class WriteGate:
             self.refuse(token, self.breaker_or(verdict))
         return None
 
-    def refund(self, tenant: int, slot_bytes: int) -> None:
-        """Take back what was paid for a block of which nothing was written."""
-        self.endurance.refund(tenant, medium_bytes(slot_bytes))
+    def refund(self, tenant: int, slot_bytes: int, written_bytes: int = 0) -> None:
+        """Take back what was paid for a block of which nothing was written, or which took a slot of `written_bytes`
+        alone."""
+        cost_bytes = medium_bytes(slot_bytes) - (medium_bytes(written_bytes) if written_bytes else 0)
+        self.endurance.refund(tenant, cost_bytes)
 
     def commit_begins(self) -> None:
         """Note that a group commit starts. Blocks that come too late for it need another one, which is paid for now."""

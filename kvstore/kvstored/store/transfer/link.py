@@ -1,121 +1,34 @@
-"""Links, moves and the mover: the ways of blocks from one tier to another, and what drives them.
+"""Links and moves: the ways of blocks from one tier to another, and the blocks on them.
 
 A link is one direction between two tiers: its lane, its breaker, and how the bytes get across. A move is one block's
 way along it, once however many callers ask: it is pinned, a slot is found, its copy is attached as FILLING, the
 transfer waits in the lane, and the copy is published or its slot freed. Which block moves, when, and what follows
 belong to promotion, demotion, write-back, sharing and straight reads: each gives a coroutine that awaits `copied` and
-judges its outcome. The mover starts what a lane says may start, and reports its end; it owns the timers that wake a
-lane. Invariants: a block is pinned from `add` until `end`; a block has one move of a kind at a time; a slot is readable
-only after its bytes were verified, and is given back if it is not used; each accepted transfer ends in `done` exactly
-once; damage removes blocks by force, pinned or not, so the token is looked up again after each wait; nothing here
-blocks.
+judges its outcome. Where the destination has a codec, the block gets its form before it gets a slot (`staging.py`).
+Invariants: a block is pinned from `add` until `end`; a block has one move of a kind at a time; a slot is readable only
+after its bytes were verified, and is given back if it is not used; what was staged is released once; damage removes
+blocks by force, pinned or not, so the token is looked up again after each wait; nothing here blocks.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
 from typing import Any, Generic, TypeVar
 
 from kvstore_tiers.base import Completion, Outcome, OutcomeKind, Slot, Tier
-from kvstore_tiers.segments import AlignedBuffer
+from kvstore_tiers.segments import AlignedBuffer, Segment
 from kvstored.clock import NS_PER_S, Clock
-from kvstored.completions import CompletionQueue
 from kvstored.store.blocks import Residency
 from kvstored.store.degraded.breaker import TierBreaker
-from kvstored.store.transfer.lane import Item, Lane, Priority, Refused
+from kvstored.store.transfer.lane import Priority, Refused
+from kvstored.store.transfer.mover import Mover, Transfer
+from kvstored.store.transfer.staging import Staged, Staging
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class Transfer:
-    """Work of a lane: the start and the end of one block's way over it."""
-
-    start: Callable[[Completion], None]
-    done: Callable[[Outcome], None]
-
-
-class Mover:
-    """All lanes of the daemon by name."""
-
-    def __init__(self, lanes: Iterable[Lane[Transfer]], completions: CompletionQueue, clock: Clock) -> None:
-        self.lanes = {lane.name: lane for lane in lanes}
-        self._completions = completions
-        self._clock = clock
-        self._timers: dict[str, asyncio.TimerHandle] = {}
-        self._pump_scheduled: set[str] = set()
-
-    def submit(
-        self, lane_name: str, priority: Priority, nbytes: int, transfer: Transfer, due_ns: int | None = None
-    ) -> int | Refused:
-        """Queue a transfer: its ticket, or the reason why not. It starts on the next turn of the loop, so that a batch
-        is seen whole."""
-        lane = self.lanes[lane_name]
-        answer = lane.submit(priority, nbytes, transfer, self._clock.monotonic_ns(), due_ns)
-        if not isinstance(answer, Refused):
-            self._schedule(lane)
-        return answer
-
-    def raise_priority(self, lane_name: str, ticket: int, priority: Priority, due_ns: int | None = None) -> None:
-        lane = self.lanes[lane_name]
-        if lane.promote(ticket, priority, self._clock.monotonic_ns(), due_ns):
-            self._schedule(lane)
-
-    def cancel(self, lane_name: str, ticket: int) -> None:
-        """End a transfer as cancelled if it is still queued."""
-        lane = self.lanes[lane_name]
-        transfer = lane.cancel(ticket, self._clock.monotonic_ns())
-        if transfer is not None:
-            transfer.done(Outcome(OutcomeKind.CANCELLED, message="no request waits for it any more"))
-            self._look_again(lane)
-
-    def close(self) -> None:
-        """End what is queued as cancelled; what is in flight still completes."""
-        for timer in self._timers.values():
-            timer.cancel()
-        self._timers.clear()
-        for lane in self.lanes.values():
-            for transfer in lane.close():
-                transfer.done(Outcome(OutcomeKind.CANCELLED, message="the daemon is stopping"))
-
-    def _schedule(self, lane: Lane[Transfer]) -> None:
-        if lane.name not in self._pump_scheduled:
-            self._pump_scheduled.add(lane.name)
-            asyncio.get_running_loop().call_soon(self._pump, lane)
-
-    def _pump(self, lane: Lane[Transfer]) -> None:
-        self._pump_scheduled.discard(lane.name)
-        now_ns = self._clock.monotonic_ns()
-        for item in lane.next(now_ns):
-            item.work.start(self._completions.to_loop(partial(self._ended, lane, item)))
-        self._set_timer(lane, now_ns)
-
-    def _ended(self, lane: Lane[Transfer], item: Item[Transfer], outcome: Outcome) -> None:
-        lane.completed(item.ticket, self._clock.monotonic_ns(), ok=outcome.ok)
-        item.work.done(outcome)
-        self._look_again(lane)
-
-    def _look_again(self, lane: Lane[Transfer]) -> None:
-        """An item of `lane` has left it."""
-        if lane.has_queued:
-            self._schedule(lane)
-        for other in lane.neighbours:  # prefetch waits for silence on every lane that shares its medium
-            if other.has_prefetch_queued:
-                self._schedule(other)
-
-    def _set_timer(self, lane: Lane[Transfer], now_ns: int) -> None:
-        timer = self._timers.pop(lane.name, None)
-        if timer is not None:
-            timer.cancel()
-        wake_ns = lane.wake_at(now_ns)
-        if wake_ns is not None:
-            delay_s = max(0.0, (wake_ns - now_ns) / NS_PER_S)
-            self._timers[lane.name] = asyncio.get_running_loop().call_later(delay_s, self._pump, lane)
 
 
 def lane_name(tiers: Sequence[str], source: int, destination: int) -> str:
@@ -125,12 +38,13 @@ def lane_name(tiers: Sequence[str], source: int, destination: int) -> str:
 
 class Link:
     """The way from the tier at `source` to the one at `destination`, by the lane `lane`. `breaker` belongs to the
-    slower of the two; None where that is memory.
+    slower of the two; None where that is memory. `staging` belongs to a destination with a codec: a block gets its form
+    there before it gets a slot.
 
     The tier that can reach the other one's memory moves the bytes, and verifies them: the source's `move_out` fills the
     destination's slot, or the destination's `move_in` reads the source's. Where both can, the slower one does. A source
-    that lends files is read by a destination that loads them; where neither can, they pass through a buffer that the
-    source fills.
+    that lends files is read by a destination that loads them; where neither can, or the source would have to be decoded
+    first, they pass through a buffer that the source fills.
     """
 
     def __init__(
@@ -142,7 +56,9 @@ class Link:
         mover: Mover,
         clock: Clock,
         breaker: TierBreaker | None = None,
+        staging: Staging | None = None,
     ) -> None:
+        self.staging = staging
         self.source, self.destination = source, destination
         self.destination_tier = tiers[destination]
         self.lane, self.mover, self.clock = mover.lanes[lane], mover, clock
@@ -150,6 +66,7 @@ class Link:
         self._from, self._to = tiers[source], tiers[destination]
         self._is_upwards = destination < source
         self._is_by_file = self._from.info.lends_files and self._to.info.loads_files
+        self._is_as_put = self._from.info.is_in_memory and self._from.info.coding.is_none
 
     @property
     def is_open(self) -> bool:
@@ -164,16 +81,27 @@ class Link:
         now_ns = self.clock.monotonic_ns()
         return (self.lane.spare_at_ns(now_ns) - now_ns) / NS_PER_S
 
-    def carry(self, source: Slot, slot: Slot, key: bytes, done: Completion, unreadable: Callable[[], None]) -> None:
-        """Copy `source` to `slot`. `unreadable` is called where reading failed and a buffer is between the two."""
-        if self._is_by_file:
+    async def stage(self, source: Slot, key: bytes, whole_bytes: int) -> Staged | Outcome:
+        """See `Staging.stage`. The destination has a codec."""
+        assert self.staging is not None
+        return await self.staging.stage(self._from, source, key, whole_bytes)
+
+    def carry(
+        self, source: Slot, slot: Slot, key: bytes, image: Segment | None, done: Completion,
+        unreadable: Callable[[], None],
+    ) -> None:  # fmt: skip
+        """Copy `source`, or the `image` that was staged of it, to `slot`. `unreadable` is called where reading failed
+        and a buffer is between the two."""
+        if image is not None:
+            self._to.move_in(slot, image, key, done)
+        elif self._is_by_file:
             self._from.lend(source, self._to.loader(slot, key), done)
-        elif self._to.info.is_in_memory and (self._is_upwards or not self._from.info.is_in_memory):
+        elif self._to.info.is_in_memory and (self._is_upwards or not self._is_as_put):
             self._from.move_out(source, self._to.slot_segment(slot), key, done)
-        elif self._from.info.is_in_memory:
+        elif self._is_as_put:
             self._to.move_in(slot, self._from.slot_segment(source), key, done)
         else:
-            buffer = AlignedBuffer(source.nbytes).segment(source.nbytes)
+            buffer = AlignedBuffer(slot.nbytes).segment(slot.nbytes)
 
             def store(outcome: Outcome) -> None:
                 if outcome.ok:
@@ -210,13 +138,14 @@ class BlockMove:
     came when its transfer had just ended."""
 
     token: int
-    nbytes: int  # of its slot
+    nbytes: int  # of a slot for it as it is
     tenant: int
     link: Link
     priority: Priority
     due_ns: int | None = None
     waiters: int = 1
     ticket: int = 0
+    slot_bytes: int = 0  # of the slot that it got
     is_asked_again: bool = False
     began_s: float = 0.0  # by the loop's clock
     task: asyncio.Task[bool] | None = None
@@ -304,46 +233,77 @@ class Moves(Generic[Kind]):
         if move.outcome is None:
             if not self._is_wanted(move, self._residency.current(move.token)):
                 return Unmoved.IN_VAIN
-            slot = await self._find_room(move)
+            staged = await self._stage(move) if move.link.staging is not None else None
+            if isinstance(staged, Outcome | Unmoved):
+                return staged
+            slot = await self._find_room(move, move.nbytes if staged is None else staged.slot_bytes)
             if slot is None:
+                self._release(move, staged)
                 return Unmoved.NO_ROOM
-            self.queue(move, slot)
+            self.queue(move, slot, staged)
         assert move.outcome is not None
         outcome = await move.outcome
         move.ticket, move.outcome = 0, None
         return outcome
 
-    async def _find_room(self, move: Kind) -> Slot | None:
+    async def _stage(self, move: Kind) -> Staged | Outcome | Unmoved:
+        """Give the block the form of the destination. Meanwhile its copy may be taken by force, and its slot be used
+        again."""
+        residency, link = self._residency, move.link
+        row = residency.current(move.token)
+        source = residency.slot(row, link.source)
         try:
-            return await self._allocate(move.nbytes, move.tenant)
+            staged = await link.stage(source, residency.key(row), move.nbytes)
+        except RuntimeError:  # the source was not allocated any more
+            return Unmoved.IN_VAIN
+        row = residency.current(move.token)
+        if isinstance(staged, Outcome):
+            return staged
+        if self._is_wanted(move, row) and residency.slot(row, link.source) == source:
+            return staged
+        self._release(move, staged)
+        return Unmoved.IN_VAIN
+
+    def _release(self, move: Kind, staged: Staged | None) -> None:
+        if staged is not None and move.link.staging is not None:
+            move.link.staging.release(staged)
+
+    async def _find_room(self, move: Kind, nbytes: int) -> Slot | None:
+        try:
+            return await self._allocate(nbytes, move.tenant)
         except Exception:  # a mistake of ours: the move ends as any other that finds no room
             log.exception("making room in tier %s failed", move.link.destination_tier.info.name)
             return None
 
-    def queue(self, move: Kind, slot: Slot) -> None:
-        """Queue the transfer of `move` into `slot`, unless it is in vain by now."""
+    def queue(self, move: Kind, slot: Slot, staged: Staged | None = None) -> None:
+        """Queue the transfer of `move`, or of what was staged of it, into `slot`, unless it is in vain by now."""
         residency, link, tier = self._residency, move.link, move.link.destination_tier
         move.outcome = ended = asyncio.get_running_loop().create_future()
         row = residency.current(move.token)
         if not self._is_wanted(move, row):
             tier.free(slot)
+            self._release(move, staged)
             ended.set_result(Unmoved.IN_VAIN)
             return
+        move.slot_bytes = slot.nbytes
         source, key = residency.slot(row, link.source), residency.key(row)
         residency.attach(row, link.destination, slot, link.clock.monotonic_ns(), filling=True)
-        number, bad_sources = 0, list[Slot]()
+        number, bad_sources, image = 0, list[Slot](), None if staged is None else staged.image
 
         def start(done: Completion) -> None:
             nonlocal number
             if link.breaker is not None:
                 number = link.breaker.began()
-            link.carry(source, slot, key, done, lambda: bad_sources.append(source))
+            link.carry(source, slot, key, image, done, lambda: bad_sources.append(source))
             self._begun(move)
 
         def end(outcome: Outcome) -> None:
             link.judge(number, outcome, is_of_another=bool(bad_sources))
+            self._release(move, staged)
             if outcome.ok:
                 residency.publish(row, link.destination, link.clock.monotonic_ns())
+                if staged is not None and outcome.header is not None:
+                    residency.note_stored(row, link.destination, outcome.header.codec, outcome.header.stored_bytes)
             else:
                 tier.free(residency.detach(row, link.destination))
             self._ended(move, outcome)
@@ -351,8 +311,10 @@ class Moves(Generic[Kind]):
                 ended.set_result(outcome)
 
         transfer = Transfer(start, end)
-        ticket = link.mover.submit(link.lane.name, move.priority, source.nbytes, transfer, move.due_ns)
+        nbytes = source.nbytes if staged is None else slot.nbytes
+        ticket = link.mover.submit(link.lane.name, move.priority, nbytes, transfer, move.due_ns)
         if isinstance(ticket, Refused):
+            self._release(move, staged)
             tier.free(residency.detach(row, link.destination))
             ended.set_result(Unmoved.LANE_FULL)
         else:

@@ -198,7 +198,7 @@ class Promoter:
         link = self._link_of(row)
         if link is None:
             return -1, 0.0
-        return link.source, link.lane.estimate_us(self._residency.slot_bytes(row), queued=False) / 1e6
+        return link.source, link.lane.estimate_us(self._residency.slot(row, link.source).nbytes, queued=False) / 1e6
 
     def reads_from(self, position: int) -> bool:
         """Say whether blocks may be read from the tier at `position` now."""
@@ -296,6 +296,8 @@ class Promoter:
             self._damage.found(source, row, outcome.message)
         elif outcome.kind is OutcomeKind.MISSING:
             self._damage.lost(source, row, outcome.message)
+        elif outcome.kind is OutcomeKind.UNREADABLE:
+            self._damage.unreadable(source, row, outcome.message)
         elif outcome.kind is OutcomeKind.FAILED and promotion.link.is_open:
             self._unreadable(promotion, row, outcome)
 

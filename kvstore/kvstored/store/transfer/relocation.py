@@ -17,7 +17,7 @@ from kvstored.completions import CompletionQueue
 from kvstored.store.endurance.budget import medium_bytes
 from kvstored.store.transfer.group_commit import GroupCommit
 from kvstored.store.transfer.lane import Priority, Refused
-from kvstored.store.transfer.link import Mover, Transfer
+from kvstored.store.transfer.mover import Mover, Transfer
 
 AT_ONCE = 32  # copies in flight
 

@@ -271,7 +271,8 @@ class WriteBack:
             source = self._residency.fastest_in_memory(row) if row >= 0 else -1
             if source >= 0:
                 write.link = self._links[source]  # where it gathered, the copy that it had then may have been lost
-            slot = self._room.allocate_now(write.nbytes, write.tenant) if row >= 0 else None
+            is_ready = row >= 0 and write.link.staging is None
+            slot = self._room.allocate_now(write.nbytes, write.tenant) if is_ready else None
             self._writes.begin(write, self._write, slot)
 
     async def _write(self, write: Write) -> bool:
@@ -283,7 +284,9 @@ class WriteBack:
             is_written = isinstance(outcome, Outcome) and outcome.ok
             if is_written:
                 self._counters.add("written_back_blocks")
-                self._counters.add("written_back_bytes", write.nbytes)
+                self._counters.add("written_back_bytes", write.slot_bytes)
+                if write.slot_bytes < write.nbytes:
+                    self.gate.refund(write.tenant, write.nbytes, write.slot_bytes)
                 self._flows.tiers[write.link.source].demoted_blocks += 1
             else:
                 self._refuse(write, outcome)

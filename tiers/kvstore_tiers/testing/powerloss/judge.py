@@ -21,8 +21,9 @@ from kvstore_tiers.base import OutcomeKind, Slot
 from kvstore_tiers.nvme import NvmeTier
 from kvstore_tiers.nvme.check import check_directory
 from kvstore_tiers.segments import Bytes, segment_of
+from kvstore_tiers.testing.made_up_codec import allow_made_up_codec
 from kvstore_tiers.testing.powerloss.promises import Item, Promises
-from kvstore_tiers.testing.transfers import block, finish, finish_all, put
+from kvstore_tiers.testing.transfers import block, block_with_pattern, finish, finish_all, put
 
 CAPACITY_BYTES = 3 << 19
 SLAB_BYTES = 256 << 10
@@ -50,6 +51,7 @@ Judge = Callable[[Path, Promises], Verdict]
 
 def open_tier(directory: Path, *, io_threads: int = 1) -> NvmeTier:
     """The workload's tier."""
+    allow_made_up_codec()
     return NvmeTier.open(directory, CAPACITY_BYTES, slab_bytes=SLAB_BYTES, io_threads=io_threads)
 
 
@@ -128,4 +130,9 @@ def _number(header: BlockHeader) -> int:
 
 @lru_cache(maxsize=4096)
 def _block(number: int, payload_bytes: int) -> tuple[BlockHeader, Bytes]:
-    return block(number, payload_bytes)
+    return block_with_pattern(number, payload_bytes) if is_encoded(number) else block(number, payload_bytes)
+
+
+def is_encoded(number: int) -> bool:
+    """Return whether the workload stores this block in the form of the codec of tests."""
+    return number % 2 == 1

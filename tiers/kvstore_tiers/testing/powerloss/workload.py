@@ -23,10 +23,11 @@ from queue import SimpleQueue
 from kvstore_proto.arena import slot_bytes
 from kvstore_tiers import failpoints
 from kvstore_tiers.base import Outcome, Slot
-from kvstore_tiers.segments import Bytes, segment_of
-from kvstore_tiers.testing.powerloss.judge import open_tier
+from kvstore_tiers.segments import AlignedBuffer
+from kvstore_tiers.testing.made_up_codec import MadeUpCodec
+from kvstore_tiers.testing.powerloss.judge import is_encoded, open_tier
 from kvstore_tiers.testing.powerloss.record import Marker
-from kvstore_tiers.testing.transfers import PATIENCE_S, block, finish
+from kvstore_tiers.testing.transfers import PATIENCE_S, as_it_is, block, block_with_pattern, encoded, finish
 
 SHORTER_BYTES = 64 << 10
 SIZES_BYTES = (4096, 5000, 20_000, 50_000)
@@ -49,7 +50,7 @@ class Workload:
         self._sizes: dict[int, int] = {}
         self._next_number = 1 + phase * NUMBERS_A_PHASE
         self._ended: SimpleQueue[tuple[str, int, Outcome]] = SimpleQueue()
-        self._writing: dict[int, Bytes] = {}
+        self._writing: dict[int, AlignedBuffer] = {}
         self._unpromised: dict[int, Slot] = {}  # whole, and no sync was asked for since
         self._lives: dict[int, int] = {}  # how often a number was put
         self._unburied: dict[int, int] = {}  # freed in that life, and no sync was asked for since
@@ -115,7 +116,8 @@ class Workload:
             self._put_block(number, self._sizes[number])
 
     def _put_block(self, number: int, payload_bytes: int) -> bool:
-        slot = self._tier.allocate(slot_bytes(payload_bytes))
+        image = _image_of(number, payload_bytes)
+        slot = self._tier.allocate(image.nbytes)
         if slot is None:
             if self._random.random() < 0.5:
                 self._free_some()
@@ -123,11 +125,11 @@ class Workload:
         if self._random.random() < 0.05:  # a caller that changes its mind
             self._tier.free(slot)
             return False
-        header, payload = block(number, payload_bytes)
         self._marker.mark(put=[number])
-        self._slots[number], self._sizes[number], self._writing[number] = slot, payload_bytes, payload
+        self._slots[number], self._sizes[number], self._writing[number] = slot, payload_bytes, image
         self._lives[number] = self._lives.get(number, 0) + 1
-        self._tier.write(slot, header, [segment_of(payload)], partial(self._note, "write", number))
+        key = block(number, 0)[0].key
+        self._tier.move_in(slot, image.segment(image.nbytes), key, partial(self._note, "write", number))
         return True
 
     def _free_some(self) -> None:
@@ -209,6 +211,13 @@ class Workload:
         durable = [number for number, slot in blocks.items() if self._slots.get(number) == slot]
         gone = [n for n, life in buried.items() if n not in self._slots and self._lives.get(n, 0) == life]
         self._marker.mark(durable=durable, gone=gone)
+
+
+def _image_of(number: int, payload_bytes: int) -> AlignedBuffer:
+    """Return the image that is stored: every other block in the form of a codec."""
+    if is_encoded(number):
+        return encoded(MadeUpCodec(), *block_with_pattern(number, payload_bytes))
+    return as_it_is(*block(number, payload_bytes))
 
 
 def main() -> None:

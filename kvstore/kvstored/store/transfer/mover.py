@@ -1,0 +1,103 @@
+"""The mover: starts what the lanes say may start, and reports to them how it ended.
+
+Owns the lanes, and the timers that wake one. Never decides which block moves, nor judges an outcome. Invariant: each
+accepted transfer ends in `done` exactly once; nothing here blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+
+from kvstore_tiers.base import Completion, Outcome, OutcomeKind
+from kvstored.clock import NS_PER_S, Clock
+from kvstored.completions import CompletionQueue
+from kvstored.store.transfer.lane import Item, Lane, Priority, Refused
+
+
+@dataclass(slots=True)
+class Transfer:
+    """Work of a lane: the start and the end of one block's way over it."""
+
+    start: Callable[[Completion], None]
+    done: Callable[[Outcome], None]
+
+
+class Mover:
+    """All lanes of the daemon by name."""
+
+    def __init__(self, lanes: Iterable[Lane[Transfer]], completions: CompletionQueue, clock: Clock) -> None:
+        self.lanes = {lane.name: lane for lane in lanes}
+        self._completions = completions
+        self._clock = clock
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._pump_scheduled: set[str] = set()
+
+    def submit(
+        self, lane_name: str, priority: Priority, nbytes: int, transfer: Transfer, due_ns: int | None = None
+    ) -> int | Refused:
+        """Queue a transfer: its ticket, or the reason why not. It starts on the next turn of the loop, so that a batch
+        is seen whole."""
+        lane = self.lanes[lane_name]
+        answer = lane.submit(priority, nbytes, transfer, self._clock.monotonic_ns(), due_ns)
+        if not isinstance(answer, Refused):
+            self._schedule(lane)
+        return answer
+
+    def raise_priority(self, lane_name: str, ticket: int, priority: Priority, due_ns: int | None = None) -> None:
+        lane = self.lanes[lane_name]
+        if lane.promote(ticket, priority, self._clock.monotonic_ns(), due_ns):
+            self._schedule(lane)
+
+    def cancel(self, lane_name: str, ticket: int) -> None:
+        """End a transfer as cancelled if it is still queued."""
+        lane = self.lanes[lane_name]
+        transfer = lane.cancel(ticket, self._clock.monotonic_ns())
+        if transfer is not None:
+            transfer.done(Outcome(OutcomeKind.CANCELLED, message="no request waits for it any more"))
+            self._look_again(lane)
+
+    def close(self) -> None:
+        """End what is queued as cancelled; what is in flight still completes."""
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+        for lane in self.lanes.values():
+            for transfer in lane.close():
+                transfer.done(Outcome(OutcomeKind.CANCELLED, message="the daemon is stopping"))
+
+    def _schedule(self, lane: Lane[Transfer]) -> None:
+        if lane.name not in self._pump_scheduled:
+            self._pump_scheduled.add(lane.name)
+            asyncio.get_running_loop().call_soon(self._pump, lane)
+
+    def _pump(self, lane: Lane[Transfer]) -> None:
+        self._pump_scheduled.discard(lane.name)
+        now_ns = self._clock.monotonic_ns()
+        for item in lane.next(now_ns):
+            item.work.start(self._completions.to_loop(partial(self._ended, lane, item)))
+        self._set_timer(lane, now_ns)
+
+    def _ended(self, lane: Lane[Transfer], item: Item[Transfer], outcome: Outcome) -> None:
+        lane.completed(item.ticket, self._clock.monotonic_ns(), ok=outcome.ok)
+        item.work.done(outcome)
+        self._look_again(lane)
+
+    def _look_again(self, lane: Lane[Transfer]) -> None:
+        """An item of `lane` has left it."""
+        if lane.has_queued:
+            self._schedule(lane)
+        for other in lane.neighbours:  # prefetch waits for silence on every lane that shares its medium
+            if other.has_prefetch_queued:
+                self._schedule(other)
+
+    def _set_timer(self, lane: Lane[Transfer], now_ns: int) -> None:
+        timer = self._timers.pop(lane.name, None)
+        if timer is not None:
+            timer.cancel()
+        wake_ns = lane.wake_at(now_ns)
+        if wake_ns is not None:
+            delay_s = max(0.0, (wake_ns - now_ns) / NS_PER_S)
+            self._timers[lane.name] = asyncio.get_running_loop().call_later(delay_s, self._pump, lane)

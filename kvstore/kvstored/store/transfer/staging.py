@@ -1,0 +1,127 @@
+"""Staging: a block in the form of a tier's codec, before it has a slot there, since its size is known only then.
+
+Owns the memory for that, which is bounded and counted in the capacity of the mapped tier, and who waits for it. The
+work is done by the mapped tier's copy threads. A block that the codec does not make small enough for a smaller slot, or
+that the memory is too small for, is stored as it is. Decides nothing else: `link.py` pins the block and finds the slot.
+Invariants: memory is given out in the order in which it was asked for; each `Staged` is released once; who holds
+staging of one tier waits for room in it, never for staging of a tier before it, so these waits have no circle.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from dataclasses import dataclass
+from functools import partial
+
+from kvstore_proto.arena import HEADER_BYTES
+from kvstore_tiers.base import Coding, Outcome, OutcomeKind, Segment, Slot, Tier
+from kvstore_tiers.codecs import codec_named
+from kvstore_tiers.codecs.images import coded_slot_bytes, image_bytes
+from kvstore_tiers.codecs.scratch import Scratch
+from kvstore_tiers.host import HostTier
+from kvstore_tiers.segments import AlignedBuffer
+from kvstored.completions import CompletionQueue
+from kvstored.telemetry import Counters
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """Names what goes into a slot of `slot_bytes`: `image`, in `buffer` if any, or what the source has, as it is."""
+
+    slot_bytes: int
+    image: Segment | None = None
+    buffer: AlignedBuffer | None = None
+
+
+class Staging:
+    """The way into the form of `coding`, whose codec is not "none"; `host` has the copy threads."""
+
+    def __init__(self, coding: Coding, host: HostTier, completions: CompletionQueue, counters: Counters) -> None:
+        codec = codec_named(coding.codec)
+        assert codec is not None
+        self._codec = codec
+        self._coding = coding
+        self._host = host
+        self._completions = completions
+        self._counters = counters
+        self._scratch = Scratch(coding.staging_bytes // 2)  # the other half is for reading
+        self._waiting: deque[tuple[int, asyncio.Future[AlignedBuffer]]] = deque()
+
+    async def stage(self, tier: Tier, source: Slot, key: bytes, whole_bytes: int) -> Staged | Outcome:
+        """Bring the block `key` in `source` of `tier` into the codec's form. `whole_bytes` is the size of a slot for it
+        as it is. Return an outcome where its copy in `source` is damaged, or could not be read."""
+        is_as_put = tier.info.is_in_memory and tier.info.coding.is_none
+        if tier.info.is_in_memory and tier.info.coding.codec == self._coding.codec:
+            return Staged(source.nbytes, tier.slot_segment(source))  # it has that form, or was not worth it there
+        raw_bytes = 0 if is_as_put else whole_bytes
+        needed_bytes = raw_bytes + image_bytes(self._codec, whole_bytes - HEADER_BYTES)
+        if needed_bytes > self._scratch.most_bytes:
+            self._counters.add("uncoded_blocks")
+            return Staged(whole_bytes)
+        buffer = await self._take(needed_bytes)
+        try:
+            staged = await self._stage(tier, source, key, buffer.segment(needed_bytes), raw_bytes)
+        except BaseException:
+            self._give_back(buffer)
+            raise
+        if isinstance(staged, Outcome) or staged.image is None:
+            self._give_back(buffer)
+            return Staged(whole_bytes) if isinstance(staged, Staged) else staged
+        return Staged(staged.slot_bytes, staged.image, buffer)
+
+    def release(self, staged: Staged) -> None:
+        """Nothing reads `staged` any more."""
+        if staged.buffer is not None:
+            self._give_back(staged.buffer)
+
+    async def _stage(self, tier: Tier, source: Slot, key: bytes, room: Segment, raw_bytes: int) -> Staged | Outcome:
+        ask = self._completions.outcome_of
+        if raw_bytes:
+            image = room.part(0, raw_bytes)
+            read: Outcome = await ask(partial(tier.move_out, source, image, key))
+            if not read.ok:
+                return read
+        else:
+            image = tier.slot_segment(source)
+        target = room.part(raw_bytes, room.nbytes - raw_bytes)
+        outcome: Outcome = await ask(partial(self._host.encode, self._codec, image, key, target))
+        header = outcome.header
+        if outcome.kind is OutcomeKind.FAILED:
+            log.warning(
+                "codec %s failed, block %s is stored as it is: %s", self._codec.name, key.hex(), outcome.message
+            )
+        elif not outcome.ok or header is None:
+            return outcome
+        elif header.codec:
+            self._counters.add("coded_blocks")
+            self._counters.add("coded_bytes", header.payload_bytes)
+            self._counters.add("coded_stored_bytes", header.stored_bytes)
+            return Staged(coded_slot_bytes(header.payload_bytes, header.stored_bytes), target)
+        self._counters.add("uncoded_blocks")
+        return Staged(0)
+
+    async def _take(self, nbytes: int) -> AlignedBuffer:
+        if not self._waiting:
+            buffer = self._scratch.try_take(nbytes)
+            if buffer is not None:
+                return buffer
+        turn: asyncio.Future[AlignedBuffer] = asyncio.get_running_loop().create_future()
+        self._waiting.append((nbytes, turn))
+        return await turn
+
+    def _give_back(self, buffer: AlignedBuffer) -> None:
+        self._scratch.give_back(buffer)
+        while self._waiting:
+            nbytes, turn = self._waiting[0]
+            if turn.done():  # given up
+                self._waiting.popleft()
+                continue
+            taken = self._scratch.try_take(nbytes)
+            if taken is None:
+                return
+            self._waiting.popleft()
+            turn.set_result(taken)

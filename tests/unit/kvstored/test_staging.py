@@ -1,0 +1,171 @@
+"""Blocks get the form of a tier's codec before they get a slot there: along every way between tiers, within bounds."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import closing
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+from kvstore_proto.arena import HEADER_BYTES, BlockHeader, slot_bytes
+from kvstore_tiers.base import Coding, Outcome, OutcomeKind
+from kvstore_tiers.codecs import TESTING_ENVIRONMENT
+from kvstore_tiers.host import HostTier
+from kvstore_tiers.keyed import KeyedTier
+from kvstore_tiers.segments import view_at
+from kvstore_tiers.testing.lossy_store import LossyStore
+from kvstore_tiers.testing.made_up_codec import MadeUpCodec
+from kvstore_tiers.testing.transfers import block_with_pattern
+from kvstored.completions import CompletionQueue
+from kvstored.store.blocks.check import check
+from kvstored.store.endurance.budget import COMMIT_BYTES, OVERHEAD_BYTES
+from kvstored.store.transfer import staging as module
+from kvstored.store.transfer.staging import Staged, Staging
+from kvstored.telemetry import Counters
+from tests.reference.small_store import FAR_S, PAYLOAD_BYTES, SmallStore, small_store
+from tests.reference.stored_blocks import stored_slot
+
+NUMBERS = range(1, 901)
+WHOLE_BYTES = slot_bytes(PAYLOAD_BYTES)
+SMALL = ("host.capacity=4MiB", "host.policy=lru", "nvme.capacity=7MiB", "nvme.policy=lru")
+FAR = ("tier.far.capacity=2MiB", "tier.far.arena=1MiB", "tier.far.policy=lru")
+STAGED = {tier: (f"{tier}.codec=made-up", f"{tier}.codec_staging=1MiB") for tier in ("tier.far", "nvme")}
+
+
+@pytest.fixture(autouse=True)
+def allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TESTING_ENVIRONMENT, "1")
+    monkeypatch.setattr("tests.reference.small_store.block", block_with_pattern)
+
+
+def _pays_for_what_it_stored(counters: Counters) -> bool:
+    """Return whether what was charged for payloads as they are was given back, as long as nothing was relocated."""
+    paid_bytes = counters["endurance_bytes"] - OVERHEAD_BYTES * counters["written_back_blocks"]
+    commits, left_bytes = divmod(paid_bytes - counters["written_back_bytes"], COMMIT_BYTES)
+    return commits > 0 and not left_bytes and counters["relocated_blocks"] == 0
+
+
+def _serves_it(small: SmallStore, number: int) -> bool:
+    slot = small.residency.slot(small.find(number), small.mapped)
+    held = view_at(small.store.host.slot_segment(slot).address + HEADER_BYTES, PAYLOAD_BYTES)
+    return np.array_equal(held, block_with_pattern(number, PAYLOAD_BYTES)[1])
+
+
+@pytest.mark.parametrize(
+    "coded",
+    [("tier.far", "nvme"), ("tier.far",), ("nvme",)],
+    ids=["the same codec twice", "memory alone", "NVMe alone"],
+)
+def test_every_way_between_tiers_gives_the_payload_back(coded: tuple[str, ...], tmp_path: Path) -> None:
+    """Down to slower memory, to NVMe from both, and to a store that takes payloads as they are; and up from each."""
+    settings = (*SMALL, *FAR, *(setting for tier in coded for setting in STAGED[tier]))
+
+    async def main() -> None:
+        async with small_store(tmp_path, *settings, keyed=[KeyedTier(LossyStore(), 64 << 20)]) as small:
+            for number in NUMBERS:
+                await small.put(number, mode="always")
+                if number % 50 == 0:
+                    assert await small.writeback.flush(FAR_S) == 0
+                    await small.settle()
+                    assert number > 50 or _pays_for_what_it_stored(small.store.counters)
+            counters, residency = small.store.counters, small.residency
+            positions = {name: residency.tiers.index(name.removeprefix("tier.")) for name in ("tier.far", "nvme")}
+            for name, position in positions.items():
+                copies = residency.copies[position]
+                sizes = [copies.nbytes[row] for row in range(len(copies.nbytes)) if copies.state[row]]
+                assert sizes and (min(sizes) < WHOLE_BYTES) == (name in coded)
+                assert sum(copies.bytes_by_tenant) == sum(sizes)
+                codecs = {residency.codec(row, position) for row in range(len(copies.nbytes)) if copies.state[row]}
+                assert (MadeUpCodec.number in codecs) == (name in coded)
+            from_all = set()
+            for number in reversed(NUMBERS):
+                row = small.find(number)
+                if row < 0:
+                    continue
+                from_all.add(residency.tiers[residency.fastest(row)])
+                assert await small.fetch(number) and _serves_it(small, number), number
+            assert from_all == {"host", "far", "nvme", "remote"}
+            await small.settle()
+            assert check(residency) == []
+            for tier in small.store.tiers:
+                assert tier.check_books() == []
+                assert tier.statistics().used_bytes <= tier.statistics().capacity_bytes
+            assert counters["corrupt_blocks"] == 0
+
+    asyncio.run(main())
+
+
+class _Playing(MadeUpCodec):
+    """Fails as it is told."""
+
+    answer: ClassVar[int] = 0
+
+    def encode(self, header: BlockHeader, payload: memoryview, target: memoryview) -> int:
+        if not self.answer:
+            raise MemoryError("no memory for it")
+        return self.answer
+
+
+@pytest.mark.parametrize("answer", [0, 1 << 30])
+def test_a_block_whose_codec_fails_is_stored_as_it_is(
+    answer: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "codec_named", lambda _name: _Playing())
+    monkeypatch.setattr(_Playing, "answer", answer)
+
+    async def main() -> Staged | Outcome:
+        completions, counters = CompletionQueue(asyncio.get_running_loop()), Counters()
+        with closing(HostTier(4 << 20, arena_bytes=1 << 20)) as host:
+            staging = Staging(Coding("made-up", 1 << 20), host, completions, counters)
+            header, payload = block_with_pattern(4, PAYLOAD_BYTES)
+            staged = await staging.stage(host, stored_slot(host, header, payload), header.key, WHOLE_BYTES)
+            assert counters["uncoded_blocks"] == 1 and staging._scratch.out_bytes == 0
+            return staged
+
+    with caplog.at_level(logging.WARNING):
+        assert asyncio.run(main()) == Staged(WHOLE_BYTES)
+    assert len(caplog.records) == 1 and "is stored as it is" in caplog.text
+
+
+def test_staging_is_bounded_and_given_out_in_order() -> None:
+    """Three fit at a time; what is too large is stored as it is; a damaged copy is found before it is written."""
+
+    async def main() -> None:
+        completions, counters = CompletionQueue(asyncio.get_running_loop()), Counters()
+        with closing(HostTier(4 << 20, arena_bytes=1 << 20)) as host:
+            one_bytes = HEADER_BYTES + -(-MadeUpCodec().bound(WHOLE_BYTES - HEADER_BYTES) // 4096) * 4096
+            staging = Staging(Coding("made-up", 2 * 3 * one_bytes), host, completions, counters)
+            blocks = [block_with_pattern(number, PAYLOAD_BYTES) for number in (4, 10, 16, 22, 28)]
+            slots = [stored_slot(host, *each) for each in blocks]
+            asked = [
+                asyncio.ensure_future(staging.stage(host, slot, header.key, WHOLE_BYTES))
+                for slot, (header, _) in zip(slots, blocks, strict=True)
+            ]
+            held: list[Staged] = []
+            for position, each in enumerate(asked):
+                staged = await asyncio.wait_for(each, FAR_S)
+                assert isinstance(staged, Staged)
+                if staged.image is None:
+                    continue
+                held.append(staged)
+                assert staged.slot_bytes < WHOLE_BYTES and staging._scratch.out_bytes <= staging._scratch.most_bytes
+                if position >= 2:
+                    await completions.drained()
+                    assert not any(later.done() for later in asked[position + 1 :]) or len(held) < 3
+                    staging.release(held.pop(0))
+            for staged in held:
+                staging.release(staged)
+            assert staging._scratch.out_bytes == 0
+            header, payload = block_with_pattern(34, 100_000)
+            large = await staging.stage(host, stored_slot(host, header, payload), header.key, slot_bytes(100_000))
+            assert large == Staged(slot_bytes(100_000))
+            view_at(host.slot_segment(slots[0]).address + HEADER_BYTES, 1)[0] ^= 1
+            damaged = await staging.stage(host, slots[0], blocks[0][0].key, WHOLE_BYTES)
+            assert isinstance(damaged, Outcome) and damaged.kind is OutcomeKind.CORRUPT
+            assert staging._scratch.out_bytes == 0
+
+    asyncio.run(main())

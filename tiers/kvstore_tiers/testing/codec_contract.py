@@ -1,0 +1,222 @@
+"""The conformance suite of codecs, and of the seam that tiers give them.
+
+    class TestMine(CodecContract):
+        def make_codec(self) -> Codec: ...
+
+A codec that a daemon can have is listed in `kvstore_tiers.codecs`; the suite finds it there by its number.
+"""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from kvstore_proto.arena import HEADER_BYTES, BlockHeader, payload_checksum, read_header, slot_bytes
+from kvstore_tiers.base import Outcome, OutcomeKind, Segment, Slot, Tier
+from kvstore_tiers.codecs import Codec, Undecodable, codec_named, codec_numbered
+from kvstore_tiers.codecs.images import view
+from kvstore_tiers.host import HostTier
+from kvstore_tiers.image import stamp_header
+from kvstore_tiers.nvme import NvmeTier
+from kvstore_tiers.segments import AlignedBuffer, Bytes, view_at
+from kvstore_tiers.testing.transfers import block_with_pattern, encoded, finish, get, pieces, put_encoded
+
+CAPACITY_BYTES = 8 << 20
+SIZES_BYTES = (1, 4096, 5000, 40_000, 300_000)
+NUMBERS = range(2, 26)
+ROUNDS = 200
+UNKNOWN = 254  # a number that no codec has
+
+
+class CodecContract(ABC):
+    """The suite; a subclass makes the codec."""
+
+    @abstractmethod
+    def make_codec(self) -> Codec: ...
+
+    # The codec alone
+
+    def test_it_is_listed_under_its_name_and_number(self) -> None:
+        codec = self.make_codec()
+        assert 1 <= codec.number <= 255
+        assert type(codec_named(codec.name)) is type(codec_numbered(codec.number)) is type(codec)
+
+    def test_payloads_come_back_and_no_byte_is_written_beyond_the_bound(self) -> None:
+        codec = self.make_codec()
+        for header, payload in _blocks():
+            stored = self._stored(codec, header, payload)
+            back = bytearray(payload.nbytes)
+            codec.decode(header, memoryview(stored), memoryview(back))
+            assert bytes(back) == payload.tobytes(), header
+
+    def test_spoilt_bytes_are_refused_or_give_a_payload_of_the_right_length(self) -> None:
+        """Checksums find what a codec does not; it must not crash, nor write past the payload."""
+        codec, chosen = self.make_codec(), random.Random(7)
+        for header, payload in [*_blocks()][::3]:
+            stored = self._stored(codec, header, payload)
+            for _ in range(ROUNDS // 10):
+                spoilt = bytearray(stored)
+                for _ in range(chosen.randint(1, 4)):
+                    spoilt[chosen.randrange(len(spoilt))] = chosen.randrange(256)
+                del spoilt[chosen.randint(1, len(spoilt)) :]
+                back = bytearray(payload.nbytes)
+                try:
+                    codec.decode(header, memoryview(spoilt), memoryview(back))
+                except Undecodable as error:
+                    assert str(error), "an operator is told in what way"
+
+    def _stored(self, codec: Codec, header: BlockHeader, payload: Bytes) -> bytes:
+        bound = codec.bound(payload.nbytes)
+        room = AlignedBuffer(bound + 1)
+        marked = view_at(room.address, bound + 1)
+        marked[:] = 0xA5
+        length = codec.encode(header, payload.data, view(room.address, bound))
+        assert 0 < length <= bound and marked[bound] == 0xA5
+        return marked[:length].tobytes()
+
+    # In tiers
+
+    def test_tiers_keep_its_bytes_and_give_the_payload_back(self, tmp_path: Path) -> None:
+        for tier in self._tiers(tmp_path):
+            with closing(tier):
+                codec, smaller = self.make_codec(), 0
+                for header, payload in _blocks():
+                    slot = put_encoded(tier, codec, header, payload)
+                    assert slot is not None
+                    smaller += slot.nbytes < slot_bytes(payload.nbytes)
+                    self._holds(tier, slot, header, payload)
+                    tier.free(slot)
+                assert smaller, "no block took a smaller slot: the suite has proved nothing"
+
+    def test_a_copy_in_another_slot_keeps_the_form(self, tmp_path: Path) -> None:
+        for tier in self._tiers(tmp_path):
+            with closing(tier):
+                slot, header, payload = self._coded(tier)
+                target = tier.allocate(slot.nbytes)
+                assert target is not None and finish(tier.sync).ok
+                outcome = finish(partial(tier.relocate, slot, target, header.key))
+                assert outcome.ok and outcome.header is not None and outcome.header.codec == self.make_codec().number
+                tier.free(slot)
+                self._holds(tier, target, header, payload)
+
+    def test_a_restart_keeps_the_form_and_the_size(self, tmp_path: Path) -> None:
+        with closing(_nvme(tmp_path)) as tier:
+            slot, header, payload = self._coded(tier)
+            assert finish(tier.sync).ok
+        with closing(_nvme(tmp_path)) as tier:
+            blocks = tier.recover_columns()
+            codec, stored_bytes = blocks.form_of(0)
+            assert (len(blocks), codec) == (1, self.make_codec().number)
+            assert HEADER_BYTES + stored_bytes <= int(blocks.nbytes[0]) == slot.nbytes
+            assert int(blocks.payload_bytes[0]) == payload.nbytes
+            self._holds(tier, blocks.slot_of(0), header, payload)
+
+    # Damage
+
+    def test_a_flipped_stored_byte_is_never_served(self, tmp_path: Path) -> None:
+        def flip(image: Bytes, header: BlockHeader) -> None:
+            image[HEADER_BYTES + header.stored_bytes // 2] ^= 0x10
+
+        self._refused(tmp_path, flip, OutcomeKind.CORRUPT, "the stored bytes' checksum does not hold")
+
+    def test_another_payload_than_the_header_names_is_never_served(self, tmp_path: Path) -> None:
+        def rename(image: Bytes, header: BlockHeader) -> None:
+            _stamp(image, replace(header, checksum=header.checksum ^ 1))
+
+        self._refused(tmp_path, rename, OutcomeKind.CORRUPT, "gives back is not the payload")
+
+    def test_bytes_that_it_cannot_decode_are_never_served(self, tmp_path: Path) -> None:
+        def fill(image: Bytes, header: BlockHeader) -> None:
+            stored = image[HEADER_BYTES : HEADER_BYTES + header.stored_bytes]
+            stored[:] = 0xFF
+            assert header.coded is not None
+            _stamp(image, replace(header, coded=header.coded._replace(checksum=payload_checksum(stored.tobytes()))))
+
+        self._refused(tmp_path, fill, OutcomeKind.CORRUPT, f"codec {self.make_codec().name} ")
+
+    def test_a_codec_that_this_build_lacks_is_no_damage(self, tmp_path: Path) -> None:
+        def rename(image: Bytes, header: BlockHeader) -> None:
+            assert header.coded is not None
+            _stamp(image, replace(header, coded=header.coded._replace(codec=UNKNOWN)))
+
+        self._refused(tmp_path, rename, OutcomeKind.UNREADABLE, "codec 254, which this kvstored does not have")
+
+    def _refused(self, path: Path, spoil: Callable[[Bytes, BlockHeader], None], kind: OutcomeKind, why: str) -> None:
+        """Images spoilt before they are stored: a tier keeps what it is given."""
+        for tier in self._tiers(path):
+            with closing(tier):
+                codec = self.make_codec()
+                header, payload = _compressible()
+                image = encoded(codec, header, payload)
+                raw = view_at(image.address, image.nbytes)
+                coded = _header_of(raw)
+                spoil(raw, coded)
+                again = _header_of(raw)
+                slot = tier.allocate(image.nbytes)
+                assert slot is not None
+                stored = Segment(image.address + HEADER_BYTES, again.stored_bytes, owner=image)
+                written = finish(partial(tier.write, slot, again, [stored]))
+                assert written.ok, written
+                outcome, _ = get(tier, slot, header.key, payload.nbytes)
+                assert outcome.kind is kind and why in outcome.message, outcome
+                assert "\n" not in outcome.message
+
+    def _holds(self, tier: Tier, slot: Slot, header: BlockHeader, payload: Bytes) -> None:
+        outcome, back = get(tier, slot, header.key, payload.nbytes)
+        assert outcome.ok and np.array_equal(back, payload), outcome
+        assert outcome.header is not None and outcome.header.codec == 0
+        scattered = np.zeros_like(payload)
+        cuts = (payload.nbytes // 3, payload.nbytes // 2)
+        outcome = finish(lambda done: tier.read(slot, header.key, pieces(scattered, *cuts), done))
+        assert outcome.ok and np.array_equal(scattered, payload), outcome
+        whole = AlignedBuffer(slot_bytes(payload.nbytes))
+        outcome = finish(lambda done: tier.move_out(slot, whole.segment(whole.nbytes), header.key, done))
+        assert _is_image_of(outcome, whole, header, payload), outcome
+
+    def _coded(self, tier: Tier) -> tuple[Slot, BlockHeader, Bytes]:
+        header, payload = _compressible()
+        slot = put_encoded(tier, self.make_codec(), header, payload)
+        assert slot is not None and slot.nbytes < slot_bytes(payload.nbytes)
+        return slot, header, payload
+
+    def _tiers(self, path: Path) -> Iterator[Tier]:
+        yield HostTier(CAPACITY_BYTES, arena_bytes=1 << 20, name="far")
+        yield _nvme(path)
+
+
+def _nvme(path: Path) -> NvmeTier:
+    return NvmeTier.open(path / "nvme", CAPACITY_BYTES, slab_bytes=1 << 20)
+
+
+def _blocks() -> Iterator[tuple[BlockHeader, Bytes]]:
+    for number in NUMBERS:
+        yield block_with_pattern(number, SIZES_BYTES[number % len(SIZES_BYTES)])
+
+
+def _compressible() -> tuple[BlockHeader, Bytes]:
+    """A block that any codec makes much smaller: it is one pattern again and again."""
+    return block_with_pattern(4, 40_000)
+
+
+def _header_of(image: Bytes) -> BlockHeader:
+    header = read_header(image[:HEADER_BYTES].tobytes())
+    assert isinstance(header, BlockHeader) and header.codec, header
+    return header
+
+
+def _stamp(image: Bytes, header: BlockHeader) -> None:
+    stamp_header(Segment(image.ctypes.data, image.nbytes), header)
+
+
+def _is_image_of(outcome: Outcome, image: AlignedBuffer, header: BlockHeader, payload: Bytes) -> bool:
+    raw = view_at(image.address, image.nbytes)
+    found = read_header(raw)
+    is_there = isinstance(found, BlockHeader) and (found.key, found.codec) == (header.key, 0)
+    return outcome.ok and is_there and np.array_equal(raw[HEADER_BYTES : HEADER_BYTES + payload.nbytes], payload)
