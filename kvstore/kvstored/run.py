@@ -7,6 +7,7 @@ import resource
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 
 from kvstore_tiers.nvme.early_scan import EarlyRecordScan
 from kvstored.clock import SystemClock
@@ -20,24 +21,28 @@ SWITCH_INTERVAL_S = 0.005
 
 
 def run(
-    config: Config, read: Callable[[], Config], early_scan: EarlyRecordScan | None = None, *, new_secret: bool = False
+    config: Config,
+    read: Callable[[], Config],
+    early_scan: EarlyRecordScan | None = None,
+    *,
+    new_secret: bool = False,
+    discard_old: bool = False,
 ) -> int:
     """Serve until SIGTERM, SIGINT or a shutdown request. `early_scan`: of the NVMe directory, if one has begun.
-    `new_secret`: blocks that the secret does not reach are dropped, not a reason to refuse. Raises StartupError,
-    ConfigError."""
+    `new_secret`: blocks that the secret does not reach are dropped, not a reason to refuse. `discard_old`: nor is what
+    an older version wrote. Raises StartupError, ConfigError."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # token ids in memory
     raise_descriptor_limit()
     set_priority(config.daemon.nice)
-    return asyncio.run(_serve(config, read, early_scan, new_secret))
+    make = partial(Daemon, config, SystemClock(), read=read, early_scan=early_scan)
+    return asyncio.run(_serve(partial(make, new_secret=new_secret, discard_old=discard_old)))
 
 
-async def _serve(
-    config: Config, read: Callable[[], Config], early_scan: EarlyRecordScan | None, new_secret: bool
-) -> int:
+async def _serve(make: Callable[..., Daemon]) -> int:
     stop_wanted = asyncio.Event()
     loop = asyncio.get_running_loop()
-    daemon = Daemon(config, SystemClock(), stop_wanted.set, read, early_scan, new_secret=new_secret)
+    daemon = make(on_shutdown=stop_wanted.set)
 
     def interrupted() -> None:
         """Stop for an operator at a terminal, who wants the memory back; a service manager sends SIGTERM."""

@@ -17,6 +17,7 @@ examples:
   kvstored serve --socket-dir /tmp/kv --state-dir /tmp/kv/state --set host.capacity=2GiB --set nvme.capacity=8GiB
   kvstored serve --record ./today.jsonl.gz        records what clients ask for, for kvstored simulate
   kvstored serve --new-secret                     once, where the secret is lost and there is no backup of it
+  kvstored serve --discard-old                    once, after an update whose formats are others
   kvstored serve --check-config --config ./kvstored.toml      before a restart: does it start with this?
   kvstored config                                 prints every setting, its default and what it means
 
@@ -50,6 +51,11 @@ def add_serve(commands: Commands) -> None:
         action="store_true",
         help="where the state directory's secret is lost or another: drop the blocks that it does not reach and go on",
     )
+    serve.add_argument(
+        "--discard-old",
+        action="store_true",
+        help="remove what an older version wrote and this one cannot read, and go on; else it is named and left",
+    )
     serve.set_defaults(run=_serve)
 
 
@@ -81,7 +87,7 @@ def _serve(arguments: argparse.Namespace) -> int:
             return mistake(f"{ENVIRONMENT} arms what does not exist: {', '.join(unknown_names())}")
         try:
             read = lambda: load_config(arguments.config, _overrides(arguments))  # noqa: E731
-            return run(config, read, ahead, new_secret=arguments.new_secret)
+            return run(config, read, ahead, new_secret=arguments.new_secret, discard_old=arguments.discard_old)
         except StartupError as error:
             return failure(str(error))
     except ConfigError as error:  # what the configuration names turned out not to be usable

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from kvstored.lifetime.usage_file import FILE, FORMAT, UsageFile
 
 from kvstore_simulator.policies import POLICIES, create
 from kvstored.clock import NS_PER_S, ManualClock
 from kvstored.lifecycle import Cause
-from kvstored.lifetime.usage_file import FILE, FORMAT, UsageFile
 from kvstored.policy_names import CHAIN_HAZARD
 from kvstored.store.policies import Learns, Origin, Policy, joined, succeed
 from kvstored.store.policies.chain_hazard import ChainHazard

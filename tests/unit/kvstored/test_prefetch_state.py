@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from kvstored.lifetime.usage_file import FILE, UsageFile
 
 from kvstore_predictor.base import Hint, Predictor, Request
 from kvstore_predictor.ensemble import Ensemble
 from kvstore_predictor.markov import Markov
 from kvstore_predictor.session_return import SessionReturn
 from kvstored.clock import NS_PER_S, ManualClock
-from kvstored.lifetime.usage_file import FILE, UsageFile
 from kvstored.store.policies import Origin
 from kvstored.store.prefetch.credit import Held, PrefetchCredit, Standing
 from kvstored.store.prefetch.guarded_predictor import GuardedPredictor, PrefetchState

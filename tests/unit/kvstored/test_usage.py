@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from kvstored.lifetime.usage_file import FILE, UsageFile
 
 from kvstored.clock import NS_PER_S, ManualClock
-from kvstored.lifetime.usage_file import FILE, UsageFile
 from kvstored.policy_names import CHAIN_HAZARD
 from kvstored.store.blocks.usage import DTYPE, STEP_ROWS, apply, collect
 from kvstored.store.policies import create
