@@ -28,7 +28,8 @@ CHECK_BYTES = 8
 CHECKS = 5  # of a file that may be written meanwhile
 Entry = tuple[bytes, bytes]
 Opened = dict[str, Any]  # LMDB's handles, by the names of databases
-_UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
+_UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT)
+_LOCK_BYTES = 8192  # as many as `max_readers` need: LMDB maps them, and a page without room would end the process
 
 
 class Unusable(Exception):
@@ -90,6 +91,12 @@ def require_whole(path: Path) -> None:
         raise Unusable(f"damaged: {problems[0]}")
 
 
+def _make_room(lock: Path) -> None:
+    """Give a lock file its bytes. Raises OSError where there is no room for them."""
+    with open(lock, "ab") as file:
+        file.write(bytes(max(0, _LOCK_BYTES - file.tell())))
+
+
 def as_os_error(error: lmdb.Error, path: Path) -> OSError:
     """Return what LMDB raised as an error of the operating system, which it mostly is; others are EIO."""
     code = error.code if 0 < error.code < 200 else errno.EIO
@@ -110,6 +117,8 @@ class Environment:
         self.map_bytes = max(FIRST_MAP_BYTES, 1 << (2 * nbytes).bit_length())
         mask = os.umask(0o077)
         try:
+            if not self.is_readonly:
+                _make_room(path.with_name(path.name + LOCK))
             self._lmdb = lmdb.open(
                 str(path), subdir=False, lib_version=1, map_size=self.map_bytes, max_dbs=len(DATABASES) + 8,
                 metasync=False, readahead=False, max_readers=32, create=create, readonly=self.is_readonly,
@@ -279,6 +288,14 @@ def open_shared(directory: Path) -> Environment:
             time.sleep(0.2)
             path = newest(directory) or path
     return _opened(path, shared=True)
+
+
+def reopened(environment: Environment) -> Environment:
+    """Return `environment` as it can be written, if it can be by now."""
+    if not environment.is_readonly:
+        return environment
+    environment.close()
+    return _opened(environment.path)
 
 
 def _opened(path: Path, *, shared: bool = False) -> Environment:

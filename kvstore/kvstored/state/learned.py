@@ -121,10 +121,11 @@ class Learned:
                 yield f"{group}/{learner.name}/{name}", piece
         remembered = []
         for number, index in enumerate(residency.tenants):
-            is_known = index.blocks > 0
+            kept = index.blocks
             for piece in index.ghost.copied():
-                is_known |= len(piece) > 0
+                kept += len(piece)
                 yield f"{_GHOSTS}{number}", piece
-            remembered.append(index.name.encode() if is_known else b"")
+            is_gone = not kept and len(index.ghost) > 0  # all of it went by order, and so does its name
+            remembered.append(b"" if is_gone else index.name.encode())
         yield _CLOCK, np.array([self._ahead_ns()])
         yield _TENANTS, np.array(remembered, "S")

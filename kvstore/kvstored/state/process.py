@@ -20,6 +20,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from kvstore_tiers import failpoints
 from kvstore_tiers.child_processes import variables_of_children
 from kvstored.clock import NS_PER_S, Clock
 from kvstored.state.messages import (
@@ -34,6 +35,8 @@ from kvstored.state.messages import (
 )
 
 log = logging.getLogger(__name__)
+failpoints.declare("state.open", "nothing of the small state is read yet")
+failpoints.declare("state.commit", "a transaction of the small state is complete and not committed")
 DEATHS, DEATHS_IN_S = 2, 600.0
 ENDING_S = 10.0
 _UNANSWERED = (Verb.PUT, Verb.KEEP, Verb.REWRITE)
@@ -115,6 +118,7 @@ class StateProcess:
                 self._send(packed_json(Verb.REWRITE))
             try:
                 yield change
+                failpoints.hit("state.commit")
             except BaseException:
                 if self._writer is not None:  # else it has died
                     self._send(packed_json(Verb.ABORT))
@@ -158,6 +162,7 @@ class StateProcess:
     async def _open(self) -> None:
         if self._writer is not None:
             return
+        failpoints.hit("state.open")
         if self._process is None:
             self.start()
         try:

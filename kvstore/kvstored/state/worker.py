@@ -28,6 +28,7 @@ from kvstored.state.environment import (
     finish_rewrite,
     open_environment,
     open_shared,
+    reopened,
 )
 from kvstored.state.messages import (
     HEAD,
@@ -107,6 +108,7 @@ class StateWorker:
     def _change(self, verb: Verb, body: bytes) -> None:
         if self._writing is None:
             self._changed_bytes = 0
+            self._environment = reopened(self._opened)
             if verb == Verb.REWRITE:
                 self._opened.begin().abort()  # says why, where nothing can be written
                 self._new = begin_rewrite(self._opened, self._version)

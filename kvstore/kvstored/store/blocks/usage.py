@@ -160,7 +160,7 @@ class UsageRows:
             ages_ns = (ages_ns * (now_ns / longest_ns)).astype(np.int64)
         accesses, last_ns = np.frombuffer(columns.accesses, np.uint16), np.frombuffer(columns.last_access_ns, np.uint64)
         is_used = last_ns[rows] > adopted_ns
-        since = np.where(is_used, accesses[rows].astype(np.int64) - 1, 0)
+        since = np.where(is_used, accesses[rows].astype(np.int64), 0)
         accesses[rows] = np.clip(found + since, 1, _ACCESSES_MAX)
         last_ns[rows] = np.where(is_used, last_ns[rows], np.maximum(now_ns - ages_ns, 0).astype(np.uint64))
         return len(rows)
