@@ -83,8 +83,9 @@ def line_of(entry: Mapping[str, object]) -> str:
 
 def _asked_of_file(request: wire.StateRequest, directory: str) -> wire.StateReply:
     """Have the program kvstored read a directory."""
-    command = [sys.executable, "-m", "kvstored", "inspect", directory, "state", "--json"]
+    command = [sys.executable, "-m", "kvstored", "inspect", directory, "state"]
     command += [request.database] if request.database else []
+    command.append("--json")
     command += ["--limit", str(request.limit)] if request.limit else []
     command += ["--first", request.first] if request.first else []
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
