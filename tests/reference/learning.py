@@ -11,6 +11,7 @@ from typing import Any
 
 from kvstored.clock import ManualClock
 from kvstored.state.learned import Learned
+from kvstored.state.steps import Steps
 from kvstored.store.blocks import Residency
 from kvstored.store.policies import Policy, create
 from kvstored.store.prefetch.credit import PrefetchCredit
@@ -60,7 +61,7 @@ def learned_of(
 def keep(place: Path, learned: Learned) -> bytes:
     """Save; return all that is saved."""
     change: Any = Collected()
-    asyncio.run(learned.put(change))
+    asyncio.run(learned.put(change, Steps()))
     (place / FILE).write_bytes(pickle.dumps(sorted(change.entries.items())))
     return b"".join(key + value for key, value in change.entries.items())
 

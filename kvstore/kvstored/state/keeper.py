@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
 
 from kvstore_tiers.base import Slot
 from kvstore_tiers.heap import trim
@@ -24,6 +23,7 @@ from kvstored.clock import NS_PER_S
 from kvstored.state.databases import SLOT
 from kvstored.state.learned import Learned
 from kvstored.state.process import StateProcess, Transaction
+from kvstored.state.steps import Steps
 from kvstored.store.assembly import Store
 from kvstored.store.blocks.usage import UsageRows
 from kvstored.unsaved import RETRY_S, Unsaved
@@ -35,19 +35,7 @@ REST = 50  # times as long as collecting took, at least, until the next: 2 % of 
 COST = "a restart forgets how blocks were used, what was learned, and why slots are in quarantine"
 WHY_BYTES = 200
 POSITION = b"position"
-Found = TypeVar("Found")
 Entry = tuple[bytes, bytes]
-
-
-async def stepped(steps: Generator[None, None, Found]) -> Found:
-    """Return what a generator of steps returns; others go on between two steps."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            found: Found = end.value
-            return found
-        await asyncio.sleep(0)
 
 
 @dataclass
@@ -78,7 +66,9 @@ class StateKeeper:
         self._opened_ns = store.clock.monotonic_ns()
         self._learned_from_ns = self._rewritten_ns = 0
         self._rewritten = residency.deletions
-        self._pause_s = INTERVAL_S
+        self.pause_s = INTERVAL_S  # until the next turn
+        self.written_bytes = 0  # in the last one
+        self._steps = Steps()
         self.scrub: bytes | None = None
         self.wrong_rows = 0
         self.is_read = False
@@ -118,7 +108,7 @@ class StateKeeper:
     async def _restore_uses(self, usage: dict[str, list[Entry]], learned: list[Entry]) -> None:
         """Let blocks have been used as they were, and policies and the predictor go on from what they knew."""
         clock = self._store.clock
-        known = {name: await stepped(rows.known(usage.pop(name))) for name, rows in self._usage.items()}
+        known = {name: await self._steps.through(rows.known(usage.pop(name))) for name, rows in self._usage.items()}
         self._learned.read(learned, {tenant.index_name for tenant in self._tenants.all()})
         used = 0
         for name, rows in self._usage.items():  # a block's own place on NVMe has the last word
@@ -127,7 +117,7 @@ class StateKeeper:
         self._learned.hand_out(renew=used > 0)
         if not self.process.is_new:
             for rows in self._usage.values():
-                rows.saved = await stepped(rows.digests(self._opened_ns))
+                rows.saved = await self._steps.through(rows.digests(self._opened_ns))
 
     def _is_new(self, _: str) -> None:
         """Note that there is nothing in the environment."""
@@ -142,32 +132,44 @@ class StateKeeper:
         while not self.is_read and not await self.restore():
             await asyncio.sleep(RETRY_S)
         while True:
-            await asyncio.sleep(self._pause_s)
+            await self._pause()
             await self.save()
+
+    async def _pause(self) -> None:
+        """Wait for the next turn, but not with what is to be unreadable."""
+        until_ns = self._store.clock.monotonic_ns() + round(self.pause_s * NS_PER_S)
+        while (left_s := (until_ns - self._store.clock.monotonic_ns()) / NS_PER_S) > 0:
+            await asyncio.sleep(min(left_s, INTERVAL_S))
+            if self._owes_rewrite(is_last=False):
+                return
+
+    def _owes_rewrite(self, *, is_last: bool) -> bool:
+        """Return whether what was deleted is still to be made unreadable, and it is time for it."""
+        is_due = is_last or self._store.clock.monotonic_ns() - self._rewritten_ns >= REWRITE_S * NS_PER_S
+        return is_due and self._store.residency.deletions != self._rewritten
 
     async def save(self, *, is_last: bool = False) -> None:
         """Save what has changed. `is_last`: all of it, however long that takes."""
         if not self.is_read and not (is_last and await self.restore()):
             return
-        clock, residency = self._store.clock, self._store.residency
-        began_ns, deletions = clock.monotonic_ns(), residency.deletions
-        is_due = is_last or began_ns - self._rewritten_ns >= REWRITE_S * NS_PER_S
-        rewrite = deletions != self._rewritten and is_due
+        began_ns, deletions = self._store.clock.monotonic_ns(), self._store.residency.deletions
+        self._steps.busy_s = 0.0
+        rewrite = self._owes_rewrite(is_last=is_last)
         try:
             await self.process.open()  # which says what is in it
             async with self.process.transaction(rewrite=rewrite) as change:
                 done = await self._put(change, everything=rewrite, is_last=is_last)
         except OSError as error:
             self._unsaved.failed(self.process.path, error, COST)
-            self._pause_s = INTERVAL_S
+            self.pause_s = INTERVAL_S
             return
         self._unsaved.saved(self.process.path)
+        self.written_bytes = change.written_bytes
         for note in done:
             note()
-        took_s = (clock.monotonic_ns() - began_ns) / NS_PER_S
         if rewrite:
             self._rewritten, self._rewritten_ns = deletions, began_ns
-        self._pause_s = max(INTERVAL_S, min(REST * took_s, 12 * INTERVAL_S), change.written_bytes / self._rate_bytes)
+        self.pause_s = max(INTERVAL_S, REST * self._steps.busy_s, self.written_bytes / self._rate_bytes)
 
     async def _put(self, change: Transaction, *, everything: bool, is_last: bool) -> list[Callable[[], None]]:
         """Put what has changed; return what notes that it is saved, once it is."""
@@ -177,17 +179,18 @@ class StateKeeper:
         for name, rows in self._usage.items():
             if everything:
                 rows.saved = rows.saved[:0]
-            digests = await stepped(rows.digests())
+            digests = await self._steps.through(rows.digests())
             for part in rows.parts(digests):
-                await change.put(name, await stepped(rows.entries(part, len(digests), ahead_ns)))
+                await change.put(name, await self._steps.through(rows.entries(part, len(digests), ahead_ns)))
             done.append(partial(setattr, rows, "saved", digests))
         done += await self._put_small(change, saved)
         activity = self._learned.activity()
         now_ns = self._store.clock.monotonic_ns()
         if activity != saved.activity and (everything or is_last or now_ns >= self._learned_from_ns):
-            contents = await self._learned.put(change)
-            took_s = (self._store.clock.monotonic_ns() - now_ns) / NS_PER_S
-            rest_s = max(REST * took_s, contents.nbytes / self._rate_bytes)
+            before_s = self._steps.busy_s
+            contents = await self._learned.put(change, self._steps)
+            rest_s = max(REST * (self._steps.busy_s - before_s), contents.nbytes / self._rate_bytes)
+            self._steps.busy_s = before_s  # uses of blocks do not wait for it
             self._learned_from_ns = now_ns + round(min(rest_s, 60.0) * NS_PER_S)
             done.append(partial(setattr, self._saved, "activity", activity))
         return done

@@ -6,7 +6,6 @@ afterwards. The clock is the wall clock less the monotonic one, which begins ane
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Collection, Iterator, Sequence
 
@@ -14,7 +13,8 @@ import numpy as np
 
 from kvstore_predictor.base import Array, Piece, within
 from kvstored.state.process import Transaction
-from kvstored.state.tables import Contents, tables_in
+from kvstored.state.steps import Steps
+from kvstored.state.tables import Contents, packed, tables_in
 from kvstored.store.assembly import Store
 from kvstored.store.policies import Learns, Origin, Policy
 from kvstored.store.prefetch.guarded_predictor import PrefetchState
@@ -97,12 +97,11 @@ class Learned:
         requests = store.counters["acquires"] + store.counters["stored_blocks"]
         return requests, store.residency.changes, store.prefetch_state.hints
 
-    async def put(self, change: Transaction) -> Contents:
+    async def put(self, change: Transaction, steps: Steps) -> Contents:
         """Put all tables, and remove what else there is."""
-        contents = Contents()
-        for name, piece in self._pieces():
-            await change.put("learned", [contents.entry(name, piece)])
-            await asyncio.sleep(0)
+        contents, entries = Contents(), self._entries()
+        while (entry := await steps.once(lambda: next(entries, None))) is not None:
+            await change.put("learned", [contents.add(*entry)])
         await change.put("learned", [contents.end()])
         await change.keep_only("learned", contents.keys)
         return contents
@@ -113,6 +112,10 @@ class Learned:
         yield from zip(store.residency.tiers, store.policies, strict=True)
         if store.prefetch_state.works:
             yield _PREFETCH, store.prefetch_state
+
+    def _entries(self) -> Iterator[tuple[str, bytes]]:
+        for name, piece in self._pieces():
+            yield name, packed(piece)
 
     def _pieces(self) -> Iterator[Piece]:
         residency = self._store.residency

@@ -43,11 +43,11 @@ class Contents:
         self.keys: list[bytes] = []
         self.nbytes = 0
 
-    def entry(self, name: str, piece: Array) -> Entry:
+    def add(self, name: str, value: bytes) -> Entry:
         """Return the next piece of the table `name` as an entry."""
         number = self._pieces.get(name, 0)
         self._pieces[name] = number + 1
-        key, value = name.encode() + PIECE.pack(number), packed(piece)
+        key = name.encode() + PIECE.pack(number)
         self.keys.append(key)
         self.nbytes += len(value)
         return key, value

@@ -187,7 +187,11 @@ class StateWorker:
 
     def _copy(self, fields: dict[str, Any]) -> None:
         path = Path(fields["directory"]) / self._opened.path.name
-        self._opened.copy(path)
+        temporary = path.with_name(path.name + NEW)  # what is there may be a copy already, torn
+        with suppress(FileNotFoundError):
+            temporary.unlink()
+        self._opened.copy(temporary)
+        temporary.replace(path)
         self._answer(packed_json(Verb.ANSWER, path=str(path)))
 
     def _list(self, fields: dict[str, Any]) -> None:

@@ -27,8 +27,8 @@ ROW = np.dtype([("block", "<u8"), ("last_use_ns", "<u8"), ("accesses", "<u2"), (
 USE = np.dtype([("row", "<i8"), ("generation", "<u4"), ("last_use_ns", "<i8"), ("accesses", "<u2")])
 GROUP_BYTES = GROUP_SLOTS * ROW.itemsize
 _GROUP_KEY = struct.Struct(">II")  # container, number of the group
-_STEP_ROWS, _STEP_KEYS = 1 << 14, 1 << 12  # between two pauses: some 0.5 ms
-_PART_ROWS = 1 << 16  # written between two scans
+_STEP_ROWS, _STEP_KEYS = 1 << 14, 1 << 10  # between two pauses: some 0.5 ms
+_PART_ROWS = 1 << 15  # written between two scans: 4 ms to put them together
 _ROWS_A_BUCKET, _LEAST_BUCKETS = 16, 1 << 10
 _ACCESSES_MAX = 0xFFFF
 _SPREAD, _FOLD = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9)
@@ -76,8 +76,8 @@ class UsageRows:
         is_like = self.saved if len(self.saved) == len(digests) else np.zeros(len(digests), np.uint64)
         changed = np.flatnonzero(is_like != digests).astype(np.uint64)
         return [
-            changed[first : first + _PART_ROWS // _ROWS_A_BUCKET]
-            for first in range(0, len(changed), _PART_ROWS // _ROWS_A_BUCKET)
+            changed[first : first + _PART_ROWS // GROUP_SLOTS]
+            for first in range(0, len(changed), _PART_ROWS // GROUP_SLOTS)
         ]
 
     def entries(self, part: Numbers, buckets: int, wall_less_monotonic_ns: int) -> Generator[None, None, list[Entry]]:
