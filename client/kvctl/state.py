@@ -25,7 +25,7 @@ EXAMPLES = (
     [
         "kvctl state ls",
         "kvctl state show endurance",
-        "kvctl --json state show usage --limit 2 | jq .entries",
+        "kvctl --json state show usage --limit 2 | jq .values",
         "kvctl state ls --state-dir /var/lib/kvstored     # where no daemon answers: as kvstored inspect",
     ],
 )
@@ -34,9 +34,7 @@ EXAMPLES = (
 def add_state_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=["ls", "show"], help="what to do")
     parser.add_argument("database", nargs="?", default="", metavar="DATABASE", help="show: which; ls names them")
-    parser.add_argument(
-        "--limit", type=int, default=0, metavar="N", help="show: at most so many entries (default: 100)"
-    )
+    parser.add_argument("--limit", type=int, default=0, metavar="N", help="show: so many values at most (default: 100)")
     parser.add_argument(
         "--first", default="", metavar="HEX", help="show: begin at this key, as the last answer named it"
     )
@@ -47,7 +45,7 @@ def check_state(parser: argparse.ArgumentParser, arguments: argparse.Namespace) 
     if (arguments.action == "show") != bool(arguments.database):
         parser.error("state: give `ls`, or `show DATABASE`; ls names the databases")
     if arguments.limit < 0:
-        parser.error("state: --limit is a number of entries, 1 or more")
+        parser.error("state: --limit is a number of values, 1 or more")
 
 
 def state(directory: Path, arguments: argparse.Namespace) -> Output:
@@ -58,11 +56,11 @@ def state(directory: Path, arguments: argparse.Namespace) -> Output:
     else:
         with AdminSocket(directory, arguments.timeout) as admin:
             reply = admin.call("State", request, wire.StateReply)
-    entries = [json.loads(entry) for entry in reply.entries]
+    entries = [json.loads(entry) for entry in reply.values]
     if arguments.action == "show":
         text = "\n".join(line_of(entry) for entry in entries) or f"{arguments.database} is empty"
         text += f"\nmore: --first {reply.next}" if reply.next else ""
-        return Output(text, {"database": arguments.database, "entries": entries, "next": reply.next})
+        return Output(text, {"database": arguments.database, "values": entries, "next": reply.next})
     facts = [
         ("file", f"{reply.path} ({human_bytes(reply.bytes)})"),
         ("wrong values, rows", f"{reply.wrong_values}, {reply.wrong_rows}; nothing uses them"),
@@ -71,8 +69,8 @@ def state(directory: Path, arguments: argparse.Namespace) -> Output:
         facts.append(("read", "yes" if reply.is_read else "not yet: the daemon serves before"))
         facts.append(("process", f"{reply.pid} ({human_bytes(reply.rss_bytes)})"))
     facts += [("set aside", reply.set_aside)] if reply.set_aside else []
-    rows = [[each.name, human_count(each.entries), human_bytes(each.bytes), each.holds] for each in reply.databases]
-    table = render_table(("DATABASE", ">ENTRIES", ">BYTES", "WHAT IS IN IT"), rows)
+    rows = [[each.name, human_count(each.values), human_bytes(each.bytes), each.holds] for each in reply.databases]
+    table = render_table(("DATABASE", ">VALUES", ">BYTES", "WHAT IS IN IT"), rows)
     return Output(f"{render_facts(facts)}\n\n{table}", reply)
 
 

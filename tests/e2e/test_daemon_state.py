@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstored.lifetime.instance import OLD_FILES
+from kvstored.lifetime.instance import OLD_FILES, OLD_VERSION
 from kvstored.state.databases import DATABASES
 from tests.reference.conversations import model, payloads_of, tokens_of
 from tests.reference.running_daemon import RunningDaemon, eventually, running_daemon
@@ -40,24 +40,24 @@ def test_it_is_read_with_and_without_the_daemon(tmp_path: Path) -> None:
     with running_daemon("nvme.endurance_bytes_per_day=1GiB") as daemon:
         assert eventually(daemon.knows_its_state)
         put(daemon)
-        assert eventually(lambda: kvctl(daemon, "show", "names")["entries"])
+        assert eventually(lambda: kvctl(daemon, "show", "names")["values"])
         listed = kvctl(daemon, "ls")
         assert listed["is_read"] and listed["wrong_values"] == listed["wrong_rows"] == 0
         names = [each["name"] for each in listed["databases"]]  # type: ignore[attr-defined, index]
         assert names == [each.name for each in DATABASES]
-        (budget,) = kvctl(daemon, "show", "endurance")["entries"]  # type: ignore[misc]
+        (budget,) = kvctl(daemon, "show", "endurance")["values"]  # type: ignore[misc]
         assert budget["key"] == "budget" and budget["level_bytes"] > 0
         first = kvctl(daemon, "show", "learned", "--limit", "1")
         rest = kvctl(daemon, "show", "learned", "--first", str(first["next"]))
-        assert len(first["entries"]) == 1 and len(rest["entries"]) > 1  # type: ignore[arg-type]
-        shown = kvctl(daemon, "show", "usage")["entries"]
+        assert len(first["values"]) == 1 and len(rest["values"]) > 1  # type: ignore[arg-type]
+        shown = kvctl(daemon, "show", "usage")["values"]
         assert sum(len(each["slots"]) for each in shown) == BLOCKS  # type: ignore[attr-defined]
         beside = run("kvstored", "inspect", str(daemon.state_dir), "state", "usage", "--json")
-        assert [json.loads(each) for each in json.loads(beside.stdout)["entries"]] == shown
+        assert [json.loads(each) for each in json.loads(beside.stdout)["values"]] == shown
         copied = run("kvstored", "inspect", str(daemon.state_dir), "state", "--copy", str(tmp_path))
         assert copied.returncode == 0 and list(tmp_path.glob("state-*.mdb")), copied.stderr
         shutil.copytree(daemon.nvme_dir, tmp_path / "nvme")
-        assert kvctl(daemon, "show", "usage", "--state-dir", str(tmp_path))["entries"] == shown
+        assert kvctl(daemon, "show", "usage", "--state-dir", str(tmp_path))["values"] == shown
         daemon.stop()
         ended = run("kvctl.main", "state", "show", "usage", "--state-dir", str(daemon.state_dir))
         assert ended.returncode == 0 and "accesses" in ended.stdout, ended.stderr
@@ -68,7 +68,7 @@ def test_it_is_read_with_and_without_the_daemon(tmp_path: Path) -> None:
     [
         (("nothing",), "no database 'nothing'; there are about, usage"),
         (("usage", "--first", "xyz"), "'xyz' is no key: give hex digits"),
-        (("usage", "--limit", "-1"), "--limit is a number of entries"),
+        (("usage", "--limit", "-1"), "--limit is a number of values"),
         ((), "there is no small state yet"),
     ],
 )
@@ -92,7 +92,7 @@ def test_files_of_an_older_version_are_named_and_left_or_discarded() -> None:
         with pytest.raises(AssertionError, match="exit status 1"):
             daemon.start()
         (line,) = [line for line in daemon.log.splitlines() if line.startswith("kvstored: ")]
-        assert ", ".join(OLD_FILES) in line and "written by 0.2.0.dev960 or before" in line
+        assert ", ".join(OLD_FILES) in line and f"written by {OLD_VERSION} or before" in line
         assert "move them away, or start with --discard-old" in line
         assert all((daemon.state_dir / name).read_bytes() == b"old" for name in OLD_FILES)
         daemon.arguments = ("--discard-old",)

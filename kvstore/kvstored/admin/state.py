@@ -42,11 +42,11 @@ async def look(process: StateProcess, request: pb.StateRequest) -> pb.StateReply
     )  # fmt: skip
     for each in DATABASES:
         entries, nbytes = found["databases"].get(each.name, (0, 0))
-        reply.databases.add(name=each.name, holds=each.holds, entries=entries, bytes=nbytes)
+        reply.databases.add(name=each.name, holds=each.holds, values=entries, bytes=nbytes)
     if request.database:
         limit = min(request.limit or USUAL, MOST)
         entries = await process.read(request.database, first=first, limit=limit + 1)
-        reply.entries.extend(json.dumps(shown(request.database, *entry)) for entry in entries[:limit])
+        reply.values.extend(json.dumps(shown(request.database, *entry)) for entry in entries[:limit])
         reply.next = entries[limit][0].hex() if len(entries) > limit else ""
     return reply
 

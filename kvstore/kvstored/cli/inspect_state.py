@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def add_state_options(inspect: argparse.ArgumentParser) -> None:
     """Add what `state` alone takes."""
-    inspect.add_argument("--limit", type=int, default=0, metavar="N", help="state: at most so many entries (100)")
+    inspect.add_argument("--limit", type=int, default=0, metavar="N", help="state: at most so many values (100)")
     inspect.add_argument("--first", default="", metavar="HEX", help="state: begin at this key")
     inspect.add_argument("--copy", type=Path, metavar="DIR", help="state: write a copy into this directory instead")
 
@@ -33,7 +33,7 @@ def inspect_state(arguments: argparse.Namespace) -> int:
     if not arguments.directory.is_dir():
         return mistake(f"{arguments.directory} is not a directory")
     if arguments.limit < 0:
-        return mistake("--limit is a number of entries, 1 or more")
+        return mistake("--limit is a number of values, 1 or more")
     if arguments.copy is not None and not arguments.copy.is_dir():
         return mistake(f"--copy {arguments.copy} is not a directory")
     process = StateProcess(arguments.directory, __version__, SystemClock(), shared=True)
@@ -65,15 +65,15 @@ async def _show(process: StateProcess, arguments: argparse.Namespace) -> None:
     finally:
         await process.close()
     if arguments.json:
-        fields = ("name", "holds", "entries", "bytes")
+        fields = ("name", "holds", "values", "bytes")
         databases = [{name: getattr(each, name) for name in fields} for each in reply.databases]
         found = {"path": reply.path, "bytes": reply.bytes, "wrong_values": reply.wrong_values, "next": reply.next}
-        print(json.dumps({**found, "databases": databases, "entries": list(reply.entries)}))
+        print(json.dumps({**found, "databases": databases, "values": list(reply.values)}))
     elif arguments.name:
-        for entry in reply.entries:
+        for entry in reply.values:
             print("  ".join(f"{name}={value}" for name, value in json.loads(entry).items()))
         print(f"more: --first {reply.next}" if reply.next else f"{arguments.name}: no more")
     else:
-        rows = [[each.name, human_count(each.entries), human_bytes(each.bytes), each.holds] for each in reply.databases]
+        rows = [[each.name, human_count(each.values), human_bytes(each.bytes), each.holds] for each in reply.databases]
         print(f"{reply.path} ({human_bytes(reply.bytes)})\n")
-        print(render_table(("DATABASE", ">ENTRIES", ">BYTES", "WHAT IS IN IT"), rows))
+        print(render_table(("DATABASE", ">VALUES", ">BYTES", "WHAT IS IN IT"), rows))

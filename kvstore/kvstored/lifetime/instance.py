@@ -61,7 +61,7 @@ def make_state_dir(path: Path) -> None:
 
 
 OLD_FILES = ("usage.npz", "names.json", "endurance.json", "scrub.json")
-OLD_VERSION = "0.2.0.dev960"  # the last that wrote them
+OLD_VERSION = "0.2.0.dev1194"  # the last that wrote them
 
 
 def leave_old_files(directory: Path, *, discard: bool) -> None:

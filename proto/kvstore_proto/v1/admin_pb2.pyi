@@ -1451,7 +1451,7 @@ global___RenameTenantReply = RenameTenantReply
 
 @typing.final
 class StateRequest(google.protobuf.message.Message):
-    """The small state of STATE_DIR: its databases, or entries of one."""
+    """The small state of STATE_DIR: its databases, or values of one."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1459,11 +1459,11 @@ class StateRequest(google.protobuf.message.Message):
     FIRST_FIELD_NUMBER: builtins.int
     LIMIT_FIELD_NUMBER: builtins.int
     database: builtins.str
-    """empty: none's entries"""
+    """empty: none's values"""
     first: builtins.str
     """hex digits of the key to begin at; empty: the first there is"""
     limit: builtins.int
-    """of entries; 0: 100"""
+    """of values; 0: 100"""
     def __init__(
         self,
         *,
@@ -1488,7 +1488,7 @@ class StateReply(google.protobuf.message.Message):
     WRONG_VALUES_FIELD_NUMBER: builtins.int
     WRONG_ROWS_FIELD_NUMBER: builtins.int
     DATABASES_FIELD_NUMBER: builtins.int
-    ENTRIES_FIELD_NUMBER: builtins.int
+    VALUES_FIELD_NUMBER: builtins.int
     NEXT_FIELD_NUMBER: builtins.int
     path: builtins.str
     bytes: builtins.int
@@ -1509,8 +1509,8 @@ class StateReply(google.protobuf.message.Message):
     @property
     def databases(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StateDatabase]: ...
     @property
-    def entries(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """each a JSON object"""
+    def values(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """with their keys, each a JSON object"""
 
     def __init__(
         self,
@@ -1524,10 +1524,10 @@ class StateReply(google.protobuf.message.Message):
         wrong_values: builtins.int = ...,
         wrong_rows: builtins.int = ...,
         databases: collections.abc.Iterable[global___StateDatabase] | None = ...,
-        entries: collections.abc.Iterable[builtins.str] | None = ...,
+        values: collections.abc.Iterable[builtins.str] | None = ...,
         next: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "databases", b"databases", "entries", b"entries", "is_read", b"is_read", "next", b"next", "path", b"path", "pid", b"pid", "rss_bytes", b"rss_bytes", "set_aside", b"set_aside", "wrong_rows", b"wrong_rows", "wrong_values", b"wrong_values"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "databases", b"databases", "is_read", b"is_read", "next", b"next", "path", b"path", "pid", b"pid", "rss_bytes", b"rss_bytes", "set_aside", b"set_aside", "values", b"values", "wrong_rows", b"wrong_rows", "wrong_values", b"wrong_values"]) -> None: ...
 
 global___StateReply = StateReply
 
@@ -1537,21 +1537,21 @@ class StateDatabase(google.protobuf.message.Message):
 
     NAME_FIELD_NUMBER: builtins.int
     HOLDS_FIELD_NUMBER: builtins.int
-    ENTRIES_FIELD_NUMBER: builtins.int
+    VALUES_FIELD_NUMBER: builtins.int
     BYTES_FIELD_NUMBER: builtins.int
     name: builtins.str
     holds: builtins.str
-    entries: builtins.int
+    values: builtins.int
     bytes: builtins.int
     def __init__(
         self,
         *,
         name: builtins.str = ...,
         holds: builtins.str = ...,
-        entries: builtins.int = ...,
+        values: builtins.int = ...,
         bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "entries", b"entries", "holds", b"holds", "name", b"name"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "holds", b"holds", "name", b"name", "values", b"values"]) -> None: ...
 
 global___StateDatabase = StateDatabase
 
