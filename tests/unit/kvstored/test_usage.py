@@ -115,6 +115,8 @@ def test_only_what_has_changed_is_saved_again() -> None:
     shelf = Shelf("host", "nvme")
     rows = [shelf.store(number, tier=NVME) for number in range(1, 2001)]
     usage = UsageRows(shelf.residency, NVME)
+    assert saved(usage, 0) == [], "of blocks that were not used there is nothing to save"
+    shelf.residency.touch_run(rows, 1)
     everything = dict(saved(usage, 0))
     assert len(everything) >= 2000 // 64 and all(len(value) == GROUP_BYTES for value in everything.values())
     assert saved(usage, 0) == []
@@ -151,6 +153,8 @@ def test_rows_of_dram_are_those_of_blocks_that_nvme_has_not() -> None:
     shelf = Shelf("host", "nvme")
     alone, both = shelf.store(1), shelf.store(2)
     shelf.residency.attach(both, NVME, shelf.slot(), 1)
+    shelf.residency.touch_run([alone], 1)
+    shelf.residency.touch_run([both], 1)
     entries = saved(UsageRows(shelf.residency, HOST, alone=True), 0)
     rows = np.concatenate([np.frombuffer(value, ROW) for _, value in entries])
     assert (rows["accesses"] > 0).sum() == 1 and alone != both

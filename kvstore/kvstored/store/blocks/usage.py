@@ -59,7 +59,7 @@ class UsageRows:
         residency, columns = self._residency, self._residency.rows
         buckets = max(_LEAST_BUCKETS, 1 << (residency.copies[self._tier].blocks // _ROWS_A_BUCKET).bit_length())
         found = np.zeros(buckets, np.uint64)
-        for here in self._steps(_STEP_ROWS):
+        for here in self._steps(_STEP_ROWS, used=True):
             groups, numbers = self._places(here)
             last_ns = np.frombuffer(columns.last_access_ns, np.uint64)[here]
             accesses = np.frombuffer(columns.accesses, np.uint16)[here].astype(np.uint64)
@@ -85,7 +85,7 @@ class UsageRows:
         chosen = np.zeros(buckets, bool)
         chosen[part] = True
         found: list[tuple[Numbers, Numbers, npt.NDArray[np.void]]] = []
-        for step in self._steps(_STEP_ROWS):
+        for step in self._steps(_STEP_ROWS, used=True):
             picked = np.flatnonzero(chosen[_bucket(self._places(step)[0], buckets)])
             for first in range(0, len(picked), _STEP_KEYS):
                 here = step[picked[first : first + _STEP_KEYS]]
@@ -113,7 +113,7 @@ class UsageRows:
         rows["block"] = self._hashes(here)
         last_ns = np.frombuffer(columns.last_access_ns, np.uint64)[here].astype(np.int64) + wall_less_monotonic_ns
         rows["last_use_ns"] = np.maximum(last_ns, 0)
-        rows["accesses"] = np.maximum(np.frombuffer(columns.accesses, np.uint16)[here], 1)
+        rows["accesses"] = np.frombuffer(columns.accesses, np.uint16)[here]
         return rows
 
     # What was saved
@@ -167,12 +167,16 @@ class UsageRows:
 
     # Columns
 
-    def _steps(self, rows: int) -> Generator[Rows, None, None]:
-        """Yield the rows of blocks that are here, a step at a time."""
+    def _steps(self, rows: int, *, used: bool = False) -> Generator[Rows, None, None]:
+        """Yield the rows of blocks that are here, a step at a time. `used`: of those that were used since they were
+        found; of the others there is nothing to save."""
         residency = self._residency
         for first in range(0, residency.rows.capacity, rows):
             mask = np.frombuffer(residency.rows.mask, np.uint8)[first : first + rows]
-            here = first + np.flatnonzero(self._are_here(mask))
+            is_here = self._are_here(mask)
+            if used:
+                is_here = is_here & (np.frombuffer(residency.rows.accesses, np.uint16)[first : first + rows] > 0)
+            here = first + np.flatnonzero(is_here)
             if len(here):
                 yield here
 
