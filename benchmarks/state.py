@@ -1,5 +1,4 @@
 """What does small state cost at a million blocks, and what does a crash take of it?
-
 forgotten       from a use to its row on the medium, at most: a turn's pause, collecting and the commit, for three
                 loads: chains of 64 blocks, 20,000 blocks at random every 5 s, and all blocks in every turn
 longest wait    of another task on the control loop meanwhile, and while all is read and policies are made anew
@@ -58,8 +57,9 @@ async def at_scale(blocks: int, directory: Path, turns: int) -> list[Row]:
         rows.append(shown(f"process_{name}", status_kib(pid, name) / 1024, "MiB"))
     os.kill(pid, signal.SIGKILL)
     after = keeper_of(residency, directory, counters)
+    np.frombuffer(residency.rows.accesses, np.uint16)[:] = 0
     took_s, longest_s = await timed(after.restore())
-    known = int((np.frombuffer(residency.rows.accesses, np.uint16) > 1).sum())
+    known = int((np.frombuffer(residency.rows.accesses, np.uint16) > 0).sum())
     rows += [
         shown("read_after_kill", took_s, "s"), shown("longest_wait_read", longest_s * 1e3, "ms"),
         Row("known_again", known / blocks, "", 1.0, "all"),
