@@ -10,6 +10,8 @@ from kvctl.act import ACTIONS, OF_RECORDINGS
 from kvctl.blocks import TIERS, add_block_options, check_block_arguments, positive_count
 from kvctl.data_arguments import DATA_EXAMPLES, add_data_options, check_data_arguments
 from kvctl.output import MEANINGS
+from kvctl.state import EXAMPLES as STATE_EXAMPLES
+from kvctl.state import add_state_options, check_state
 from kvstore_client.paths import DEFAULT_DIRECTORY, ENVIRONMENT_VARIABLE
 from kvstore_console import command_line
 from kvstore_console.command_line import Commands, Parser, WrongUsage, seconds
@@ -85,6 +87,7 @@ _EXAMPLES: Final = DATA_EXAMPLES | {
             "kvctl predictor evaluate day2.jsonl.gz --model return.npz    # so too",
         ],
     ),
+    "state": STATE_EXAMPLES,
     "events": (
         "whether KV events are published for routers, and the events as they happen",
         [
@@ -172,6 +175,7 @@ def build_parser() -> Parser:
     made["predictor"].add_argument(
         "action", nargs="?", choices=ACTIONS, default="status", help="what to do (default: %(default)s)"
     )
+    add_state_options(made["state"])
     _events_options(made["events"])
     _top_options(made["top"])
     _doctor_options(made["doctor"])
@@ -313,5 +317,5 @@ def _epilog() -> str:
 
 _CHECKS: Final[Mapping[str, Callable[[argparse.ArgumentParser, argparse.Namespace], None]]] = {
     "blocks": check_block_arguments, "drop": _check_drop, "events": _check_events, "quarantine": _check_quarantine,
-    "tenants": _check_tenants,
+    "state": check_state, "tenants": _check_tenants,
 }  # fmt: skip

@@ -25,6 +25,7 @@ from kvctl.output import CommandError, Output
 from kvctl.put import delete, put
 from kvctl.report import report
 from kvctl.show import config, tenants
+from kvctl.state import state
 from kvctl.top import top
 from kvstore_client.paths import socket_directory
 from kvstore_console.command_line import report_error, run_program
@@ -58,6 +59,7 @@ _BY_DIRECTORY: Final[dict[str, Callable[[Path, argparse.Namespace], Output]]] = 
     "explain": explain,
     "bench": bench,
     "events": events,
+    "state": state,
 }
 
 

@@ -48,6 +48,7 @@ from kvstored.lifetime.instance import (
     FreshDirectories,
     InstanceLock,
     StateDirectoryError,
+    leave_old_files,
     make_state_dir,
 )
 from kvstored.lifetime.notify import notify
@@ -63,6 +64,7 @@ from kvstored.rpc.verbs import Verbs
 from kvstored.rpc.verbs.recorded import recorded
 from kvstored.socket_files import SocketFiles
 from kvstored.sockets import SocketError, prepare_directory
+from kvstored.state.process import StateProcess
 from kvstored.storage import NodeStorage, open_storage
 from kvstored.store.assembly import Store
 from kvstored.store.degraded.memory import MemoryWatch
@@ -129,9 +131,13 @@ class Daemon:
         stack.callback(InstanceLock(places.state_dir).release)
         if self._discard_old and config.nvme.enabled and discard_older(config.nvme.path):
             log.warning("--discard-old: removed the slabs in %s, which an older version wrote", config.nvme.path)
+        leave_old_files(places.state_dir, discard=self._discard_old)
+        state = StateProcess(places.state_dir, __version__, self._clock)
+        stack.push_async_callback(state.close)
+        state.start()
         early_scan, self._early_scan = self._early_scan, None
         self._storage = open_storage(
-            config, self._clock, self.memory, phase, stack, early_scan, new_secret=self._new_secret
+            config, self._clock, self.memory, phase, stack, state, early_scan, new_secret=self._new_secret
         )
         self.store = store = self._storage.store
         files = SocketFiles(partial(prepare_directory, places.socket_dir, places.socket_group), time.monotonic)
@@ -226,7 +232,7 @@ def make_services(
         """Return whether nothing moves: then the daemon looks after itself."""
         return not store.completions.outstanding and phase.state is State.SERVING
 
-    integrity = Integrity(store, is_idle, storage.unsaved)
+    integrity = Integrity(store, is_idle, storage.keeper)
     views = Views(parts, phase, maintenance, integrity)
     misses = RecentMisses(limits.misses_per_tenant, clock)
     explain = Explain(views, misses)
@@ -243,7 +249,7 @@ def make_services(
     handshake = HandshakeServer(config.daemon.socket_dir / "handshake.sock", reception, limits)
     return Services(
         phase, views, explain, sampler, latencies, maintenance, integrity, host_resize, operations.delete, answering,
-        streams, sessions, shares, handshake,
+        streams, sessions, shares, handshake, storage.keeper,
     )  # fmt: skip
 
 
@@ -280,7 +286,7 @@ def make_control(
 def start_tasks(services: Services, storage: NodeStorage, memory: NodeMemory, stack: AsyncExitStack) -> None:
     """Start what runs until `stack` ends it."""
     maintenance, phase = services.maintenance, services.phase
-    runs = {"maintenance": maintenance.run, "names": storage.tenants.run, "usage": storage.usage.run}
+    runs = {"maintenance": maintenance.run, "tenants": storage.tenants.keyring.run, "state": storage.keeper.run}
     if memory.warm is not None:
         runs["warm restart"] = memory.warm.run
     if storage.store.config.host.prefault:

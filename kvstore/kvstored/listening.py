@@ -27,6 +27,7 @@ from kvstored.admin.reload import Reload
 from kvstored.admin.rename import RenameTenant
 from kvstored.admin.sampler import Sampler
 from kvstored.admin.settings import settings
+from kvstored.admin.state import state
 from kvstored.admin.views import Views
 from kvstored.clients.certificates import Certificates
 from kvstored.clients.handshake import HandshakeServer
@@ -47,6 +48,7 @@ from kvstored.rpc.unary import CallLimit, UnaryDoors, UnaryService
 from kvstored.rpc.verbs.inline import InlineCalls
 from kvstored.socket_files import SocketFiles, serve_grpc, start_server
 from kvstored.sockets import clear_stale, listen_seqpacket, open_to_group, restrict_to_admins
+from kvstored.state.keeper import StateKeeper
 from kvstored.store.operations.delete import Delete
 from kvstored.store.transfer.resize import TierResize
 from kvstored.telemetry import Latencies
@@ -70,6 +72,7 @@ class Services:
     sessions: Sessions
     shares: TenantShares
     handshake: HandshakeServer
+    state: StateKeeper
 
 
 @dataclass(frozen=True)
@@ -152,6 +155,7 @@ def _operators_calls(services: Services, control: Control, lifetime: Lifetime) -
         "Drain": lifetime.drain,
         "Shutdown": lifetime.shutdown,
         "Predictor": partial(predictor, store.prefetcher, store.residency),
+        "State": partial(state, services.state),
     }
 
 

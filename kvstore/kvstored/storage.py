@@ -29,10 +29,11 @@ from kvstored.config import Config
 from kvstored.config.private_input import read_cluster_secret
 from kvstored.config.tiers import Cluster, Start
 from kvstored.lifetime.recovery import drop_blocks, recover_blocks
-from kvstored.lifetime.usage_file import UsageFile
 from kvstored.lifetime.warm import FormerClients
 from kvstored.lifetime.warm.ledger import CHUNKS_A_TIER
 from kvstored.lifetime.warm.node_memory import NodeMemory
+from kvstored.state.keeper import StateKeeper
+from kvstored.state.process import StateProcess
 from kvstored.store.assembly import Store
 from kvstored.store.residency import make_residency
 from kvstored.unsaved import Unsaved
@@ -47,7 +48,8 @@ class NodeStorage:
     tenants: TenantDirectory
     store: Store
     former: FormerClients | None
-    usage: UsageFile
+    state: StateProcess
+    keeper: StateKeeper
     unsaved: Unsaved
 
 
@@ -57,16 +59,16 @@ def open_storage(
     memory: NodeMemory,
     phase: Phase,
     stack: AsyncExitStack,
+    state: StateProcess,
     early_scan: EarlyRecordScan | None,
     *,
     new_secret: bool,
 ) -> NodeStorage:
-    """Open what the node holds, on the control loop; `stack` closes it. `new_secret`: blocks that the secret does not
-    reach are dropped. Raises what the parts raise."""
+    """Open what the node holds, on the control loop; `stack` closes it. `state` is read later. `new_secret`: blocks
+    that the secret does not reach are dropped. Raises what the parts raise."""
     unsaved, state_dir = Unsaved(), config.daemon.state_dir
     keyring = _open_keyring(config, unsaved, new_secret=new_secret)
-    tenants = TenantDirectory(state_dir, config.tenants, config.tenant_default, keyring, unsaved)
-    stack.callback(tenants.close)
+    tenants = TenantDirectory(state_dir, config.tenants, config.tenant_default, keyring)
     stack.callback(lambda: memory.close(has_served=phase.has_served))
     start = Start(early_scan=early_scan, cluster=Cluster(keyring.secret, tenants.remote_mode))
     tiers = open_tiers(config, memory, memory.open(forget=keyring.dram_is_lost), start, stack)
@@ -78,22 +80,20 @@ def open_storage(
         log.info("%d blocks found on NVMe", recovered)
     keyring.begin()  # with what `TenantDirectory` claimed
     memory.adopt(tiers, residency, tenants, clock)
-    usage = UsageFile(state_dir, residency, clock, unsaved)
-    usage.restore({tenant.index_name for tenant in tenants.all()}, durable)
     store = Store(config, clock, CompletionQueue(asyncio.get_running_loop()), residency, tiers)
     former = memory.restore_clients(store, clock)
     if former is not None:
         stack.callback(former.close)
         phase.on_change.append(partial(_keep_leases, former, memory))
-    usage.follow(store.policies, store.counters, store.prefetch_state)
-    stack.push_async_callback(usage.save)
+    keeper = StateKeeper(state, store, tenants, unsaved, config.daemon.state_rate_bytes)
+    stack.push_async_callback(keeper.save, is_last=True)
     stack.push_async_callback(store.endurance.close)
     try:
         follow_users(tenants, residency, names_in(config.unary.tokens_in_use))
     except OSError as error:
         cost = "what users stored does not follow them to tenants that are newly listed, until a restart"
         unsaved.failed(keyring.path, error, cost)
-    return NodeStorage(tenants, store, former, usage, unsaved)
+    return NodeStorage(tenants, store, former, state, keeper, unsaved)
 
 
 def _keep_leases(former: FormerClients, memory: NodeMemory, state: State) -> None:

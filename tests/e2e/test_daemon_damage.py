@@ -12,6 +12,7 @@ import grpc
 import pytest
 
 from kvstore_proto.v1 import admin_pb2 as pb
+from tests.reference import state
 from tests.reference.conversations import holds, model, payloads_of, tokens_of
 from tests.reference.damage import flip_in_dram, flip_on_disk
 from tests.reference.running_daemon import RunningDaemon, eventually, running_daemon
@@ -131,10 +132,10 @@ def test_quarantine_is_listed_and_released(daemon: RunningDaemon) -> None:
     assert (output["slots"][0]["key"], output["slots"][0]["stored_again"]) == (slot.key, True)
     assert output["slots"][0]["location"].endswith(f".slab:{slot.offset}")
     assert daemon.tiers()["nvme"].used_by["quarantine"] == slot.bytes
-    usage = daemon.state_dir / "usage.npz"
-    assert eventually(lambda: usage.exists() and slot.reason.encode() in usage.read_bytes())
+    assert eventually(lambda: state.files_with(daemon.state_dir, slot.reason.encode()))
     daemon.kill9()
     daemon.restart()
+    assert eventually(daemon.knows_its_state)
     (again,) = quarantined(daemon)
     assert (again.key, again.reason) == (slot.key, slot.reason), "it survives a crash"
     code, output = kvctl(daemon, "quarantine", "release", "77:4096")

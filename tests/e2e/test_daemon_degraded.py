@@ -118,15 +118,16 @@ def test_a_budget_is_kept_over_kill_9() -> None:
         assert before.scarce and before.left_bytes <= before.bytes_per_day // 2
         daemon.kill9()
         daemon.restart()
+        assert eventually(daemon.knows_its_state)
         after = daemon.status().endurance
         assert after.left_bytes <= before.left_bytes + (1 << 20), "a crash gives nothing back"
         spent = durability.count("durable") * (17 << 10)
         assert spent <= after.spent_bytes <= before.bytes_per_day + (1 << 16)
 
 
-@pytest.mark.parametrize("place", ["file.endurance.json", "endurance.after-rename"])
+@pytest.mark.parametrize("place", ["state.commit", "endurance.saved"])
 def test_killed_while_a_lease_is_saved(place: str) -> None:
-    """The file is the old or the new one, whole; what was spent of it is never there again."""
+    """What is saved is the old or the new one, whole; what was spent of it is never there again."""
     with running_daemon("nvme.endurance_bytes_per_day=4MiB", failpoints=f"{place}=kill@10") as daemon:
         durable = 0
         with contextlib.suppress(kvstore_client.DaemonUnavailable, kvstore_client.KVStoreError, AssertionError):
@@ -134,6 +135,7 @@ def test_killed_while_a_lease_is_saved(place: str) -> None:
                 durable += put(daemon, conversation, 1).count("durable")
         daemon.wait_killed()
         daemon.restart()
+        assert eventually(daemon.knows_its_state)
         budget = daemon.status().endurance
         assert not budget.trouble
         assert durable and budget.left_bytes <= budget.bytes_per_day - durable * (20 << 10)

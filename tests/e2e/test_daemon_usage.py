@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,9 @@ import pytest
 
 from kvstore_client import Session
 from kvstore_proto.v1 import admin_pb2
+from kvstored.clients.tenants.directory import tenant_digest
 from kvstored.store.prefetch.model_file import write_model
+from tests.reference import state
 from tests.reference.conversations import model, payloads_of, tokens_of
 from tests.reference.return_model import small_arrays
 from tests.reference.running_daemon import RunningDaemon, eventually, running_daemon
@@ -31,22 +34,14 @@ def put(session: Session, number: int, blocks: int = BLOCKS) -> None:
 
 
 def learned(daemon: RunningDaemon, tier: str = "host") -> float:
-    """Requests that the policy of `tier` has learned from, as far as the file says."""
-    path: Path = daemon.state_dir / "usage.npz"
-    if not path.exists():
-        return 0
-    with np.load(path) as file:
-        return float(file[f"{tier}/chain-hazard/learning"][0])
+    """Requests that the policy of `tier` has learned from, as far as is saved."""
+    table = state.learned(daemon.state_dir).get(f"{tier}/chain-hazard/learning")
+    return 0 if table is None else float(table[0])
 
 
 def predictor_table(daemon: RunningDaemon, name: str) -> np.ndarray:
-    """Of the predictor's tables in the file; empty before it is there."""
-    path = daemon.state_dir / "usage.npz"
-    if not path.exists():
-        return np.empty(0)
-    with np.load(path) as file:
-        found: np.ndarray = file[f":prefetch/{name}"] if f":prefetch/{name}" in file.files else np.empty(0)
-        return found
+    """Of the predictor's tables that are saved; empty before it is there."""
+    return state.learned(daemon.state_dir).get(f":prefetch/{name}", np.empty(0))
 
 
 def keys_of(daemon: RunningDaemon) -> list[bytes]:
@@ -64,9 +59,8 @@ def test_use_is_known_after_a_stop(warm: str) -> None:
         before = accesses(daemon)
         assert before[:BLOCKS] == [before[0]] * BLOCKS and before[0] >= 10 > before[-1]
         daemon.stop()
-        assert (daemon.state_dir / "usage.npz").is_file()
         daemon.start()
-        assert accesses(daemon) == before
+        assert eventually(lambda: accesses(daemon) == before), "it serves before it knows"
 
 
 @pytest.mark.parametrize("how", ["stop", "kill -9"])
@@ -86,6 +80,7 @@ def test_what_policies_learned_goes_on(how: str, warm: str) -> None:
         before = learned(daemon), learned(daemon, "nvme")
         assert before[0] >= 40 and before[1] >= 20
         daemon.start()
+        assert eventually(daemon.knows_its_state)
         assert "learned is not used" not in daemon.log
         with daemon.connect(MODEL) as session:
             session.get(tokens_of(1, BLOCKS)).release()
@@ -119,6 +114,7 @@ def test_what_the_predictor_learned_goes_on(predictor: str, how: str, tmp_path: 
         before = predictor_table(daemon, numbers).max(initial=0)
         assert before >= 10
         daemon.start()
+        assert eventually(daemon.knows_its_state)
         assert "learned is not used" not in daemon.log and "is of another version" not in daemon.log
         with daemon.connect(MODEL) as session:
             put(session, 99)
@@ -149,31 +145,48 @@ def test_why_a_block_went_is_known_after_a_restart() -> None:
             assert session.lookup(tokens_of(0, BLOCKS)).reason == "evicted"
         daemon.stop()
         daemon.start()
+        assert eventually(daemon.knows_its_state)
         with daemon.connect(MODEL) as session:
             assert session.lookup(tokens_of(0, BLOCKS)).reason == "evicted"
             assert session.lookup(tokens_of(1000, BLOCKS)).reason == "never_stored"
 
 
-def test_no_key_of_a_deleted_block_is_in_the_file() -> None:
+def test_no_key_of_a_deleted_block_is_in_a_file() -> None:
+    """Every deleted key is looked for in every file: a single one survives where others do not."""
+    with running_daemon() as daemon:
+        with daemon.connect(MODEL) as session:
+            for number in range(40):
+                put(session, number)
+            doomed = keys_of(daemon)
+            put(session, 99)
+            kept = [key for key in keys_of(daemon) if key not in doomed]
+        daemon.stop()
+        assert {key for _, key in state.files_with(daemon.state_dir, *doomed, *kept)} == {*doomed, *kept}
+        daemon.start()
+        assert eventually(daemon.knows_its_state)
+        with daemon.connect(MODEL) as session:
+            for number in range(40):
+                assert session.delete(tokens_of(number, BLOCKS)).blocks == BLOCKS
+            assert session.lookup(tokens_of(HOT, BLOCKS)).reason == "dropped"
+        assert eventually(lambda: not state.files_with(daemon.state_dir, *doomed), timeout_s=60)
+        daemon.stop()
+        assert not state.files_with(daemon.state_dir, *doomed)
+        assert {key for _, key in state.files_with(daemon.state_dir, *kept)} == set(kept)
+        daemon.start()
+        assert eventually(daemon.knows_its_state)
+        with daemon.connect(MODEL) as session:
+            assert session.lookup(tokens_of(HOT, BLOCKS)).reason == "never_stored"
+
+
+def test_no_name_of_a_tenant_without_blocks_is_in_a_file() -> None:
+    name = f"uid-{os.getuid()}"
     with running_daemon() as daemon:
         with daemon.connect(MODEL) as session:
             put(session, HOT)
-            doomed = keys_of(daemon)
-            put(session, COLD)
-            kept = [key for key in keys_of(daemon) if key not in doomed]
-        daemon.stop()
-        content = (daemon.state_dir / "usage.npz").read_bytes()
-        assert all(key in content for key in doomed + kept)
-        daemon.start()
-        with daemon.connect(MODEL) as session:
-            assert session.delete(tokens_of(HOT, BLOCKS)).blocks == BLOCKS
-            assert session.lookup(tokens_of(HOT, BLOCKS)).reason == "dropped"
-        daemon.stop()
-        content = (daemon.state_dir / "usage.npz").read_bytes()
-        assert not any(key in content for key in doomed) and all(key in content for key in kept)
-        daemon.start()
-        with daemon.connect(MODEL) as session:
-            assert session.lookup(tokens_of(HOT, BLOCKS)).reason == "never_stored"
+        names = (name.encode(), tenant_digest(name), tenant_digest(name).hex().encode())
+        assert eventually(lambda: len(state.files_with(daemon.state_dir, *names)) >= 2)
+        daemon.ask("Drop", admin_pb2.DropRequest(all=True, tenant=name))
+        assert eventually(lambda: not state.files_with(daemon.state_dir, *names), timeout_s=60)
 
 
 def test_a_policy_keeps_what_it_learned_over_a_change_of_its_settings(tmp_path: Path) -> None:

@@ -150,7 +150,8 @@ def test_lost_names_cost_labels_only(place: Path) -> None:
     with daemon.connect() as session:
         session.put(tokens_of(1, 2), payloads=payloads_of(1, 2, MODEL), durability="always")
     daemon.stop()
-    (daemon.state_dir / "names.json").write_text("{")
+    (path,) = daemon.state_dir.glob("state-*.mdb")
+    path.write_text("{")
     daemon.start()
     assert serves_whole(daemon, 1, 2)
     daemon.stop()

@@ -24,10 +24,10 @@ from tests.reference.running_daemon import RunningDaemon, ended_with, eventually
 MODEL = model()
 ANOTHER = Fingerprint("another", weights_digest="w", groups=MODEL.groups)
 BLOCKS = 3
-FILES = ("identity.json", "names.json", "usage.npz", "endurance.json", "scrub.json", "format", "seal")
+FILES = ("identity.json", "format", "seal")
 ERRORS = ("ENOSPC", "EDQUOT", "EROFS", "EIO")
 CASES = [(name, error) for name in FILES for error in ERRORS]
-QUICK = {"identity.json": "ENOSPC", "usage.npz": "EROFS"}  # each file alone: tests/unit/kvstored/test_unsaved.py
+QUICK = {"identity.json": "ENOSPC"}  # each file alone: tests/unit/kvstored/test_unsaved.py
 SETTINGS = ("nvme.endurance_bytes_per_day=1GiB", "scrub.start_s=0", "scrub.interval_s=1")
 REASONS = {"ENOSPC": "No space left", "EDQUOT": "quota exceeded", "EROFS": "Read-only", "EIO": "Input/output error"}
 
@@ -59,9 +59,9 @@ def test_a_file_that_cannot_be_written_stops_nothing(name: str, error: str) -> N
         begin = len(daemon.log)
         daemon.restart(failpoints=f"file.{name}=error:{error}")
         assert got(daemon, 1), "what was there"
-        assert put(daemon, 2) == ({"volatile"} if name == "endurance.json" else {"durable"})
+        assert put(daemon, 2) == {"durable"}
         assert put(daemon, 1, ANOTHER) and got(daemon, 2)
-        if name in ("identity.json", "names.json", "endurance.json", "scrub.json"):
+        if name == "identity.json":
             assert eventually(lambda: any(f"/{name} cannot be written" in each for each in daemon.status().warnings))
         assert daemon.process is not None
         daemon.process.terminate()
@@ -69,8 +69,26 @@ def test_a_file_that_cannot_be_written_stops_nothing(name: str, error: str) -> N
         assert says(daemon, name, begin, error), daemon.log[begin:]
         assert not list(daemon.directory.rglob("*.new")), "no part of a file is left"
         daemon.restart()
-        assert got(daemon, 1) and (got(daemon, 2) or name == "endurance.json")
-        assert not daemon.status().warnings
+        assert got(daemon, 1) and got(daemon, 2)
+        assert eventually(daemon.knows_its_state) and not daemon.status().warnings
+
+
+@pytest.mark.parametrize(("place", "error"), each_nth([(p, e) for p in ("open", "commit") for e in ERRORS], 5))
+def test_small_state_that_cannot_be_saved_stops_nothing(place: str, error: str) -> None:
+    with running_daemon(*SETTINGS) as daemon:
+        assert put(daemon, 1) == {"durable"}
+        daemon.stop()
+        begin = len(daemon.log)
+        daemon.restart(failpoints=f"state.{place}=error:{error}")
+        assert got(daemon, 1), "what was there"
+        assert put(daemon, 2) == {"volatile"}, "no allotment of the endurance budget can be saved"
+        assert eventually(lambda: any("cannot be written" in each for each in daemon.status().warnings))
+        assert daemon.process is not None
+        daemon.process.terminate()
+        assert daemon.process.wait(60) == 0, daemon.log[begin:]
+        assert REASONS[error] in daemon.log[begin:]
+        daemon.restart()
+        assert got(daemon, 1) and eventually(daemon.knows_its_state) and not daemon.status().warnings
 
 
 @pytest.mark.parametrize("error", each_nth(ERRORS, 4))
@@ -151,7 +169,7 @@ def empty(disk: Path) -> None:
     [
         (),
         pytest.param(("lock", "nvme/lock"), marks=pytest.mark.slow),
-        pytest.param(("names.json", "identity.json", "nvme/format", "nvme/seal"), marks=pytest.mark.slow),
+        pytest.param(("state-000001.mdb", "identity.json", "nvme/format", "nvme/seal"), marks=pytest.mark.slow),
     ],
 )
 def test_a_read_only_file_system_is_served_and_written_when_it_can_be(lost: tuple[str, ...]) -> None:
@@ -194,18 +212,19 @@ def test_a_holder_and_a_recording_that_have_no_room_are_done_without() -> None:
 def test_a_full_file_system_is_served_and_written_when_there_is_room(fill: object) -> None:
     assert callable(fill)
     with mounted() as (daemon, disk):
-        (daemon.state_dir / "names.json").unlink()
+        (daemon.state_dir / "state-000001.mdb").unlink()
         fill(disk)
         daemon.restart()
         assert got(daemon, 1) and put(daemon, 2) == {"durable"} and got(daemon, 2), "its slab has room"
-        assert "/names.json cannot be written (No space left on device)" in daemon.log
+        assert eventually(lambda: "cannot be written (No space left on device)" in daemon.log)
         daemon.stop()
         daemon.restart()
         assert got(daemon, 1)
         empty(disk)
         daemon.stop()
         daemon.restart()
-        assert got(daemon, 1) and got(daemon, 2) and put(daemon, 3) == {"durable"} and not daemon.status().warnings
+        assert got(daemon, 1) and got(daemon, 2) and put(daemon, 3) == {"durable"}
+        assert eventually(daemon.knows_its_state) and not daemon.status().warnings
 
 
 @needs_root

@@ -21,6 +21,7 @@ from kvstore_proto.arena import HEADER_BYTES
 from kvstore_proto.v1 import admin_pb2 as pb
 from kvstore_tiers.child_processes import send_packet
 from kvstored.lifetime.warm.keepers import HOLDER_SOCKET
+from tests.reference import state
 from tests.reference.conversations import found_blocks, holds, model, payloads_of, put_conversation, tokens_of
 from tests.reference.held_memory import held_memory, holder_pid
 from tests.reference.running_daemon import RunningDaemon, ended_with, eventually, running_daemon
@@ -81,13 +82,14 @@ def test_every_block_of_every_tenant_is_there(tmp_path_factory: pytest.TempPathF
                 before[first] = session.tenant
         assert before == {0: "uid-0", 100: "uid-0", 200: "second"}
         assert eventually(lambda: daemon.status().clients == 0)
-        names = daemon.state_dir / "names.json"
-        assert eventually(lambda: all(name in names.read_text() for name in ("second", "other weights"))), "for labels"
+        names = (b"second", b"other weights")
+        assert eventually(lambda: all(state.files_with(daemon.state_dir, name) for name in names)), "for labels"
         host = daemon.tiers()["host"]
         blocks = {block.key: block for block in daemon.ask("Blocks", pb.BlocksRequest(limit=1000)).blocks}
         assert host.blocks == len(blocks) == 240
         daemon.kill9()
         daemon.restart()
+        assert eventually(daemon.knows_its_state)
         again = daemon.tiers()["host"]
         assert (again.blocks, again.used_bytes, dict(again.used_by)) == (240, host.used_bytes, dict(host.used_by))
         listed = {block.key: block for block in daemon.ask("Blocks", pb.BlocksRequest(limit=1000)).blocks}

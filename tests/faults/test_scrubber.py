@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from kvstore_tiers.nvme import NvmeTier
 from kvstore_tiers.testing.transfers import block, finish, put
 from kvstored.health.scrub import worker
 from kvstored.health.scrub.slab_reader import SlabReader, Visit
-from kvstored.health.scrub.worker import Pace, Position, load, save
+from kvstored.health.scrub.worker import Pace, Position, position_of
 from tests.reference.conversations import model, payloads_of, serves_whole, tokens_of
 from tests.reference.damage import flip_on_disk, flip_record
 from tests.reference.running_daemon import RunningDaemon, eventually, running_daemon
@@ -114,7 +115,6 @@ def test_it_can_be_turned_off() -> None:
     with running_daemon(*EAGER, "scrub.enabled=false") as daemon:
         store(daemon, 1, 2)
         assert daemon.status().scrub.state == "off"
-        assert not (daemon.state_dir / "scrub.json").exists()
 
 
 # The parts
@@ -182,9 +182,10 @@ def test_a_pass_goes_on_where_the_last_process_stopped(tmp_path: Path, monkeypat
     with closing(NvmeTier.open(tmp_path / "d", CAPACITY_BYTES, slab_bytes=256 << 10, io_threads=1)) as tier:
         store_numbers(tier, range(1, 61), PAYLOAD_BYTES)
         assert finish(tier.sync).ok
-    settings = worker.ScrubSettings(str(tmp_path / "d"), str(tmp_path / "position"), 1 << 30, 1000.0)
+    settings = worker.ScrubSettings(str(tmp_path / "d"), "", 1 << 30, 1000.0)
     seen: list[tuple[int, int]] = []
     said: list[str] = []
+    places = [""]
 
     class Interrupted(worker.ScrubWorker):
         def _note(self, visit: Visit) -> None:
@@ -198,14 +199,19 @@ def test_a_pass_goes_on_where_the_last_process_stopped(tmp_path: Path, monkeypat
         if seconds > 1:
             raise worker.Ended
 
-    monkeypatch.setattr(worker, "say", lambda what, fields: said.append(what))
+    def say(what: str, fields: dict[str, object]) -> None:
+        said.append(what)
+        if what == "position":
+            places.append(json.dumps(fields))
+
+    monkeypatch.setattr(worker, "say", say)
     monkeypatch.setattr(worker, "pause", wait_for_the_next_pass)
     for _ in range(3):
         with pytest.raises(worker.Ended):
-            Interrupted(settings).run()
+            Interrupted(replace(settings, position=places[-1])).run()
     assert len(seen) == len(set(seen)) == 60, "every slot once, over three processes"
     assert said.count("pass") == 1
-    after = load(tmp_path / "position")
+    after = position_of(places[-1].encode())
     assert after.pass_began_s == 0 and after.last_pass_s > 0 and after.pass_slots == 60
 
 
@@ -219,12 +225,10 @@ def test_the_pace_is_kept_without_bursts() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"slab": -1}', json.dumps({"slab": "x"})])
-def test_a_lost_position_costs_a_pass_from_the_front(tmp_path: Path, text: str) -> None:
-    (tmp_path / "p").write_text(text)
-    assert load(tmp_path / "p") == Position()
+def test_a_lost_position_costs_a_pass_from_the_front(text: str) -> None:
+    assert position_of(text.encode()) == Position()
     position = Position(slab=3, slot=7, pass_began_s=5.0, pass_bytes=9)
-    save(tmp_path / "p", position)
-    assert load(tmp_path / "p") == position
+    assert position_of(json.dumps(asdict(position)).encode()) == position
 
 
 def test_when_a_pass_is_due() -> None:

@@ -15,7 +15,6 @@ from kvstored.exits import EXIT_HANGS
 from kvstored.health.scrub import scrubber
 from kvstored.health.scrub.scrubber import Scrubber
 from kvstored.health.scrub.worker import ScrubSettings
-from kvstored.unsaved import Unsaved
 from tests.reference.conversations import model, payloads_of, tokens_of
 from tests.reference.hanging_daemon import LIMIT_VARIABLE, HangingDaemon
 from tests.reference.running_daemon import ended_with
@@ -67,12 +66,14 @@ def test_a_scrubber_that_cannot_be_killed_is_not_waited_for_for_ever(
         )  # fmt: skip
 
     monkeypatch.setattr(asyncio, "create_subprocess_exec", started)
-    settings = ScrubSettings(str(tmp_path), str(tmp_path / "scrub.json"), 1 << 20, 1.0)
+    settings = ScrubSettings(str(tmp_path), "", 1 << 20, 1.0)
     scrub, clock = SimpleNamespace(start_s=0), SimpleNamespace(monotonic_ns=lambda: 0)
     store: Any = SimpleNamespace(clock=clock, config=SimpleNamespace(scrub=scrub))
 
     async def run() -> None:
-        made = Scrubber(settings, store, Unsaved())
+        place: Any = SimpleNamespace(scrub=None, was_tried=asyncio.Event())
+        place.was_tried.set()
+        made = Scrubber(settings, store, place)
         task = asyncio.create_task(made.run())
         while not made.report.pid:
             await asyncio.sleep(0)

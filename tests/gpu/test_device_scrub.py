@@ -6,6 +6,8 @@ import asyncio
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -39,8 +41,11 @@ def open_tier(node: dict[str, str], *, checks: bool = True) -> GpuTier:
     )  # fmt: skip
 
 
+UNKEPT: Any = SimpleNamespace(scrub=None)  # no scrubber of NVMe runs here
+
+
 def scrubber_of(small: SmallStore) -> DeviceScrubber:
-    found = Integrity(small.store, lambda: True).device_scrubber
+    found = Integrity(small.store, lambda: True, UNKEPT).device_scrubber
     assert found is not None
     return found
 
@@ -129,7 +134,7 @@ def test_a_block_that_is_damaged_in_dram_is_found_by_its_copy_to_the_device(tmp_
 def test_a_store_without_device_memory_has_no_such_passes(tmp_path: Path) -> None:
     async def run() -> None:
         async with small_store(tmp_path, *SMALL) as small:
-            assert Integrity(small.store, lambda: True).device_scrubber is None
+            assert Integrity(small.store, lambda: True, UNKEPT).device_scrubber is None
 
     asyncio.run(run())
 
@@ -139,7 +144,7 @@ def test_a_scrubber_that_is_off_checks_no_device_either(tmp_path: Path) -> None:
 
     async def run() -> None:
         async with small_store(tmp_path, *SMALL, "scrub.enabled=false", before=[tier]) as small:
-            integrity = Integrity(small.store, lambda: True)
+            integrity = Integrity(small.store, lambda: True, UNKEPT)
             assert integrity.device_scrubber is None and "device-scrubber" not in integrity.tasks()
 
     asyncio.run(run())

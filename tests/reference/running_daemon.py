@@ -174,6 +174,10 @@ class RunningDaemon:
         reply: admin_pb2.StatusReply = self.ask("Status", admin_pb2.StatusRequest())
         return reply
 
+    def knows_its_state(self) -> bool:
+        """Return whether the daemon, which serves before, has read its small state."""
+        return bool(self.ask("State", admin_pb2.StateRequest()).is_read)
+
     def tiers(self) -> dict[str, admin_pb2.TierStatus]:
         return {tier.name: tier for tier in self.ask("Tiers", admin_pb2.TiersRequest()).tiers}
 

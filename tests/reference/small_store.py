@@ -79,9 +79,15 @@ class SmallStore:
         tiers = [*before, *memory, self.disk, *keyed]
         residency = make_residency(self.config, tiers)
         self.store = Store(self.config, clock, self.completions, residency, tiers, predictor, remote_writes)
+        self._budget = directory / "budget"
+        self.store.endurance.begin(self._save_budget, self._budget.read_bytes() if self._budget.exists() else None)
         self.residency, self.mapped = residency, residency.mapped
         assert self.store.writeback is not None and self.store.breaker is not None
         self.writeback, self.breaker = self.store.writeback, self.store.breaker
+
+    async def _save_budget(self, budget: bytes) -> None:
+        """Keep it for the next store in the directory."""
+        self._budget.write_bytes(budget)
 
     async def close(self) -> None:
         self.disk.plan()

@@ -12,10 +12,6 @@ from kvstore_tiers import failpoints
 _FILES = {
     "secret": "the secret of a state directory",
     "identity.json": "the check value of the secret and what tenants' names stand for",
-    "names.json": "names of tenants and fingerprints",
-    "usage.npz": "how blocks were used",
-    "endurance.json": "the rest of the endurance budget",
-    "scrub.json": "the scrubber's place",
     "format": "the version of an NVMe directory",
     "seal": "that no record waits to be synced",
 }

@@ -1,4 +1,5 @@
-"""`kvstored inspect`: a slot, a block or a key of an NVMe directory, also beside the daemon that uses it."""
+"""`kvstored inspect`: a slot, a block or a key of an NVMe directory, or the small state of a state directory, also
+beside the daemon that uses it."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from pathlib import Path
 from kvstore_console.command_line import Commands
 from kvstore_console.table import render_facts
 from kvstored.cli.check import what_is_wrong
+from kvstored.cli.inspect_state import add_state_options, inspect_state
 from kvstored.exits import EXIT_OK, failure, mistake
 
 EXAMPLES = """\
@@ -17,6 +19,9 @@ examples:
   kvstored inspect /var/lib/kvstored/nvme block 051e43b1d68c
   kvstored inspect /var/lib/kvstored/nvme key 051e43b1d68c --every-slot
   kvstored inspect /var/lib/kvstored/nvme block 051e43b1d68c --json | jq '.slots[0].verified'
+  kvstored inspect /var/lib/kvstored state                       the databases of the small state
+  kvstored inspect /var/lib/kvstored state usage --limit 2       what is in one
+  kvstored inspect /var/lib/kvstored state --copy /mnt/backup    a copy, for a backup of a running daemon
 
 Shows keys, sizes and checksums; token ids are counted and payload is verified, neither is shown. Nothing is changed.
 With a daemon on the directory it reads beside it and says so. Why a block left, and when, only the daemon remembers:
@@ -33,10 +38,12 @@ def add_inspect(commands: Commands) -> None:
         epilog=EXAMPLES,
     )
     inspect.add_argument("directory", type=Path)
-    inspect.add_argument("what", choices=["slot", "block", "key"], help="what NAME names")
+    inspect.add_argument("what", choices=["slot", "block", "key", "state"], help="what NAME names")
     inspect.add_argument(
-        "name", metavar="NAME", help="of a slot SLAB:INDEX; of a block or key its hex digits, or the first 6 or more"
-    )
+        "name", metavar="NAME", nargs="?", default="",
+        help="of a slot SLAB:INDEX; of a block or key its hex digits, or the first 6 or more; of state a database",
+    )  # fmt: skip
+    add_state_options(inspect)
     inspect.add_argument(
         "--every-slot", action="store_true", help="key: also look for old bytes of it in free slots (slow)"
     )
@@ -48,6 +55,10 @@ def _inspect(arguments: argparse.Namespace) -> int:
     from kvstore_tiers.nvme.directory_files import DirectoryError
     from kvstore_tiers.nvme.inspect import Inspector, NotAKey, NotThere
 
+    if arguments.what == "state":
+        return inspect_state(arguments)
+    if not arguments.name:
+        return mistake(f"name the {arguments.what}: kvstored inspect DIRECTORY {arguments.what} NAME")
     if wrong := what_is_wrong(arguments.directory):
         return mistake(wrong)
     try:

@@ -22,6 +22,7 @@ class DaemonSection:
     record: Path | None
     log_level: str
     nice: int
+    state_rate_bytes: int
 
 
 @dataclass(frozen=True)

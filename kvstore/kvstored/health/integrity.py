@@ -17,12 +17,11 @@ import numpy as np
 
 from kvstored.clock import NS_PER_S
 from kvstored.health.scrub.device_scrubber import DeviceScrubber
-from kvstored.health.scrub.scrubber import POSITION_FILE, Scrubber, ScrubReport
+from kvstored.health.scrub.scrubber import Place, Scrubber, ScrubReport
 from kvstored.health.scrub.worker import ScrubSettings
 from kvstored.store.assembly import Store
 from kvstored.store.blocks.check import Walk, check
 from kvstored.store.blocks.orphans import find, none_of, snapshot
-from kvstored.unsaved import Unsaved
 
 log = logging.getLogger(__name__)
 Task = Callable[[], Coroutine[Any, Any, None]]
@@ -140,11 +139,11 @@ class IntegrityReport:
 class Integrity:
     """`tasks` run until they are cancelled. `is_idle()` says whether the daemon has no request."""
 
-    def __init__(self, store: Store, is_idle: Callable[[], bool], unsaved: Unsaved | None = None) -> None:
+    def __init__(self, store: Store, is_idle: Callable[[], bool], place: Place) -> None:
         self._store = store
         self._counted_at = -1  # how many blocks damage had orphaned then; recovery may have found some before
         self.report = IntegrityReport()
-        self.scrubber = self._make_scrubber(unsaved or Unsaved())
+        self.scrubber = self._make_scrubber(place)
         if self.scrubber is not None:
             self.report.scrub = self.scrubber.report
         has_devices = bool(store.device_check.tiers) and store.config.scrub.enabled
@@ -166,17 +165,17 @@ class Integrity:
             wanted["device-scrubber"] = self.device_scrubber.run
         return wanted
 
-    def _make_scrubber(self, unsaved: Unsaved) -> Scrubber | None:
+    def _make_scrubber(self, place: Place) -> Scrubber | None:
         store, scrub = self._store, self._store.config.scrub
         if store.writeback is None or not scrub.enabled:
             return None
         settings = ScrubSettings(
             directory=str(store.config.nvme.path),
-            position=str(store.config.daemon.state_dir / POSITION_FILE),
+            position="",
             rate_bytes=scrub.rate_bytes,
             interval_s=scrub.interval_s,
         )
-        return Scrubber(settings, store, unsaved)
+        return Scrubber(settings, store, place)
 
     async def _watch_orphans(self) -> None:
         now_ns = self._store.clock.monotonic_ns

@@ -60,6 +60,27 @@ def make_state_dir(path: Path) -> None:
         )
 
 
+OLD_FILES = ("usage.npz", "names.json", "endurance.json", "scrub.json")
+OLD_VERSION = "0.2.0.dev1194"  # the last that wrote them
+
+
+def leave_old_files(directory: Path, *, discard: bool) -> None:
+    """Refuse a state directory with files of a version whose small state this one does not read; `discard`: remove
+    them. Raises StateDirectoryError, OSError."""
+    found = [name for name in OLD_FILES if (directory / name).exists()]
+    if not found:
+        return
+    if not discard:
+        them = "it" if len(found) == 1 else "them"
+        raise StateDirectoryError(
+            f"state directory {directory}: {', '.join(found)} written by {OLD_VERSION} or before; move {them} away, or "
+            "start with --discard-old (blocks stay; how they were used, names and the endurance budget begin anew)"
+        )
+    for name in found:
+        (directory / name).unlink()
+    log.warning("--discard-old: removed %s of %s", ", ".join(found), directory)
+
+
 class InstanceLock:
     """Held from construction to `release`."""
 

@@ -134,7 +134,7 @@ class Store:
         ground = Ground(config, clock, completions, residency, tiers, self.keyed, self.counters, self.flows)
         self.absences, self.compute, self.orphans = Absences(), ComputeTimes(), OrphanQueue(residency)
         budget_bytes = config.nvme.endurance_bytes_per_day if self.nvme is not None else 0
-        self.endurance = EnduranceAccount(config.daemon.state_dir, budget_bytes, clock, self.counters)
+        self.endurance = EnduranceAccount(budget_bytes, clock, self.counters)
         self.leases = LeaseTable(
             residency.unpin_run,
             lambda slot: self._reader(slot).free(slot),
@@ -178,6 +178,8 @@ class Store:
         self.prefetcher, self.feed, self.prefetch_state = make_prefetch(
             ground, self.promoter, self.policies, self.compute, predictor
         )
+        self._policy_config = config
+        self._forgotten: list[tuple[int, Sequence[bytes] | None]] | None = []  # until `forget_again`
         residency.forget_with(self._forget)
 
     @property
@@ -201,15 +203,32 @@ class Store:
     def replace_policy(self, config: Config, position: int) -> None:
         """Let the tier's policy be what `config` says. It begins with the blocks that are there, in the order of their
         last use, and with every tenant's share; one of the same name goes on from what the one before had learned."""
-        former, policy = self.policies[position], make_policy(config, self.residency, position)
-        for tenant, share in former.shares.items():
-            policy.set_share(tenant, share)
+        self._policy_config, former = config, self.policies[position]
+        policy = self.renew_policy(position)
         succeed(policy, former, self.clock.monotonic_ns())
+        self.follow_policy(position, policy)
+
+    def renew_policy(self, position: int) -> Policy:
+        """Return a policy as the tier has by the settings, which listens from now on and has learned nothing; then
+        `follow_policy`."""
+        policy = make_policy(self._policy_config, self.residency, position)
+        for tenant, share in self.policies[position].shares.items():
+            policy.set_share(tenant, share)
+        return policy
+
+    def follow_policy(self, position: int, policy: Policy) -> None:
+        """Let `policy` decide in the tier from now on."""
         self.policies[position] = policy
         self.rooms[position].follow(policy)
         self.retention.priorities.follow(policy)
-        self.retention.idle.set_ttl(position, _ttl_s(config, self.residency, position))
-        self.replace_admission(config)
+        self.retention.idle.set_ttl(position, _ttl_s(self._policy_config, self.residency, position))
+        self.replace_admission(self._policy_config)
+
+    def forget_again(self) -> None:
+        """Note once more which blocks were removed by order since the start: what was learned before is known now."""
+        forgotten, self._forgotten = self._forgotten or [], None
+        for tenant, keys in forgotten:
+            self.residency.forget(tenant, keys)
 
     def replace_admission(self, config: Config) -> None:
         """Let NVMe admit what `config` says."""
@@ -242,6 +261,8 @@ class Store:
         return self.exporter_of(slot.container) or self.host
 
     def _forget(self, tenant: int, keys: Sequence[bytes] | None) -> None:
+        if self._forgotten is not None:
+            self._forgotten.append((tenant, keys))
         self.feed.forgotten(tenant, keys)
         self.absences.forget(tenant, keys)
 

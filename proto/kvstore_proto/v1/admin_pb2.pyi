@@ -1450,6 +1450,112 @@ class RenameTenantReply(google.protobuf.message.Message):
 global___RenameTenantReply = RenameTenantReply
 
 @typing.final
+class StateRequest(google.protobuf.message.Message):
+    """The small state of STATE_DIR: its databases, or values of one."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DATABASE_FIELD_NUMBER: builtins.int
+    FIRST_FIELD_NUMBER: builtins.int
+    LIMIT_FIELD_NUMBER: builtins.int
+    database: builtins.str
+    """empty: none's values"""
+    first: builtins.str
+    """hex digits of the key to begin at; empty: the first there is"""
+    limit: builtins.int
+    """of values; 0: 100"""
+    def __init__(
+        self,
+        *,
+        database: builtins.str = ...,
+        first: builtins.str = ...,
+        limit: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["database", b"database", "first", b"first", "limit", b"limit"]) -> None: ...
+
+global___StateRequest = StateRequest
+
+@typing.final
+class StateReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PATH_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
+    IS_READ_FIELD_NUMBER: builtins.int
+    SET_ASIDE_FIELD_NUMBER: builtins.int
+    PID_FIELD_NUMBER: builtins.int
+    RSS_BYTES_FIELD_NUMBER: builtins.int
+    WRONG_VALUES_FIELD_NUMBER: builtins.int
+    WRONG_ROWS_FIELD_NUMBER: builtins.int
+    DATABASES_FIELD_NUMBER: builtins.int
+    VALUES_FIELD_NUMBER: builtins.int
+    NEXT_FIELD_NUMBER: builtins.int
+    path: builtins.str
+    bytes: builtins.int
+    is_read: builtins.bool
+    """by this daemon, which serves before it is"""
+    set_aside: builtins.str
+    """why what was there before is set aside; empty: it is not"""
+    pid: builtins.int
+    """of the process that has it open"""
+    rss_bytes: builtins.int
+    """that process's"""
+    wrong_values: builtins.int
+    """whose checksum was wrong, so that nothing uses them"""
+    wrong_rows: builtins.int
+    """the same of rows of use"""
+    next: builtins.str
+    """`first` of what follows; empty: nothing does"""
+    @property
+    def databases(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StateDatabase]: ...
+    @property
+    def values(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """with their keys, each a JSON object"""
+
+    def __init__(
+        self,
+        *,
+        path: builtins.str = ...,
+        bytes: builtins.int = ...,
+        is_read: builtins.bool = ...,
+        set_aside: builtins.str = ...,
+        pid: builtins.int = ...,
+        rss_bytes: builtins.int = ...,
+        wrong_values: builtins.int = ...,
+        wrong_rows: builtins.int = ...,
+        databases: collections.abc.Iterable[global___StateDatabase] | None = ...,
+        values: collections.abc.Iterable[builtins.str] | None = ...,
+        next: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "databases", b"databases", "is_read", b"is_read", "next", b"next", "path", b"path", "pid", b"pid", "rss_bytes", b"rss_bytes", "set_aside", b"set_aside", "values", b"values", "wrong_rows", b"wrong_rows", "wrong_values", b"wrong_values"]) -> None: ...
+
+global___StateReply = StateReply
+
+@typing.final
+class StateDatabase(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    HOLDS_FIELD_NUMBER: builtins.int
+    VALUES_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    holds: builtins.str
+    values: builtins.int
+    bytes: builtins.int
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        holds: builtins.str = ...,
+        values: builtins.int = ...,
+        bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "holds", b"holds", "name", b"name", "values", b"values"]) -> None: ...
+
+global___StateDatabase = StateDatabase
+
+@typing.final
 class PredictorRequest(google.protobuf.message.Message):
     """What prefetch by prediction does ([prefetch]), and what it was good for since the start."""
 

@@ -125,6 +125,11 @@ class AdminStub(object):
                 request_serializer=kvstore__proto_dot_v1_dot_admin__pb2.PredictorRequest.SerializeToString,
                 response_deserializer=kvstore__proto_dot_v1_dot_admin__pb2.PredictorReply.FromString,
                 _registered_method=True)
+        self.State = channel.unary_unary(
+                '/kvstore.v1.Admin/State',
+                request_serializer=kvstore__proto_dot_v1_dot_admin__pb2.StateRequest.SerializeToString,
+                response_deserializer=kvstore__proto_dot_v1_dot_admin__pb2.StateReply.FromString,
+                _registered_method=True)
 
 
 class AdminServicer(object):
@@ -238,6 +243,12 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def State(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -330,6 +341,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Predictor,
                     request_deserializer=kvstore__proto_dot_v1_dot_admin__pb2.PredictorRequest.FromString,
                     response_serializer=kvstore__proto_dot_v1_dot_admin__pb2.PredictorReply.SerializeToString,
+            ),
+            'State': grpc.unary_unary_rpc_method_handler(
+                    servicer.State,
+                    request_deserializer=kvstore__proto_dot_v1_dot_admin__pb2.StateRequest.FromString,
+                    response_serializer=kvstore__proto_dot_v1_dot_admin__pb2.StateReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -818,6 +834,33 @@ class Admin(object):
             '/kvstore.v1.Admin/Predictor',
             kvstore__proto_dot_v1_dot_admin__pb2.PredictorRequest.SerializeToString,
             kvstore__proto_dot_v1_dot_admin__pb2.PredictorReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def State(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.Admin/State',
+            kvstore__proto_dot_v1_dot_admin__pb2.StateRequest.SerializeToString,
+            kvstore__proto_dot_v1_dot_admin__pb2.StateReply.FromString,
             options,
             channel_credentials,
             insecure,

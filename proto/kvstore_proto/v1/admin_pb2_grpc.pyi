@@ -119,6 +119,11 @@ class AdminStub:
         kvstore_proto.v1.admin_pb2.PredictorReply,
     ]
 
+    State: grpc.UnaryUnaryMultiCallable[
+        kvstore_proto.v1.admin_pb2.StateRequest,
+        kvstore_proto.v1.admin_pb2.StateReply,
+    ]
+
 class AdminAsyncStub:
     Status: grpc.aio.UnaryUnaryMultiCallable[
         kvstore_proto.v1.admin_pb2.StatusRequest,
@@ -208,6 +213,11 @@ class AdminAsyncStub:
     Predictor: grpc.aio.UnaryUnaryMultiCallable[
         kvstore_proto.v1.admin_pb2.PredictorRequest,
         kvstore_proto.v1.admin_pb2.PredictorReply,
+    ]
+
+    State: grpc.aio.UnaryUnaryMultiCallable[
+        kvstore_proto.v1.admin_pb2.StateRequest,
+        kvstore_proto.v1.admin_pb2.StateReply,
     ]
 
 class AdminServicer(metaclass=abc.ABCMeta):
@@ -336,5 +346,12 @@ class AdminServicer(metaclass=abc.ABCMeta):
         request: kvstore_proto.v1.admin_pb2.PredictorRequest,
         context: _ServicerContext,
     ) -> typing.Union[kvstore_proto.v1.admin_pb2.PredictorReply, collections.abc.Awaitable[kvstore_proto.v1.admin_pb2.PredictorReply]]: ...
+
+    @abc.abstractmethod
+    def State(
+        self,
+        request: kvstore_proto.v1.admin_pb2.StateRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvstore_proto.v1.admin_pb2.StateReply, collections.abc.Awaitable[kvstore_proto.v1.admin_pb2.StateReply]]: ...
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import pickle
 import random
 from pathlib import Path
 
@@ -12,13 +12,14 @@ import pytest
 from kvstore_simulator.policies import POLICIES, create
 from kvstored.clock import NS_PER_S, ManualClock
 from kvstored.lifecycle import Cause
-from kvstored.lifetime.usage_file import FILE, FORMAT, UsageFile
 from kvstored.policy_names import CHAIN_HAZARD
+from kvstored.state.tables import CONTENTS, PIECE, packed
 from kvstored.store.policies import Learns, Origin, Policy, joined, succeed
 from kvstored.store.policies.chain_hazard import ChainHazard
 from kvstored.store.policies.chains import state as chain_state
-from kvstored.telemetry import Counters
+from tests.reference import learning
 from tests.reference.blocks import Shelf, key
+from tests.reference.learning import learned_of
 from tests.reference.policy_state import carried, exported
 
 NAME = CHAIN_HAZARD
@@ -49,18 +50,14 @@ def chain_policy(shelf: Shelf) -> ChainHazard:
 
 
 def saved(tmp_path: Path, shelf: Shelf, policies: list[Policy], clock: ManualClock) -> bytes:
-    """The file's content."""
-    file = UsageFile(tmp_path, shelf.residency, clock)
-    file.follow(policies, Counters())
-    asyncio.run(file.save())
-    return (tmp_path / FILE).read_bytes()
+    """All that is saved."""
+    return learning.keep(tmp_path, learned_of(shelf.residency, clock, policies)[0])
 
 
 def restored(tmp_path: Path, shelf: Shelf, clock: ManualClock, name: str = NAME) -> Policy:
-    file = UsageFile(tmp_path, shelf.residency, clock)
-    file.restore(())
-    policies = [create(name, shelf.residency, 0)]
-    file.follow(policies, Counters())
+    learned, policies = learned_of(shelf.residency, clock, [create(name, shelf.residency, 0)])
+    learned.read(learning.kept(tmp_path), ())
+    learned.hand_out(renew=True)
     return policies[0]
 
 
@@ -189,26 +186,6 @@ def test_a_deleted_block_is_not_in_the_next_file(tmp_path: Path) -> None:
     assert shelf.residency.why_missing(0, key(gone)).cause is Cause.DROPPED, "as long as the daemon lives"
 
 
-def test_a_block_that_is_deleted_while_the_file_is_collected_is_not_in_it(tmp_path: Path) -> None:
-    shelf = Shelf("host")
-    policy = chain_policy(shelf)
-    rows = shelf.chain(50_001, 50_002, 50_003)
-    file = UsageFile(tmp_path, shelf.residency, ManualClock(shelf.now_ns))
-    file.follow([policy], Counters())
-
-    async def delete_late() -> None:
-        for _ in range(len(list(policy.export_state()))):
-            await asyncio.sleep(0)
-        shelf.residency.remove(rows[-1], Cause.DROPPED, shelf.now_ns)
-
-    async def save_and_delete() -> None:
-        await asyncio.gather(file.save(), delete_late())
-
-    asyncio.run(save_and_delete())
-    content = (tmp_path / FILE).read_bytes()
-    assert key(50_002) in content and key(50_003) not in content
-
-
 def test_what_had_left_of_a_tenant_is_forgotten_with_it(tmp_path: Path) -> None:
     shelf = Shelf("host", tenants=2)
     policy = chain_policy(shelf)
@@ -264,26 +241,19 @@ def test_a_state_of_another_version_is_ignored(
     assert "another version" in caplog.text and len(caplog.records) == 1
 
 
-@pytest.mark.parametrize("version", [FORMAT + 1, None])
-def test_a_file_of_another_version_gives_its_counts_alone(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, version: int | None
+@pytest.mark.parametrize("contents", [b'{"format": 99, "pieces": {}}', b'{"pieces": {}}', b"["])
+def test_what_another_version_saved_is_not_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, contents: bytes
 ) -> None:
     shelf = Shelf("host")
     shelf.chain(1, 2)
-    shelf.chain(1, 2)
-    policy = chain_policy(shelf)
     clock = ManualClock(shelf.now_ns)
-    saved(tmp_path, shelf, [policy], clock)
-    with np.load(tmp_path / FILE) as file:
-        tables = {name: file[name] for name in file.files}
-    del tables[":format"]
-    if version is not None:
-        tables[":format"] = np.array([version])
-    np.savez(tmp_path / FILE, **tables)
-    shelf.residency.rows.accesses[0] = 1
+    saved(tmp_path, shelf, [chain_policy(shelf)], clock)
+    entries = dict(learning.kept(tmp_path))
+    entries[CONTENTS + PIECE.pack(0)] = packed(np.frombuffer(contents, np.uint8))
+    (tmp_path / learning.FILE).write_bytes(pickle.dumps(list(entries.items())))
     after = restored(tmp_path, shelf, clock)
     assert isinstance(after, ChainHazard) and not after.follower.book.learning.requests
-    assert shelf.residency.accesses(0) == 2
     assert "another version" in caplog.text and len(caplog.records) == 1
 
 

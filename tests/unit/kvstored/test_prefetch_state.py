@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from kvstore_predictor.ensemble import Ensemble
 from kvstore_predictor.markov import Markov
 from kvstore_predictor.session_return import SessionReturn
 from kvstored.clock import NS_PER_S, ManualClock
-from kvstored.lifetime.usage_file import FILE, UsageFile
 from kvstored.store.policies import Origin
 from kvstored.store.prefetch.credit import Held, PrefetchCredit, Standing
 from kvstored.store.prefetch.guarded_predictor import GuardedPredictor, PrefetchState
@@ -22,7 +20,9 @@ from kvstored.store.prefetch.on_hint import OnHint
 from kvstored.store.prefetch.recent import RecentRequests
 from kvstored.telemetry import Counters
 from tests.contract.test_predictor_contract import ask, drive, key, state_of
+from tests.reference import learning
 from tests.reference.blocks import Shelf
+from tests.reference.learning import learned_of
 
 PREDICTORS: list[Callable[[], Predictor]] = [OnHint, SessionReturn, Markov, Ensemble]
 TENANTS = ("alice", "bob", "carol")
@@ -57,17 +57,14 @@ def number_of(shelf: Shelf, name: str) -> int:
 
 
 def keep(tmp_path: Path, shelf: Shelf, learner: Learner, clock: ManualClock) -> bytes:
-    """The file's content."""
-    file = UsageFile(tmp_path, shelf.residency, clock)
-    file.follow([], Counters(), learner.state)
-    asyncio.run(file.save())
-    return (tmp_path / FILE).read_bytes()
+    """All that is saved."""
+    return learning.keep(tmp_path, learned_of(shelf.residency, clock, prefetch=learner.state)[0])
 
 
 def go_on(tmp_path: Path, shelf: Shelf, learner: Learner, clock: ManualClock) -> None:
-    file = UsageFile(tmp_path, shelf.residency, clock)
-    file.restore(())
-    file.follow([], Counters(), learner.state)
+    learned, _ = learned_of(shelf.residency, clock, prefetch=learner.state)
+    learned.read(learning.kept(tmp_path), ())
+    learned.hand_out(renew=False)
 
 
 def taught(make: Callable[[], Predictor], shelf: Shelf) -> tuple[Learner, float]:
@@ -144,11 +141,11 @@ def test_no_deleted_key_is_in_the_file(tmp_path: Path, make: Callable[[], Predic
 
 def test_an_announcement_after_the_last_request_is_kept(tmp_path: Path) -> None:
     shelf, learner, clock = shelf_of(*TENANTS), Learner(OnHint()), ManualClock(round(NOW_S * NS_PER_S))
-    file = UsageFile(tmp_path, shelf.residency, clock)
-    file.follow([], Counters(), learner.state)
-    asyncio.run(file.save())
+    saving, _ = learned_of(shelf.residency, clock, prefetch=learner.state)
+    before = saving.activity()
     learner.guarded.hinted(0, key(0, 1, 0), Hint(due_s=NOW_S + 60.0), NOW_S)
-    asyncio.run(file.save())
+    assert saving.activity() != before
+    learning.keep(tmp_path, saving)
     after = Learner(OnHint())
     go_on(tmp_path, shelf_of(*TENANTS), after, clock)
     assert after.predictor is not None

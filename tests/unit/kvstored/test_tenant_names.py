@@ -1,17 +1,14 @@
-"""Names of tenants and fingerprints: saved off the control thread, bounded, and no more than labels."""
+"""Names of tenants and fingerprints: bounded, known late, and no more than labels."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from kvstore_proto.fingerprint import Fingerprint
 from kvstored.clients.tenants import Peer, TenantDirectory, directory, names
+from tests.reference.blocks import Shelf
 
 PEER = Peer(0, 1234, 1234)
 
@@ -24,88 +21,58 @@ def model(number: int, nbytes: int = 10) -> Fingerprint:
     return Fingerprint(f"model {number}", f"{number:0{nbytes}}")
 
 
-def writing_threads(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
-    """Grows by the thread of each write that is made from now on."""
-    writers: list[threading.Thread] = []
-    real: Callable[[Path, bytes], None] = names.replace_file
-
-    def write(path: Path, content: bytes) -> None:
-        writers.append(threading.current_thread())
-        real(path, content)
-
-    monkeypatch.setattr(names, "replace_file", write)
-    return writers
-
-
-def test_new_names_are_saved_on_another_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tenants = opened(tmp_path)
-    writers = writing_threads(monkeypatch)
-    digests = [tenants.remember(model(number)) for number in range(100)]
-    assert tenants.resolve(PEER) is not None
-    assert writers == [], "a hello waits for no disk"
-
-    async def until_saved() -> None:
-        task = asyncio.create_task(tenants.run())
-        while "uid-1234" not in (tmp_path / "names.json").read_text():
-            await asyncio.sleep(0)
-        task.cancel()
-
-    asyncio.run(asyncio.wait_for(until_saved(), 60))
-    tenants.close()
-    assert writers and threading.main_thread() not in writers
-    later = opened(tmp_path)
-    assert set(later.fingerprints()) == set(digests) and [tenant.name for tenant in later.all()] == ["uid-1234"]
-
-
-def test_what_is_not_saved_at_the_end_is_saved_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tenants = opened(tmp_path)
-    writers = writing_threads(monkeypatch)
-    digest = tenants.remember(model(1))
-    tenants.close()
-    tenants.close()
-    assert len(writers) == 1 and opened(tmp_path).fingerprint_label(digest).startswith("model 1:")
-
-
-def test_a_crash_before_it_was_saved_costs_labels_until_the_client_is_back(tmp_path: Path) -> None:
+def test_names_come_back_after_the_start_beside_new_ones(tmp_path: Path) -> None:
     before = opened(tmp_path)
     tenant = before.resolve(PEER)
     assert tenant is not None
-    digest = before.remember(model(1))
+    digests = [before.remember(model(number)) for number in range(100)]
+    shelf = Shelf("host", tenants=0)
+    shelf.residency.tenant(tenant.index_name)
+    assert all(b"uid-1234" not in key for key, _ in before.named_entries(shelf.residency)), "it has no blocks"
+    shelf.store(1)
+    entries = before.named_entries(shelf.residency)
+    assert entries[0] == (b"tenant:uid-1234", b"") and len(entries) == 101
+
     after = opened(tmp_path)
-    assert after.fingerprint_label(digest) == digest.hex()[:12]
+    new = after.remember(model(1000))
+    assert after.fingerprint_label(digests[1]) == digests[1].hex()[:12]
     assert after.name_of(tenant.digest).startswith("unknown-")
-    assert after.fingerprint_digest(after.fingerprint_number(digest)) == digest, "as recovery asks for it"
+    number = after.fingerprint_number(digests[1])  # as recovery asks for it
+    after.know(entries)
+    assert after.name_of(tenant.digest) == "uid-1234" and set(after.fingerprints()) == {*digests, new}
+    assert number in after.family(model(1))
     again = after.resolve(PEER)
     assert again is not None and again.roots(model(1)) == tenant.roots(model(1)), "keys do not depend on names"
-    assert after.name_of(tenant.digest) == "uid-1234"
-    after.remember(model(1))
-    assert after.fingerprint_label(digest).startswith("model 1:")
 
 
-def test_a_full_disk_costs_labels_and_no_session(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def full(path: Path, content: bytes) -> None:
-        raise OSError(28, "No space left on device")
-
+@pytest.mark.parametrize(
+    "entry",
+    [(b"tenant:\x1b]0;owned", b""), (b"fingerprint:x", b"{}"), (b"fingerprint:x", b"["), (b"", b""), (b"what", b"7")],
+)
+def test_what_is_no_name_is_left_out(tmp_path: Path, entry: tuple[bytes, bytes]) -> None:
     tenants = opened(tmp_path)
-    monkeypatch.setattr(names, "replace_file", full)
-    tenants.remember(model(1))
-    with caplog.at_level(logging.WARNING):
-        tenants.close()
-    assert "No space left" in caplog.text
+    tenants.know([entry])
+    assert tenants.all() == [] and tenants.fingerprints() == {}
+
+
+def test_a_fingerprint_under_another_digest_is_left_out(tmp_path: Path) -> None:
+    before, after = opened(tmp_path), opened(tmp_path)
+    before.remember(model(1))
+    ((_, text),) = before.named_entries(Shelf("host").residency)
+    after.know([(b"fingerprint:" + bytes(32), text)])
+    assert after.fingerprints() == {}
 
 
 def test_what_is_kept_is_bounded_in_bytes(tmp_path: Path) -> None:
     tenants = opened(tmp_path)
     for number in range(100):
         tenants.remember(model(number, 60_000))
-    kept = tenants.fingerprints().values()
-    assert 0 < sum(len(fingerprint.canonical()) for fingerprint in kept) <= names.MAX_NAMED_BYTES
-    assert len(kept) < 100
-    tenants.close()
-    assert (tmp_path / "names.json").stat().st_size < names.MAX_NAMED_BYTES * 1.1
-    assert len(opened(tmp_path).fingerprints()) == len(kept)
+    entries = tenants.named_entries(Shelf("host").residency)
+    assert 0 < sum(len(text) for _, text in entries) <= names.MAX_NAMED_BYTES
+    assert len(entries) < 100
+    again = opened(tmp_path)
+    again.know(entries)
+    assert len(again.fingerprints()) == len(entries)
 
 
 def test_numbers_are_bounded_and_never_name_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

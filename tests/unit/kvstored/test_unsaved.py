@@ -11,18 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from kvstore_proto.fingerprint import Fingerprint
 from kvstore_proto.replaced_file import remove_leftover
 from kvstore_proto.state_identity import IDENTITY_FILE, read_identity
 from kvstore_tiers import failpoints
 from kvstore_tiers.nvme import directory
 from kvstore_tiers.replaced_file import replace_file, replaced_file
 from kvstored import sockets
-from kvstored.clients.tenants import Peer, TenantDirectory, keyring, names
+from kvstored.clients.tenants import Peer, TenantDirectory, keyring
 from kvstored.clients.tenants.keyring import Keyring
 from kvstored.config import TenantSection
 from kvstored.lifetime.instance import AlreadyRunning, InstanceLock
-from kvstored.store.endurance.account import FILE_NAME, BudgetFile
 from kvstored.unsaved import Unsaved
 
 pytestmark = pytest.mark.usefixtures("nothing_stays_armed")
@@ -33,9 +31,9 @@ ERRORS = ["ENOSPC", "EDQUOT", "EROFS", "EIO"]
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("durable", [True, False])
 def test_a_file_is_replaced_whole_or_stays(tmp_path: Path, error: str, durable: bool) -> None:
-    path = tmp_path / "names.json"
+    path = tmp_path / "seal"
     replace_file(path, b"old", durable=durable)
-    failpoints.arm(f"file.names.json=error:{error}")
+    failpoints.arm(f"file.seal=error:{error}")
     with pytest.raises(OSError) as failed:
         replace_file(path, b"new", durable=durable)
     assert failed.value.filename == str(path) and failed.value.errno == getattr(errno, error)
@@ -48,9 +46,9 @@ def test_a_file_is_replaced_whole_or_stays(tmp_path: Path, error: str, durable: 
 def test_a_disk_that_fills_up_while_a_file_is_written(tmp_path: Path) -> None:
     if not os.access("/dev/full", os.W_OK):
         pytest.skip("needs /dev/full")
-    path = tmp_path / "usage.npz"
-    (tmp_path / "usage.npz.new").symlink_to("/dev/full")
-    with pytest.raises(OSError, match=r"usage\.npz'") as failed, replaced_file(path) as file:
+    path = tmp_path / "identity.json"
+    (tmp_path / "identity.json.new").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"identity\.json'") as failed, replaced_file(path) as file:
         file.write(bytes(1 << 20))
     assert failed.value.errno == errno.ENOSPC and list(tmp_path.iterdir()) == []
 
@@ -66,14 +64,14 @@ def test_a_leftover_that_cannot_be_removed_is_left(tmp_path: Path) -> None:
 
 def test_each_file_is_named_once_until_it_can_be_written(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    unsaved, path = Unsaved(), Path("/state/names.json")
+    unsaved, path = Unsaved(), Path("/state/seal")
     for _ in range(3):
         unsaved.failed(path, FULL, "labels are lost")
-    said = "/state/names.json cannot be written (No space left on device): labels are lost"
+    said = "/state/seal cannot be written (No space left on device): labels are lost"
     assert unsaved.sentences() == [said] and caplog.messages == [said]
     unsaved.saved(path)
     unsaved.saved(path)
-    assert unsaved.sentences() == [] and caplog.messages[1:] == ["/state/names.json can be written again"]
+    assert unsaved.sentences() == [] and caplog.messages[1:] == ["/state/seal can be written again"]
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -89,26 +87,6 @@ async def until_written(run: Coroutine[None, None, None], name: str, failures: i
     failpoints.disarm()
     await until(lambda: not unsaved.sentences())
     task.cancel()
-
-
-def test_names_are_saved_when_there_is_room_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(names, "RETRY_S", 0.0)
-    unsaved = Unsaved()
-    failpoints.arm("file.names.json=error:ENOSPC")
-    tenants = TenantDirectory(tmp_path, (TenantSection("alpha"),), "by-uid", unsaved=unsaved)
-    tenants.remember(Fingerprint("a model", "w"))
-    assert "names.json cannot be written" in unsaved.sentences()[0]
-
-    asyncio.run(until_written(tenants.run(), "names.json", 2, unsaved))
-    assert "a model" in (tmp_path / "names.json").read_text()
-
-
-def test_names_that_are_as_they_were_are_not_written(tmp_path: Path) -> None:
-    TenantDirectory(tmp_path, (TenantSection("alpha"),), "by-uid").close()
-    failpoints.arm("file.names.json=error:EROFS")
-    unsaved = Unsaved()
-    TenantDirectory(tmp_path, (TenantSection("alpha"),), "by-uid", unsaved=unsaved).close()
-    assert failpoints.hits("file.names.json") == 0 and unsaved.sentences() == []
 
 
 def test_a_check_value_that_cannot_be_written_is_written_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,14 +138,6 @@ def test_a_new_secret_has_to_be_on_the_medium(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="a new secret has to be written before anything is stored") as refused:
         Keyring(tmp_path)
     assert refused.value.filename == str(tmp_path / "secret") and list(tmp_path.iterdir()) == []
-
-
-def test_an_endurance_file_that_cannot_be_read_is_an_empty_bucket(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / FILE_NAME).mkdir()  # as for any other error of the medium
-    saved = BudgetFile(tmp_path).load()
-    assert saved is not None and saved.level_bytes == 0 and "cannot be read" in caplog.text
 
 
 def test_a_directory_is_locked_where_no_lock_file_can_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

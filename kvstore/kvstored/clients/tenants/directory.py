@@ -6,11 +6,10 @@ may hold, or hold the secret that keys are made of (`Keyring` does).
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import hmac
 import re
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,12 +17,11 @@ from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.fingerprint import Fingerprint
 from kvstore_proto.identity import root_key
 from kvstored.clients.tenants.keyring import Keyring
-from kvstored.clients.tenants.names import Names
+from kvstored.clients.tenants.names import Entry, Names
 from kvstored.clients.tenants.peer import Peer
 from kvstored.config import TenantSection
 from kvstored.config.schema import PutSection
 from kvstored.store.blocks import Residency
-from kvstored.unsaved import Unsaved
 
 MAX_NUMBERED_FINGERPRINTS = 65_536
 UNKNOWN_FINGERPRINT = 1 << 40  # a number that no block has
@@ -79,7 +77,6 @@ class TenantDirectory:
         listed: tuple[TenantSection, ...],
         default: str,
         keyring: Keyring | None = None,
-        unsaved: Unsaved | None = None,
     ) -> None:
         self.keyring = Keyring(state_dir) if keyring is None else keyring
         self.listed = listed
@@ -88,21 +85,31 @@ class TenantDirectory:
         self._fingerprint_numbers: dict[bytes, int] = {}
         self._digests: list[bytes] = []  # by number
         self._families: dict[tuple[str, str, int], set[int]] = {}
-        self._names = Names(state_dir / "names.json", lambda: list(self._tenants), unsaved or Unsaved())
-        for name in (*self._names.load(), *self.keyring.bound()):
+        self._names = Names()
+        for name in self.keyring.bound():
             if self.keyring.identity_of(name) is not None:
                 self._tenant(TenantSection(name))
         for section in listed:
             self.keyring.claim(section.name)
             self._tenant(section)
-        self._names.save()
 
-    async def run(self) -> None:
-        """A task: new names are saved as they come, and what could not be written is tried again."""
-        await asyncio.gather(self._names.run(), self.keyring.run())
+    def named_entries(self, residency: Residency) -> list[Entry]:
+        """Return the names to be saved: of fingerprints, and of tenants that have blocks."""
+        numbers = {index.name: number for number, index in enumerate(residency.tenants)}
+        with_blocks = (
+            tenant.name for tenant in self._tenants.values()
+            if tenant.index_name in numbers and residency.tenant_blocks(numbers[tenant.index_name])
+        )  # fmt: skip
+        return self._names.entries(with_blocks)
 
-    def close(self) -> None:
-        self._names.close()
+    def know(self, entries: Iterable[Entry]) -> None:
+        """Know the names that were saved, beside those that came since."""
+        for name in self._names.know(entries):
+            if name not in self._tenants and self.keyring.identity_of(name) is not None:
+                self._tenant(TenantSection(name))
+        for digest, number in self._fingerprint_numbers.items():
+            if (fingerprint := self.fingerprint(digest)) is not None:
+                self._join_family(fingerprint, number)
 
     def relist(self, listed: tuple[TenantSection, ...], default: str) -> None:
         """Let the configuration's tenants be these. Sessions are the caller's."""
@@ -110,7 +117,6 @@ class TenantDirectory:
         self.listed, self.default = listed, default
         for section in (*listed, *map(TenantSection, sorted(left))):
             self._tenant(section)
-        self._names.changed()
 
     def resolve(self, peer: Peer) -> Tenant | None:
         """The tenant of a caller: listed by uid, else by gid, else the default; None = refused, `why_refused` says why.
@@ -132,7 +138,6 @@ class TenantDirectory:
         known = self._tenants.get(name)
         if known is None:
             known = self._tenant(TenantSection(name, uids=(peer.uid,)))
-            self._names.changed()
         return known
 
     def why_refused(self, peer: Peer) -> str:
@@ -191,7 +196,6 @@ class TenantDirectory:
         for name in (*names, *self.keyring.bound()):
             if name not in self._tenants and self.keyring.identity_of(name) is not None:
                 self._tenant(self.section(name) or TenantSection(name))
-        self._names.changed()
 
     def by_digest(self, digest: bytes) -> Tenant | None:
         return next((tenant for tenant in self._tenants.values() if tenant.digest == digest), None)

@@ -1,29 +1,20 @@
-"""The names behind digests, for people: of tenants and of fingerprints, in STATE_DIR/names.json.
+"""The names behind digests, for people: of tenants and of fingerprints.
 
-Owns that file and the fingerprints that have names. Never decides anything: what is not here has a digest for a label,
-and blocks, keys and leases do not depend on it. So the file may lag behind, and what a crash takes of it comes back
-with the next client that says hello.
-Invariants: what is kept is bounded in number and in bytes; after the start the control thread never writes.
+Owns the fingerprints that have names. Never decides anything: what is not here has a digest for a label, and blocks,
+keys and leases do not depend on it. So what is saved of it may lag behind, and what a crash takes comes back with the
+next client that says hello. Invariant: what is kept is bounded in number and in bytes.
 """
 
 from __future__ import annotations
 
-import asyncio
-import json
-import logging
-import threading
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Iterable
 
 from kvstore_proto.fingerprint import Fingerprint, parse_fingerprint
-from kvstore_tiers.replaced_file import replace_file
-from kvstored.unsaved import RETRY_S, Unsaved
 
 MAX_NAMED_FINGERPRINTS = 4096  # labels only; a client that makes up more of them still stores and finds its blocks
 MAX_NAMED_BYTES = 4 << 20  # of all of them, in canonical form
-PAUSE_S = 0.1  # between two writes of the file
-COST = "after a restart listings show digests for names that are not in it, until their clients reconnect"
-log = logging.getLogger(__name__)
+_TENANT, _FINGERPRINT = b"tenant:", b"fingerprint:"
+Entry = tuple[bytes, bytes]
 
 
 def is_plain(name: str) -> bool:
@@ -32,87 +23,39 @@ def is_plain(name: str) -> bool:
 
 
 class Names:
-    """`tenants()` returns the current names of tenants. `run` is a task."""
+    """The fingerprints that have names, by digest."""
 
-    def __init__(self, path: Path, tenants: Callable[[], Iterable[str]], unsaved: Unsaved) -> None:
-        self._path = path
-        self._unsaved = unsaved
-        self._on_medium = b""
-        self._tenants = tenants
+    def __init__(self) -> None:
         self.fingerprints: dict[bytes, Fingerprint] = {}
-        self._texts: list[str] = []  # of the same, canonical
+        self._entries: list[Entry] = []  # of the same, canonical
         self._nbytes = 0
-        self._changed = asyncio.Event()
-        self._writing = threading.Lock()
-
-    def load(self) -> list[str]:
-        """The tenants in the file; its fingerprints are kept. A lost or damaged file costs labels, never blocks."""
-        tenants: list[str] = []
-        try:
-            self._on_medium = self._path.read_bytes()
-            raw = json.loads(self._on_medium)
-            tenants = [name for name in raw["tenants"] if isinstance(name, str) and is_plain(name)]
-            for text in raw["fingerprints"]:
-                fingerprint = parse_fingerprint(str(text).encode())
-                self._keep(fingerprint.digest(), fingerprint)
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            log.warning("%s cannot be read: %s", self._path, error.strerror)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            log.warning("%s is damaged: names are not known until their clients reconnect", self._path)
-        return tenants
 
     def remember(self, digest: bytes, fingerprint: Fingerprint) -> None:
-        if digest not in self.fingerprints and self._keep(digest, fingerprint):
-            self.changed()
+        """Keep a fingerprint, unless there is no room for it."""
+        if digest in self.fingerprints or len(self.fingerprints) >= MAX_NAMED_FINGERPRINTS:
+            return
+        text = fingerprint.canonical()
+        if self._nbytes + len(text) <= MAX_NAMED_BYTES:
+            self.fingerprints[digest] = fingerprint
+            self._entries.append((_FINGERPRINT + digest, text))
+            self._nbytes += len(text)
 
-    def changed(self) -> None:
-        """A name changed: save soon."""
-        self._changed.set()
+    def entries(self, tenants: Iterable[str]) -> list[Entry]:
+        """Return what is to be saved: all fingerprints, and these names of tenants."""
+        return [*((_TENANT + name.encode(), b"") for name in sorted(tenants)), *self._entries]
 
-    async def run(self) -> None:
-        """Save what changes, on another thread."""
-        while True:
-            await self._changed.wait()
-            is_saved = await asyncio.to_thread(self.save)
-            await asyncio.sleep(PAUSE_S if is_saved else RETRY_S)
-
-    def close(self) -> None:
-        """Save what is not saved yet, after a write that is under way."""
-        with self._writing:
-            is_behind = self._changed.is_set()
-        if is_behind:
-            self.save()
-
-    def save(self) -> bool:
-        """Write the file, unless it says all this already; whether that is so now. A full disk costs labels after the
-        next start, not the start and no client's session."""
-        with self._writing:
-            self._changed.clear()  # first: a change from now on may miss this save
-            tenants = ",\n".join(map(json.dumps, sorted(self._tenants())))
-            fingerprints = ",\n".join(map(json.dumps, list(self._texts)))  # piece by piece: others want the GIL too
-            content = f'{{"tenants": [\n{tenants}\n],\n"fingerprints": [\n{fingerprints}\n]}}\n'
-            raw = content.encode()
+    def know(self, entries: Iterable[Entry]) -> list[str]:
+        """Keep the fingerprints that were saved; return the names of tenants. What is none of ours is left out."""
+        tenants = []
+        for key, text in entries:
+            if key.startswith(_TENANT):
+                name = key.removeprefix(_TENANT).decode(errors="replace")
+                tenants += [name] if is_plain(name) else []
+                continue
             try:
-                if raw != self._on_medium:
-                    replace_file(self._path, raw)
-            except OSError as error:
-                self._unsaved.failed(self._path, error, COST)
-                self._changed.set()
-                return False
-            self._on_medium = raw
-            self._unsaved.saved(self._path)
-            return True
-
-    def _keep(self, digest: bytes, fingerprint: Fingerprint) -> bool:
-        """False when there is no room for it."""
-        if len(self.fingerprints) >= MAX_NAMED_FINGERPRINTS:
-            return False
-        text = fingerprint.canonical().decode()
-        if self._nbytes + len(text) > MAX_NAMED_BYTES:
-            return False
-        self.fingerprints[digest] = fingerprint
-        self._texts.append(text)
-        self._nbytes += len(text)
-        return True
+                fingerprint = parse_fingerprint(text)
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                continue
+            if key == _FINGERPRINT + fingerprint.digest():
+                self.remember(fingerprint.digest(), fingerprint)
+        return tenants

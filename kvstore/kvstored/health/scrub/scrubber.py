@@ -14,24 +14,21 @@ import json
 import logging
 import sys
 from collections import deque
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol
 
 from kvstore_tiers.base import Completion, Outcome, OutcomeKind
 from kvstore_tiers.segments import AlignedBuffer
 from kvstored.clock import NS_PER_S
-from kvstored.health.scrub.worker import ScrubSettings, load
+from kvstored.health.scrub.worker import ScrubSettings, position_of
 from kvstored.store.assembly import Store
 from kvstored.store.transfer.lane import Priority, Refused
 from kvstored.store.transfer.link import lane_name
 from kvstored.store.transfer.mover import Transfer
-from kvstored.unsaved import Unsaved
 
 log = logging.getLogger(__name__)
 RESTARTS, RESTARTS_IN_S = 5, 3600
 ENDING_S = 5.0
-POSITION_FILE = "scrub.json"
 
 
 @dataclass
@@ -98,20 +95,29 @@ class Verification:
         return outcome
 
 
-class Scrubber:
-    """`run` is a task until it is cancelled. `store` has an NVMe tier."""
+class Place(Protocol):
+    """Keeps the scrubber's position over restarts. `was_tried`: to read it."""
 
-    def __init__(self, settings: ScrubSettings, store: Store, unsaved: Unsaved) -> None:
+    scrub: bytes | None
+    was_tried: asyncio.Event
+
+
+class Scrubber:
+    """`run` is a task until it is cancelled. `store` has an NVMe tier. `place` is where its position, JSON, is kept."""
+
+    def __init__(self, settings: ScrubSettings, store: Store, place: Place) -> None:
         self._settings = settings
         self._store = store
-        self._unsaved = unsaved
+        self._place = place
         self._verification = Verification(store)
         self._deaths_ns: deque[int] = deque()
         self.report = ScrubReport("starting")
-        self.report.last_pass_s = load(Path(settings.position)).last_pass_s
 
     async def run(self) -> None:
+        """Scrub, from where the daemon before was."""
         await asyncio.sleep(self._store.config.scrub.start_s)
+        await self._place.was_tried.wait()
+        self.report.last_pass_s = position_of(self._place.scrub or b"").last_pass_s
         while self._may_start():
             status = await self._run_worker()
             self._deaths_ns.append(self._store.clock.monotonic_ns())
@@ -128,8 +134,9 @@ class Scrubber:
 
     async def _run_worker(self) -> int:
         """One life of the worker; its exit status. Cancelled: it is gone before this returns, unless it cannot end."""
+        settings = replace(self._settings, position=(self._place.scrub or b"").decode(errors="replace"))
         worker = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "kvstored.health.scrub.worker", json.dumps(asdict(self._settings)),
+            sys.executable, "-m", "kvstored.health.scrub.worker", json.dumps(asdict(settings)),
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
         )  # fmt: skip
         assert worker.stdin is not None and worker.stdout is not None
@@ -164,11 +171,8 @@ class Scrubber:
             report.last_pass_s = float(fields["ended_s"])
             report.last_pass_slots, report.last_pass_bytes = int(fields["slots"]), int(fields["bytes"])
             log.info("scrubbed %d slots, %d bytes", report.last_pass_slots, report.last_pass_bytes)
-        elif what == "unsaved":
-            error = OSError(fields["errno"], fields["error"])
-            self._unsaved.failed(Path(self._settings.position), error, "after a restart scrubbing begins at the front")
-        elif what == "saved":
-            self._unsaved.saved(Path(self._settings.position))
+        elif what == "position":
+            self._place.scrub = json.dumps(fields).encode()
         elif what == "suspect":
             report.suspects += 1
             await self._judge(fields)

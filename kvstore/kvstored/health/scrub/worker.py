@@ -1,9 +1,10 @@
 """The scrubber's process: `python -m kvstored.health.scrub.worker SETTINGS`, started by the daemon alone.
 
 Reads slots and reports to standard output, one JSON object a line; ends when standard input ends, or with its
-parent. Owns the pass and its position file. Never writes to the tier's directory, never decides that a block is bad.
+parent. Owns the pass; the daemon keeps its place. Never writes to the tier's directory, never decides that a block is
+bad.
 Messages: {"read": {bytes, slots, slab, slot}}, {"suspect": {...}}, {"unreadable": {slab, error}},
-{"pass": {began_s, ended_s, bytes, slots}}.
+{"pass": {began_s, ended_s, bytes, slots}}, {"position": {...}}.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from kvstore_tiers.nvme.directory_files import slab_numbers
-from kvstore_tiers.replaced_file import replace_file
 from kvstored.health.scrub.slab_reader import SlabReader, Visit
 
 REPORTED_EVERY_S = 1.0
@@ -51,8 +51,8 @@ class Pace:
 @dataclass
 class Position:
     """The slot that comes next, by `slab` and `slot`, and when passes began and ended: wall-clock seconds, 0 for never.
-    It is kept over restarts in a small file. Losing it costs a pass from the front, nothing else, so it is not synced
-    and anything odd in it counts as lost."""
+    It is kept over restarts. Losing it costs a pass from the front, nothing else, so anything odd in it counts as
+    lost."""
 
     slab: int = 0
     slot: int = 0
@@ -79,18 +79,14 @@ class Position:
         self.slab = self.slot = 0
 
 
-def load(path: Path) -> Position:
+def position_of(content: bytes) -> Position:
+    """Return the position in JSON; the front for what is none."""
     try:
-        raw = json.loads(path.read_bytes())
+        raw = json.loads(content)
         position = Position(**{field.name: type(field.default)(raw[field.name]) for field in fields(Position)})  # type: ignore[misc]
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return Position()
     return position if all(0 <= value < _END for value in asdict(position).values()) else Position()
-
-
-def save(path: Path, position: Position) -> None:
-    """Raises OSError."""
-    replace_file(path, json.dumps(asdict(position)).encode(), durable=False)
 
 
 class Ended(Exception):
@@ -99,7 +95,7 @@ class Ended(Exception):
 
 @dataclass(frozen=True)
 class ScrubSettings:
-    """The worker's orders from the daemon."""
+    """The worker's orders from the daemon. `position`: as JSON; "" for none."""
 
     directory: str
     position: str
@@ -112,10 +108,9 @@ class ScrubWorker:
 
     def __init__(self, settings: ScrubSettings) -> None:
         self._slabs = Path(settings.directory) / "slabs"
-        self._position_path = Path(settings.position)
         self._interval_s = settings.interval_s
         self._pace = Pace(settings.rate_bytes)
-        self._position = load(self._position_path)
+        self._position = position_of(settings.position.encode())
         self._reported_s = self._saved_s = time.monotonic()
         self._unreported_bytes = self._unreported_slots = 0
 
@@ -184,12 +179,7 @@ class ScrubWorker:
 
     def _save(self) -> None:
         self._saved_s = time.monotonic()
-        try:
-            save(self._position_path, self._position)
-        except OSError as error:
-            say("unsaved", {"errno": error.errno, "error": error.strerror})
-        else:
-            say("saved", {})
+        say("position", asdict(self._position))
 
 
 def say(what: str, fields: dict[str, object]) -> None:

@@ -123,11 +123,13 @@ class Ghost:
             yield found[~np.isin(packed & _CAUSE_MASK, _BY_ORDER)]
 
     def restore(self, copied: npt.NDArray[np.void], later_ns: int) -> None:
-        """Remember what `copied` gave, as of times that are `later_ns` later on this clock."""
+        """Remember what `copied` gave, as of times that are `later_ns` later on this clock, of keys that are not known
+        from this process."""
         found = copied[np.argsort(copied["packed"], kind="stable")[-self._limit :]]
         packed = found["packed"]
         times_ns = np.maximum((packed >> _TIME_SHIFT << _TICK_BITS).astype(np.int64) + later_ns, 2**_TICK_BITS)
         causes, accesses = packed & _CAUSE_MASK, packed >> _CAUSE_BITS & _ACCESS_MAX
         columns = (column.tolist() for column in (found["key"], causes, times_ns, accesses))
         for key, cause, at_ns, uses in zip(*columns, strict=True):
-            self.remember(key, cause, at_ns, uses)
+            if key not in self._places:
+                self.remember(key, cause, at_ns, uses)

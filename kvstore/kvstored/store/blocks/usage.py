@@ -1,70 +1,236 @@
-"""The uses of blocks, how often and when, as columns that a later process can apply to the copies it takes over.
+"""The uses of blocks, how often and when, as rows that a later process can apply to the copies it takes over.
 
-A copy is named by its place and generation in its tier, which outlive the process where the copy does; so nothing has
-to be looked up by key, and a million blocks take some 10 ms. Times are of the wall clock, since the monotonic one
-begins anew with the machine. Never does I/O, decides nothing."""
+A row stands where its copy's slot does: slots of a container are numbered, and 64 of them are one value, so that what
+was stored together is written together and nothing has to be looked up by key. It has 8 bytes of a hash of its block's
+key, so another block in that slot gets nothing of it, and a checksum. Which values differ from the saved ones is found
+by digests, a number for each bucket of values: a block costs no memory for it, and no request pays. Times are of the
+wall clock, since the monotonic one begins anew with the machine. Everything is done in steps: a generator yields where
+others may go on, and returns what it found. Never does I/O.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import struct
+from collections.abc import Generator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore_proto.arena import ALIGNMENT_BYTES
 from kvstored.store.blocks.index import Residency
+from kvstored.tier_set import holding
 
-STEP_ROWS = 1 << 14  # collected between two pauses: about 0.4 ms
-DTYPE = np.dtype([("place", "<u8"), ("generation", "<u8"), ("last_use_ns", "<u8"), ("accesses", "<u2")])
-Usage = npt.NDArray[np.void]
-
-
-def collect(residency: Residency, tier: int, wall_less_monotonic_ns: int) -> Iterator[Usage]:
-    """Yield the usage of every copy in a tier, a step at a time; the caller may let others go on between two steps."""
-    rows, copies = residency.rows, residency.copies[tier]
-    for first in range(0, len(copies.state), STEP_ROWS):
-        part = slice(first, first + STEP_ROWS)
-        here = first + np.flatnonzero(np.frombuffer(copies.state, np.uint8)[part])
-        found = np.empty(len(here), DTYPE)
-        found["place"] = _places(residency, tier, here)
-        found["generation"] = np.frombuffer(copies.generation, np.uint64)[here]
-        found["accesses"] = np.frombuffer(rows.accesses, np.uint16)[here]
-        last_ns = np.frombuffer(rows.last_access_ns, np.uint64)[here].astype(np.int64) + wall_less_monotonic_ns
-        found["last_use_ns"] = np.maximum(last_ns, 0)
-        yield found
+GROUP_SLOTS = 64
+ROW = np.dtype([("block", "<u8"), ("last_use_ns", "<u8"), ("accesses", "<u2"), ("check", "<u4")])
+# A row of the index, its generation when it was looked for, and what was saved of it.
+USE = np.dtype([("row", "<i8"), ("generation", "<u4"), ("last_use_ns", "<i8"), ("accesses", "<u2")])
+GROUP_BYTES = GROUP_SLOTS * ROW.itemsize
+_GROUP_KEY = struct.Struct(">II")  # container, number of the group
+_STEP_ROWS, _STEP_KEYS = 1 << 14, 1 << 10  # between two pauses: some 0.5 ms
+_PART_ROWS = 1 << 15  # written between two scans: 4 ms to put them together
+_ROWS_A_BUCKET, _LEAST_BUCKETS = 16, 1 << 10
+_ACCESSES_MAX = 0xFFFF
+_SPREAD, _FOLD = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9)
+Numbers = npt.NDArray[np.uint64]
+Rows = npt.NDArray[np.int64]
+Entry = tuple[bytes, bytes]
 
 
-def apply(residency: Residency, tier: int, usage: Usage, now_ns: int, wall_ns: int) -> int:
-    """Let the copies in `tier` that `usage` names have been used as it says; how many there were.
+class Known(NamedTuple):
+    """Uses of blocks as they were saved, of dtype `USE`. `wrong`: rows whose checksum is not their own, which are left
+    out."""
 
-    Before policies take over the blocks. Ages that are longer than the monotonic clock has run are scaled down, so that
-    their order holds.
-    """
-    rows, copies = residency.rows, residency.copies[tier]
-    here = np.flatnonzero(np.frombuffer(copies.state, np.uint8))
-    if not len(here) or not len(usage):
-        return 0
-    ordered = usage[np.argsort(usage["place"], kind="stable")]
-    places = _places(residency, tier, here)
-    at = np.minimum(np.searchsorted(ordered["place"], places), len(ordered) - 1)
-    same = (ordered["place"][at] == places) & (
-        ordered["generation"][at] == np.frombuffer(copies.generation, np.uint64)[here]
-    )
-    here, found = here[same], ordered[at[same]]
-    if not len(here):
-        return 0
-    ages_ns = np.maximum(wall_ns - found["last_use_ns"].astype(np.int64), 0)
-    longest_ns = int(ages_ns.max())
-    if longest_ns > now_ns:
-        ages_ns = (ages_ns * (now_ns / longest_ns)).astype(np.int64)
-    np.frombuffer(rows.accesses, np.uint16)[here] = np.maximum(found["accesses"], 1)
-    np.frombuffer(rows.last_access_ns, np.uint64)[here] = np.maximum(now_ns - ages_ns, 0).astype(np.uint64)
-    return len(here)
+    uses: npt.NDArray[np.void]
+    wrong: int
 
 
-def _places(residency: Residency, tier: int, here: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-    copies = residency.copies[tier]
-    containers = np.frombuffer(copies.container, np.uint32)[here].astype(np.uint64)
-    units = np.frombuffer(copies.offset, np.uint64)[here] // np.uint64(ALIGNMENT_BYTES)
-    places: npt.NDArray[np.uint64] = containers << np.uint64(32) | units
-    return places
+class UsageRows:
+    """The uses of the blocks in one tier. `alone`: of those only that the durable tier has not."""
+
+    def __init__(self, residency: Residency, tier: int, *, alone: bool = False) -> None:
+        self._residency, self._tier, self._alone = residency, tier, alone
+        self.saved: Numbers = np.empty(0, np.uint64)  # the digests of what is saved; empty where that is nothing
+
+    # What is to be saved
+
+    def digests(self, touched_after_ns: int | None = None) -> Generator[None, None, Numbers]:
+        """Return one number for each bucket of values. Rows used after `touched_after_ns` count as another use."""
+        residency, columns = self._residency, self._residency.rows
+        buckets = max(_LEAST_BUCKETS, 1 << (residency.copies[self._tier].blocks // _ROWS_A_BUCKET).bit_length())
+        found = np.zeros(buckets, np.uint64)
+        for here in self._steps(_STEP_ROWS, used=True):
+            groups, numbers = self._places(here)
+            last_ns = np.frombuffer(columns.last_access_ns, np.uint64)[here]
+            accesses = np.frombuffer(columns.accesses, np.uint16)[here].astype(np.uint64)
+            if touched_after_ns is not None:
+                accesses += last_ns > touched_after_ns
+            generation = np.frombuffer(residency.copies[self._tier].generation, np.uint64)[here]
+            digest = _mixed(_mixed(groups * np.uint64(GROUP_SLOTS) + numbers + generation * _FOLD) ^ last_ns) + accesses
+            np.add.at(found, _bucket(groups, buckets), _mixed(digest))
+            yield
+        return found
+
+    def parts(self, digests: Numbers) -> list[Numbers]:
+        """Return which buckets differ from the saved ones, in parts that are small enough to be had in memory."""
+        is_like = self.saved if len(self.saved) == len(digests) else np.zeros(len(digests), np.uint64)
+        changed = np.flatnonzero(is_like != digests).astype(np.uint64)
+        return [
+            changed[first : first + _PART_ROWS // GROUP_SLOTS]
+            for first in range(0, len(changed), _PART_ROWS // GROUP_SLOTS)
+        ]
+
+    def entries(self, part: Numbers, buckets: int, wall_less_monotonic_ns: int) -> Generator[None, None, list[Entry]]:
+        """Return the values of the groups in these buckets."""
+        chosen = np.zeros(buckets, bool)
+        chosen[part] = True
+        found: list[tuple[Numbers, Numbers, npt.NDArray[np.void]]] = []
+        for step in self._steps(_STEP_ROWS, used=True):
+            picked = np.flatnonzero(chosen[_bucket(self._places(step)[0], buckets)])
+            for first in range(0, len(picked), _STEP_KEYS):
+                here = step[picked[first : first + _STEP_KEYS]]
+                here = here[self._are_here(np.frombuffer(self._residency.rows.mask, np.uint8)[here])]
+                groups, numbers = self._places(here)
+                mine = chosen[_bucket(groups, buckets)]  # of those that have not moved since
+                here, groups, numbers = here[mine], groups[mine], numbers[mine]
+                rows = self._row_values(here, wall_less_monotonic_ns)
+                rows["check"] = _check(groups, numbers, rows)
+                found.append((groups, numbers, rows))
+                yield
+            yield
+        if not found:
+            return []
+        groups, numbers, rows = (np.concatenate(column) for column in zip(*found, strict=True))
+        each, where = np.unique(groups, return_inverse=True)
+        values = np.zeros((len(each), GROUP_SLOTS), ROW)
+        values[where, numbers] = rows
+        keys = (_GROUP_KEY.pack(group >> 32, group & 0xFFFFFFFF) for group in each.tolist())
+        return [(key, value.tobytes()) for key, value in zip(keys, values, strict=True)]
+
+    def _row_values(self, here: Rows, wall_less_monotonic_ns: int) -> npt.NDArray[np.void]:
+        columns = self._residency.rows
+        rows = np.zeros(len(here), ROW)
+        rows["block"] = self._hashes(here)
+        last_ns = np.frombuffer(columns.last_access_ns, np.uint64)[here].astype(np.int64) + wall_less_monotonic_ns
+        rows["last_use_ns"] = np.maximum(last_ns, 0)
+        rows["accesses"] = np.frombuffer(columns.accesses, np.uint16)[here]
+        return rows
+
+    # What was saved
+
+    def known(self, entries: Sequence[Entry]) -> Generator[None, None, Known]:
+        """Return what `entries`, in the order of their keys, say of blocks that are in the tier."""
+        whole = [each for each in entries if len(each[0]) == _GROUP_KEY.size and len(each[1]) == GROUP_BYTES]
+        wrong = GROUP_SLOTS * (len(entries) - len(whole))
+        keys = np.frombuffer(b"".join([key for key, _ in whole]), ">u4").reshape(-1, 2).astype(np.uint64)
+        saved = keys[:, 0] << np.uint64(32) | keys[:, 1]
+        values = np.frombuffer(b"".join([value for _, value in whole]), ROW).reshape(-1, GROUP_SLOTS)
+        parts = []
+        for here in self._steps(_STEP_KEYS) if len(saved) else ():
+            groups, numbers = self._places(here)
+            at = np.minimum(np.searchsorted(saved, groups), len(saved) - 1)
+            found = values[at, numbers.astype(np.int64)]
+            is_there = (saved[at] == groups) & (found["accesses"] > 0)
+            is_whole = found["check"] == _check(groups, numbers, found)
+            wrong += int((is_there & ~is_whole).sum())
+            mine = is_there & is_whole & (found["block"] == self._hashes(here))
+            uses = np.empty(int(mine.sum()), USE)
+            uses["row"] = here[mine]
+            uses["generation"] = np.frombuffer(self._residency.rows.generation, np.uint32)[here[mine]]
+            uses["last_use_ns"], uses["accesses"] = found["last_use_ns"][mine], found["accesses"][mine]
+            parts.append(uses)
+            yield
+        return Known(np.concatenate(parts) if parts else np.empty(0, USE), wrong)
+
+    def apply(self, known: Known, now_ns: int, wall_ns: int, adopted_ns: int) -> int:
+        """Let blocks have been used as `known` says; return how many there were. Those that were used after
+        `adopted_ns` keep that use as their last one. Ages that are longer than the monotonic clock has run are scaled
+        down, so that their order holds. All at once: policies are to be made anew next."""
+        columns = self._residency.rows
+        uses = known.uses
+        still = np.frombuffer(columns.generation, np.uint32)[uses["row"]] == uses["generation"]
+        still &= holding(np.frombuffer(columns.mask, np.uint8)[uses["row"]], self._tier)
+        uses = uses[still]
+        rows, found = uses["row"], uses["accesses"].astype(np.int64)
+        if not len(rows):
+            return 0
+        ages_ns = np.maximum(wall_ns - uses["last_use_ns"], now_ns - adopted_ns)
+        longest_ns = int(ages_ns.max())
+        if longest_ns > now_ns:
+            ages_ns = (ages_ns * (now_ns / longest_ns)).astype(np.int64)
+        accesses, last_ns = np.frombuffer(columns.accesses, np.uint16), np.frombuffer(columns.last_access_ns, np.uint64)
+        is_used = last_ns[rows] > adopted_ns
+        since = np.where(is_used, accesses[rows].astype(np.int64), 0)
+        accesses[rows] = np.clip(found + since, 1, _ACCESSES_MAX)
+        last_ns[rows] = np.where(is_used, last_ns[rows], np.maximum(now_ns - ages_ns, 0).astype(np.uint64))
+        return len(rows)
+
+    # Columns
+
+    def _steps(self, rows: int, *, used: bool = False) -> Generator[Rows, None, None]:
+        """Yield the rows of blocks that are here, a step at a time. `used`: of those that were used since they were
+        found; of the others there is nothing to save."""
+        residency = self._residency
+        for first in range(0, residency.rows.capacity, rows):
+            mask = np.frombuffer(residency.rows.mask, np.uint8)[first : first + rows]
+            is_here = self._are_here(mask)
+            if used:
+                is_here = is_here & (np.frombuffer(residency.rows.accesses, np.uint16)[first : first + rows] > 0)
+            here = first + np.flatnonzero(is_here)
+            if len(here):
+                yield here
+
+    def _are_here(self, mask: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
+        is_here = holding(mask, self._tier)
+        if self._alone and self._residency.durable >= 0:
+            is_here = is_here & ~holding(mask, self._residency.durable)
+        return is_here
+
+    def _places(self, here: Rows) -> tuple[Numbers, Numbers]:
+        """Return the group of each row's slot, and its number in it."""
+        copies = self._residency.copies[self._tier]
+        containers = np.frombuffer(copies.container, np.uint32)[here].astype(np.uint64)
+        sizes = np.maximum(np.frombuffer(copies.nbytes, np.uint32)[here], ALIGNMENT_BYTES).astype(np.uint64)
+        slots = np.frombuffer(copies.offset, np.uint64)[here] // sizes
+        return containers << np.uint64(32) | slots // np.uint64(GROUP_SLOTS), slots % np.uint64(GROUP_SLOTS)
+
+    def _hashes(self, here: Rows) -> Numbers:
+        keys, bulk_key = self._residency.rows.keys, self._residency.rows.bulk_key
+        packed = b"".join([keys[row] or bulk_key(row) for row in here.tolist()])
+        halves = np.frombuffer(packed, "<u8").reshape(-1, 2)
+        hashes: Numbers = _mixed(_mixed(halves[:, 1].copy()) + halves[:, 0])
+        return hashes
+
+
+def described(key: bytes, value: bytes) -> dict[str, object]:
+    """Return what a value says, for people. Raises ValueError or struct.error for one of another form."""
+    container, group = _GROUP_KEY.unpack(key)
+    rows = np.frombuffer(value, ROW)
+    numbers = np.arange(len(rows), dtype=np.uint64)
+    groups = np.full(len(rows), container << 32 | group, np.uint64)
+    is_whole = rows["check"] == _check(groups, numbers, rows)
+    return {
+        "container": container, "first slot": group * GROUP_SLOTS,
+        "wrong rows": int(((rows["accesses"] > 0) & ~is_whole).sum()),
+        "slots": [
+            {"slot": int(number), "block": f"{rows['block'][number]:016x}", "accesses": int(rows["accesses"][number]),
+             "last use": float(rows["last_use_ns"][number]) / 1e9}
+            for number in np.flatnonzero(is_whole & (rows["accesses"] > 0))
+        ],
+    }  # fmt: skip
+
+
+def _mixed(numbers: Numbers) -> Numbers:
+    numbers = (numbers ^ numbers >> np.uint64(30)) * _FOLD
+    return (numbers ^ numbers >> np.uint64(27)) * _SPREAD
+
+
+def _bucket(groups: Numbers, buckets: int) -> Numbers:
+    return _mixed(groups) >> np.uint64(20) & np.uint64(buckets - 1)
+
+
+def _check(groups: Numbers, numbers: Numbers, rows: npt.NDArray[np.void]) -> npt.NDArray[np.uint32]:
+    mixed = _mixed(groups * np.uint64(GROUP_SLOTS) + numbers + _SPREAD)
+    for column in ("block", "last_use_ns", "accesses"):
+        mixed = _mixed(mixed ^ rows[column].astype(np.uint64))
+    return (mixed >> np.uint64(32)).astype(np.uint32)

@@ -1,7 +1,7 @@
 """The endurance account that write-back spends from, so that one-time blocks do not wear the NVMe drive out: the
-budget, its file, the fair portions, and the writes that wait for more.
+budget, what is saved of it, the fair portions, and the writes that wait for more.
 
-Saves allotments in a thread, since the time of a sync is not bounded. Nothing is spent before it is saved: while an
+Others save allotments, and the time of a sync is not bounded. Nothing is spent before it is saved: while an
 allotment is being saved, the answer is to ask again. With a budget of 0 everything is granted and only counted.
 Invariant: what was granted since the first start is at most one day's worth and what was earned since.
 """
@@ -12,14 +12,11 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import xxhash
-
 from kvstore_tiers import failpoints
-from kvstore_tiers.replaced_file import replace_file
 from kvstored.clock import NS_PER_S, Clock
 from kvstored.store.endurance.budget import BurstBudget, FairShares, Moment, SavedBudget, Verdict
 from kvstored.telemetry import Counters
@@ -29,62 +26,30 @@ SCARCE_SHARE = 0.5  # of one day's worth: below it tenants get fair portions, an
 RETRY_SAVE_S = 30.0
 TOO_MUCH = -1  # a cost that was not counted to its end: it is more than there is
 _POLL_S = 0.05  # between two looks of a write that waits
-FILE_NAME = "endurance.json"
-_VERSION = 2
-failpoints.declare("endurance.after-rename", "an allotment of the endurance budget is in place, nothing of it is spent")
+_VERSION = 3
+EMPTY = SavedBudget(0, 0, 2**62, "")
+Save = Callable[[bytes], Awaitable[None]]
+failpoints.declare("endurance.saved", "an allotment of the endurance budget is in place, nothing of it is spent")
 
 
-class BudgetFile:
-    """The budget's file: one small JSON object, replaced as a whole and synced, so that a crash leaves the old or the
-    new.
-
-    A file that cannot be read, or whose checksum is not its own, counts as an empty bucket: damage must not give budget
-    away. `load` and `save` may wait for a device: they are not for the control thread, but at start and stop.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self.path = directory / FILE_NAME
-
-    def load(self) -> SavedBudget | None:
-        """Return what was saved; None on a first start."""
-        try:
-            text = self.path.read_bytes()
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            log.error("%s cannot be read (%s): the endurance budget starts empty", self.path, error.strerror)
-            return SavedBudget(0, 0, 2**62, "")
-        try:
-            raw = json.loads(text)
-            if raw["version"] != _VERSION:
-                raise ValueError(f"version {raw['version']!r}")
-            if raw.pop("xxh3") != _checksum(raw):
-                raise ValueError("its checksum is wrong")
-            return SavedBudget(
-                max(0, int(raw["level_bytes"])), int(raw["monotonic_ns"]), int(raw["wall_ns"]), str(raw["boot_id"]),
-                max(0, int(raw["spent_bytes"])),
-            )  # fmt: skip
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-            log.error("%s is damaged (%s): the endurance budget starts empty", self.path, error)
-            return SavedBudget(0, 0, 2**62, "")
-
-    def save(self, state: SavedBudget) -> None:
-        """Replace the file. Raise OSError where that fails; the file is then the old or the new one, whole."""
-        raw: dict[str, int | str] = {
-            "version": _VERSION,
-            "level_bytes": state.level_bytes,
-            "monotonic_ns": state.monotonic_ns,
-            "wall_ns": state.wall_ns,
-            "boot_id": state.boot_id,
-            "spent_bytes": state.spent_bytes,
-        }
-        raw["xxh3"] = _checksum(raw)
-        replace_file(self.path, json.dumps(raw).encode() + b"\n")
-        failpoints.hit("endurance.after-rename")
+def packed(state: SavedBudget) -> bytes:
+    """Return a budget as it is saved: JSON."""
+    return json.dumps({"version": _VERSION, **asdict(state)}).encode()
 
 
-def _checksum(raw: dict[str, int | str]) -> str:
-    return xxhash.xxh3_64_hexdigest(json.dumps(raw, sort_keys=True).encode())
+def unpacked(raw: bytes) -> SavedBudget:
+    """Return a budget that was saved; an empty one for what is not whole: damage must not give budget away."""
+    try:
+        found = json.loads(raw)
+        if found["version"] != _VERSION:
+            raise ValueError(f"version {found['version']!r}")
+        return SavedBudget(
+            max(0, int(found["level_bytes"])), int(found["monotonic_ns"]), int(found["wall_ns"]), str(found["boot_id"]),
+            max(0, int(found["spent_bytes"])),
+        )  # fmt: skip
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        log.error("the endurance budget is damaged (%s): it starts empty", error)
+        return EMPTY
 
 
 def _boot_id() -> str:
@@ -106,13 +71,15 @@ class EnduranceReport:
 
 
 class EnduranceAccount:
-    """The account of one drive. With `directory` None or `bytes_per_day` 0 there is no limit, and nothing is saved."""
+    """The account of one drive. With `bytes_per_day` 0 there is no limit, and nothing is saved. Else nothing is granted
+    until `begin`, when it is known what is left."""
 
-    def __init__(self, directory: Path | None, bytes_per_day: int, clock: Clock, counters: Counters) -> None:
+    def __init__(self, bytes_per_day: int, clock: Clock, counters: Counters) -> None:
+        self._bytes_per_day = bytes_per_day
         self._clock = clock
         self._counters = counters
         self._boot_id = _boot_id()
-        self._file = BudgetFile(directory) if directory is not None and bytes_per_day else None
+        self._save: Save | None = None
         self._budget: BurstBudget | None = None
         self._unlimited_spent_bytes = 0
         self._trouble = ""
@@ -121,9 +88,20 @@ class EnduranceAccount:
         self._turns: dict[int, asyncio.Lock] = {}  # by tenant: waiting writes are served in order
         self._short: set[int] = set()  # tenants with a write that waits for budget to be earned
         self._was_spent = False
-        if self._file is not None:
-            self._budget = BurstBudget(bytes_per_day, self._file.load(), self._moment())
+
+    def begin(self, save: Save, saved: bytes | None, *, was_lost: bool = False) -> None:
+        """Grant what is left. `save` makes a budget durable, or raises OSError. `saved`: what it was given last, None
+        on a first start; `was_lost`: where that is damaged, and the bucket is empty."""
+        if self._bytes_per_day:
+            self._save = save
+            left = unpacked(saved) if saved is not None else EMPTY if was_lost else None
+            self._budget = BurstBudget(self._bytes_per_day, left, self._moment())
             self._shares = FairShares(self._budget.chunk_bytes)
+
+    @property
+    def _is_waiting(self) -> bool:
+        """Return whether it is not known yet what is left."""
+        return self._budget is None and self._bytes_per_day > 0
 
     @property
     def is_scarce(self) -> bool:
@@ -142,10 +120,14 @@ class EnduranceAccount:
     @property
     def left_bytes(self) -> int | None:
         """The bytes that could be granted now; None where there is no limit."""
+        if self._is_waiting:
+            return 0
         return None if self._budget is None else self._budget.left_bytes(self._clock.monotonic_ns())
 
     def reject(self, tenant: int) -> Verdict:
         """Answer as `charge` does for more than is left, which need not be counted then."""
+        if self._is_waiting:
+            return Verdict.SAVING
         now_ns = self._clock.monotonic_ns()
         self._shares.asked(tenant, now_ns)
         if self.is_scarce and self._shares.is_over(tenant, now_ns):
@@ -155,6 +137,8 @@ class EnduranceAccount:
 
     def charge_unasked(self, nbytes: int) -> bool:
         """Take `nbytes` for what has to be written anyway, if the allotment covers it; no tenant's share counts."""
+        if self._is_waiting:
+            return False
         if self._budget is not None:
             if self._budget.spend(nbytes, self._clock.monotonic_ns()) is not Verdict.GRANTED:
                 return False
@@ -211,6 +195,8 @@ class EnduranceAccount:
         self._allot_ahead(0)
 
     def report(self) -> EnduranceReport:
+        if self._is_waiting:
+            return EnduranceReport(self._bytes_per_day, 0, 0, False, "it is not read yet what is left")
         if self._budget is None:
             return EnduranceReport(0, 0, self._unlimited_spent_bytes, False)
         left_bytes = self._budget.left_bytes(self._clock.monotonic_ns())
@@ -222,14 +208,16 @@ class EnduranceAccount:
         """Save what is left. An account that is closed grants nothing any more."""
         if self._allotting is not None:
             await asyncio.wait([self._allotting])
-        if self._budget is None or self._file is None:
+        if self._budget is None or self._save is None:
             return
-        state, file, self._file = self._budget.close(self._moment()), self._file, None
-        await self._write(file, state)
+        state, save, self._save = self._budget.close(self._moment()), self._save, None
+        await self._write(save, state)
 
     # Inside
 
     def _judge(self, tenant: int, nbytes: int, waited: bool) -> Verdict:
+        if self._is_waiting:
+            return Verdict.SAVING
         if self._budget is None:
             self._unlimited_spent_bytes += nbytes
             return Verdict.GRANTED
@@ -246,7 +234,7 @@ class EnduranceAccount:
             self._shares.used(tenant, nbytes, now_ns)
         self._allot_ahead(0 if verdict is Verdict.GRANTED else nbytes)
         if verdict is Verdict.SAVING and self._allotting is None:
-            return Verdict.SPENT  # no allotment can be had: the file cannot be written, or the account is closed
+            return Verdict.SPENT  # no allotment can be had: it cannot be saved, or the account is closed
         self._log_spent(verdict)
         return verdict
 
@@ -268,36 +256,38 @@ class EnduranceAccount:
         now = self._moment()
         if (
             self._budget is None
-            or self._file is None
+            or self._save is None
             or self._allotting is not None
             or now.monotonic_ns < self._retry_ns
         ):
             return
         if self._budget.wants_allotment(wanted_bytes, now.monotonic_ns):
             state = self._budget.begin_allotment(wanted_bytes, now)
-            self._allotting = asyncio.get_running_loop().create_task(self._allot(self._file, state))
+            self._allotting = asyncio.get_running_loop().create_task(self._allot(self._save, state))
 
-    async def _allot(self, file: BudgetFile, state: SavedBudget) -> None:
+    async def _allot(self, save: Save, state: SavedBudget) -> None:
         assert self._budget is not None
         saved = False
         try:
-            saved = await self._write(file, state)
+            saved = await self._write(save, state)
         finally:
             self._budget.end_allotment(saved=saved)
             self._allotting = None
 
-    async def _write(self, file: BudgetFile, state: SavedBudget) -> bool:
+    async def _write(self, save: Save, state: SavedBudget) -> bool:
         try:
-            await asyncio.get_running_loop().run_in_executor(None, file.save, state)
+            await save(packed(state))
+            failpoints.hit("endurance.saved")
         except OSError as error:
-            trouble = f"{file.path} cannot be written ({error.strerror}): nothing more is written to NVMe until it can"
+            path = error.filename or "the endurance budget"
+            trouble = f"{path} cannot be written ({error.strerror}): nothing more is written to NVMe until it can"
             if not self._trouble:
                 log.error("%s", trouble)
             self._trouble = trouble
             self._retry_ns = self._clock.monotonic_ns() + round(RETRY_SAVE_S * NS_PER_S)
             return False
         if self._trouble:
-            log.info("%s can be written again", file.path)
+            log.info("the endurance budget can be saved again")
         self._trouble = ""
         return True
 

@@ -1,0 +1,58 @@
+"""The small state for an operator: which databases there are, and what is in one. Keeps nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from kvstore_proto.errors import ErrorKind, KVStoreError
+from kvstore_proto.v1 import admin_pb2 as pb
+from kvstored.state.databases import BY_NAME, DATABASES
+from kvstored.state.keeper import StateKeeper
+from kvstored.state.process import StateProcess
+from kvstored.state.shown import shown
+
+MOST, USUAL = 10_000, 100
+PAGE_BYTES = 4096
+
+
+async def state(keeper: StateKeeper, request: pb.StateRequest) -> pb.StateReply:
+    """Return what is there. Raises KVStoreError for a database that does not exist, and where it cannot be read."""
+    try:
+        reply = await look(keeper.process, request)
+    except OSError as error:
+        raise KVStoreError(ErrorKind.UNAVAILABLE, f"{error.filename}: {error.strerror}") from None
+    reply.is_read, reply.wrong_rows = keeper.is_read, keeper.wrong_rows
+    return reply
+
+
+async def look(process: StateProcess, request: pb.StateRequest) -> pb.StateReply:
+    """Return what is there, as `process` has it. Raises KVStoreError, OSError."""
+    if request.database and request.database not in BY_NAME:
+        known = ", ".join(BY_NAME)
+        raise KVStoreError(ErrorKind.NOT_FOUND, f"no database {request.database!r}; there are {known}")
+    try:
+        first = bytes.fromhex(request.first)
+    except ValueError:
+        raise KVStoreError(ErrorKind.INVALID, f"{request.first!r} is no key: give hex digits") from None
+    found = await process.contents()
+    reply = pb.StateReply(
+        path=found["path"], bytes=found["bytes"], set_aside=process.was_aside, pid=process.pid,
+        rss_bytes=_resident_bytes(process.pid), wrong_values=process.wrong_values,
+    )  # fmt: skip
+    for each in DATABASES:
+        entries, nbytes = found["databases"].get(each.name, (0, 0))
+        reply.databases.add(name=each.name, holds=each.holds, values=entries, bytes=nbytes)
+    if request.database:
+        limit = min(request.limit or USUAL, MOST)
+        entries = await process.read(request.database, first=first, limit=limit + 1)
+        reply.values.extend(json.dumps(shown(request.database, *entry)) for entry in entries[:limit])
+        reply.next = entries[limit][0].hex() if len(entries) > limit else ""
+    return reply
+
+
+def _resident_bytes(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES
+    except OSError:
+        return 0

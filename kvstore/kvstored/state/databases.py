@@ -1,0 +1,73 @@
+"""The databases of the state environment: what each holds, in which form, when it is saved and what its loss costs.
+
+The one list of them. A value ends with its own checksum, which is taken with its key and database, so that a value in
+the wrong place is wrong, too; values of a database that checks itself have one a row instead. The worker imports this
+module, so it imports little.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+FORMAT = 1  # of the environment; one of another is set aside
+FORMAT_KEY, WRITER_KEY = b"format", b"writer"
+SLOT = struct.Struct(">IQIQ")  # the place of a slot as a key: container, offset, bytes, generation
+
+
+@dataclass(frozen=True)
+class Database:
+    """`lost`: what it costs when a crash takes the last changes, or damage all. `is_kept`: it is in the environment
+    alone, so a rewrite copies it; of the others the daemon has all, and writes it anew. `checks_itself`: its rows have
+    checksums of their own."""
+
+    name: str
+    holds: str
+    form: str
+    saved: str
+    lost: str
+    is_kept: bool = False
+    checks_itself: bool = False
+
+
+EVERY = "every 5 s where it changed"
+_ROWS = "container and number of 64 slots → 64 rows of 22 bytes, each with 8 bytes of a hash of its block's key"
+DATABASES = (
+    Database("about", "the format and the version that wrote it", "name → text", "once", "it is set aside"),
+    Database(
+        "usage", "uses of blocks on NVMe, by slot: how often, when last", _ROWS, EVERY,
+        "blocks begin with no record of their use", checks_itself=True,
+    ),
+    Database(
+        "usage-memory", "the same of blocks in DRAM alone, which a warm restart finds", _ROWS, EVERY,
+        "as above", checks_itself=True,
+    ),
+    Database(
+        "learned", "what policies and the predictor learned, and why blocks went; names blocks by key",
+        "table and number of a piece → an array", "every 5 s, more rarely where it is large", "they begin anew",
+    ),
+    Database(
+        "names", "names of tenants that have blocks, and of fingerprints, for people",
+        '"tenant:" and name → nothing; "fingerprint:" and digest → canonical JSON', EVERY,
+        "listings show digests until clients reconnect",
+    ),
+    Database("quarantine", "why slots are in quarantine", "place of the slot → reason", EVERY, "the reasons"),
+    Database(
+        "endurance", "the rest of the endurance budget", '"budget" → JSON',
+        "synced before an allotment is spent; the stop", "the budget begins empty", is_kept=True,
+    ),
+    Database(
+        "scrub", "the scrubber's place", '"position" → JSON', EVERY, "the pass begins at the front",
+    ),
+    Database("pins", "pins of blocks that outlive the daemon; none is made yet", "", "", "", is_kept=True),
+    Database("objects", "named objects; none is listed yet", "", "", "", is_kept=True),
+    Database("weights", "versions of model weights; none is listed yet", "", "", "", is_kept=True),
+)  # fmt: skip
+BY_NAME = {database.name: database for database in DATABASES}
+
+
+def page() -> str:
+    """Return docs/state-directory.md's table of databases."""
+    lines = ["| database | what is in it | key → value | saved | lost with it |", "|---|---|---|---|---|"]
+    lines += [f"| `{each.name}` | {each.holds} | {each.form} | {each.saved} | {each.lost} |" for each in DATABASES]
+    return "\n".join(lines)

@@ -1,0 +1,372 @@
+"""The environment itself: one LMDB file, opened after a check that never gives its bytes to LMDB, written in
+transactions, and rewritten as a whole where something is to be unreadable.
+
+A file is STATE_DIR/state-NUMBER.mdb; the highest number counts. It is made under another name and renamed, so that a
+crash leaves the old one or the new one, whole. What is damaged or of another format is renamed to `state.aside`, one at
+most. Never decides when to save.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lmdb
+import xxhash
+
+from kvstored.state.databases import BY_NAME, DATABASES, FORMAT, FORMAT_KEY, WRITER_KEY
+
+PREFIX, SUFFIX, LOCK, NEW, ASIDE = "state-", ".mdb", "-lock", ".new", "state.aside"
+FIRST_MAP_BYTES, MAX_MAP_BYTES = 1 << 30, 1 << 36
+CHECK_BYTES = 8
+CHECKS = 5  # of a file that may be written meanwhile
+Entry = tuple[bytes, bytes]
+Opened = dict[str, Any]  # LMDB's handles, by the names of databases
+_UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT)
+_LOCK_BYTES = 8192  # as many as `max_readers` need: LMDB maps them, and a page without room would end the process
+
+
+class Unusable(Exception):
+    """The file cannot be used; the message says why."""
+
+
+def number_of(path: Path) -> int:
+    """Return the number in a name; -1 for another file."""
+    digits = path.name.removeprefix(PREFIX).removesuffix(SUFFIX)
+    return int(digits) if path.name == f"{PREFIX}{digits}{SUFFIX}" and digits.isdecimal() else -1
+
+
+def newest(directory: Path) -> Path | None:
+    """Return the file that counts; None where there is none. Raises OSError."""
+    numbers = [number for each in directory.glob(f"{PREFIX}*{SUFFIX}") if (number := number_of(each)) >= 0]
+    return path_of(directory, max(numbers)) if numbers else None
+
+
+def path_of(directory: Path, number: int) -> Path:
+    return directory / f"{PREFIX}{number:06d}{SUFFIX}"
+
+
+def sealed(database: str, key: bytes, value: bytes) -> bytes:
+    """Return a value with its checksum."""
+    if BY_NAME[database].checks_itself:
+        return value
+    return value + _check(database, key, value)
+
+
+def unsealed(database: str, key: bytes, stored: bytes) -> bytes | None:
+    """Return the value in `stored`; None where its checksum is wrong."""
+    if BY_NAME[database].checks_itself:
+        return stored
+    value, check = stored[:-CHECK_BYTES], stored[-CHECK_BYTES:]
+    return value if check == _check(database, key, value) else None
+
+
+def _check(database: str, key: bytes, value: bytes) -> bytes:
+    whole = xxhash.xxh3_64(database.encode())
+    for part in (len(key).to_bytes(2, "little"), key, value):
+        whole.update(part)
+    digest: bytes = whole.digest()
+    return digest
+
+
+def require_whole(path: Path) -> None:
+    """Raises Unusable for a file that LMDB might end the process over: its pages are walked without it. OSError."""
+    from lmdb.verify import VerifyError, verify
+
+    try:
+        problems = verify(str(path), subdir=False)  # type: ignore[no-untyped-call]
+    except VerifyError as error:
+        problems = [str(error)]
+    except OSError:
+        raise
+    except Exception as error:  # a walk over bytes that mean nothing raises nearly any
+        problems = [f"{type(error).__name__}: {error}"]
+    if problems:
+        raise Unusable(f"damaged: {problems[0]}")
+
+
+def _make_room(lock: Path) -> None:
+    """Give a lock file its bytes. Raises OSError where there is no room for them."""
+    with open(lock, "ab") as file:
+        file.write(bytes(max(0, _LOCK_BYTES - file.tell())))
+
+
+def as_os_error(error: lmdb.Error, path: Path) -> OSError:
+    """Return what LMDB raised as an error of the operating system, which it mostly is; others are EIO."""
+    code = error.code if 0 < error.code < 200 else errno.EIO
+    if isinstance(error, lmdb.MapFullError):
+        code = errno.ENOSPC
+    return OSError(code, os.strerror(code) if code != errno.EIO else str(error), str(path))
+
+
+class Environment:
+    """One open file. `readonly`: on a medium that cannot be written, where no other process has it open. Raises
+    Unusable, OSError."""
+
+    def __init__(self, path: Path, *, create: bool = False, readonly: bool = False, shared: bool = False) -> None:
+        """`shared`: another process has it open and writes; this one only reads."""
+        self.path = path
+        self.is_readonly = readonly or shared
+        nbytes = path.stat().st_size if path.exists() else 0
+        self.map_bytes = max(FIRST_MAP_BYTES, 1 << (2 * nbytes).bit_length())
+        mask = os.umask(0o077)
+        try:
+            if not self.is_readonly:
+                _make_room(path.with_name(path.name + LOCK))
+            self._lmdb = lmdb.open(
+                str(path), subdir=False, lib_version=1, map_size=self.map_bytes, max_dbs=len(DATABASES) + 8,
+                metasync=False, readahead=False, max_readers=32, create=create, readonly=self.is_readonly,
+                lock=not readonly, mode=0o600,
+            )  # fmt: skip
+            self._databases = self._open_databases(create)
+        except (lmdb.CorruptedError, lmdb.InvalidError, lmdb.VersionMismatchError, lmdb.PageNotFoundError) as error:
+            raise Unusable(f"damaged: {error}") from None
+        except lmdb.Error as error:
+            raise as_os_error(error, path) from None
+        finally:
+            os.umask(mask)
+
+    def _open_databases(self, create: bool) -> Opened:
+        opened: Opened = {}
+        for each in DATABASES:
+            try:
+                opened[each.name] = self._lmdb.open_db(each.name.encode(), create=create or not self.is_readonly)
+            except (lmdb.NotFoundError, lmdb.ReadonlyError):
+                continue
+        return opened
+
+    def read(self, name: str, first: bytes = b"") -> Iterator[tuple[bytes, bytes | None]]:
+        """Yield entries of a database in the order of their keys; None for the value of a wrong one."""
+        if name not in self._databases:
+            return
+        with self._lmdb.begin(db=self._databases[name]) as reading, reading.cursor() as cursor:
+            if not (cursor.set_range(first) if first else cursor.first()):
+                return
+            for key, value in cursor:
+                yield key, unsealed(name, key, value)
+
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        """Return entries and bytes of each database."""
+        found = {}
+        with self._lmdb.begin() as reading:
+            for name, database in self._databases.items():
+                stat = reading.stat(database)
+                pages = stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"]
+                found[name] = stat["entries"], pages * stat["psize"]
+        return found
+
+    def copy(self, path: Path) -> None:
+        """Write a copy for a backup, also while another process writes."""
+        self._lmdb.copy(str(path))
+
+    def begin(self) -> Writing:
+        """Return a transaction. Raises OSError."""
+        if self.is_readonly:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(self.path))
+        with suppress(lmdb.Error):
+            self._lmdb.reader_check()  # one that was killed would keep every page from being used again
+        try:
+            return Writing(self, self._lmdb.begin(write=True), self._databases)
+        except lmdb.Error as error:
+            raise as_os_error(error, self.path) from None
+
+    def sync(self) -> None:
+        self._lmdb.sync(True)
+
+    def grow(self) -> None:
+        """Double the map, after a transaction that it was too small for. Raises Unusable where it is at its end."""
+        if self.map_bytes >= MAX_MAP_BYTES:
+            raise Unusable(f"full: it has {self.map_bytes} bytes")
+        self.map_bytes *= 2
+        self._lmdb.set_mapsize(self.map_bytes)
+
+    def close(self) -> None:
+        self._lmdb.close()
+
+
+class Writing:
+    """A transaction: all of it is there after a crash, or nothing. Raises OSError, Unusable; then it has ended."""
+
+    def __init__(self, environment: Environment, writing: lmdb.Transaction[bytes], databases: Opened) -> None:
+        self._environment, self._writing, self._databases = environment, writing, databases
+
+    def put(self, name: str, entries: Sequence[Entry]) -> int:
+        """Store `entries`; return the bytes of those that were not there already."""
+        database, changed_bytes = self._databases[name], 0
+        try:
+            for key, value in entries:
+                stored = sealed(name, key, value)
+                if self._writing.get(key, db=database) != stored:
+                    self._writing.put(key, stored, db=database)
+                    changed_bytes += len(key) + len(stored)
+        except lmdb.Error as error:
+            raise self._failed(error) from None
+        return changed_bytes
+
+    def keep_only(self, name: str, keys: set[bytes]) -> None:
+        """Remove every other entry of a database."""
+        try:
+            with self._writing.cursor(db=self._databases[name]) as cursor:
+                more = cursor.first()
+                while more:
+                    more = cursor.next() if cursor.key() in keys else cursor.delete()
+        except lmdb.Error as error:
+            raise self._failed(error) from None
+
+    def commit(self, *, durable: bool) -> None:
+        """`durable`: over a loss of power, too; else the last commits may be lost by it, whole."""
+        try:
+            self._writing.commit()
+            if durable:
+                self._environment.sync()
+        except lmdb.Error as error:
+            raise self._failed(error) from None
+
+    def abort(self) -> None:
+        with suppress(lmdb.Error):
+            self._writing.abort()
+
+    def _failed(self, error: lmdb.Error) -> OSError | Unusable:
+        self.abort()
+        if isinstance(error, lmdb.MapFullError):
+            self._environment.grow()
+        if isinstance(error, lmdb.CorruptedError | lmdb.PageNotFoundError | lmdb.PanicError | lmdb.PageFullError):
+            return Unusable(f"damaged: {error}")
+        return as_os_error(error, self._environment.path)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a start found. `was_aside`: the reason for which what was there is set aside, "" where it was not; `is_new`:
+    nothing was there, or it was set aside."""
+
+    environment: Environment
+    is_new: bool
+    was_aside: str = ""
+
+
+def open_environment(directory: Path, version: str, distrusted: str = "") -> Found:
+    """Open what is there, or make it anew. `version` is of this program; `distrusted`: why what is there is set aside
+    unseen, "" where it is not. Raises OSError."""
+    path = newest(directory)
+    for leftover in directory.glob(f"{PREFIX}*{SUFFIX}{NEW}*"):
+        with suppress(OSError):
+            leftover.unlink()
+    if path is None:
+        return Found(make(directory, 1, version), True)
+    _remove_older(directory, path)
+    try:
+        if distrusted:
+            raise Unusable(distrusted)
+        require_whole(path)
+        return Found(_opened(path), False)
+    except Unusable as why:
+        with suppress(FileNotFoundError):
+            path.with_name(path.name + LOCK).unlink()
+        path.replace(directory / ASIDE)
+        return Found(make(directory, number_of(path) + 1, version), True, str(why))
+
+
+def open_shared(directory: Path) -> Environment:
+    """Open what is there to read, beside a daemon that may write. Raises Unusable, OSError."""
+    path = newest(directory)
+    if path is None:
+        raise FileNotFoundError(errno.ENOENT, "there is no small state yet", str(directory))
+    for turn in range(CHECKS, 0, -1):
+        try:
+            require_whole(path)
+            break
+        except (Unusable, FileNotFoundError):  # it may have been written, or replaced, just now
+            if turn == 1:
+                raise
+            time.sleep(0.2)
+            path = newest(directory) or path
+    return _opened(path, shared=True)
+
+
+def reopened(environment: Environment) -> Environment:
+    """Return `environment` as it can be written, if it can be by now."""
+    if not environment.is_readonly:
+        return environment
+    environment.close()
+    return _opened(environment.path)
+
+
+def _opened(path: Path, *, shared: bool = False) -> Environment:
+    try:
+        environment = Environment(path, shared=shared)
+    except OSError as error:
+        if error.errno not in _UNWRITABLE:
+            raise
+        environment = Environment(path, readonly=True)
+    about = dict(environment.read("about"))
+    if about.get(FORMAT_KEY) != str(FORMAT).encode():
+        environment.close()
+        writer, written = (about.get(key) or b"?" for key in (WRITER_KEY, FORMAT_KEY))
+        raise Unusable(f"written by {writer.decode(errors='replace')} in format {written.decode(errors='replace')}")
+    return environment
+
+
+def make(directory: Path, number: int, version: str) -> Environment:
+    """Make an empty environment of this number, under its name once it is whole. Raises OSError."""
+    final = path_of(directory, number)
+    environment = _begin(final, version)
+    environment.close()
+    return finish(final)
+
+
+def begin_rewrite(former: Environment, version: str) -> Environment:
+    """Return a new environment that is to take the place of `former`; `finish_rewrite` it. Raises OSError."""
+    return _begin(path_of(former.path.parent, number_of(former.path) + 1), version)
+
+
+def finish_rewrite(former: Environment, new: Environment) -> Environment:
+    """Let `new` take the place of `former`, of which nothing is left. Raises OSError."""
+    path = new.path.with_name(new.path.name.removesuffix(NEW))
+    new.sync()
+    new.close()
+    opened = finish(path)
+    former.close()
+    _remove_older(path.parent, path)
+    with suppress(OSError):
+        (path.parent / ASIDE).unlink()
+    return opened
+
+
+def _begin(final: Path, version: str) -> Environment:
+    temporary = final.with_name(final.name + NEW)
+    for leftover in (temporary, temporary.with_name(temporary.name + LOCK)):
+        with suppress(FileNotFoundError):
+            leftover.unlink()
+    environment = Environment(temporary, create=True)
+    writing = environment.begin()
+    writing.put("about", [(FORMAT_KEY, str(FORMAT).encode()), (WRITER_KEY, version.encode())])
+    writing.commit(durable=True)
+    return environment
+
+
+def finish(path: Path) -> Environment:
+    """Give a file that is whole its name, and open it."""
+    temporary = path.with_name(path.name + NEW)
+    with suppress(FileNotFoundError):
+        temporary.with_name(temporary.name + LOCK).unlink()
+    temporary.replace(path)
+    descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return Environment(path)
+
+
+def _remove_older(directory: Path, path: Path) -> None:
+    for each in directory.glob(f"{PREFIX}*"):
+        if not each.name.startswith(path.name):
+            with suppress(OSError):
+                each.unlink()

@@ -1,0 +1,223 @@
+"""What the daemon saves of small state, and when: each part where it has changed, every few seconds, within a rate.
+
+`restore` reads all that is saved while the daemon serves already, and hands each part what is its own; until then, and
+where nothing can be read, the parts begin with nothing, and save nothing. Blocks are in the slabs: none depends on what
+is here. No request waits for any of it: columns are copied in steps, and another process writes.
+
+A crash forgets what changed since the last turn, `INTERVAL_S` before, or longer where that many bytes took longer at
+the rate. What was deleted by order is gone from the whole environment, by a rewrite, `REWRITE_S` and one turn later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from kvstore_tiers.base import Slot
+from kvstore_tiers.heap import trim
+from kvstored.clients.tenants import TenantDirectory
+from kvstored.clock import NS_PER_S
+from kvstored.state.databases import SLOT
+from kvstored.state.learned import Learned
+from kvstored.state.process import StateProcess, Transaction
+from kvstored.state.steps import Steps
+from kvstored.store.assembly import Store
+from kvstored.store.blocks.usage import UsageRows
+from kvstored.unsaved import RETRY_S, Unsaved
+
+log = logging.getLogger(__name__)
+INTERVAL_S = 5.0
+REWRITE_S = 20.0  # from one rewrite to the next, while blocks are deleted
+REST = 50  # times as long as collecting took, at least, until the next: 2 % of a core at most
+COST = "a restart forgets how blocks were used, what was learned, and why slots are in quarantine"
+WHY_BYTES = 200
+POSITION = b"position"
+Entry = tuple[bytes, bytes]
+
+
+@dataclass
+class _Saved:
+    """What is in the environment already, as far as this process put it there or read it."""
+
+    names: list[Entry] | None = None
+    quarantine: list[Entry] | None = None
+    scrub: bytes | None = None
+    activity: tuple[int, ...] = field(default=())
+
+
+class StateKeeper:
+    """Keeps the small state of one daemon, over `process`. `rate_bytes`: to the medium in a second, in the long run.
+    `scrub`: the scrubber's place, as JSON; `None` before it has said any."""
+
+    def __init__(
+        self, process: StateProcess, store: Store, tenants: TenantDirectory, unsaved: Unsaved, rate_bytes: int
+    ) -> None:
+        residency = store.residency
+        self.process, self._store, self._tenants, self._unsaved = process, store, tenants, unsaved
+        self._rate_bytes = rate_bytes
+        self._usage = {"usage-memory": UsageRows(residency, residency.mapped, alone=True)}
+        if residency.durable >= 0:
+            self._usage["usage"] = UsageRows(residency, residency.durable)
+        self._learned = Learned(store)
+        self._saved = _Saved()
+        self._opened_ns = store.clock.monotonic_ns()
+        self._learned_from_ns = self._rewritten_ns = 0
+        self._rewritten = residency.deletions
+        self.pause_s = INTERVAL_S  # until the next turn
+        self.written_bytes = 0  # in the last one
+        self._steps = Steps()
+        self.scrub: bytes | None = None
+        self.wrong_rows = 0
+        self.is_read = False
+        self.was_tried = asyncio.Event()  # to read it, for those who need a part of it to begin
+        process.on_new = self._is_new
+
+    # At the start
+
+    async def restore(self) -> bool:
+        """Read what is saved, and hand it out; whether that went well. Once."""
+        process, store = self.process, self._store
+        try:
+            await process.open()
+            read = {name: await process.read(name) for name in ("names", "endurance", "scrub", "quarantine", "learned")}
+            usage = {name: await process.read(name) for name in self._usage}
+        except OSError as error:
+            self._unsaved.failed(process.path, error, COST)
+            return False
+        finally:
+            self.was_tried.set()
+        self._unsaved.saved(process.path)
+        self.is_read = True
+        self._tenants.know(read["names"])
+        budget = dict(read["endurance"]).get(b"budget")
+        store.endurance.begin(self._save_budget, budget, was_lost=bool(process.was_aside))
+        self.scrub = self._saved.scrub = dict(read["scrub"]).get(POSITION, self.scrub)
+        if store.nvme is not None:
+            reasons = {
+                Slot(*SLOT.unpack(place)): why.decode(errors="replace")
+                for place, why in read["quarantine"] if len(place) == SLOT.size
+            }  # fmt: skip
+            store.nvme.explain_quarantined(reasons)
+        await self._restore_uses(usage, read["learned"])
+        trim()
+        return True
+
+    async def _restore_uses(self, usage: dict[str, list[Entry]], learned: list[Entry]) -> None:
+        """Let blocks have been used as they were, and policies and the predictor go on from what they knew."""
+        clock = self._store.clock
+        known = {name: await self._steps.through(rows.known(usage.pop(name))) for name, rows in self._usage.items()}
+        self._learned.read(learned, {tenant.index_name for tenant in self._tenants.all()})
+        used = 0
+        for name, rows in self._usage.items():  # a block's own place on NVMe has the last word
+            self.wrong_rows += known[name].wrong
+            used += rows.apply(known[name], clock.monotonic_ns(), clock.wall_ns(), self._opened_ns)
+        self._learned.hand_out(renew=used > 0)
+        if not self.process.is_new:
+            for rows in self._usage.values():
+                rows.saved = await self._steps.through(rows.digests(self._opened_ns))
+
+    def _is_new(self, _: str) -> None:
+        """Note that there is nothing in the environment."""
+        self._saved = _Saved()
+        for rows in self._usage.values():
+            rows.saved = rows.saved[:0]
+
+    # While it serves
+
+    async def run(self) -> None:
+        """Read, then save now and then, until it is cancelled."""
+        while not self.is_read and not await self.restore():
+            await asyncio.sleep(RETRY_S)
+        while True:
+            await self._pause()
+            await self.save()
+
+    async def _pause(self) -> None:
+        """Wait for the next turn, but not with what is to be unreadable."""
+        until_ns = self._store.clock.monotonic_ns() + round(self.pause_s * NS_PER_S)
+        while (left_s := (until_ns - self._store.clock.monotonic_ns()) / NS_PER_S) > 0:
+            await asyncio.sleep(min(left_s, INTERVAL_S))
+            if self._owes_rewrite(is_last=False):
+                return
+
+    def _owes_rewrite(self, *, is_last: bool) -> bool:
+        """Return whether what was deleted is still to be made unreadable, and it is time for it."""
+        is_due = is_last or self._store.clock.monotonic_ns() - self._rewritten_ns >= REWRITE_S * NS_PER_S
+        return is_due and self._store.residency.deletions != self._rewritten
+
+    async def save(self, *, is_last: bool = False) -> None:
+        """Save what has changed. `is_last`: all of it, however long that takes."""
+        if not self.is_read and not (is_last and await self.restore()):
+            return
+        began_ns, deletions = self._store.clock.monotonic_ns(), self._store.residency.deletions
+        self._steps.busy_s = 0.0
+        rewrite = self._owes_rewrite(is_last=is_last)
+        try:
+            await self.process.open()  # which says what is in it
+            async with self.process.transaction(rewrite=rewrite) as change:
+                done = await self._put(change, everything=rewrite, is_last=is_last)
+        except OSError as error:
+            self._unsaved.failed(self.process.path, error, COST)
+            self.pause_s = INTERVAL_S
+            return
+        self._unsaved.saved(self.process.path)
+        self.written_bytes = change.written_bytes
+        for note in done:
+            note()
+        if rewrite:
+            self._rewritten, self._rewritten_ns = deletions, began_ns
+        self.pause_s = max(INTERVAL_S, REST * self._steps.busy_s, self.written_bytes / self._rate_bytes)
+
+    async def _put(self, change: Transaction, *, everything: bool, is_last: bool) -> list[Callable[[], None]]:
+        """Put what has changed; return what notes that it is saved, once it is."""
+        done: list[Callable[[], None]] = []
+        saved = _Saved() if everything else self._saved
+        ahead_ns = self._store.clock.wall_ns() - self._store.clock.monotonic_ns()
+        for name, rows in self._usage.items():
+            if everything:
+                rows.saved = rows.saved[:0]
+            digests = await self._steps.through(rows.digests())
+            for part in rows.parts(digests):
+                await change.put(name, await self._steps.through(rows.entries(part, len(digests), ahead_ns)))
+            done.append(partial(setattr, rows, "saved", digests))
+        done += await self._put_small(change, saved)
+        activity = self._learned.activity()
+        now_ns = self._store.clock.monotonic_ns()
+        if activity != saved.activity and (everything or is_last or now_ns >= self._learned_from_ns):
+            before_s = self._steps.busy_s
+            contents = await self._learned.put(change, self._steps)
+            rest_s = max(REST * (self._steps.busy_s - before_s), contents.nbytes / self._rate_bytes)
+            self._steps.busy_s = before_s  # uses of blocks do not wait for it
+            self._learned_from_ns = now_ns + round(min(rest_s, 60.0) * NS_PER_S)
+            done.append(partial(setattr, self._saved, "activity", activity))
+        return done
+
+    async def _put_small(self, change: Transaction, saved: _Saved) -> list[Callable[[], None]]:
+        done: list[Callable[[], None]] = []
+        for name, entries, before in (
+            ("names", self._tenants.named_entries(self._store.residency), saved.names),
+            ("quarantine", self._quarantine(), saved.quarantine),
+        ):
+            if entries != before:
+                await change.put(name, entries)
+                await change.keep_only(name, [key for key, _ in entries])
+                done.append(partial(setattr, self._saved, name, entries))
+        scrub = self.scrub
+        if scrub is not None and scrub != saved.scrub:
+            await change.put("scrub", [(POSITION, scrub)])
+            done.append(partial(setattr, self._saved, "scrub", scrub))
+        return done
+
+    def _quarantine(self) -> list[Entry]:
+        if self._store.nvme is None:
+            return []
+        held = self._store.nvme.quarantined().items()
+        return [(SLOT.pack(*place), why.encode()[:WHY_BYTES]) for place, why in held]
+
+    async def _save_budget(self, budget: bytes) -> None:
+        """Save the endurance budget, over a loss of power. Raises OSError."""
+        async with self.process.transaction(durable=True) as change:
+            await change.put("endurance", [(b"budget", budget)])

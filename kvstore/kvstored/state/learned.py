@@ -1,0 +1,134 @@
+"""What policies and the predictor have learned, and why blocks went, as tables that outlive the daemon.
+
+Tables name blocks by their keys, and tenants as their blocks do. What was deleted by order is not in what is copied
+afterwards. The clock is the wall clock less the monotonic one, which begins anew with the machine.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator, Sequence
+
+import numpy as np
+
+from kvstore_predictor.base import Array, Piece, within
+from kvstored.state.process import Transaction
+from kvstored.state.steps import Steps
+from kvstored.state.tables import Contents, packed, tables_in
+from kvstored.store.assembly import Store
+from kvstored.store.policies import Learns, Origin, Policy
+from kvstored.store.prefetch.guarded_predictor import PrefetchState
+
+log = logging.getLogger(__name__)
+_GHOSTS, _TENANTS, _CLOCK, _PREFETCH = ":ghosts:", ":tenants", ":clock", ":prefetch"
+Entry = tuple[bytes, bytes]
+
+
+class Learned:
+    """Of one store. `read`, then `hand_out`, then `put` as often as wanted."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._tables: dict[str, Array] = {}  # what was read, until those who learn have it
+        self._origin = Origin(np.empty(0, np.int64), 0, 0)
+
+    # What was saved
+
+    def read(self, entries: Sequence[Entry], tenants: Collection[str]) -> None:
+        """Take what was saved. `tenants`: by their names in residency, beside those that have blocks."""
+        try:
+            self._tables = tables_in(entries)
+            if self._tables:
+                self._origin = self._read_origin(tenants)
+                self._restore_ghosts()
+        except Exception as error:  # a table of another version raises nearly any
+            log.warning("what was learned is of another version (%s): it begins anew", error)
+            self._tables = {}
+
+    def hand_out(self, *, renew: bool) -> None:
+        """Let policies and the predictor go on from what was read. `renew`: policies begin with the order in which
+        blocks were used anyway."""
+        tables, self._tables = self._tables, {}
+        store = self._store
+        for position, tier in enumerate(store.residency.tiers):
+            kept = within(tables, f"{tier}/")
+            if kept or renew:
+                policy = store.renew_policy(position)
+                self._import(tier, policy, kept)
+                store.follow_policy(position, policy)
+        if store.prefetch_state.works:
+            self._import(_PREFETCH, store.prefetch_state, within(tables, f"{_PREFETCH}/"))
+        store.forget_again()
+
+    def _import(self, group: str, learner: Policy | PrefetchState, kept: dict[str, Array]) -> None:
+        names = sorted({name.partition("/")[0] for name in kept})
+        try:
+            if kept:
+                if learner.name not in names or not isinstance(learner, Learns | PrefetchState):
+                    raise ValueError(f"{learner.name} cannot use it")
+                learner.import_state(within(kept, f"{learner.name}/"), self._origin)
+        except Exception as error:  # a damaged table raises nearly any
+            place, learned_by = group.removeprefix(":"), ", ".join(names)
+            log.warning("%s: what %s learned is not used: %s", place, learned_by, error)
+
+    def _read_origin(self, tenants: Collection[str]) -> Origin:
+        residency, clock = self._store.residency, self._store.clock
+        known = {index.name for index in residency.tenants}.union(tenants)
+        names = [name.decode() for name in self._tables[_TENANTS].tolist()]
+        numbers = [residency.tenant(name) if name in known else -1 for name in names]
+        later_ns = int(self._tables[_CLOCK][0]) - self._ahead_ns()
+        return Origin(np.array(numbers, np.int64), later_ns, clock.monotonic_ns())
+
+    def _restore_ghosts(self) -> None:
+        for number, tenant in enumerate(self._origin.tenants.tolist()):
+            ghosts = self._tables.get(f"{_GHOSTS}{number}")
+            if ghosts is not None and tenant >= 0:
+                self._store.residency.tenants[tenant].ghost.restore(ghosts, self._origin.later_ns)
+
+    def _ahead_ns(self) -> int:
+        """Return how far the wall clock is before the monotonic one, which begins anew with the machine."""
+        return self._store.clock.wall_ns() - self._store.clock.monotonic_ns()
+
+    # What is saved
+
+    def activity(self) -> tuple[int, ...]:
+        """Return what differs whenever anything may have been learned."""
+        store = self._store
+        requests = store.counters["acquires"] + store.counters["stored_blocks"]
+        return requests, store.residency.changes, store.prefetch_state.hints
+
+    async def put(self, change: Transaction, steps: Steps) -> Contents:
+        """Put all tables, and remove what else there is."""
+        contents, entries = Contents(), self._entries()
+        while (entry := await steps.once(lambda: next(entries, None))) is not None:
+            await change.put("learned", [contents.add(*entry)])
+        await change.put("learned", [contents.end()])
+        await change.keep_only("learned", contents.keys)
+        return contents
+
+    def _learners(self) -> Iterator[tuple[str, Policy | PrefetchState]]:
+        """Yield each with the group of tables that is its own. Prefetch is none where it is off or has failed."""
+        store = self._store
+        yield from zip(store.residency.tiers, store.policies, strict=True)
+        if store.prefetch_state.works:
+            yield _PREFETCH, store.prefetch_state
+
+    def _entries(self) -> Iterator[tuple[str, bytes]]:
+        for name, piece in self._pieces():
+            yield name, packed(piece)
+
+    def _pieces(self) -> Iterator[Piece]:
+        residency = self._store.residency
+        for group, learner in self._learners():
+            for name, piece in learner.export_state() if isinstance(learner, Learns | PrefetchState) else ():
+                yield f"{group}/{learner.name}/{name}", piece
+        remembered = []
+        for number, index in enumerate(residency.tenants):
+            kept = index.blocks
+            for piece in index.ghost.copied():
+                kept += len(piece)
+                yield f"{_GHOSTS}{number}", piece
+            is_gone = not kept and len(index.ghost) > 0  # all of it went by order, and so does its name
+            remembered.append(b"" if is_gone else index.name.encode())
+        yield _CLOCK, np.array([self._ahead_ns()])
+        yield _TENANTS, np.array(remembered, "S")

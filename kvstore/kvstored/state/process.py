@@ -1,0 +1,274 @@
+"""The daemon's side of the process that has the environment open: it starts it, asks it, and starts another where it
+has died.
+
+A call that the process does not live to answer raises OSError, as a full disk does: the caller has all that it would
+have saved, and tries again. After a second death within `DEATHS_IN_S` what is there is set aside unseen, so a page that
+ends the process does so twice at most. On the control loop, one call at a time; nothing that a client waits for is one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from kvstore_tiers import failpoints
+from kvstore_tiers.child_processes import variables_of_children
+from kvstored.clock import NS_PER_S, Clock
+from kvstored.state.messages import (
+    HEAD,
+    Entry,
+    Verb,
+    fields_of,
+    in_parts,
+    packed_entries,
+    packed_json,
+    unpacked_entries,
+)
+
+log = logging.getLogger(__name__)
+failpoints.declare("state.open", "nothing of the small state is read yet")
+failpoints.declare("state.commit", "a transaction of the small state is complete and not committed")
+DEATHS, DEATHS_IN_S = 2, 600.0
+ENDING_S = 10.0
+_UNANSWERED = (Verb.PUT, Verb.KEEP, Verb.REWRITE)
+ANSWER_S = 120.0  # a process that is silent for longer hangs on a disk; it is given up
+
+
+class StateProcess:
+    """`directory`: the state directory. `on_new`: called when the environment is another than before, empty: whoever
+    saves begins anew. `wrong_values`: values found whose checksum is wrong; nothing uses them."""
+
+    def __init__(self, directory: Path, version: str, clock: Clock, *, shared: bool = False) -> None:
+        """`shared`: read alone, beside a daemon that may write."""
+        self._is_shared = shared
+        self._directory, self._version, self._clock = directory, version, clock
+        self._process: subprocess.Popen[bytes] | None = None
+        self._reader: asyncio.StreamReader | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._turn = asyncio.Lock()
+        self._deaths_ns: list[int] = []
+        self._distrusted = ""
+        self._is_owed = False  # an answer
+        self.on_new: Callable[[str], None] = lambda _: None
+        self.path = directory / "state.mdb"  # until it is known
+        self.is_new = False
+        self.was_aside = ""
+        self.wrong_values = 0
+
+    @property
+    def pid(self) -> int:
+        """Return the process's; -1 where there is none."""
+        return self._process.pid if self._process is not None else -1
+
+    def start(self) -> None:
+        """Start the process, and wait for nothing."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "kvstored.state.worker", str(theirs.fileno())],
+                pass_fds=(theirs.fileno(),), env=variables_of_children(), stdin=subprocess.DEVNULL,
+            )  # fmt: skip
+        ours.setblocking(False)
+        self._socket = ours
+
+    async def open(self) -> None:
+        """Have the environment open, unless it is. Raises OSError."""
+        async with self._turn:
+            await self._open()
+
+    async def read(self, database: str, *, first: bytes = b"", limit: int = 0) -> list[Entry]:
+        """Return the entries of a database that are whole. `limit`: the most of them, 0 for all. Raises OSError."""
+        async with self._asked():
+            self._send(packed_json(Verb.READ, database=database, first=first.hex(), limit=limit))
+            entries: list[Entry] = []
+            while not isinstance(answer := await self._answer(), dict):
+                entries += answer
+            self.wrong_values += self._judged(answer).get("wrong", 0)
+            return entries
+
+    async def copy(self, directory: Path) -> Path:
+        """Write a copy for a backup into `directory`; return its path. Raises OSError."""
+        async with self._asked():
+            self._send(packed_json(Verb.COPY, directory=str(directory)))
+            return Path(self._judged(await self._answer())["path"])
+
+    async def contents(self) -> dict[str, Any]:
+        """Return path, bytes, and of each database its entries and bytes. Raises OSError."""
+        async with self._asked():
+            self._send(packed_json(Verb.LIST))
+            return self._judged(await self._answer())
+
+    @asynccontextmanager
+    async def transaction(self, *, durable: bool = False, rewrite: bool = False) -> AsyncIterator[Transaction]:
+        """Yield what a caller puts into one transaction; it is there, or nothing of it is, when this ends. `rewrite`:
+        into a new environment that takes the place of this one, so that nothing else of it can be read any more. Raises
+        OSError."""
+        async with self._asked():
+            change = Transaction(self._send_all)
+            if rewrite:
+                self._send(packed_json(Verb.REWRITE))
+            try:
+                yield change
+                failpoints.hit("state.commit")
+            except BaseException:
+                if self._writer is not None:  # else it has died
+                    self._send(packed_json(Verb.ABORT))
+                    await self._answer()
+                raise
+            self._send(packed_json(Verb.COMMIT, durable=durable))
+            answer = self._judged(await self._answer())
+            change.written_bytes, self.path = answer["written_bytes"], Path(answer["path"])
+
+    async def close(self) -> None:
+        """End the process, which has committed what it was given. Idempotent."""
+        async with self._turn:
+            if self._writer is not None:
+                self._writer.close()
+                self._writer = None
+            elif self._process is not None and self._reader is None:
+                self._socket.close()
+            process, self._process = self._process, None
+            if process is None:
+                return
+            with suppress(subprocess.TimeoutExpired):
+                await asyncio.to_thread(process.wait, ENDING_S)
+                return
+            process.kill()  # on a disk that hangs not even that ends it
+
+    # Inside
+
+    @asynccontextmanager
+    async def _asked(self) -> AsyncIterator[None]:
+        async with self._turn:
+            await self._open()
+            try:
+                yield
+            except (ConnectionError, asyncio.IncompleteReadError, TimeoutError) as error:
+                raise self._died(error) from None
+            except asyncio.CancelledError:
+                if self._is_owed:
+                    self._end()  # in the middle of an answer: the next call begins with another process
+                raise
+
+    async def _open(self) -> None:
+        if self._writer is not None:
+            return
+        failpoints.hit("state.open")
+        if self._process is None:
+            self.start()
+        try:
+            self._reader, self._writer = await asyncio.open_unix_connection(sock=self._socket, limit=1 << 20)
+            self._send(
+                packed_json(
+                    Verb.OPEN,
+                    directory=str(self._directory),
+                    version=self._version,
+                    distrusted=self._distrusted,
+                    shared=self._is_shared,
+                )
+            )
+            answer = await self._answer()
+        except (ConnectionError, asyncio.IncompleteReadError, TimeoutError) as error:
+            raise self._died(error) from None
+        except asyncio.CancelledError:
+            self._end()
+            raise
+        assert isinstance(answer, dict)
+        if "path" not in answer:
+            self._end()
+            raise OSError(answer.get("errno", errno.EIO), answer.get("error", answer.get("unusable")), str(self.path))
+        self._distrusted = ""
+        self.path = Path(answer["path"])
+        self.is_new, self.was_aside = answer["is_new"], answer["was_aside"]
+        if self.was_aside:
+            log.warning(
+                "%s is set aside as state.aside until blocks are deleted, and begins anew (%s): how blocks were used, "
+                "what was learned and names are not known", self.path.parent, self.was_aside,
+            )  # fmt: skip
+        if self.is_new:
+            self.on_new(self.was_aside)
+
+    def _send(self, message: bytes) -> None:
+        assert self._writer is not None
+        self._is_owed = message[0] not in _UNANSWERED
+        self._writer.write(message)
+
+    async def _send_all(self, message: bytes) -> None:
+        self._send(message)
+        assert self._writer is not None
+        await self._writer.drain()
+
+    async def _answer(self) -> dict[str, Any] | list[Entry]:
+        assert self._reader is not None
+        async with asyncio.timeout(ANSWER_S):
+            verb, nbytes = HEAD.unpack(await self._reader.readexactly(HEAD.size))
+            body = await self._reader.readexactly(nbytes)
+        if verb == Verb.ENTRIES:
+            return unpacked_entries(body)[1]
+        self._is_owed = False
+        return fields_of(body)
+
+    def _judged(self, answer: dict[str, Any] | list[Entry]) -> dict[str, Any]:
+        """Raises OSError for an answer that says why not."""
+        assert isinstance(answer, dict)
+        if "unusable" in answer:
+            self._distrusted = answer["unusable"]
+            self._end()
+            raise OSError(errno.EIO, answer["unusable"], str(self.path))
+        if "error" in answer:
+            raise OSError(answer["errno"], answer["error"], str(self.path))
+        return answer
+
+    def _died(self, error: Exception) -> OSError:
+        """Note that the process has died, or hangs; the next call starts another."""
+        status = self._end()
+        now_ns = self._clock.monotonic_ns()
+        self._deaths_ns = [at for at in self._deaths_ns if now_ns - at < DEATHS_IN_S * NS_PER_S] + [now_ns]
+        if len(self._deaths_ns) >= DEATHS:
+            self._deaths_ns.clear()
+            self._distrusted = f"its process has died {DEATHS} times within {DEATHS_IN_S:.0f} s"
+        why = f"its process ended with status {status}" if not isinstance(error, TimeoutError) else "it hangs"
+        log.warning("%s: %s; another is started", self.path, why)
+        return OSError(errno.EIO, why, str(self.path))
+
+    def _end(self) -> int | None:
+        """End the process; its exit status."""
+        if self._writer is not None:
+            self._writer.close()
+        elif self._process is not None and self._reader is None:
+            self._socket.close()
+        self._reader = self._writer = None
+        process, self._process = self._process, None
+        if process is None:
+            return None
+        process.kill()  # one that has died already keeps its own status
+        with suppress(subprocess.TimeoutExpired):
+            return process.wait(0.05)
+        threading.Thread(target=process.wait, daemon=True).start()  # it hangs in the kernel
+        return None
+
+
+class Transaction:
+    """Takes what belongs to one transaction of the environment. `written_bytes`: to the medium, when it has ended."""
+
+    def __init__(self, send: Callable[[bytes], Any]) -> None:
+        self._send = send
+        self.written_bytes = 0
+
+    async def put(self, database: str, entries: Iterable[Entry]) -> None:
+        """Store entries; those that are there already cost no write."""
+        for part in in_parts(entries):
+            await self._send(packed_entries(Verb.PUT, database, part))
+
+    async def keep_only(self, database: str, keys: Iterable[bytes]) -> None:
+        """Remove all entries of a database but these."""
+        await self._send(packed_entries(Verb.KEEP, database, [(key, b"") for key in keys]))
