@@ -53,7 +53,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def slot_bytes(payload_bytes: int) -> int:
-    """Bytes that a block with this payload takes in any tier."""
+    """Return the bytes that a block with a payload of `payload_bytes` takes in any tier."""
     return HEADER_BYTES + -(-payload_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
@@ -63,7 +63,9 @@ def payload_checksum(payload: Bytes | bytes | memoryview) -> int:
 
 @dataclass(frozen=True)
 class BlockHeader:
-    """What a slot says about the block in it. `tokens` is packed little-endian int32 (kvstore_proto.identity)."""
+    """The header of a slot, which describes its block. `tokens` is packed little-endian int32
+    (kvstore_proto.identity).
+    """
 
     key: bytes
     parent: bytes
@@ -79,7 +81,7 @@ class BlockHeader:
     created_ns: int = 0
 
     def pack(self) -> bytes:
-        """The 4096 header bytes. Raises ValueError for fields of a wrong size."""
+        """Return the 4096 header bytes. Raises ValueError for fields of a wrong size."""
         if len(self.tokens) > MAX_TOKENS * 4 or len(self.tokens) % 4:
             raise ValueError(f"{len(self.tokens)} bytes of token ids; at most {MAX_TOKENS} ids of 4 bytes fit")
         if (len(self.key), len(self.parent), len(self.extra), len(self.tenant)) != (16, 16, 16, 16):
@@ -93,7 +95,7 @@ class BlockHeader:
         return bytes(raw)
 
     def stamped(self, generation: int, checksum: int) -> BlockHeader:
-        """The same with another generation and checksum; five times as fast as `dataclasses.replace`."""
+        """Return a copy with another generation and checksum; five times as fast as `dataclasses.replace`."""
         other = object.__new__(BlockHeader)
         other.__dict__.update(self.__dict__, generation=generation, checksum=checksum)
         return other
@@ -111,7 +113,9 @@ class BlockHeader:
 
 
 def read_header(raw: bytes | memoryview | Bytes) -> BlockHeader | str:
-    """Parse 4096 header bytes; a string says what is wrong with them (never raises on damaged bytes)."""
+    """Return the header that 4096 bytes hold, or a string that says what is wrong with them. It never raises on damaged
+    bytes.
+    """
     data = bytes(raw[:HEADER_BYTES])
     if len(data) < HEADER_BYTES:
         return f"header cut short: {len(data)} of {HEADER_BYTES} bytes"
