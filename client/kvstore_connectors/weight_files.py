@@ -1,9 +1,8 @@
-"""The files that a running model's weights come from: whether these were loaded, and are still unchanged.
+"""The files of a running model's weights, and whether they are still unchanged.
 
-Weights that are mapped change with their file. Owns open descriptors of such files, so that a file that is renamed over
-or deleted is still watched, their digest, and what they looked like when it was taken.
-Bound: a change is noticed by the next `changed` after it; one whose time of change was set back only where a digest was
-taken, by reading again.
+Weights that are mapped change with their file. The module owns open descriptors of these files, so that a file that is
+renamed over or deleted is still watched, their digest, and their state when it was taken. Limit: a change is noticed by
+the next `changed` after it; a change whose time was set back is noticed only if a digest was taken, by reading again.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ DELETED = " (deleted)"
 
 @dataclass(frozen=True, slots=True)
 class Mapping:
-    """A run of addresses, [begin, end), that show a file; `path` ends in " (deleted)" where that name is gone."""
+    """A run of addresses, [begin, end), that map a file; `path` ends in " (deleted)" if that name is gone."""
 
     begin: int
     end: int
@@ -33,10 +32,10 @@ class Mapping:
 
 
 class WeightFiles:
-    """Open files whose content must stay as it is. Closed when it is collected."""
+    """Open files whose content must not change. They are closed when the object is collected."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
-        """Open `paths` and remember how they look now. Raises OSError."""
+        """Open `paths` and remember their present state. Raises OSError."""
         self._descriptors: list[int] = []
         self.paths = list(paths)
         try:
