@@ -1,7 +1,7 @@
 """llama.cpp's saved state, taken apart into blocks of tokens and put together again.
 
 A saved state holds the whole sequence layer by layer, so that the states of two turns of one conversation share hardly
-a byte range. Cut by tokens instead, a turn's blocks begin with those of the turn before, and are stored once.
+a byte range. Cut by tokens instead, a turn's blocks begin with the blocks of the last turn, and are stored once.
 
 The format (`llama_context::state_write_data` and `llama_kv_cache::state_write` of llama.cpp), little-endian:
 

@@ -64,7 +64,7 @@ class WeightFiles:
         return hashing.hexdigest()
 
     def changed(self, *, by_content: bool = False) -> str:
-        """Return the path of a file that was written to, or cut, since it was opened; empty if none was.
+        """Return the path of a file that was written to, or cut, since it was opened; "" if there is none.
 
         `by_content`: the caller compares contents, so that other permissions, and a time that was set back, count too.
         """
@@ -91,8 +91,9 @@ class WeightFiles:
 
 
 def why_unknown(files: WeightFiles, mappings: list[Mapping], began: float) -> str:
-    """Return why this process, which `began` then (Unix time), may have loaded other bytes than `files` have; empty if
-    not: this process maps them, or neither they nor a link to them is younger than the process."""
+    """Return why this process, which began at `began` (Unix time), may have loaded other bytes than `files` have. "" if
+    it cannot have: the process maps the files, or neither they nor a link to them is younger than the process.
+    """
     for path, state in zip(files.paths, files.states, strict=True):
         real = os.path.realpath(path)
         shown = [each for each in mappings if each.path in (real, real + DELETED)]
@@ -114,7 +115,7 @@ def process_began() -> float:
 
 
 def mappings_now() -> list[Mapping]:
-    """Return what this process maps of files."""
+    """Return the files that this process maps."""
     found = []
     with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as file:
         for line in file:
@@ -133,7 +134,7 @@ def _youngest(path: Path, state: os.stat_result) -> float:
 
 
 def _settled(descriptor: int) -> tuple[int, int, int]:
-    """Return a file's mark once a later write is sure to change it: at most a tick after its last one."""
+    """Return a file's mark once a later write is sure to change it: at most a clock tick after its last write."""
     state = os.fstat(descriptor)
     age_s = time.time() - max(state.st_mtime, state.st_ctime)
     if 0 <= age_s < _TICK_S:

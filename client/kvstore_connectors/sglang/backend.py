@@ -316,7 +316,7 @@ def _has_draft_layers(host_pool: Any) -> bool:
 
 
 def _prefix(extra_info: HiCacheStorageExtraInfo | None) -> list[str] | None:
-    """Return the names of the pages before those of a call; None if SGLang does not give them."""
+    """Return the page names before this call's pages; None if SGLang does not give them."""
     return None if extra_info is None else extra_info.prefix_keys
 
 

@@ -1,4 +1,4 @@
-"""The settings in `kv_connector_extra_config`, and those of the tier in its entry of `secondary_tiers`.
+"""The settings in `kv_connector_extra_config`, and the tier's settings in its entry of `secondary_tiers`.
 
 The module owns names, defaults and limits. Invariant: an unknown or senseless value is refused with one sentence when
 the engine starts, and never ignored.

@@ -9,7 +9,7 @@ from kvstored.tier_set import NO_TIERS, TIER_SETS, TierSet
 
 
 def tier_code(residency: ResidencyView, position: int, device_tiers: TierSet = NO_TIERS) -> int:
-    """The TierCode of the tier at `position`. `device_tiers`: those that the client reads on its device."""
+    """Return the TierCode of the tier at `position`. `device_tiers`: the tiers that the client reads on its device."""
     if position in device_tiers:
         return pb.TIER_CODE_GPU
     if position == residency.mapped:
