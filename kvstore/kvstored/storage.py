@@ -1,7 +1,8 @@
-"""All that a node holds, opened in order: tenants, tiers with what survived in them, residency, and the store over
+"""The contents of a node, opened in order: tenants, tiers with their surviving blocks, residency, and the store over
 them.
 
-Owns the order of a start: identity before tiers, tiers before residency, recovery before policies. Serves no client.
+The module owns the order of a start: identity before tiers, tiers before residency, recovery before policies. It serves
+no client.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class NodeStorage:
-    """`former`: clients of the process before, None without warm restart."""
+    """The opened parts. `former`: clients of the former process, None without warm restart."""
 
     tenants: TenantDirectory
     store: Store
@@ -61,8 +62,9 @@ def open_storage(
     *,
     new_secret: bool,
 ) -> NodeStorage:
-    """Open what the node holds, on the control loop; `stack` closes it. `new_secret`: blocks that the secret does not
-    reach are dropped. Raises what the parts raise."""
+    """Open the node's contents, on the control loop; `stack` closes them. `new_secret`: drop blocks that the secret
+    does not reach. Raises the errors of the parts.
+    """
     unsaved, state_dir = Unsaved(), config.daemon.state_dir
     keyring = _open_keyring(config, unsaved, new_secret=new_secret)
     tenants = TenantDirectory(state_dir, config.tenants, config.tenant_default, keyring, unsaved)
@@ -97,7 +99,9 @@ def open_storage(
 
 
 def _keep_leases(former: FormerClients, memory: NodeMemory, state: State) -> None:
-    """Let a client that leaves while the daemon stops find its leases at the next process, if that has the memory."""
+    """Let a client that leaves while the daemon stops find its leases at the next process, if that process has the
+    memory.
+    """
     former.keeps_leases = state is State.STOPPING and not memory.is_forgotten
 
 

@@ -2,8 +2,8 @@
 
 FIFO is the yardstick for the value of recency. It needs no work at all on a hit, which is why caches with many threads
 use it (Yang, Zhang, Qiu, Yue, Rashmi: "FIFO queues are all you need for cache eviction", SOSP 2023, shows when it is
-enough with a little more). A bad choice nearly everywhere here: a prompt that all sessions share is as old as a private
-chat of its age, and only its children keep it.
+enough with a little more). A bad choice nearly everywhere here: a prompt that all sessions share is evicted as early as
+a private chat of its age, unless its children keep it.
 
 Zhang, Yang, Yue, Vigfusson, Rashmi: "SIEVE is simpler than LRU", NSDI 2024. The queue is kept as two: blocks that the
 hand has yet to meet on this round, with new blocks at the end, and blocks it has spared. A bad choice for chats: a

@@ -1,4 +1,4 @@
-"""`kvstored inspect`: a slot, a block or a key of an NVMe directory, also beside the daemon that uses it."""
+"""`kvstored inspect`: shows a slot, a block or a key of an NVMe directory, also while a daemon uses it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The share of each tenant in each tier, owed and allowed, as the tiers' policies have it."""
+"""The share of each tenant in each tier, guaranteed and allowed, as given to the tiers' policies."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvstored.store.policies import Policy, Share
 
 
 class TenantShares:
-    """`policies` are those of all tiers."""
+    """The shares of all tenants. `policies` has the policies of all tiers."""
 
     def __init__(self, tenants: TenantDirectory, residency: Residency, policies: Sequence[Policy]) -> None:
         self._tenants = tenants
@@ -19,7 +19,8 @@ class TenantShares:
 
     def set_all(self) -> None:
         """Set the shares of all tenants with limits, at the start: recovered blocks are protected before a client of
-        the tenant connects. After a change of the list, for all that have a share too."""
+        the tenant connects. After a change of the list, set them for all tenants that have a share too.
+        """
         shares = {number for policy in self._policies for number in policy.shares}
         for tenant in self._tenants.all():
             limits = tenant.limits

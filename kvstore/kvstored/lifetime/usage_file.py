@@ -1,12 +1,12 @@
-"""What the store knows of how blocks are used, over a restart, in STATE_DIR/usage.npz: access counts and times of last
-use, what policies and the predictor have learned beyond them, why blocks went, and why slots are in quarantine.
+"""The usage of blocks over a restart, in STATE_DIR/usage.npz: access counts and times of last use, the learned state of
+policies and predictor, why blocks went, and why slots are in quarantine.
 
-Written behind, every `INTERVAL_S` at most while something happens, and at the end of a daemon that stops in order; so
-a crash forgets the last seconds of it. It is never needed: a file that is missing, damaged or of another version costs
-hits, no block, so it is not synced. No request waits for it: it is copied in steps, and a thread writes.
+The file is written behind, at most every `INTERVAL_S` while something happens, and at the end of a daemon that stops in
+order; so a crash loses the last seconds of it. It is never needed: a file that is missing, damaged or of another
+version costs hits, no block, so it is not synced. No request waits for it: it is copied in steps, and a thread writes.
 
-It names blocks by their keys, and tenants as their blocks do. What was deleted is not in the next file, unless
-blocks are deleted during each of `COLLECTED_MAX` collections in a row; then it is not in the one after that.
+It names blocks by their keys, and tenants as their blocks do. Deleted blocks are not in the next file, unless blocks
+are deleted during each of `COLLECTED_MAX` collections in a row; then they are gone from the one after that.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _QUARANTINED = np.dtype([*((name, "<u8") for name in Slot._fields), ("why", f"S{
 
 
 class UsageFile:
-    """Keeps the file of one daemon. `restore`, then make policies, then `follow` them, then `run`."""
+    """The usage file of one daemon. Call `restore`, then make policies, then `follow` them, then `run`."""
 
     def __init__(self, state_dir: Path, residency: Residency, clock: Clock, unsaved: Unsaved | None = None) -> None:
         self._path = state_dir / FILE
@@ -68,9 +68,9 @@ class UsageFile:
     # At the start
 
     def restore(self, tenants: Collection[str], nvme: Tier | None = None) -> int:
-        """Apply what is in the file to the blocks that were found and to the quarantine of `nvme`, and remember blocks
-        of `tenants` (by their names in residency) that had gone; how many copies it knew. Before policies take over the
-        blocks.
+        """Apply the file to the recovered blocks and to the quarantine of `nvme`, and remember blocks of `tenants` (by
+        their names in residency) that had gone; return how many copies it knew. Call it before policies take over
+        the blocks.
         """
         self._nvme = nvme
         tables = self._read()
@@ -87,7 +87,7 @@ class UsageFile:
         return known
 
     def _restore_rest(self, tables: dict[str, Array], tenants: Collection[str]) -> None:
-        """What the file says beside the use of copies. Raises errors for what another version wrote."""
+        """Restore the parts of the file beside the use of copies. Raises errors for a file of another version."""
         version = tables[_FORMAT].tolist()
         if version != [FORMAT]:
             raise ValueError(f"{version}")
@@ -102,8 +102,8 @@ class UsageFile:
         self._former, self._origin = tables, origin
 
     def follow(self, policies: Sequence[Policy], counters: Counters, prefetch: PrefetchState | None = None) -> None:
-        """Let `policies` (by tier) and `prefetch` go on from what those before had learned; what they and the policies'
-        successors in that list learn is kept from now on.
+        """Let `policies` (by tier) and `prefetch` go on from the learned state of their predecessors. From now on the
+        file has what they, and later policies in that list, learn.
         """
         self._policies, self._counters, self._prefetch = policies, counters, prefetch
         tables, self._former = self._former, {}
@@ -120,7 +120,9 @@ class UsageFile:
                 log.warning("%s: what %s learned is not used: %s", place, learned_by, error)
 
     def _learners(self) -> Iterator[tuple[str, Policy | PrefetchState]]:
-        """Each with the group of tables that is its own in the file. Prefetch is none where it is off or has failed."""
+        """Yield each learner with the group of its tables in the file. Prefetch is left out if it is off or has
+        failed.
+        """
         yield from zip(self._residency.tiers, self._policies, strict=False)
         if self._prefetch is not None and self._prefetch.works:
             yield _PREFETCH, self._prefetch
@@ -144,13 +146,13 @@ class UsageFile:
         return Origin(np.array(numbers, np.int64), later_ns, self._clock.monotonic_ns())
 
     def _ahead_ns(self) -> int:
-        """Return how far the wall clock is before the monotonic one, which begins anew with the machine."""
+        """Return how far the wall clock is ahead of the monotonic one, which begins anew with the machine."""
         return self._clock.wall_ns() - self._clock.monotonic_ns()
 
     # While it serves
 
     async def run(self) -> None:
-        """Save now and then, until it is cancelled."""
+        """Save now and then, until cancelled."""
         pause_s = INTERVAL_S
         while True:
             await asyncio.sleep(pause_s)

@@ -1,9 +1,9 @@
 """The names behind digests, for people: of tenants and of fingerprints, in STATE_DIR/names.json.
 
-Owns that file and the fingerprints that have names. Never decides anything: what is not here has a digest for a label,
-and blocks, keys and leases do not depend on it. So the file may lag behind, and what a crash takes of it comes back
-with the next client that says hello.
-Invariants: what is kept is bounded in number and in bytes; after the start the control thread never writes.
+The module owns that file and the fingerprints that have names. It decides nothing: a digest without a name is its own
+label, and blocks, keys and leases do not depend on names. So the file may lag behind, and names lost in a crash come
+back with the next client that says hello. Invariants: the names are bounded in number and in bytes; after the start the
+control thread never writes.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ log = logging.getLogger(__name__)
 
 
 def is_plain(name: str) -> bool:
-    """Return whether it can be a tenant's name, listed or made of a user's number."""
+    """Return whether `name` can be a tenant's name, listed or made of a user's number."""
     return name.isascii() and name.isprintable()
 
 
 class Names:
-    """`tenants()` returns the current names of tenants. `run` is a task."""
+    """The names. `tenants()` returns the current names of tenants. `run` is a task."""
 
     def __init__(self, path: Path, tenants: Callable[[], Iterable[str]], unsaved: Unsaved) -> None:
         self._path = path
@@ -46,7 +46,9 @@ class Names:
         self._writing = threading.Lock()
 
     def load(self) -> list[str]:
-        """The tenants in the file; its fingerprints are kept. A lost or damaged file costs labels, never blocks."""
+        """Return the tenants in the file, and keep its fingerprints. A lost or damaged file costs labels, never
+        blocks.
+        """
         tenants: list[str] = []
         try:
             self._on_medium = self._path.read_bytes()
@@ -68,26 +70,27 @@ class Names:
             self.changed()
 
     def changed(self) -> None:
-        """A name changed: save soon."""
+        """Note that a name changed, to save it soon."""
         self._changed.set()
 
     async def run(self) -> None:
-        """Save what changes, on another thread."""
+        """Save changes, on another thread."""
         while True:
             await self._changed.wait()
             is_saved = await asyncio.to_thread(self.save)
             await asyncio.sleep(PAUSE_S if is_saved else RETRY_S)
 
     def close(self) -> None:
-        """Save what is not saved yet, after a write that is under way."""
+        """Save the remaining changes, after a write that is under way."""
         with self._writing:
             is_behind = self._changed.is_set()
         if is_behind:
             self.save()
 
     def save(self) -> bool:
-        """Write the file, unless it says all this already; whether that is so now. A full disk costs labels after the
-        next start, not the start and no client's session."""
+        """Write the file, unless it is up to date; return whether it is now. After a failure, for example on a full
+        disk, labels are missing at the next start, but the start and clients' sessions succeed.
+        """
         with self._writing:
             self._changed.clear()  # first: a change from now on may miss this save
             tenants = ",\n".join(map(json.dumps, sorted(self._tenants())))
@@ -106,7 +109,7 @@ class Names:
             return True
 
     def _keep(self, digest: bytes, fingerprint: Fingerprint) -> bool:
-        """False when there is no room for it."""
+        """Keep a fingerprint's name; return False if there is no room for it."""
         if len(self.fingerprints) >= MAX_NAMED_FINGERPRINTS:
             return False
         text = fingerprint.canonical().decode()

@@ -1,4 +1,4 @@
-"""Kind "shared": DRAM in arenas that clients map. The first tier; a put writes into it, a get leases from it.
+"""Kind "shared": DRAM in arenas that clients map. A put writes into this tier, and a get leases from it.
 
 Kind "memory": slower memory between that tier and the durable one, on a NUMA node or anywhere.
 """
@@ -27,7 +27,7 @@ _NODES = Path("/sys/devices/system/node")
 
 @dataclass(frozen=True, kw_only=True)
 class SharedSection(TierSection):
-    """Volatile, unless a restart keeps it."""
+    """A tier in shared DRAM. Volatile, unless a restart keeps it."""
 
     KIND: ClassVar[str] = "shared"
 
@@ -98,7 +98,7 @@ class SharedSection(TierSection):
 
 @dataclass(frozen=True, kw_only=True)
 class MemorySection(TierSection):
-    """Volatile, and not mapped by clients. `numa_node` -1: wherever the system puts it."""
+    """A tier in other memory. Volatile, and not mapped by clients. `numa_node` -1: the system chooses."""
 
     KIND: ClassVar[str] = "memory"
     MOST: ClassVar[int] = 4
@@ -132,7 +132,7 @@ class MemorySection(TierSection):
         super().check(machine)
 
     def open(self, start: Start) -> HostTier:
-        """Empty; it takes memory as it is filled."""
+        """Open the tier, empty; it takes memory as it is filled."""
         from kvstore_tiers.host import HostTier
 
         return HostTier(

@@ -1,4 +1,4 @@
-"""Kind "nvme": slabs on a file system, by direct I/O. Durable: what it has outlives the daemon."""
+"""Kind "nvme": slabs on a file system, by direct I/O. Durable: its blocks outlive the daemon."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_QUARANTINE_SLOTS = 65536
 
 @dataclass(frozen=True, kw_only=True)
 class NvmeSection(TierSection):
-    """`admission`, `endurance_...`: what may be written."""
+    """A tier on NVMe. `admission`, `endurance_...`: which blocks may be written."""
 
     KIND: ClassVar[str] = "nvme"
 
@@ -84,7 +84,7 @@ class NvmeSection(TierSection):
 
 
 def _file_system_bytes(path: Path) -> int:
-    """0 where that is not known."""
+    """Return the size of the file system; 0 if unknown."""
     for candidate in (path, *path.parents):
         try:
             stat = os.statvfs(candidate)

@@ -2,8 +2,8 @@
 touch, hint), delete and explain.
 
 Each verb checks a request, has the store carry it out, and puts the answer into a message. `quick` answers without
-waiting for bytes to move; None: the request must run as a task, through `slow`. Only a hint that makes no sense is an
-error, none that comes too late.
+waiting for bytes to move; None: the request must run as a task, through `slow`. A malformed hint is an error; a hint
+that comes too late is none.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ log = logging.getLogger(__name__)
 
 
 class Verbs:
-    """Dispatch by the name of the request's `op` field. `explain` answers an explain of the client's own blocks."""
+    """The verbs, chosen by the name of the request's `op` field. `explain` answers an explain of the client's own
+    blocks.
+    """
 
     def __init__(
         self,
@@ -56,7 +58,7 @@ class Verbs:
         self._codes_by_mask = cache(partial(codes_by_mask, store.residency))
 
     def quick(self, session: Session, op: str, request: pb.Request) -> pb.Response | None:
-        """Answer at once, or return None. Raises KVStoreError for a request that is wrong as a whole."""
+        """Return the answer at once, or None. Raises KVStoreError for a request that is wrong as a whole."""
         if op == "lookup":
             return pb.Response(lookup=self._looked_up(session, request.lookup))
         if op == "acquire" and request.acquire.order == pb.ACQUIRE_ORDER_WHOLE:
@@ -83,8 +85,9 @@ class Verbs:
             self._puts.undo(session, reply.reserve_slots)
 
     def slow(self, session: Session, op: str, request: pb.Request) -> AsyncGenerator[pb.Response, None]:
-        """Yield the answers of a request that waits for bytes; a store may have two, and has begun when this returns;
-        an acquire in an order has many. Raises KVStoreError as `quick`, then or from the answers."""
+        """Yield the answers of a request that waits for bytes. A store may have two answers, and has begun when this
+        returns; an acquire in an order has many. Raises KVStoreError as `quick`, at once or while answers are read.
+        """
         if op == "store":
             return _stored(self._puts.store(session, request.store))
         if op == "acquire":
@@ -111,7 +114,7 @@ class Verbs:
             raise RuntimeError(f"{op} is always answered at once")
 
     def _keys_of(self, session: Session, key_set: pb.KeySet) -> list[bytes]:
-        """Return the keys of a set. Raises KVStoreError for a set that is wrong."""
+        """Return the keys of a set. Raises KVStoreError for an invalid set."""
         keys = keys_of(key_set.keys, self._max_keys)
         known_group(session, key_set.group)
         return keys
@@ -125,9 +128,10 @@ class Verbs:
     async def _acquired(
         self, session: Session, request: pb.Acquire, deadline_ms: int
     ) -> AsyncGenerator[pb.Response, None]:
-        """Yield one answer, a lease on all that could be had in time. In an order: answers as blocks become readable,
-        each a lease on one run of them, the last one without any, with the reason why the chain ends. The first one
-        says what to expect, without a lease if all blocks must be loaded."""
+        """Yield one answer: a lease on all blocks that could be had in time. In an order: answers as blocks become
+        readable, each a lease on one run of them; the last one has no lease, but the reason why the chain ends. The
+        first answer says what to expect, without a lease if all blocks must be loaded.
+        """
         asked = self._asked(session, request, deadline_ms)
         if request.order == pb.ACQUIRE_ORDER_WHOLE:
             yield pb.Response(acquire=self._reply(session, request, await self._get.acquire(session, asked)))
@@ -154,8 +158,9 @@ class Verbs:
                 yield pb.Response(acquire=reply)
 
     def _asked(self, session: Session, request: pb.Acquire, deadline_ms: int) -> GetRequest:
-        """Return what is asked for. Raises KVStoreError for a request that is wrong as a whole, or one lease too
-        many."""
+        """Return the get that the message asks for. Raises KVStoreError for a request that is wrong as a whole, or one
+        lease too many.
+        """
         self._keys_of(session, request.set)
         if self._leases.count(session.session_id) >= self._leases_per_client:
             raise self._one_too_many(session)
