@@ -1,6 +1,6 @@
 """A llama.cpp/ggml-based inference engine whose KV state is in kvstored.
 
-The package imports nothing heavy until a name is used.
+The package imports heavy modules only when a name is used.
 """
 
 from importlib import import_module

@@ -1,6 +1,6 @@
 """Opens the executor of a device: model, pool and executor, with their lifetime.
 
-Owns which implementation a device's name stands for. Both are imported when they are first needed.
+The module owns which implementation a device's name stands for. Both are imported on first use.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def open_executor(
     sizes: StepSizes,
     memory: Callable[[int], mmap.mmap] | None = None,
 ) -> Iterator[StepExecutor]:
-    """The executor of `file` on `device`, until the block ends; takes over `file`. `memory`: of a pool on `cpu`.
+    """Yield the executor of `file` on `device`, until the block ends; it takes over `file`. `memory`: for a pool on
+    `cpu`.
 
     UnsupportedModel, UsageError and OperationError say in one line what cannot be run there, or what is missing.
     """
@@ -56,9 +57,10 @@ def open_executor(
 def open_copies(
     executor: StepExecutor | Pipeline, device: DeviceName, store_rate: Rate = AUTO
 ) -> Iterator[BlockCopies]:
-    """How blocks of the daemon get into the pool of `executor`, which is on `device`, and out of it, until the block
-    ends; on a GPU that decodes at `store_rate`. The sessions are to be connected with its `device`, and the engine
-    closed before."""
+    """Yield the copies between blocks of the daemon and the pool of `executor`, which is on `device`, until the block
+    ends; on a GPU that decodes, at `store_rate`. Connect the sessions with its `device`, and close the engine
+    before.
+    """
     if device.is_torch:
         from kvstore_engine.torch_executor import open_torch_copies
         from kvstore_engine.torch_executor.executor import TorchExecutor
@@ -74,7 +76,9 @@ def open_copies(
 
 @contextlib.contextmanager
 def open_stages(file: GGUFFile, stages: int, pool: PoolSetup, sizes: StepSizes) -> Iterator[Pipeline]:
-    """The same on `cpu`, in stages of `sizes.threads` threads each. UsageError for more than the model has layers."""
+    """Yield a pipeline of `stages` stages on `cpu`, each of `sizes.threads` threads. Raises UsageError for more stages
+    than the model has layers.
+    """
     from kvstore_engine.stages import open_pipeline
 
     with open_host_pool(file, pool, sizes) as (model, blocks):
@@ -88,7 +92,7 @@ def open_stages(file: GGUFFile, stages: int, pool: PoolSetup, sizes: StepSizes) 
 def open_host_pool(
     file: GGUFFile, pool: PoolSetup, sizes: StepSizes, memory: Callable[[int], mmap.mmap] | None = None
 ) -> Iterator[tuple[Model, BlockPool]]:
-    """ggml's model of `file`, and a pool for it in host memory."""
+    """Yield ggml's model of `file`, and a pool for it in host memory."""
     from kvstore_engine.model import load_model
     from kvstore_engine.pool import BlockPool
 
@@ -101,7 +105,7 @@ def open_host_pool(
 
 
 def _limits(sizes: StepSizes) -> dict[str, Any]:
-    """The arguments of an executor."""
+    """Return the arguments of an executor."""
     return {
         "threads": sizes.threads,
         "max_tokens_per_step": sizes.max_tokens_per_step,

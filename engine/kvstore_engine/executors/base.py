@@ -2,8 +2,8 @@
 
 The caller guarantees that the K/V before each slice is in the pool, and that it uses the executor from one thread. The
 implementation MUST refuse, before it touches memory, a step that breaks a limit (`graph.plan_step`); MUST have written
-the slices' K/V to the pool when `forward` returns, and nothing else; and MUST compute the same step again in the same
-way after a `forward` that raised. Logits of a token MAY depend on the other tokens of a step by rounding alone.
+the slices' K/V to the pool when `forward` returns, and nothing else; and MUST compute a repeated step in an equal way
+after a `forward` that raised. Logits of a token MAY depend on the other tokens of a step by rounding alone.
 """
 
 from abc import ABC, abstractmethod
@@ -22,14 +22,14 @@ from kvstore_engine.pool import BlockPool
 
 
 class HasConfig(Protocol):
-    """What callers of an executor ask of its model."""
+    """The interface of an executor's model for its callers."""
 
     @property
     def config(self) -> ModelConfig: ...
 
 
 class StepExecutor(ABC):
-    """One implementation's executor."""
+    """The executor of one implementation."""
 
     pool: BlockPool
     limits: StepLimits
@@ -42,7 +42,7 @@ class StepExecutor(ABC):
     @property
     @abstractmethod
     def threads(self) -> int:
-        """Compute threads of the processor; may be set between steps."""
+        """The number of the processor's compute threads; may be set between steps."""
 
     @threads.setter
     @abstractmethod
@@ -52,14 +52,15 @@ class StepExecutor(ABC):
     def forward(self, slices: Sequence[SequenceSlice], out: FloatArray | None = None) -> FloatArray:
         """Compute one step; its K and V are in the pool afterwards.
 
-        Returns the logits, float32 [outputs, vocabulary], of the wanted tokens in the order of `slices`:
-        a copy, in the leading rows of `out` if that is given. Raises ValueError for a request that breaks a limit,
-        RuntimeError if computing fails, OperationError if nothing can be computed any more in this process.
+        Return the logits, float32 [outputs, vocabulary], of the wanted tokens in the order of `slices`: a copy, in the
+        leading rows of `out` if that is given. Raises ValueError for a request that breaks a limit, RuntimeError if
+        computing fails, OperationError if nothing can be computed any more in this process.
         """
 
     def step(self, slices: Sequence[SequenceSlice], whole: Sequence[int] | None = None) -> StepLogits:
-        """As `forward`; the logits stay where they were computed. `whole`: the rows that are wanted whole in host
-        memory; None: all."""
+        """Compute one step, as `forward` does, but leave the logits on the device that computed them. `whole`: the rows
+        that are wanted whole in host memory; None: all.
+        """
         return HostLogits(self.forward(slices))
 
     def prefill(
@@ -73,7 +74,7 @@ class StepExecutor(ABC):
     ) -> FloatArray:
         """Compute `tokens`, the positions from `start` on, in the steps of `chunk_plan`.
 
-        Returns the last token's logits, float32 [vocabulary].
+        Return the last token's logits, float32 [vocabulary].
         """
         end = start + len(tokens)
         if not len(tokens):
@@ -88,7 +89,7 @@ class StepExecutor(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Free what the executor has reserved; model and pool stay open. A later `forward` raises RuntimeError."""
+        """Free the executor's reserved memory; model and pool stay open. A later `forward` raises RuntimeError."""
 
     def __enter__(self) -> Self:
         return self

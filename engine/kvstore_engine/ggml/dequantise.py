@@ -1,6 +1,7 @@
 """Rows of any of ggml's tensor types as floats, by ggml's own functions.
 
-Owns the one struct through which they are found (`struct ggml_type_traits`), and proves its layout for each type.
+The module owns the one struct through which they are found (`struct ggml_type_traits`), and proves its layout for each
+type.
 """
 
 import ctypes as ct
@@ -27,7 +28,9 @@ class _TypeTraits(ct.Structure):
 
 
 def dequantised(library: Library, ggml_type: int, raw: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
-    """The values, float32 1-d, of whole blocks `raw`, contiguous uint8. GGMLError for a type that ggml cannot read."""
+    """Return the values, float32 1-d, of whole blocks `raw`, contiguous uint8. Raises GGMLError for a type that ggml
+    cannot read.
+    """
     if ggml_type == F32:
         return raw.view(np.float32)
     kind = TENSOR_TYPES[ggml_type]

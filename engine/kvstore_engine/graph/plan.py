@@ -1,9 +1,9 @@
-"""Where to cut a prompt into steps.
+"""The places at which a prompt is cut into steps.
 
-Pure. The rule exists for one promise: a prompt with a restored prefix gives exactly the same tokens as without.
-Attention rows and products of our own (kernels.base) do not depend on what else is in a step, but ggml's matrix product
-may treat the last `n % 4` rows of it with another kernel, which rounds differently. So all steps but the last have a
-multiple of `block` tokens, and the last one, the tail, begins at the same place whether or not a prefix was restored:
+Pure. The rule exists for one promise: a prompt with a restored prefix gives exactly the tokens that it gives without.
+Attention rows and the engine's own products (kernels.base) do not depend on the other rows of a step, but ggml's matrix
+product may treat the last `n % 4` rows of it with another kernel, which rounds differently. So all steps but the last
+have a multiple of `block` tokens, and the last one, the tail, begins at one place whether or not a prefix was restored:
 at the last block boundary before the end.
 """
 
@@ -17,13 +17,12 @@ CHUNK_TOKENS = 128
 
 
 def chunk_plan(start: int, end: int, *, block: int = BLOCK_TOKENS, chunk: int = CHUNK_TOKENS) -> list[tuple[int, int]]:
-    """Steps `[first, last)` that cover the token positions `[start, end)` in order.
+    """Return steps `[first, last)` that cover the token positions `[start, end)` in order.
 
-    `block` is the storage block, the unit in which prefixes are restored; `chunk` a multiple of it. Steps
-    end at absolute multiples of `chunk`, then at the tail, which has 1 to `block` tokens: it yields the
-    first token's logits, is never restored (a restored prompt must still compute its last token), and is
-    the same step in a cold and in a warm run. ValueError unless 0 <= start <= end and block divides
-    chunk.
+    `block` is the storage block, the unit in which prefixes are restored; `chunk` a multiple of it. Steps end at
+    absolute multiples of `chunk`, then at the tail, which has 1 to `block` tokens: it yields the first token's logits,
+    is never restored (a restored prompt must still compute its last token), and is identical in a cold and in a warm
+    run. Raises ValueError unless 0 <= start <= end and block divides chunk.
     """
     if not 0 <= start <= end:
         raise ValueError(f"tokens [{start}, {end}) are not a range")

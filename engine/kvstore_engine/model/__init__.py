@@ -1,4 +1,4 @@
-"""Model description and weights: what a GGUF file says, checked, and ready for the graph."""
+"""Model description and weights: the content of a GGUF file, checked, and ready for the graph."""
 
 from kvstore_engine.model.config import ModelConfig
 from kvstore_engine.model.metadata import UnsupportedModel

@@ -1,6 +1,4 @@
-"""Where a model file comes from: known models, the cache they live in, and conversion between
-quantisations.
-"""
+"""Model files: known models, their cache, and conversion between quantisations."""
 
 from kvstore_engine.models.convert import QUANTISATIONS, convert
 from kvstore_engine.models.fetch import fetch

@@ -1,6 +1,6 @@
-"""ggml's block formats in numpy: float32 to bytes and back, bit for bit as ggml does it.
+"""ggml's block formats in numpy: float32 to bytes and back, with ggml's exact bits.
 
-Owns the layout of the blocks that this engine converts between. It knows nothing of files or tensors.
+The module owns the layout of the blocks that this engine converts between. It knows no files or tensors.
 A block is 32 values with their own scale (`QK4_0 == QK4_1 == QK8_0 == 32` in ggml-common.h):
 
     q4_0  f16 d,         16 bytes of two 4-bit q    x = (q - 8) * d
@@ -28,21 +28,21 @@ _Q8_0 = np.dtype([("d", "<f2"), ("q", "i1", BLOCK)])
 
 
 def dequantise(type_name: str, raw: Bytes) -> Floats:
-    """The float32 values, 1-d, that `raw` (uint8, whole blocks) holds. KeyError for a type not in
-    `READABLE`.
-    """
+    """Return the float32 values, 1-d, in `raw` (uint8, whole blocks). Raises KeyError for a type not in `READABLE`."""
     return READABLE[type_name](raw)
 
 
 def quantise(type_name: str, values: Floats) -> Bytes:
-    """`values` (float32, 1-d, a multiple of 32 for block types) as bytes. KeyError if not in `WRITABLE`."""
+    """Return `values` (float32, 1-d, a multiple of 32 for block types) as bytes. Raises KeyError if not in
+    `WRITABLE`.
+    """
     # Subnormal scales have infinite inverses; like ggml, this leaves the result to the hardware.
     with np.errstate(over="ignore", invalid="ignore"):
         return WRITABLE[type_name](np.ascontiguousarray(values, np.float32))
 
 
 def _nibbles(packed: Bytes) -> npt.NDArray[np.uint8]:
-    """uint8 [n, 16] of byte pairs as uint8 [n, 32] of values 0..15."""
+    """Return uint8 [n, 16] of byte pairs as uint8 [n, 32] of values 0..15."""
     values = np.empty((len(packed), BLOCK), np.uint8)
     np.bitwise_and(packed, 15, out=values[:, :_HALF])
     np.right_shift(packed, 4, out=values[:, _HALF:])
@@ -85,7 +85,7 @@ def _from_q8_0(raw: Bytes) -> Floats:
 
 
 def _inverse(scale: Floats) -> Floats:
-    """1 / scale, and 0 where the scale is 0, as ggml does."""
+    """Return 1 / scale, and 0 if the scale is 0, as ggml does."""
     inverse: Floats = np.zeros_like(scale)
     np.divide(np.float32(1), scale, out=inverse, where=scale != 0)
     return inverse

@@ -31,7 +31,7 @@ def container_of(cgroup: str) -> str:
     """Return the path of the innermost container that a cgroup's path names; "" for a service, a login or the root. A
     path that no known service manager and no known tool makes counts as a container's.
 
-    A path that begins with `/..` is outside the daemon's own cgroup namespace, so it belongs to another container or
+    A path that begins with `/..` is outside the daemon's own cgroup namespace, so it belongs to another container or to
     the host.
     """
     parts = [part for part in cgroup.split("/") if part]

@@ -1,5 +1,6 @@
-"""Checks whether a driver understands the URL of a tier, in a process of its own, since the daemon loads no library of a
-store.
+"""Checks whether a driver understands the URL of a tier, in a process of its own.
+
+The daemon itself loads no library of a store.
 
     python -m kvstore_tiers.remote.check
 

@@ -103,7 +103,7 @@ async def write_runs(objects: Objects, values: Sequence[tuple[bytes, memoryview]
 
 
 async def _all(works: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Some at once. None runs on when one fails or this is cancelled."""
+    """Run some of the works at once. If one fails or this is cancelled, none runs on."""
     gate = asyncio.Semaphore(REQUESTS_AT_ONCE)
 
     async def gated(work: Coroutine[Any, Any, None]) -> None:
@@ -123,5 +123,5 @@ async def _all(works: Iterable[Coroutine[Any, Any, None]]) -> None:
 
 
 def _bytes_of(memory: memoryview) -> npt.NDArray[np.uint8]:
-    """numpy copies without the GIL."""
+    """Return the memory as an array, which numpy copies without the GIL."""
     return np.frombuffer(memory, np.uint8)
