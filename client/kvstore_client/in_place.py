@@ -1,11 +1,11 @@
 """Put in place: blocks are written into the slots where they are stored, so that they are not copied again.
 
-Owns the way from slots that the daemon grants to blocks that it has stored from there. What cannot go that way (no
-room, another client stores the same block, too late) is left to `put`, which goes through staging.
-The first slots are those held ahead for it (`slot_requests`), or a small reservation, which is granted soon; the daemon
-finds the other slots while the first are written. The last message is small too, so that little is left to do after it.
-Never sends a block twice. Invariants: a slot is not written after it was sent, nor when its reservation is about to
-end; slots that were not sent are given back, even when a payload function raises.
+The module makes stored blocks of granted slots. Blocks that cannot be put this way (no room, another client stores the
+block, too late) are left to `put`, which goes through staging. The first slots are held ahead for it (`slot_requests`),
+or a small reservation, which is granted soon; the daemon finds the other slots while the first are written. The last
+message is small too, so that little is left to do after it. No block is sent twice. Invariants: a slot is not written
+after it was sent, nor when its reservation is about to end; slots that were not sent are given back, even if a payload
+function raises.
 """
 
 from __future__ import annotations
@@ -54,8 +54,9 @@ class _Requested:
 
 
 class InPlacePut:
-    """One put; use once. `believed`: blocks that are not written, because they seem to be there; one that the daemon
-    wants all the same is taken out."""
+    """One put; use once. `believed`: blocks that are not written, because they seem to be stored; one that the daemon
+    wants after all is taken out.
+    """
 
     def __init__(
         self,
@@ -79,8 +80,9 @@ class InPlacePut:
         self._reserved: list[_Reserved] = []
 
     def run(self) -> list[int]:
-        """The blocks that are not decided, in order. Raises what a payload function raises, and KVStoreError when the
-        daemon finds a request wrong."""
+        """Put the blocks; return the undecided ones, in order. Raises the errors of payload functions, and KVStoreError
+        if the daemon finds a request wrong.
+        """
         try:
             ahead = self._take_ahead()
             if ahead is None:
@@ -120,7 +122,7 @@ class InPlacePut:
         return self._slots.take_ahead(self._size, LEAST_USABLE_S)
 
     def _request(self, most_bytes: int, behind: int = 0) -> _Requested | None:
-        """Request slots for the next blocks, after the next `behind`; None where too little is to be written."""
+        """Request slots for the next blocks, after the next `behind`; return None if too little is left to write."""
         order, now = self._order, self._clock()
         most = max(1, min(most_bytes // self._size.nbytes, self._daemon.max_keys))
         ahead = [block for block in self._todo if block not in self._believed][behind : behind + most]
@@ -131,13 +133,13 @@ class InPlacePut:
         return _Requested(call, len(ahead), now, behind > 0)
 
     def _granted(self, requested: _Requested) -> _Reserved | None:
-        """The slots, mapped; None where none are granted."""
+        """Return the slots, mapped; None if none are granted."""
         reply = self._answer(requested.call)
         granted = None if reply is None else self._slots.granted(self._size, reply, requested.at)
         return None if granted is None else self._mapped(granted)
 
     def _mapped(self, granted: Granted) -> _Reserved | None:
-        """The slots, mapped; None where an arena cannot be."""
+        """Return the slots, mapped; None if an arena cannot be mapped."""
         reply, slot_bytes = granted.reply, self._size.nbytes
         places: list[tuple[Bytes, int]] = []
         reserved = _Reserved(reply.reservation, places, granted.usable_until, granted.slots)
@@ -167,7 +169,7 @@ class InPlacePut:
         return None if isinstance(answer, str) else answer.reserve_slots
 
     def _leave(self) -> None:
-        """Give back what is not used."""
+        """Give unused slots back."""
         if self._requested is not None:
             self._slots.abandon(self._requested.call)
         for call, blocks, _ in self._sent:  # a payload function raised: the daemon decides what was sent
@@ -217,7 +219,7 @@ class InPlacePut:
             self._send(reserved, blocks, pages)
 
     def _write_tokens(self, reserved: _Reserved) -> None:
-        """The token ids of all blocks that the slots are for, run by run."""
+        """Write the token ids of all blocks of the slots, run by run."""
         order, size, first = self._order, self._size.nbytes, 0
         ahead = [block for block in self._todo if block not in self._believed][: len(reserved.places)]
         for length in self._runs(ahead, reserved.places):
@@ -227,7 +229,7 @@ class InPlacePut:
             first += length
 
     def _runs(self, blocks: Sequence[int], places: Sequence[tuple[Bytes, int]]) -> Iterator[int]:
-        """Lengths of the runs of consecutive blocks in consecutive slots."""
+        """Yield the lengths of the runs of consecutive blocks in consecutive slots."""
         length = 1
         for at in range(1, len(blocks)):
             (before, offset), (arena, next_offset) = places[at - 1], places[at]

@@ -1,12 +1,12 @@
 """Put: write a run of blocks into the staging memory and send their keys, in one message or a few.
 
-Owns the pipeline of one put; where the daemon accepts blocks in place, of what is left over by that (`in_place`). What
-is written within a millisecond goes in one message, since each costs the daemon some 0.3 ms; what takes longer is sent
-in parts, so that the daemon copies while the client writes. Blocks that the lookup index shows are not written: only
-their keys are sent, and the daemon says whether it wants them after all. Never waits past the deadline, but for a
-payload function that does. Invariants: what the daemon may be reading is not written again (see `staging`); what was
-not sent is free again at the end, even when a payload function raises; each block ends with one status; written blocks
-that a put keeps to send them again never block the put itself.
+The module owns the pipeline of one put; if the daemon accepts blocks in place, only for the blocks left over by that
+(`in_place`). Blocks written within a millisecond go in one message, since each message costs the daemon some 0.3 ms; a
+longer write is sent in parts, so that the daemon copies while the client writes. Blocks that the lookup index shows are
+not written: only their keys are sent, and the daemon says whether it wants them after all. A put waits past the
+deadline only in a payload function. Invariants: bytes that the daemon may be reading are not written again (see
+`staging`); slots that were not sent are free again at the end, even if a payload function raises; each block ends with
+one status; written blocks that a put keeps to send again never block the put itself.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ _DECIDED = frozenset({wire.STORE_STATUS_STORED, wire.STORE_STATUS_PRESENT})
 def put(
     daemon: DaemonSession, order: PutOrder, deadline_s: float, *, clock: Callable[[], float] = time.monotonic
 ) -> PutReceipt:
-    """Store what `order` says. Raises what a payload function raises, and KVStoreError when the daemon finds the
-    request wrong, or when it can be seen to be.
+    """Store the blocks of `order`. Raises the errors of payload functions, and KVStoreError if the request is wrong, by
+    the daemon or by the client's own check.
     """
     if daemon.reads_only:
         raise invalid("this session was opened with staging_bytes=0, so it can only read")
@@ -83,7 +83,8 @@ def present_by_index(daemon: DaemonSession, order: PutOrder) -> set[int]:
 
 class StagedPut:
     """Some blocks of one put; use once: `run()`, in the caller's thread. Their outcomes are entered into `receipt`.
-    `believed`: blocks that seem to be there, and are named without being written until the daemon wants them."""
+    `believed`: blocks that seem to be stored, and are named without being written until the daemon wants them.
+    """
 
     def __init__(
         self,
@@ -110,7 +111,7 @@ class StagedPut:
         self._is_starved = False
 
     def run(self) -> None:
-        """As `put`."""
+        """Store the blocks, with the rules of `put`."""
         if self._slot_bytes > len(self._staging.memory):
             self._receipt.reason = REASON_TOO_LARGE
             return
@@ -128,7 +129,7 @@ class StagedPut:
     # Writing
 
     def _write(self) -> bool:
-        """Fill the next message; False when there was no room or no time for a block."""
+        """Fill the next message; return False if there was no room or no time for a block."""
         self._collect_answered()
         store, sent_at = self._unsent, self._clock() + SEND_EVERY_S * (1 if self._messages < SHORT_MESSAGES else 2)
         while self._todo and len(store.blocks) < self._daemon.max_keys:
@@ -144,7 +145,7 @@ class StagedPut:
         return bool(store.blocks)
 
     def _write_run(self, store: StoreCall) -> bool:
-        """Write the next blocks into consecutive slots; False without room for one, or time for all."""
+        """Write the next blocks into consecutive slots; return False without room for one, or time for all."""
         order, size, memory = self._order, self._slot_bytes, self._staging.memory
         extent = self._staging.take(size, self._run_length(store))
         if extent is None:
@@ -166,7 +167,7 @@ class StagedPut:
         return True
 
     def _run_length(self, store: StoreCall) -> int:
-        """How many of the next blocks are consecutive and to be written."""
+        """Return how many of the next blocks are consecutive and must be written."""
         most = min(max(RUN_BYTES // self._slot_bytes, 1), self._daemon.max_keys - len(store.blocks))
         first, length = self._todo[0], 0
         for block in self._todo:
@@ -250,8 +251,8 @@ class StagedPut:
     # The end
 
     def _find_room(self) -> None:
-        """All of the staging memory is in use: by blocks that this put keeps to send them again, or by other threads
-        and requests without an answer.
+        """Find room: all of the staging memory is in use, by blocks that this put keeps to send again, or by other
+        threads and requests without an answer.
         """
         if self._written:  # a block before them needs the room: they are written again later
             self._free_written()
@@ -281,7 +282,7 @@ class StagedPut:
         self._todo.clear()
 
     def _leave(self) -> None:
-        """However the put ended: free what was not sent."""
+        """Free the slots that were not sent, however the put ended."""
         self._staging.end(self._unsent.use)
         self._free_written()
         for store in self._sent:
@@ -292,7 +293,9 @@ class StagedPut:
 
 @dataclass(slots=True, eq=False)
 class StoreCall:
-    """Blocks (indices into the receipt), the offset of each in staging (NOWHERE: believed present), and its extent."""
+    """A message's blocks (indices into the receipt), the offset of each in staging (NOWHERE: believed present), and its
+    extent.
+    """
 
     blocks: list[int] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
@@ -312,7 +315,7 @@ class StoreCall:
             self.use.extents.append(extent)
 
     def add_run(self, blocks: Sequence[int], extent: Extent, slot_bytes: int) -> None:
-        """`add` of blocks in consecutive slots from the extent's first byte."""
+        """Add blocks in consecutive slots from the extent's first byte."""
         extents = [extent] * len(blocks)
         self.blocks += blocks
         self.places += range(extent.offset, extent.offset + len(blocks) * slot_bytes, slot_bytes)
@@ -321,7 +324,7 @@ class StoreCall:
 
 
 class PendingOutcomes:
-    """Which blocks were sent and are to be sent again, with patience for other clients, block by block.
+    """The blocks that were sent and must be sent again, with patience for other clients, block by block.
 
     Invariant: an orphan is sent again only while the outcome of a block before it is pending. `gave_up`: another client
     was writing a block for longer than `PENDING_PATIENCE_S`.
@@ -333,11 +336,11 @@ class PendingOutcomes:
         self.gave_up = False
 
     def refused(self, blocks: Iterable[int]) -> None:
-        """The daemon has not looked at them: all of them are to be sent again."""
+        """Note that the daemon has not looked at these blocks: all of them must be sent again."""
         self._blocks.update(blocks)
 
     def answered(self, blocks: Sequence[int], statuses: bytes, now: float, deadline: float) -> list[int]:
-        """Return the positions in `blocks` that are to be sent again; the others are decided."""
+        """Return the positions in `blocks` that must be sent again; the others are decided."""
         if not self._blocks and not self._other_client_since and _DECIDED.issuperset(statuses):
             return []  # the common case: each of them once, none of them again
         again: list[int] = []

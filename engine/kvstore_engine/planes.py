@@ -62,7 +62,7 @@ class HostPlanes(PoolPlanes):
         self.array: Bytes = flat.reshape(count, stride)[:, : blocks * block_bytes].reshape(count, blocks, block_bytes)
 
     def part(self, first: int, end: int) -> Self:
-        """The planes from `first` to before `end`, in the same memory."""
+        """Return the planes from `first` to before `end`, in the same memory."""
         part = copy.copy(self)
         part.array = self.array[first:end]
         return part
@@ -81,7 +81,7 @@ class HostPlanes(PoolPlanes):
 
 
 def _touched_memory(size_bytes: int) -> mmap.mmap:
-    """Zeroed memory of this process alone."""
+    """Return zeroed memory of this process alone, with all pages touched."""
     memory = mmap.mmap(-1, size_bytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)

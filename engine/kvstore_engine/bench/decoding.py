@@ -3,9 +3,9 @@
     python -m kvstore_engine.bench.decoding ours|llama MODEL THREADS
 
 The module owns the definition of a decode step on each side: one token for each sequence, with the choice of the
-likeliest one included. A question is {"sequences", "prompt_tokens", "steps", "seed"} and, for llama.cpp, {"flash", "unified"};
-the answer holds the seconds of each step in which all sequences took part, and of those the seconds that threads had
-to wait for a core.
+likeliest one included. A question is {"sequences", "prompt_tokens", "steps", "seed"} and, for llama.cpp, {"flash",
+"unified"}; the answer holds the seconds of each step in which all sequences took part, and of those the seconds that
+threads had to wait for a core.
 """
 
 from __future__ import annotations

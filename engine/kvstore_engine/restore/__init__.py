@@ -1,6 +1,4 @@
-"""Using kvstored from the engine: restore a prompt's prefix instead of computing it, and store what was
-computed.
-"""
+"""kvstored in the engine: restore a prompt's prefix instead of computing it, and store computed blocks."""
 
 from kvstore_engine.restore.fingerprint import model_fingerprint
 from kvstore_engine.restore.record import RestorationLog, RestorationRecord, RestoreReport, StoreReport
