@@ -110,7 +110,7 @@ class Statistics:
 
 
 class Counters:
-    """Named integers; `add` and `read` are atomic as a whole."""
+    """Named integer counters; `add` and `read` are atomic as a whole."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -1,12 +1,14 @@
-"""Decides how much of a stored prefix to compute and how much to load, both at once. Pure: costs in, a plan out.
-For engines that compute and load side by side; a connector that loads first and computes then asks `choice.py`.
+"""Decides how much of a stored prefix to compute and how much to load, both at once.
+
+Pure: it takes costs and returns a plan. It is for engines that compute and load side by side; a connector that loads
+first and computes then uses `choice.py`.
 
 The prefix is cut into chunks. Of chunk j the layers [0, h_j) are computed and the rest loaded, and h never grows with
-j: then nothing that is computed depends on a load. The cells of a chunk cost the same for every layer and later chunks
+j: then no computed layer depends on a load. The cells of a chunk cost equally much for every layer and later chunks
 cost more, so the best region is: the leading chunks wholly, one chunk in part, the rest loaded. (A chunk in part pays
-the fixed costs of both, and is only chosen where it pays.)
+the fixed costs of both, and is chosen only if it pays.)
 
-Both ends are among the plans: loading alone and computing alone. So no plan is predicted to be worse than either.
+Loading alone and computing alone are among the plans. So no plan is predicted to be worse than either.
 """
 
 from __future__ import annotations
@@ -24,11 +26,11 @@ ERROR = 0.2  # of the costs of computing or of loading, which are estimates
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """A stored prefix: for each chunk the tier that it is in. The chunks have `chunk_tokens` tokens and `chunk_bytes`
-    bytes each, in `layers` layers; the first one begins at position `first`. ValueError for sizes below 1.
+    """A stored prefix: for each chunk its tier. The chunks have `chunk_tokens` tokens and `chunk_bytes` bytes each, in
+    `layers` layers; the first one begins at position `first`. Raises ValueError for sizes below 1.
 
-    A pipeline stage computes a chunk from hidden states, `input_bytes` bytes that are loaded from `input_tier`; 0: they
-    cost no link anything.
+    A pipeline stage computes a chunk from hidden states, `input_bytes` bytes that are loaded from `input_tier`; 0: no
+    link loads them.
     """
 
     tiers: Sequence[str]
@@ -44,18 +46,18 @@ class Prefix:
             raise ValueError("a chunk needs at least one token, one byte and one layer")
 
     def compute_s(self, chunk: int, layers: int, costs: RestoreCosts) -> float:
-        """Seconds to compute `layers` layers of a chunk."""
+        """Return the seconds to compute `layers` layers of a chunk."""
         if not layers:
             return 0.0
         whole = costs.compute.chunk_s(self.first + chunk * self.chunk_tokens, self.chunk_tokens)
         return costs.compute.fixed_s + (whole - costs.compute.fixed_s) * layers / self.layers
 
     def load_s(self, chunk: int, layers: int, costs: RestoreCosts) -> float:
-        """Seconds to load `layers` layers of a chunk from its tier."""
+        """Return the seconds to load `layers` layers of a chunk from its tier."""
         return costs.links[self.tiers[chunk]].load_s(self.chunk_bytes * layers / self.layers)
 
     def with_inputs(self, loads: dict[str, float], chunks: int, costs: RestoreCosts) -> dict[str, float]:
-        """`loads`, seconds by tier, and those for the inputs of `chunks` chunks that are computed."""
+        """Return `loads`, seconds by tier, with the inputs of `chunks` computed chunks added."""
         if not self.input_bytes or not chunks:
             return loads
         seconds = chunks * costs.links[self.input_tier].load_s(self.input_bytes)
@@ -64,7 +66,9 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Compute `whole` leading chunks, and the first `layers` layers of the next `partial` ones; load the rest."""
+    """A plan: compute `whole` leading chunks, and the first `layers` layers of the next `partial` ones; load the
+    rest.
+    """
 
     axis: Axis
     finish_s: float
@@ -74,10 +78,10 @@ class Plan:
 
 
 def plan(prefix: Prefix, costs: RestoreCosts, *, layerwise: bool = True, error: float = ERROR) -> Plan:
-    """The plan that is predicted to finish first. `layerwise`: chunks may be computed in part of their layers.
+    """Return the plan that is predicted to finish first. `layerwise`: chunks may be computed in part of their layers.
 
-    Computing and loading at once must be better than the better single path by more than it could lose to it if the
-    costs of either were wrong by the share `error`.
+    Computing and loading at once must be better than the better single path, by more than it could lose to that path if
+    the costs of either were wrong by the share `error`.
     """
     plans = plans_by_axis(prefix, costs, layerwise=layerwise)
     single = min((plans["load"], plans["compute"]), key=_finish)
@@ -95,7 +99,7 @@ def plan(prefix: Prefix, costs: RestoreCosts, *, layerwise: bool = True, error: 
 
 
 def plans_by_axis(prefix: Prefix, costs: RestoreCosts, *, layerwise: bool = True) -> dict[Axis, Plan]:
-    """The best plan along each axis."""
+    """Return the best plan along each axis."""
     found: dict[Axis, Plan] = {}
     for each in _plans(prefix, costs, layerwise and prefix.layers > 1):
         known = found.get(each.axis)
@@ -136,7 +140,9 @@ def _plans(prefix: Prefix, costs: RestoreCosts, layerwise: bool) -> Iterator[Pla
 
 
 def _met_s(prefix: Prefix, costs: RestoreCosts) -> float:
-    """Predict when all is done if neither stops before they meet, as happens where wrong costs are believed."""
+    """Return the predicted seconds until all is done if neither stops before they meet, as happens if wrong costs are
+    believed.
+    """
     links = dict.fromkeys(prefix.tiers, 0.0)
     for chunk, tier in enumerate(prefix.tiers):
         links[tier] += prefix.load_s(chunk, prefix.layers, costs)
@@ -150,7 +156,7 @@ def _met_s(prefix: Prefix, costs: RestoreCosts) -> float:
 
 
 def _scaled(costs: RestoreCosts, compute: float, load: float) -> RestoreCosts:
-    """Costs of a machine that computes and loads by these factors more slowly."""
+    """Return the costs of a machine that computes and loads by these factors more slowly."""
     known = costs.compute
     slower = ComputeCost(known.fixed_s * compute, known.token_s * compute, known.attended_s * compute)
     links = {tier: LinkCost(link.fixed_s * load, link.byte_s * load) for tier, link in costs.links.items()}

@@ -100,7 +100,7 @@ class Ask:
     """One request as the HTTP process describes it. It has the fields of `batching.RequestSettings` and two more.
 
     one_call: the answer ends with its first tool call.
-    turn:     who speaks after the answer. "person": a person; "tool": a tool if the answer calls one, otherwise a person;
+    turn:     who speaks after the answer. "person": a person; "tool": a tool if the answer calls one, else a person;
               "tool_after_thought": as "tool", for a prompt that has opened a thought.
     """
 
