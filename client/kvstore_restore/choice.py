@@ -5,15 +5,16 @@ It is for engines that compute only behind loaded blocks. With n blocks loaded a
 
     own(n) + sum of bias(tier) * load_s over the n blocks + compute(rest of the prompt)
 
-`own` is the client's own cost of a load (the call, the copy), a line in the bytes. `load_s` is the daemon's estimate, with
-queues (`Lookup.load_s`); `bias` is the recent error of that estimate, a factor by tier. Within a run of blocks in one tier the
-sum is concave in n, so its least value is at an end of a run: only those are compared.
+`own` is the client's own cost of a load (the call, the copy), a line in the bytes. `load_s` is the daemon's estimate,
+with queues (`Lookup.load_s`); `bias` is the recent error of that estimate, a factor by tier. Within a run of blocks in
+one tier the sum is concave in n, so its least value is at an end of a run: only those are compared.
 
 A path that is not taken teaches nothing. So after `TRIAL_EVERY` decisions without it, fewer where it was taken only a
 few times, some blocks take the other one, as soon as the predicted loss has been saved up: `TRIAL_SHARE` of the time of
 each request may be lost to this. All blocks do if that is affordable and none did so for `WHOLE_TRIAL_EVERY`
 decisions: if the paths are close, the time of a part says too little of the whole.
-The module owns the trials; `LearnedCosts` has the learned costs. It loads and computes nothing. Safe for use by several threads.
+The module owns the trials; `LearnedCosts` has the learned costs. It loads and computes nothing. Safe for use by several
+threads.
 """
 
 from __future__ import annotations

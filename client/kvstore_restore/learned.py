@@ -155,9 +155,9 @@ class StepFit:
 
         every step + fixed + token * tokens + attended * pairs of a token and one that it attends to
 
-    The second part is fitted to long steps. They alone do not show the part of every step, and behind a
-    loaded prefix hardly anything else is left: so short steps teach that part, and only that. The first step of a process
-    also warms the engine up: it counts until the second.
+    The second part is fitted to long steps. They alone do not show the part of every step, and behind a loaded prefix
+    hardly anything else is left: so short steps teach that part, and only that. The first step of a process also warms
+    the engine up: it counts until the second.
 
     `cost`: of one step.   `count`: long steps in this process.   `is_provisional`: the first step is the only sample.
     """

@@ -1,8 +1,9 @@
 """The uses of blocks, how often and when, as columns that a later process can apply to the copies it takes over.
 
-A copy is named by its place and generation in its tier, which outlive the process where the copy does; so nothing has
-to be looked up by key, and a million blocks take some 10 ms. Times are of the wall clock, since the monotonic one
-begins anew with the machine. Never does I/O, decides nothing."""
+A copy is named by its place and generation in its tier, which outlive the process if the copy does; so nothing is
+looked up by key, and a million blocks take some 10 ms. Times are the wall clock's, since the monotonic one begins anew
+with the machine. The module does no I/O and decides nothing.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +36,10 @@ def collect(residency: Residency, tier: int, wall_less_monotonic_ns: int) -> Ite
 
 
 def apply(residency: Residency, tier: int, usage: Usage, now_ns: int, wall_ns: int) -> int:
-    """Let the copies in `tier` that `usage` names have been used as it says; how many there were.
+    """Set the use counts and times of the copies in `tier` that `usage` names; return their number.
 
-    Before policies take over the blocks. Ages that are longer than the monotonic clock has run are scaled down, so that
-    their order holds.
+    Call it before policies take over the blocks. Ages that are longer than the monotonic clock has run are scaled down,
+    so that their order holds.
     """
     rows, copies = residency.rows, residency.copies[tier]
     here = np.flatnonzero(np.frombuffer(copies.state, np.uint8))

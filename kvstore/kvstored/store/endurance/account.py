@@ -1,9 +1,9 @@
-"""The endurance account that write-back spends from, so that one-time blocks do not wear the NVMe drive out: the
-budget, its file, the fair portions, and the writes that wait for more.
+"""The endurance account, from which write-back spends, so that one-time blocks do not wear the NVMe drive out: the
+budget, its file, the fair portions, and the waiting writes.
 
 Saves allotments in a thread, since the time of a sync is not bounded. Nothing is spent before it is saved: while an
 allotment is being saved, the answer is to ask again. With a budget of 0 everything is granted and only counted.
-Invariant: what was granted since the first start is at most one day's worth and what was earned since.
+Invariant: the bytes granted since the first start are at most one day's worth plus the bytes earned since.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class BudgetFile:
         self.path = directory / FILE_NAME
 
     def load(self) -> SavedBudget | None:
-        """Return what was saved; None on a first start."""
+        """Return the saved budget; None on a first start."""
         try:
             text = self.path.read_bytes()
         except FileNotFoundError:
@@ -69,7 +69,7 @@ class BudgetFile:
             return SavedBudget(0, 0, 2**62, "")
 
     def save(self, state: SavedBudget) -> None:
-        """Replace the file. Raise OSError where that fails; the file is then the old or the new one, whole."""
+        """Replace the file. Raises OSError if that fails; the file is then the old or the new one, whole."""
         raw: dict[str, int | str] = {
             "version": _VERSION,
             "level_bytes": state.level_bytes,
@@ -88,7 +88,7 @@ def _checksum(raw: dict[str, int | str]) -> str:
 
 
 def _boot_id() -> str:
-    """Return the name of this boot of the machine; empty where the kernel does not say."""
+    """Return the name of this boot of the machine; "" if the kernel does not say."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return ""
@@ -96,7 +96,7 @@ def _boot_id() -> str:
 
 @dataclass(frozen=True, slots=True)
 class EnduranceReport:
-    """The account as an operator sees it. All 0 but `spent_bytes` where there is no budget."""
+    """The account as an operator sees it. All fields but `spent_bytes` are 0 if there is no budget."""
 
     bytes_per_day: int
     left_bytes: int
@@ -133,7 +133,7 @@ class EnduranceAccount:
         return budget.left_bytes(self._clock.monotonic_ns()) < SCARCE_SHARE * budget.burst_bytes
 
     def charge(self, tenant: int, nbytes: int, *, waited: bool = False) -> Verdict:
-        """Take `nbytes` for a tenant, or say why not. Those who wait come before those who only ask."""
+        """Take `nbytes` for a tenant, or return why not. Waiting requests come before requests that only ask."""
         verdict = self._judge(tenant, nbytes, waited)
         if verdict is Verdict.GRANTED:
             self._counters.add("endurance_bytes", nbytes)
@@ -141,11 +141,11 @@ class EnduranceAccount:
 
     @property
     def left_bytes(self) -> int | None:
-        """The bytes that could be granted now; None where there is no limit."""
+        """The bytes that could be granted now; None if there is no limit."""
         return None if self._budget is None else self._budget.left_bytes(self._clock.monotonic_ns())
 
     def reject(self, tenant: int) -> Verdict:
-        """Answer as `charge` does for more than is left, which need not be counted then."""
+        """Return the answer of `charge` for more bytes than are left, which then need not be counted."""
         now_ns = self._clock.monotonic_ns()
         self._shares.asked(tenant, now_ns)
         if self.is_scarce and self._shares.is_over(tenant, now_ns):
@@ -154,7 +154,9 @@ class EnduranceAccount:
         return Verdict.SPENT
 
     def charge_unasked(self, nbytes: int) -> bool:
-        """Take `nbytes` for what has to be written anyway, if the allotment covers it; no tenant's share counts."""
+        """Take `nbytes` for bytes that must be written in any case, if the allotment covers them; no tenant's share
+        counts.
+        """
         if self._budget is not None:
             if self._budget.spend(nbytes, self._clock.monotonic_ns()) is not Verdict.GRANTED:
                 return False
@@ -164,7 +166,7 @@ class EnduranceAccount:
         return True
 
     def refund_unasked(self, nbytes: int) -> None:
-        """Take back what `charge_unasked` took: nothing of it was written."""
+        """Give back the bytes of `charge_unasked`: none of them was written."""
         self._counters.add("endurance_bytes", -nbytes)
         if self._budget is None:
             self._unlimited_spent_bytes -= nbytes
@@ -174,9 +176,10 @@ class EnduranceAccount:
     async def charge_in_time(
         self, tenant: int, cost: Callable[[], int | None], timeout_s: float, *, allotment_only: bool = False
     ) -> Verdict:
-        """Take what `charge` does, but wait up to `timeout_s` for the budget to earn it, in the order of requests.
-        Return GRANTED, or the last verdict. `cost` is evaluated anew each time (it may be `TOO_MUCH`); None ends the
-        wait. With `allotment_only` wait for no more than an allotment."""
+        """Take bytes as `charge` does, but wait up to `timeout_s` for the budget to earn them, in the order of
+        requests. Return GRANTED, or the last verdict. `cost` is evaluated anew each time (it may be `TOO_MUCH`);
+        None ends the wait. With `allotment_only` wait for no more than an allotment.
+        """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         verdict = Verdict.SPENT
@@ -201,7 +204,7 @@ class EnduranceAccount:
         return verdict
 
     def refund(self, tenant: int, nbytes: int) -> None:
-        """Take back what a tenant was charged: nothing of it was written."""
+        """Give back a tenant's charge: none of it was written."""
         self.refund_unasked(nbytes)
         if self._budget is not None:
             self._shares.used(tenant, -nbytes, self._clock.monotonic_ns())
@@ -219,7 +222,7 @@ class EnduranceAccount:
         )
 
     async def close(self) -> None:
-        """Save what is left. An account that is closed grants nothing any more."""
+        """Save the rest. A closed account grants nothing any more."""
         if self._allotting is not None:
             await asyncio.wait([self._allotting])
         if self._budget is None or self._file is None:

@@ -1,15 +1,14 @@
 """Least frequently used with dynamic ageing, and a time to live; leaf-first.
 
-The rank is LFU-DA's key K = age + uses (Arlitt, Cherkasova, Dilley, Friedrich, Jin: "Evaluating content
-management techniques for web proxy caches", 2000): `age` is the K of the last victim, so that what was
-popular once gives way when a cache's worth of others has passed. Uses are capped: one block outlives at most
-that many generations of one-time blocks (TinyLFU's counters are capped for the same reason). Blocks of equal
-K are evicted in the order of last use, tail first. A block unused for `ttl_s` is evicted before all others of its
-priority, and is named by `expired`.
+The rank is LFU-DA's key K = age + uses (Arlitt, Cherkasova, Dilley, Friedrich, Jin: "Evaluating content management
+techniques for web proxy caches", 2000): `age` is the K of the last victim, so that a formerly popular block gives way
+when a cache's worth of others has passed. Uses are capped: one block outlives at most that many generations of one-time
+blocks (TinyLFU's counters are capped for this reason too). Blocks of equal K are evicted in the order of last use, tail
+first. A block unused for `ttl_s` is evicted before all others of its priority, and is named by `expired`.
 
 A bad choice for sessions: a long chat's new blocks have been used once and are evicted before the stale blocks of a
-session that ended; on agent traces plain frequency is far below LRU. A good one for many shared prompts and
-one-time requests.
+session that ended; on agent traces plain frequency is far below LRU. A good one for many shared prompts and one-time
+requests.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class _Buckets:
         self.by_key[key].unlink(row)
 
     def __iter__(self) -> Iterator[int]:
-        """By growing K, then age. Empty queues are dropped as they are met at the front."""
+        """Iterate by growing K, then age. Empty queues are dropped as they are met at the front."""
         while self.keys and not self.by_key[self.keys[0]]:
             del self.by_key[heappop(self.keys)]
         if not self.keys:
@@ -80,7 +79,7 @@ class _Buckets:
 
 
 class LfuTtl(OrderedPolicy):
-    """O(1) an access, O(log K) a new K; 21 bytes a row, and 9 more where there is a time to live."""
+    """The policy. An access costs O(1), a new K O(log K); memory is 21 bytes a row, and 9 more with a time to live."""
 
     def __init__(
         self, residency: ResidencyView, tier: int, settings: PolicySettings | None = None, name: str = ""
@@ -175,7 +174,9 @@ class LfuTtl(OrderedPolicy):
         return self._ttl_ns is not None and now_ns - self.residency.rows.last_access_ns[row] >= self._ttl_ns
 
     def _expired_of(self, tenant: int, now_ns: int) -> Iterator[int]:
-        """The tenant's expired rows that may be evicted, longest unused first; holds out those that may not."""
+        """Yield the tenant's expired rows that may be evicted, longest unused first; set aside the ones that may
+        not.
+        """
         if self._ttl_ns is None:
             return
         for row in self._by_use[tenant]:

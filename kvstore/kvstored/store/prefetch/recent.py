@@ -1,7 +1,8 @@
-"""Which blocks belong to the requests of the last minutes: what was asked for, and what was put of it.
+"""The blocks of the requests of the last minutes: the requested ones, and the ones put.
 
-An engine's request is a get, perhaps two (of what is mapped, then of the rest), and puts of what it computed. Bounded
-by tenant: the oldest are forgotten. What names a deleted block is not used from then on, and is gone some ticks later.
+An engine's request is a get, perhaps two (of mapped blocks, then of the rest), and puts of its computed blocks. Bounded
+by tenant: the oldest are forgotten. An entry that names a deleted block is not used from then on, and is gone some
+ticks later.
 """
 
 from __future__ import annotations
@@ -33,9 +34,11 @@ Value = TypeVar("Value")
 
 @dataclass(slots=True)
 class _Tenant:
-    """`marks`: by a key at which a put of a request may begin or end, the last key of the request, and until when.
-    `names`: by the last key of a request, keys of its chain, the deepest first: the first one is the last that was put
-    of it. `gets`: by session and last key, when. `deleted`: blocks that these may name still."""
+    """The requests of a tenant. `marks`: by a key at which a put of a request may begin or end, the last key of the
+    request, and until when. `names`: by the last key of a request, keys of its chain, the deepest first: the first
+    one is the last that was put. `gets`: by session and last key, the time. `deleted`: blocks that these may still
+    name.
+    """
 
     marks: OrderedDict[bytes, tuple[bytes, int]] = field(default_factory=OrderedDict)
     names: OrderedDict[bytes, tuple[bytes, ...]] = field(default_factory=OrderedDict)
@@ -45,7 +48,7 @@ class _Tenant:
 
 
 class RecentRequests:
-    """See the module. O(1) each."""
+    """The requests of all tenants. A call costs O(1)."""
 
     def __init__(self) -> None:
         self._tenants: dict[int, _Tenant] = {}
