@@ -86,7 +86,7 @@ def open_session(
 
 
 def in_words(reason: str) -> str:
-    """Return the sentence that tells a user why blocks were not served, or `reason` itself where there is none."""
+    """Return the sentence that says why blocks were not served, or `reason` itself where there is none."""
     return _SENTENCES.get(reason, reason)
 
 

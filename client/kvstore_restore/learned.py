@@ -248,8 +248,8 @@ class Biases:
     """The recent errors of the daemon's estimates of loads, by tier. Predictions are seconds a byte.
 
     A bias is measured by predicted time, kept with the prediction that it corrects. If the daemon now predicts the
-    measured time, it has learned by itself: such a prediction is not corrected a second time. A bias above 1 halves
-    every ten minutes, since the cause of slow loads may have passed.
+    measured time, it has learned by itself: that prediction is not corrected a second time. A bias above 1 halves every
+    ten minutes, since the cause of slow loads may have passed.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:

@@ -120,7 +120,7 @@ def worth(trace: Trace, hits: npt.NDArray[np.int64], model: Model, first: int = 
 
 
 def worth_of_served(visits: Sequence[Visit], block_tokens: int, model: Model) -> Worth:
-    """Return the value of requests that a node has served. Blocks that were computed in the race lie behind the
+    """Return the value of requests that a node has served. Blocks that were computed in the race follow the
     engine's own blocks; blocks that were given up are at the end of the stored ones.
     """
     columns = [(each.blocks, each.tokens, each.in_pool, each.hits, each.recomputed - each.given_up) for each in visits]

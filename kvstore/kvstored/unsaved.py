@@ -1,6 +1,6 @@
 """The daemon's own files that could not be written: their paths, the time, and the consequences.
 
-The daemon goes on without them, and the part that owns such a file tries again. The module owns the words: one log line
+The daemon goes on without them, and the part that owns the file tries again. The module owns the words: one log line
 when a file cannot be written, one when it can again, a sentence for operators in between. It writes no file itself.
 """
 

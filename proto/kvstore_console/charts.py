@@ -119,7 +119,7 @@ def stacked(below: Points, points: Points) -> list[tuple[float, float]]:
 
 
 def merged(curves: Sequence[Curve], x: Axis, y: Axis) -> list[Curve]:
-    """Return `curves` with those that look alike merged into one that has all their names."""
+    """Return `curves` where the curves that look alike are merged into one curve with all their names."""
     groups: dict[tuple[tuple[int, int], ...], list[Curve]] = {}
     for curve in curves:
         pixels = tuple((round(_across(x, at)), round(_down(y, value))) for at, value in curve.points)

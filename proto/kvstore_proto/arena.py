@@ -1,8 +1,8 @@
 """The layout of a slot: a 4096-byte header, then the payload. One layout in staging, arenas and NVMe slabs.
 
     offset  size  field
-    0       4     magic "KVB1"
-    4       2     version (1)
+    0       4     magic: "KVB1"
+    4       2     version: 1
     6       2     flags
     8       16    key
     24      16    parent key
@@ -10,15 +10,15 @@
     56      32    fingerprint digest
     88      16    tenant digest
     104     2     group
-    106     2     reserved
+    106     2     reserved: zero
     108     4     token count
     112     8     payload bytes
     120     8     generation of the slot
-    128     8     xxh3_64 of the payload
+    128     8     checksum: xxh3_64 of the payload
     136     8     created, ns since the epoch
     144     4     depth: blocks before it in its chain
     148     4     reserved
-    152     8     xxh3_64 of the header with this field zero
+    152     8     checksum: xxh3_64 of the header with this field zero
     160     96    reserved, zero
     256     3840  token ids, little-endian int32, up to 960
     4096          payload, then padding to a multiple of 4096

@@ -18,7 +18,7 @@
     4096          buckets
 
     in a bucket
-    0       8     xxh3_64 of the 56 bytes after, xor that of 56 zero bytes
+    0       8     xxh3_64 of the 56 bytes after, xor the xxh3_64 of 56 zero bytes
     8       6     for each slot, the tier code of the fastest readable copy (kvstore.v1.TierCode)
     14      2     overflow: how many keys found this bucket full, saturating
     16      48    six slots: the tag of a key, or 0

@@ -1,7 +1,7 @@
 """Token ids from any container, checked.
 
 A cast would cut or round ids and so give two prompts one key; the block's header holds the cast ids too and could not
-tell them apart. The module does not hash. Invariant: the result has the given numbers, each an int32.
+distinguish them. The module does not hash. Invariant: the result has the given numbers, each an int32.
 """
 
 from __future__ import annotations

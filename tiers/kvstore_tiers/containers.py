@@ -37,8 +37,8 @@ Of = TypeVar("Of", bound=Container)
 
 class Containers(Generic[Of]):
     """The containers within `capacity_bytes`; `ceiling_bytes` is the part that may be used for now. `charges` count
-    against it too, by label. `empty` are the containers without a used slot, by number: such a container is open to
-    any size. For one thread.
+    against it too, by label. `empty` are the containers without a used slot, by number: slots of any size may be
+    made in it. For one thread.
     """
 
     def __init__(self, capacity_bytes: int) -> None:

@@ -46,8 +46,8 @@ class ObjectStore(ABC):
 
     @abstractmethod
     def read(self, wanted: Sequence[tuple[bytes, int]]) -> AbstractContextManager[Sequence[Found]]:
-        """Return a context manager over objects, each given by its name and its most bytes, for the length of the
-        context: as many of the leading ones as there is memory for, at least one.
+        """Return a context manager over the leading objects of `wanted` for which there is memory, at least one. Each
+        is given by its name and its most bytes. The objects are valid within the context.
         """
 
     @abstractmethod

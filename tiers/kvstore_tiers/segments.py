@@ -43,9 +43,9 @@ class MemoryKind(Enum):
 class Segment:
     """A run of bytes that a transfer reads or fills. `owner` keeps the memory alive while the transfer runs.
 
-    `generation` is the slot's, if the memory is a slot of a mapped tier: a transfer that fills such a segment with a
+    `generation` is the slot's, if the memory is a slot of a mapped tier: a transfer that fills the segment with a
     slot image stamps it into the image's header. `vouched` is the header that an image here must have, if clients can
-    write the memory: other headers there are not believed.
+    write the memory; another header is not believed.
     """
 
     address: int

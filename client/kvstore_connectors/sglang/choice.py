@@ -33,7 +33,7 @@ class _Question:
 
 @dataclass(slots=True)
 class _Prompt:
-    """A prompt whose pages lie behind at least `first` tokens, from one question or several batches. Its first `loaded`
+    """A prompt whose pages follow at least `first` tokens, from one question or several batches. Its first `loaded`
     pages are in SGLang's host pool. `since_s`: the time of the latest question or end of a load. `goes_on`: another
     batch may follow.
     """
@@ -139,7 +139,7 @@ class PageChoice:
             return 0 if prompt is None else prompt.first + len(prompt.keys) * self._page_tokens
 
     def _continued(self, prefix: Sequence[str] | None) -> _Prompt | None:
-        """Return the prompt whose next batch lies behind `prefix`; None if there is none. The caller holds the lock."""
+        """Return the prompt whose next batch follows `prefix`; None if there is none. The caller holds the lock."""
         prompt = self._prompt
         if prompt is None or not prompt.goes_on:
             return None

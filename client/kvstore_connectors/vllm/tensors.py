@@ -12,7 +12,7 @@ which the fingerprint names; heads that are apart in memory are several parts of
 engine's stream, which itself waits for a layer. The engine's thread waits for the daemon's answer and until copies are
 queued, never for a copy, except at the end of a step that loads: vLLM then asks which blocks failed.
 
-Invariants: no part of a page lies outside the caches; copies run without the GIL; copies into a pool block begin behind
+Invariants: no part of a page is outside the caches; copies run without the GIL; copies into a pool block begin behind
 all that the engine had queued when the load was ordered; a pool block is read only once the step that filled it has
 ended. The saver waits for that before it copies, since it must be able to give the copy up at that time. While the
 engine decodes, blocks are copied out at the rate of the budget.

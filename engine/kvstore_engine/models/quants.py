@@ -3,12 +3,12 @@
 The module owns the layout of the blocks that this engine converts between. It knows no files or tensors.
 A block is 32 values with their own scale (`QK4_0 == QK4_1 == QK8_0 == 32` in ggml-common.h):
 
-    q4_0  f16 d,         16 bytes of two 4-bit q    x = (q - 8) * d
-    q4_1  f16 d, f16 m,  16 bytes of two 4-bit q    x = q * d + m
-    q8_0  f16 d,         32 signed bytes q          x = q * d
+    q4_0: f16 d,         16 bytes of two 4-bit q    x = (q - 8) * d
+    q4_1: f16 d, f16 m,  16 bytes of two 4-bit q    x = q * d + m
+    q8_0: f16 d,         32 signed bytes q          x = q * d
 
-Byte j of a 4-bit block holds value j in its low half and value j + 16 in its high half. The rounding is that
-of `quantize_row_*_ref` in ggml-quants.c, including where it is uneven: q4_0 maps the value of largest
+Byte j of a 4-bit block holds value j in its low half and value j + 16 in its high half. The values are
+rounded as in `quantize_row_*_ref` in ggml-quants.c, including where it is uneven: q4_0 maps the value of largest
 magnitude to -8, so its sign decides the sign of d.
 """
 

@@ -29,7 +29,7 @@ class Histogram:
             self.add(value)
 
     def add(self, value: float) -> None:
-        """Count `value`. Raises ValueError for one below 0 or not finite: such a duration is a bug of the caller."""
+        """Count `value`. Raises ValueError where it is below 0 or not finite: the caller has a bug then."""
         if not 0 <= value < math.inf:
             raise ValueError(f"{value} is no duration")
         self.count += 1

@@ -2,11 +2,13 @@
 
 Only this module imports uvicorn. A connection does not read a body: `body` does.
 
-| uvicorn, with httptools | here | |---|---| | a head of any size, for as long as it takes | at most `MAX_HEAD_BYTES`,
-within `HEAD_TIMEOUT_S` | | a client that stops reading keeps its connection and its answer | until `WRITE_TIMEOUT_S` |
-| a request that offers another protocol (`Upgrade: h2c`, as Java's client does) loses its body | keeps it | | of a
-client with pipelined requests, the end is seen after the first answer | at once | | as many connections as there are
-descriptors | `most`; the one that is without a whole request for longest ends |
+| uvicorn, with httptools | this module |
+|---|---|
+| A head may have any size and take any time. | It has at most `MAX_HEAD_BYTES` and takes at most `HEAD_TIMEOUT_S`. |
+| A client that stops reading keeps its connection and its answer. | It keeps them until `WRITE_TIMEOUT_S`. |
+| A request that offers another protocol (`Upgrade: h2c`, as Java's client does) loses its body. | It keeps the body. |
+| The end of a client with pipelined requests is seen after the first answer. | It is seen at once. |
+| There may be one connection for each descriptor. | At most `most`; the one without a whole request for longest ends. |
 
 uvicorn over h11 has a limit on the head, and none of the others.
 """

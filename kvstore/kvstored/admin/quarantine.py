@@ -15,7 +15,7 @@ from kvstored.store.assembly import Store
 
 
 class Quarantine:
-    """The quarantine of `store`'s NVMe tier; without such a tier it is empty."""
+    """The quarantine of `store`'s NVMe tier; it is empty where the store has none."""
 
     def __init__(self, store: Store, tenants: TenantDirectory) -> None:
         self._store = store

@@ -167,7 +167,7 @@ class SlotPlace(NamedTuple):
 
 
 class SlotTransfers:
-    """Slot transfers for any thread, counted in `counters`. `journal` and `health` are told how each transfer ended."""
+    """Slot transfers for any thread, counted in `counters`. `journal` and `health` receive the end of each transfer."""
 
     def __init__(self, journal: Journal, health: TierHealth, counters: TransferCounters) -> None:
         self._io = SlotIO()
@@ -236,7 +236,7 @@ class SlotTransfers:
         return stored
 
     def close(self) -> None:
-        """Wait until nobody reads a lent slot any more."""
+        """Wait until no tier reads a lent slot any more."""
         self._lent.wait()
 
     def _ready(self, slab: Slab, index: int) -> None:

@@ -1,9 +1,9 @@
 """Passes over device memory that clients may import: the device checksums block by block, and a damaged copy is
 dropped, so that no further lease is given on it.
 
-Clients read such a copy without the daemon, and CUDA cannot forbid an importer to write: nothing else would find that.
-The module owns the pass, not the check (`DeviceCheck`). No payload is moved: a tier whose device computes no checksums
-is left out.
+Clients read these copies without the daemon, and CUDA cannot forbid an importer to write: no other check would find the
+damage. The module owns the pass, not the check (`DeviceCheck`). No payload is moved: a tier whose device computes no
+checksums is left out.
 """
 
 from __future__ import annotations

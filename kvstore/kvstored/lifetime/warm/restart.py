@@ -6,9 +6,9 @@ freed at once. The ledger records the tiers' actions. Payload is never read: a v
 other, and the memory itself. For a GPU's process a pidfd is kept: the device of a killed daemon may for a moment still
 write to DRAM and to its own memory.
 
-Invariants: nothing is taken over before such a process is gone; an arena is kept before the ledger names it, and named
-before a block is in it; memory that was not taken over is freed, even while former clients map it (device memory: when
-they unmap it); each tier's capacity holds throughout.
+Invariants: nothing is taken over before the GPU's process is gone; an arena is kept before the ledger names it, and
+named before a block is in it; memory that was not taken over is freed, even while former clients map it (device memory:
+when they unmap it); each tier's capacity holds throughout.
 """
 
 from __future__ import annotations

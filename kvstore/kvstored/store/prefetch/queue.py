@@ -109,7 +109,7 @@ class PrefetchQueue:
 
     def plan(self, candidates: Iterable[Candidate]) -> list[int]:
         """Replace the wanted chains by `candidates`. Return the tokens under way of chains that are no longer wanted,
-        each once: another caller may wait for such a promotion.
+        each once. Another caller may wait for these promotions.
         """
         wanted: set[tuple[int, bytes]] = set()
         entries = []

@@ -65,7 +65,8 @@ class Damage:
 
     def found(self, position: int, row: int, reason: str) -> None:
         """Take the bad copy of a block in the tier at `position` out of service. While another read or copy of the
-        block is under way, the bad copy stays and is found again: whatever is read from it fails its checksum.
+        block is under way, the bad copy stays and is found again: the bytes that were read from it fail their
+        checksum.
         """
         residency = self._residency
         is_durable = position == residency.durable

@@ -31,8 +31,8 @@ DELAY_S = 0.05  # after a use: puts come in runs
 
 class Sharing:
     """Copies blocks from DRAM into the tier of `intake`; `back` leads from that tier to DRAM. `absences` holds what is
-    known of a key-addressed tier. `damage` is told of blocks in DRAM that the tier found damaged. The counter
-    `copied` counts copies that ended well.
+    known of a key-addressed tier. `damage` receives blocks in DRAM that the tier found damaged. The counter `copied`
+    counts copies that ended well.
     """
 
     def __init__(

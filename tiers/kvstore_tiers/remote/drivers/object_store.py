@@ -7,8 +7,8 @@
 is not given is taken from the environment as obstore does. `index_age_s` (default 2) is this driver's own.
 
     PREFIX/runs/<id>           values of one write, one behind the other, about 8 MiB; never changed
-    PREFIX/log/<number>        where they are, and what was dropped (runs/log.py)
-    PREFIX/checkpoints/<n>     all of that up to change n
+    PREFIX/log/<number>        where they are, and what was dropped (runs/log.py).
+    PREFIX/checkpoints/<n>     all of that up to change n.
 
 A write costs one request for each 8 MiB and one for the change, a read one for each stretch of a run, `sizes` one
 listing at most in `index_age_s`. A change that another node made less than `index_age_s` ago may be unknown to `sizes`,

@@ -1,9 +1,9 @@
 """The log of changes in an object store, which many nodes append to, and the index that it makes.
 
-    log/<number, 20 digits>           one change; created under the condition that there is no such object
+    log/<number, 20 digits>           one change; created under the condition that it does not exist
     checkpoints/<number, 20 digits>   all values after the change of that number
 
-A change number n is appended by a node that has applied all before n: so changes have one order, the same for every
+A change number n is appended by a node that has applied all before n: so changes have one order, equal on every
 node, and of two writers of one name the second sees the first. A node that loses the race for a number reads the
 new changes, decides anew and tries the next.
 
