@@ -5,7 +5,7 @@
     4       2     version: 1
     6       2     flags
     8       16    key
-    24      16    parent key
+    24      16    parent: a key
     40      16    extra
     56      32    fingerprint digest
     88      16    tenant digest

@@ -24,7 +24,7 @@ class ErrorKind(IntEnum):
 
     @property
     def is_permanent(self) -> bool:
-        """Return whether a repeated request would fail again; a client does not retry such an error."""
+        """Return whether a repeated request would fail again; a client does not retry it."""
         return self in _PERMANENT
 
     @property

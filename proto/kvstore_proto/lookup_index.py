@@ -7,14 +7,14 @@
     8       4     bytes of this header (4096): the first bucket follows
     12      4     number of buckets, a power of two
     16      8     seed of the tags
-    24      16    tenant digest
-    40      16    reserved, zero
+    24      16    tenant: its digest
+    40      16    reserved: zero
     56      8     xxh3_64 of the 56 bytes before
     64      8     state: 0 closed, 1 building, 2 serving
     72      8     keys that have a slot
     80      8     keys that found their bucket full
     88      8     changes: how often a bucket was written
-    96            reserved, zero
+    96            reserved: zero
     4096          buckets
 
     in a bucket

@@ -1,17 +1,17 @@
 """Named objects: bytes that are no K/V, under a name of the user's choice, as a chain of blocks like any other.
 
-Owns how a name becomes keys and how bytes become payloads, for every client and for the daemon's unary calls:
+Owns the ways from a name to keys and from bytes to payloads, for every client and for the daemon's unary calls:
 
     fingerprint   `OBJECTS`: blocks of eight token ids, payload size open.
     token ids     of block i: BLAKE2b-256 of (i as 8 bytes little-endian, name in UTF-8) as eight int32.
     keys          the keys of these token ids under this fingerprint, from the tenant's root: `kvstore_proto.identity`.
     payload       a 32-byte head and then the bytes, cut every `block_bytes`; the last block may be shorter.
     head          little-endian: "KVO1", version u16, kind of checksum u16, block_bytes u32, zero u32, size in bytes
-                  u64, checksum u64 of all bytes
+                  u64, checksum u64 of all bytes.
 
 So a name needs no catalogue, two tenants may use equal names and never share a key, and the daemon checks these
-token ids against their keys as it checks an engine's. No block is to be trusted before the checksum over the whole
-object, since blocks of two puts under one name could meet. docs/objects.md says the same for other languages.
+token ids against their keys as it checks an engine's. No block may be trusted before the checksum over the whole
+object, since blocks of two puts under one name could meet. docs/objects.md describes this for other languages.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The upper bound of what a request may load; `restore/choice.py` decides how much it loads. Pure.
 
-Only whole blocks are loaded, never the last token of a prompt (it must be computed for its logits), and only so much of
+Only whole blocks are loaded, never the last token of a prompt (it must be computed for its logits), and only as much of
 a slow tier as can be promoted within the time that a step may wait: a block that comes too late costs the step twice.
 """
 

@@ -4,8 +4,8 @@ Owns the order of the repair, and a sentence for each thing done. It repairs the
 and lengths of slab files, halves of replacements) and leaves the rest to the tier, opened as a daemon opens it:
 recovery withdraws records, `quarantine` takes blocks that fail verification out of use. So a repaired directory is what
 the daemon itself would have made of it, with payloads verified if asked. Invariants: a block that verifies is never
-given up, except the older one of two records with one key; no byte of a file without geometry is touched (such a file
-is put aside); a second repair finds nothing to do.
+given up, except the older one of two records with one key; no byte of a file without geometry is touched (the
+file is put aside); a second repair finds nothing to do.
 """
 
 from __future__ import annotations
