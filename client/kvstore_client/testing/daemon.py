@@ -112,7 +112,7 @@ class DaemonProcess:
             os.kill(self.pid, signal.SIGCONT)
 
     def stop(self) -> None:
-        """End the daemon with SIGTERM. Raises DaemonFailed if it did not end in order or logged a problem."""
+        """End the daemon with SIGTERM. Raises DaemonFailed if it did not end in order or logged a traceback."""
         if self._process is None or self._process.poll() is not None:
             return
         self._process.terminate()

@@ -344,7 +344,7 @@ def _fill(tier: Tier, nbytes: int) -> list[Slot]:
 
 
 def _ignore(_outcome: Outcome) -> None:
-    """Fail the test: a transfer with this completion must not start."""
+    """Ignore the outcome of a transfer that must not start."""
 
 
 def _noting(what: str, ended: list[str], done: Completion) -> Completion:
