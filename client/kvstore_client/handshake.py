@@ -168,7 +168,9 @@ class Handshake:
         _close_descriptor(self.take_staging())
 
     def _take_grant(self, deadline: float) -> bool:
-        """Receive one answer and keep it until it is taken; return False for a refusal. Raises as `_receive`."""
+        """Receive one answer and keep it until it is taken; return False for a refusal. Raises the errors of
+        `_receive`.
+        """
         packet, descriptor = _receive(self._socket, deadline)
         kind = packet.WhichOneof("packet")
         if kind == "arena" and descriptor >= 0:

@@ -148,7 +148,7 @@ class Lease:
 
     def device_address(self, block: int) -> int:
         """Return the address of a block's payload in device memory, to read it there; 0 for one in host memory. Work
-        that reads it has to end before the lease is released. Raises as `payload`.
+        that reads it has to end before the lease is released. Raises the errors of `payload`.
         """
         leased = self.leased(block)
         return 0 if leased.chunk is None else leased.chunk.address + leased.offset + HEADER_BYTES
@@ -234,7 +234,7 @@ class Lease:
         self.valid_until, self._renew_at = since + usable_s, since + usable_s / 2
 
     def leased(self, block: int) -> LeasedBlock:
-        """Return the place of a block. Raises as `payload`."""
+        """Return the place of a block. Raises the errors of `payload`."""
         if self._released:
             raise invalid("the lease was released: its bytes may be recycled; copy what you need before releasing it")
         try:

@@ -37,7 +37,7 @@ def map_read_only(descriptor: int, size_bytes: int) -> Bytes:
 
 
 def map_read_write(descriptor: int, size_bytes: int) -> Bytes:
-    """Return the staging memory as one writable array. Closes the descriptor. Raises as `map_read_only`."""
+    """Return the staging memory as one writable array. Closes the descriptor. Raises the errors of `map_read_only`."""
     return _map(descriptor, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
 
 

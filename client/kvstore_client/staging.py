@@ -51,7 +51,9 @@ class Staging:
         self._unanswered: set[Use] = set()
 
     def obtain(self, ask: Ask, timeout_s: float) -> str:
-        """Get the loan, if there is none yet. Return the reason if there is no answer in time. Raises as `ask`."""
+        """Get the loan, if there is none yet. Return the reason if there is no answer in time. Raises the errors of
+        `ask`.
+        """
         if self.loan:
             return ""
         with self._obtaining:

@@ -18,8 +18,8 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Wall times in seconds. `ttft_s`: from receiving the prompt's text, with the model loaded, to returning the first
-    token.
+    """Wall times in seconds. `ttft_s`: the seconds from receiving the prompt's text, with the model loaded, to
+    returning the first token.
 
     It contains `tokenize_s`, `lookup_s`, `restore_s` and `prefill_s`. `decode_s` is from the first token to the last,
     `tpot_s` its part for each further token (0 if there was none). `store_s` ran beside the decode, except for

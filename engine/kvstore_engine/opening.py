@@ -35,7 +35,8 @@ def open_executor(
     """Yield the executor of `file` on `device`, until the block ends; it takes over `file`. `memory`: for a pool on
     `cpu`.
 
-    UnsupportedModel, UsageError and OperationError say in one line what cannot be run there, or what is missing.
+    UnsupportedModel, UsageError and OperationError are raised with one line that says what cannot run there or what is
+    missing.
     """
     device.check_kv_dtype(pool.kv_dtype)
     if device.is_torch:

@@ -37,8 +37,8 @@ class CompletionQueue:
         return post
 
     def outcome_of(self, start: Callable[[Callable[[Ended], None]], object]) -> asyncio.Future[Ended]:
-        """Call `start` with a completion; return a future that resolves to the completion's argument. Raises as `start`
-        does.
+        """Call `start` with a completion; return a future that resolves to the completion's argument. Raises the errors
+        of `start`.
         """
         ended: asyncio.Future[Any] = self._loop.create_future()
 

@@ -22,9 +22,9 @@ SWITCH_INTERVAL_S = 0.005
 def run(
     config: Config, read: Callable[[], Config], early_scan: EarlyRecordScan | None = None, *, new_secret: bool = False
 ) -> int:
-    """Serve until SIGTERM, SIGINT or a shutdown request, and return the exit status. `early_scan`: of the NVMe
-    directory, if one has begun. `new_secret`: drop blocks that the secret does not reach, instead of refusing to
-    start. Raises StartupError, ConfigError.
+    """Serve until SIGTERM, SIGINT or a shutdown request, and return the exit status. `early_scan`: the early scan of
+    the NVMe directory, if one has begun. `new_secret`: drop blocks that the secret does not reach, instead of
+    refusing to start. Raises StartupError, ConfigError.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # token ids in memory

@@ -62,8 +62,8 @@ def passed(age_s: float) -> int:
 
 
 def fading(ages_s: Floats) -> Floats:
-    """Return the factor of the last bin's rank that is left at each age: in bins that grow with age, an even hazard is
-    a rate of 1 / age.
+    """Return the factor, at each age, by which the rank of the last bin is multiplied. Bins grow with age, so an even
+    hazard means a rate of 1 / age.
     """
     faded: Floats = EDGES_S[-1] / np.maximum(ages_s, EDGES_S[-1])
     return faded

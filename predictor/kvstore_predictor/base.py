@@ -63,9 +63,9 @@ class Hint:
 class Guess:
     """A guess: tenant `tenant` will request the chain that ends with block `key` and is `blocks` long.
 
-    `probability`: of a request within the given horizon, given all events until now. `first_s`: before this time a
-    request has a tenth of that probability; `due_s`: half of it. `confidence`: 0 to 1, how much evidence of its own the
-    guess has; 1 if an engine said so.
+    `probability`: the probability of a request within the given horizon, given all events until now. `first_s`: before
+    this time a request has a tenth of that probability; `due_s`: half of it. `confidence`: 0 to 1, how much evidence of
+    its own the guess has; 1 if an engine said so.
     """
 
     tenant: int

@@ -34,8 +34,8 @@ _TRUST = 4.0  # how sharply log loss separates members
 
 
 class _Question:
-    """A question. `said`: the chance by guess and member, -1 for none. `came`: by guess, whether it came true; None if
-    its chain was deleted.
+    """A question. `said`: the chance for each guess and member, -1 for none. `came`: for each guess, whether it came
+    true; None if its chain was deleted.
     """
 
     __slots__ = ("came", "due_s", "horizon", "names", "said")

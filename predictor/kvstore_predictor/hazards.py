@@ -4,7 +4,8 @@ A class is a path of features, coarse to fine. Each step of the path has counts 
 chains got through the bin or returned in it (exposed), and how many returned (events). The estimate of a step is its
 own counts shrunk towards the step above: rare classes borrow from common ones. Counts decay, so that the tables follow
 a changing workload; instead of a pass over old counts, new ones weigh ever more. A ladder of no features knows ages
-alone, forgets faster and starts behind; as far as it is believed, ranks should lean to the order of last use (`lean`).
+alone, forgets faster and starts later. The more the estimates trust this ladder, the more ranks should follow the order
+of last use (`lean`).
 
 Observations are gathered by cell and bin first; `fold` adds a part of them to the counts, `make` recomputes the ranks
 of some cells. Until then a new cell has the ranks of a coarser one, unless an engine gave a hint about it.

@@ -146,7 +146,7 @@ Name = tuple[int, bytes]  # tenant and key
 
 class _Document:
     """A document. `mark`: the key that identifies it; `key`, `depth`: the end of the part that is requested again.
-    `mean`, `spread`: of the logarithm of the seconds between two requests.
+    `mean`, `spread`: the mean and the spread of the logarithm of the seconds between two requests.
     """
 
     __slots__ = (

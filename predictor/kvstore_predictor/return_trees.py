@@ -116,7 +116,9 @@ _NODES: dict[str, type] = {"column": np.int32, "threshold": np.float64, "left": 
 
 
 class ReturnTrees:
-    """A model. `arrays`: by name, as `as_arrays` gives them. Raises ValueError with one line if they make no model."""
+    """A model. `arrays` maps names to arrays, as `as_arrays` returns them. Raises ValueError with one line if they make
+    no model.
+    """
 
     def __init__(self, arrays: Mapping[str, Array]) -> None:
         version = arrays.get("version")
@@ -143,9 +145,9 @@ class ReturnTrees:
         return len(self._roots)
 
     def as_arrays(self) -> dict[str, Array]:
-        """Return the arrays. `column` to `value`: of each node of all trees; a leaf is its own child. `roots`: each
-        tree's first node. `straight`: offset and factor of the calibration. `low`, `high`: the range of each column
-        in training.
+        """Return the arrays. `column` to `value` have an entry for each node of all trees; a leaf is its own child.
+        `roots`: each tree's first node. `straight`: offset and factor of the calibration. `low`, `high`: the range
+        of each column in training.
         """
         return {
             "version": np.array(VERSION), "columns": np.array(COLUMNS), "column": self._column,

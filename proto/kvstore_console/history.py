@@ -29,8 +29,8 @@ class Series:
 def history_chart(
     title: str, note: str, unit: Unit, at_s: Sequence[float], series: Sequence[Series], *, is_stacked: bool = False
 ) -> str:
-    """Return a chart of `series` over the wall times `at_s`, in seconds. `is_stacked`: as areas on top of each other,
-    below the series with a mark.
+    """Return a chart of `series` over the wall times `at_s`, in seconds. `is_stacked` draws them as areas on top of
+    each other, below the series with a mark.
     """
     at_s, series = _thinned(at_s, series)
     series = [each for each in series if known(each.values)]

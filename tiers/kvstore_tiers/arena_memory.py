@@ -90,9 +90,9 @@ class Loan:
 
 
 class ArenaMemory:
-    """Shared memory of `nbytes` with a number of its own. `descriptor`: of existing memory; -1 makes new memory.
-    `numa_node`: the memory is bound to it, -1: to none. `released` is called with the number when its memory is
-    given back.
+    """Shared memory of `nbytes` with a number of its own. `descriptor` is that existing memory's descriptor; -1 makes
+    new memory. `numa_node`: the memory is bound to it, -1: to none. `released` is called with the number when its
+    memory is given back.
 
     `donor` is unused memory that this one inherits: bytes of the donor are punched out before the same range is handed
     out here, so that both together never hold more than `nbytes`. Raises OSError, with nothing left behind, if the

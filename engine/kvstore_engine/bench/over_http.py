@@ -27,7 +27,7 @@ _SILENCE_S = 600.0  # a loaded server may take long for a long prompt
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A server to measure. `url`: with or without `/v1`. `model`: the name to ask for; None lets the server choose."""
+    """A server to measure. `url` may end in `/v1`. `model`: the name to ask for; None lets the server choose."""
 
     url: str
     model: str | None = None

@@ -71,7 +71,8 @@ class ModelConfig:
     def describe_attention(self) -> str:
         """Return one line that differs whenever the keys and values of two models with equal weights differ.
 
-        It has the rotation of the keys, and everything else that changes a layer's output, the input of the next layer.
+        The line has the rotation of the keys, and everything else that changes a layer's output, the input of the next
+        layer.
         """
         parts = [self.rope.describe()]
         windowed = {window for window in self.windows if window}

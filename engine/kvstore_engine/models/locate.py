@@ -44,7 +44,9 @@ def parse_reference(text: str, quant: str | None = None) -> ModelReference:
 
 
 def locate(text: str, quant: str | None = None) -> Path:
-    """Return the GGUF file that `text` means, fetched and converted if needed. Raises as `fetch` and `convert`."""
+    """Return the GGUF file that `text` means, fetched and converted if needed. Raises the errors of `fetch` and
+    `convert`.
+    """
     reference = parse_reference(text, quant)
     if reference.known is not None:
         return _locate_known(reference.known, reference.quant)

@@ -126,7 +126,7 @@ def fingerprint_for(fingerprint: Fingerprint, tenant: str) -> Fingerprint:
 @dataclass(frozen=True, slots=True)
 class Serving:
     """The parts that the loop drives and reports on. `worker` is None if this process computes, `sessions` without a
-    daemon's folder. `digest`: of the file that `watch` watches.
+    daemon's folder. `digest`: the digest of the file that `watch` watches.
     """
 
     engine: BatchEngine

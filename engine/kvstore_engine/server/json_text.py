@@ -24,8 +24,8 @@ class JsonObject:
     """One object, from a text that grows.
 
     `state`: "open" while more may come, "whole" once the object is complete, "wrong" if it can become none. `end`: the
-    index at which a whole object ends. `names` and `values`: of its members, in order: a name as it is written, with
-    its quotes, and the range of each complete value.
+    index at which a whole object ends. `names` and `values`: the names and values of its members, in order: a name as
+    it is written, with its quotes, and the range of each complete value.
     """
 
     def __init__(self) -> None:

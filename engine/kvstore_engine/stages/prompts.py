@@ -52,8 +52,8 @@ class RestoredPrompt:
 
 class StagedPrompts:
     """The prompts of one generator. `stores`, `costs`: one for each stage of `pipeline`. `keeps_inputs`: hidden states
-    at boundaries are stored, too. `check`: as `FileWatch.check`, called after the stages have computed; False: they
-    compute again.
+    at boundaries are stored, too. `check`: a function like `FileWatch.check`, called after the stages have computed;
+    False: they compute again.
     """
 
     def __init__(

@@ -37,8 +37,8 @@ class Step:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class StageSide(Progress):
-    """The progress of one stage. `input_bytes`: of a chunk's hidden states, which `inputs` brings; `stream` brings its
-    K/V.
+    """The progress of one stage. `input_bytes`: the bytes of a chunk's hidden states, which `inputs` brings; `stream`
+    brings its K/V.
     """
 
     number: int

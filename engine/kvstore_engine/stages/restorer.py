@@ -118,7 +118,7 @@ class Run:
         lease.__exit__(None, None, None)
 
     def take_states(self, side: StageSide, arrival: Arrival) -> None:
-        """Keep the wanted hidden states, and release the lease. Raises as `take_kv`."""
+        """Keep the wanted hidden states, and release the lease. Raises the errors of `take_kv`."""
         lease = arrival.lease
         side.note_inputs(arrival.first, len(lease), arrival.at_s)
         for at in range(len(lease)):

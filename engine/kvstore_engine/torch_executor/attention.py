@@ -83,7 +83,7 @@ class AttentionBackend(ABC):
 
 class KernelAttention(AttentionBackend):
     """Attention by the CUDA kernels. `stream()`: the address of the stream that the step's other work is queued on.
-    `window`: of its L2 cache.
+    `window`: the window of its L2 cache.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class KernelAttention(AttentionBackend):
 def crossover_on(device: Device, cache: Cache) -> Crossover:
     """Return the crossover to one pass for attention over `cache`, which is on `device`: by `crossover.settled`,
     measured on the first layer's planes with the rows that decode steps have. Call it before the planes are in use.
-    Raises as `kernel_shape`.
+    Raises the errors of `kernel_shape`.
     """
     attention = PagedAttention(device, kernel_shape(cache.config, cache.block_tokens, cache.kv_dtype))
     planes = cache.planes

@@ -118,8 +118,9 @@ def device_pool(pool: BlockPool) -> DevicePool:
 def open_device_copies(
     index: int, pool: BlockPool, arrivals: Arrivals, stream: Stream, store_rate: Rate = AUTO
 ) -> Iterator[DeviceCopies | None]:
-    """Yield copies by CUDA device `index`, as this process counts, until the block ends; `store_rate`: of copies out of
-    the pool while the engine decodes. If the device cannot make copies, yield None, and log the reason.
+    """Yield copies by CUDA device `index`, as this process counts, until the block ends; `store_rate`: the rate of
+    copies out of the pool while the engine decodes. If the device cannot make copies, yield None, and log the
+    reason.
     """
     copies = None
     try:

@@ -217,7 +217,7 @@ class RemoteExecutor:
         raise AssertionError("unreachable")
 
     def step(self, slices: Sequence[SequenceSlice], whole: Sequence[int] | None = None) -> StepLogits:
-        """Compute as `StepExecutor.step` does; raises as `forward`."""
+        """Compute as `StepExecutor.step` does; raises the errors of `forward`."""
         return HostLogits(self.forward(slices))
 
     def revive(self) -> None:

@@ -48,8 +48,8 @@ class Explain:
         return await self._answer(request, tenant, set(parts.tenants.fingerprints()))
 
     async def own(self, session: Session, request: pb.ExplainRequest) -> pb.ExplainReply:
-        """Explain to a client its own tenant's blocks and misses, without the places of copies. Raises as `explain`,
-        and FORBIDDEN for another tenant.
+        """Explain to a client its own tenant's blocks and misses, without the places of copies. Raises the errors of
+        `explain`, and FORBIDDEN for another tenant.
         """
         if request.tenant not in ("", session.tenant.name):
             raise KVStoreError(ErrorKind.FORBIDDEN, f"a client may ask for its own tenant, {session.tenant.name}, only")

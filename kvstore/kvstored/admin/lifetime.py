@@ -29,8 +29,8 @@ class State(Enum):
 
 
 class Phase:
-    """The daemon's phase; each of `on_change` is called at once when it changes. `ready_after_s`: from the start of the
-    process to serving, 0 before.
+    """The daemon's phase; each of `on_change` is called at once when it changes. `ready_after_s`: the seconds from the
+    start of the process to serving, 0 before.
     """
 
     def __init__(self) -> None:

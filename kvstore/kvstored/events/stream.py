@@ -54,9 +54,9 @@ class _Topic:
 
 class EventStream:
     """The events of all topics. `places`: by tier position. `buffer`: batches kept for each topic, `kept_bytes` for all
-    topics together. `now_s`: wall time. `first_number`: of each topic; larger than any of a former process, so that
-    a subscriber that lost the end of one process and the beginning of the next sees a gap. `former_topics`:
-    published by former processes.
+    topics together. `now_s`: wall time. `first_number`: the first number of each topic, larger than any of a former
+    process, so that a subscriber that lost the end of one process and the beginning of the next sees a gap.
+    `former_topics`: published by former processes.
     """
 
     def __init__(

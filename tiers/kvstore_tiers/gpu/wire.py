@@ -78,7 +78,9 @@ class Move(NamedTuple):
 
 class FileLoad(NamedTuple):
     """A slot image in a file, from `offset` on: its header page goes to a region, its payload to a chunk, both in whole
-    pages. `is_direct`: by direct storage; else the payload comes by way of the region, behind the header page."""
+    pages. `is_direct`: the payload comes by direct storage; otherwise it comes by way of the region, behind the
+    header page.
+    """
 
     offset: int
     payload_bytes: int
@@ -90,8 +92,8 @@ class FileLoad(NamedTuple):
 
 
 class End(NamedTuple):
-    """The end of a transfer; a success if `failure` is "". `errno`: of a file that cannot be read. `is_down`: no worker
-    did it. `dead_worker`: the number of the worker that died after the transfer was sent to it.
+    """The end of a transfer; a success if `failure` is "". `errno`: the error number of a file that cannot be read.
+    `is_down`: no worker did it. `dead_worker`: the number of the worker that died after the transfer was sent to it.
     """
 
     failure: str = ""

@@ -35,7 +35,8 @@ class WorkerSettings:
 
     `patience_s`: seconds after which a worker that does not end a transfer is killed; `file_patience_s`: the limit for
     a load from a file; `start_timeout_s`: the limit for becoming ready. `regrow_s`: seconds for which no memory is
-    asked for after the device had none. `socket_bytes`: of the buffer of its socket, as far as the system grants that.
+    asked for after the device had none. `socket_bytes`: the size of the worker's socket buffer, as far as the system
+    grants it.
     """
 
     checks: bool = True

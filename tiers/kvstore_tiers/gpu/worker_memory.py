@@ -98,7 +98,7 @@ class HostMemory:
         return region.address + offset
 
     def view(self, number: int, offset: int, nbytes: int) -> memoryview:
-        """Return the bytes of a region. Raises as `address_of`."""
+        """Return the bytes of a region. Raises the errors of `address_of`."""
         self.address_of(number, offset, nbytes)
         return memoryview(self._regions[number].mapping)[offset : offset + nbytes]
 

@@ -33,9 +33,9 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class RemoteSettings:
-    """The settings of a worker. `secret`: of the node or cluster, hexadecimal. `readers`, `writers`: the numbers of
-    threads that call the driver. `owner`: a name that all workers of one tier share and no others; `generation`: the
-    number of earlier workers.
+    """The settings of a worker. `secret` belongs to the node or cluster, hexadecimal. `readers`, `writers`: the numbers
+    of threads that call the driver. `owner`: a name that all workers of one tier share and no others; `generation`:
+    the number of earlier workers.
     """
 
     url: str

@@ -61,8 +61,8 @@ class _Place(NamedTuple):
 
 
 class RemoteStore(ObjectStore):
-    """The object store of a remote tier. `url` as in `drivers`. `secret`: of the node or cluster. `is_plain(digest)`:
-    whether a tenant wants its blocks stored without encryption.
+    """The object store of a remote tier. `url` as in `drivers`. `secret` belongs to the node or cluster.
+    `is_plain(digest)`: whether a tenant wants its blocks stored without encryption.
     """
 
     def __init__(

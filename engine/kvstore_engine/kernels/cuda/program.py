@@ -26,7 +26,7 @@ class CudaError(OperationError):
 
 @dataclass(frozen=True, slots=True)
 class Element:
-    """A type of csrc/elements.h. `scaled`: with one float scale for each token and K/V head."""
+    """A type of csrc/elements.h. `scaled` says that each token and K/V head has one float scale."""
 
     type_name: str
     nbytes: int

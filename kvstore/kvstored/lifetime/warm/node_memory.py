@@ -29,8 +29,8 @@ log = logging.getLogger(__name__)
 
 class NodeMemory:
     """The daemon's memory. Call, in this order: `open`, `charge_headers`, `adopt`, `restore_clients`, `close`. `warm`:
-    the part that keeps DRAM over a restart, None if nothing does. `is_forgotten`: at the end no DRAM is left to a
-    next process.
+    the part that keeps DRAM over a restart, None if nothing does. `is_forgotten` says that at the end no DRAM is
+    left to a next process.
     """
 
     def __init__(self, config: Config) -> None:

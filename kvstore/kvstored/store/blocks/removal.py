@@ -124,7 +124,7 @@ class Removal:
 
     def remove_run(self, run: Sequence[int], tier: int, cause: Cause, now_ns: int) -> list[Slot]:
         """Remove each of `run`, a piece of one chain, its end first, that has no copies but in `tier`; return their
-        slots. The listener is notified of them together. Raises as `remove` does, for the first that may not be
+        slots. The listener is notified of them together. Raises the error of `remove` for the first that may not be
         removed, once the ones before it have been.
         """
         rows, copies, pins, bit = self._view.rows, self._view.copies[tier], self._view.pins, ONLY[tier]

@@ -71,7 +71,7 @@ class RedisDriver(Driver):
 
     @property
     def evicts(self) -> bool:  # type: ignore[override]
-        """True if the server's policy may evict keys without an expiry. Raises as a call does."""
+        """True if the server's policy may evict keys without an expiry. Raises the errors of a call."""
         with self._line() as line:
             if self._evicts is None:
                 line.send("INFO", "memory")

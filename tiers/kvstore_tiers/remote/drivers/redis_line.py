@@ -165,7 +165,7 @@ class Line:
         self.server_run = ""  # what names the server from its start to its end; "": not known
 
     def use(self, deadline: float) -> bool:
-        """Prepare the connection for a call; return whether it had to connect. Raises as redis-py does."""
+        """Prepare the connection for a call; return whether it had to connect. Raises the errors of redis-py."""
         self.replies.deadline = deadline
         if self._is_open and not self.replies.can_read(0):
             return False
