@@ -159,7 +159,8 @@ class StepFit:
     hardly anything else is left: so short steps teach that part, and only that. The first step of a process also warms
     the engine up: it counts until the second.
 
-    `cost`: the cost of one step.   `count`: long steps in this process.   `is_provisional`: the first step is the only sample.
+    `cost`: the cost of one step. `count`: the number of long steps in this process. `is_provisional`: the first step is
+    the only sample.
     """
 
     def __init__(self) -> None:
