@@ -11,7 +11,7 @@
     88      16    tenant digest
     104     2     group
     106     2     reserved: zero
-    108     4     token count
+    108     4     tokens: their number
     112     8     payload bytes
     120     8     generation of the slot
     128     8     checksum: xxh3_64 of the payload
