@@ -19,8 +19,8 @@
     144     4     depth: blocks before it in its chain
     148     4     reserved
     152     8     checksum: xxh3_64 of the header with this field zero
-    160     96    reserved, zero
-    256     3840  token ids, little-endian int32, up to 960
+    160     96    reserved: zero
+    256     3840  token ids: little-endian int32, up to 960
     4096          payload, then padding to a multiple of 4096
 
 Slots start on 4096-byte boundaries everywhere, so that a whole slot moves between DRAM and NVMe in one direct I/O.
