@@ -1,7 +1,7 @@
 """Commands that change something: drop, flush, drain, reload, shutdown, invalidate, quarantine, predictor.
 
-Quarantine shows keys, sizes and reasons; bytes of a block never travel here. What a predictor command does with
-recordings, and without a daemon, is the program kvstored's.
+Quarantine shows keys, sizes and reasons; it never sends the bytes of a block. The program kvstored does the predictor's
+work on recordings and without a daemon.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def predictor(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
 
 
 def run_kvstored(words: Sequence[str]) -> int:
-    """Let the program kvstored, of this installation or on the path, do these words; its exit status."""
+    """Run the program kvstored, of this installation or on the path, with `words`, and return its exit status."""
     beside = Path(sys.executable).with_name("kvstored")
     program = str(beside) if beside.is_file() else shutil.which("kvstored")
     if program is None:

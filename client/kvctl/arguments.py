@@ -1,4 +1,4 @@
-"""kvctl's command line: commands, options, examples. Parses and checks; does nothing."""
+"""kvctl's command line: commands, options, examples. This module only parses and checks."""
 
 from __future__ import annotations
 
@@ -115,7 +115,9 @@ _EXAMPLES: Final = DATA_EXAMPLES | {
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Exits with status 2 and one clear line on wrong usage, and a document where --json is among the words."""
+    """Return the parsed command line. On wrong usage, exit with status 2 and one clear line; with --json, also a
+    document on standard output.
+    """
     parser = build_parser()
 
     def check(arguments: argparse.Namespace) -> None:
@@ -128,8 +130,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def words_for_kvstored(argv: Sequence[str]) -> list[str]:
-    """What the program kvstored is called with for a command line that concerns recordings; [] for another one. Of
-    what kvctl takes before the action, only --json has a meaning there."""
+    """Return the words to call the program kvstored with, for a command line that concerns recordings; [] for any
+    other. Of kvctl's options before the action, only --json has a meaning there.
+    """
     if not any(action in argv for action in OF_RECORDINGS):  # nearly always: no parser is made for nothing
         return []
     parser = Parser(add_help=False)
@@ -205,7 +208,9 @@ def _command(commands: Commands, name: str) -> argparse.ArgumentParser:
 
 
 def _common_options(parser: argparse.ArgumentParser, *, first: bool) -> None:
-    """Accepted before and after the command; after it, absence must not undo what was given before."""
+    """Add the options that are accepted before and after the command. An option after the command that is absent keeps
+    the value given before.
+    """
     parser.add_argument(
         "--socket-dir",
         metavar="DIR",
@@ -290,7 +295,7 @@ def _doctor_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _check_text(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    """What the daemon is asked for is UTF-8; a path may be any bytes."""
+    """Refuse words for the daemon that are not UTF-8; a path may be any bytes."""
     words = [getattr(arguments, "tenant", ""), *getattr(arguments, "keys", []), *getattr(arguments, "places", [])]
     words += getattr(arguments, "names", [])
     for word in words:

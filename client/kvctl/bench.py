@@ -1,9 +1,8 @@
-"""kvctl ping and bench: what this daemon does on this machine right now, measured through the client as an engine would
-see it.
+"""kvctl ping and bench: the speed of this daemon on this machine, measured through the client as an engine sees it.
 
-Bench stores its own blocks under token ids of its own, in DRAM only, and deletes them before it ends, however it ends.
-It compares with an empty echo and with memcpy of the same bytes in the same run: the ratios travel between machines,
-the times do not. It refuses where other blocks would be evicted from DRAM for it.
+Bench stores blocks under token ids of its own, in DRAM only, and deletes them before it ends, also after a failure. In
+one run it also measures an empty echo and memcpy of equally many bytes: the ratios can be compared between machines,
+the times cannot. It refuses to run if other blocks would be evicted from DRAM for it.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _PROBE = Fingerprint(model_name="kvctl ping", weights_digest="kvctl ping")  # st
 
 @dataclass(slots=True)
 class Figure:
-    """Times of one kind of request. `against` names the figure that it is compared with."""
+    """Times of one kind of request. `against` names the figure that they are compared with."""
 
     name: str
     nbytes: int = 0
@@ -84,7 +83,7 @@ def bench(directory: Path, arguments: argparse.Namespace, *, clock: Callable[[],
 
 
 class _Run:
-    """One bench: its blocks, its buffers, and what it has stored so far."""
+    """One run of bench: its blocks, its buffers, and the blocks it has stored so far."""
 
     def __init__(
         self, session: Session, arguments: argparse.Namespace, clock: Callable[[], float], progress: Progress
@@ -126,7 +125,7 @@ class _Run:
         return figures
 
     def clean_up(self) -> int:
-        """Delete all blocks that are still stored; how many could not be deleted."""
+        """Delete all blocks that are still stored, and return how many could not be deleted."""
         left = 0
         for tokens in self._stored:
             deleted = self._session.delete(tokens, deadline_s=self._timeout_s)
@@ -173,7 +172,7 @@ class _Run:
             self._need(found.blocks, found.reason)
 
     def _probe(self, figure: Figure, tokens: npt.NDArray[np.int32]) -> bool:
-        """False when there is no lookup index, or it does not know the blocks."""
+        """Measure one probe of the lookup index; return False if there is no index, or it does not know the blocks."""
         for _ in range(self._rounds * SMALL_ROUNDS):
             started = self._clock()
             found = self._session.probe(tokens)
@@ -211,7 +210,9 @@ class _Run:
 
 
 def check_room(directory: Path, arguments: argparse.Namespace) -> list[str]:
-    """Return warnings. Raises CommandError when the blocks do not fit into DRAM beside what is there, unless forced."""
+    """Return warnings. Raises CommandError if the blocks do not fit into DRAM beside those already there, unless
+    forced.
+    """
     need_bytes = arguments.blocks * slot_bytes(arguments.block_size)
     try:
         with AdminSocket(directory, arguments.timeout) as admin:

@@ -1,4 +1,4 @@
-"""kvctl blocks: its options, and stored blocks one by one, or their sums by tenant, model or prefix."""
+"""kvctl blocks: its options, and a listing of stored blocks one by one, or of sums by tenant, model or prefix."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def add_block_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_block_arguments(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    """Ends the program with one line for options that do not go together."""
+    """End the program with one line if options do not go together."""
     if arguments.by and (arguments.sort or arguments.reverse):
         parser.error("blocks: --by lists the largest sums first: leave --sort and --reverse out")
     if arguments.reverse and not arguments.sort:
@@ -93,7 +93,7 @@ def _chosen(arguments: argparse.Namespace) -> wire.BlocksRequest:
 
 
 def _chooses(arguments: argparse.Namespace) -> bool:
-    """Whether only some of a tenant's blocks are listed."""
+    """Return whether the options select only some of a tenant's blocks."""
     return bool(arguments.tier or arguments.prefix or arguments.model or arguments.residency)
 
 

@@ -1,8 +1,8 @@
-"""The ways from a command to the daemon: the admin socket, for an operator, and a session as engines have one, whose
-tenant is that of the calling user. Raises CommandError, which reports each way to fail as itself.
+"""The two ways from a command to the daemon: the admin socket, for an operator, and a session as engines have one,
+under the tenant of the calling user. Each failure becomes a CommandError with its own message.
 
-gRPC reports an absent file, a refused connection and a missing permission alike, so the admin socket is tried once by
-hand first.
+gRPC reports a missing file, a refused connection and a missing permission alike, so the admin socket is first tried
+with a plain connect.
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ _CALLER = ("kvstored-caller", f"kvctl of uid {os.getuid()}, pid {os.getpid()}")
 def open_session(
     directory: Path, fingerprint: Fingerprint, timeout_s: float, *, staging_bytes: int = 0
 ) -> Iterator[Session]:
-    """Raises CommandError, also for what the daemon finds wrong with a request made inside."""
+    """Yield a session with the daemon. Raises CommandError, also if the daemon refuses a request made inside the
+    block.
+    """
     try:
         with connect(
             directory,
@@ -84,12 +86,12 @@ def open_session(
 
 
 def in_words(reason: str) -> str:
-    """Return the sentence that tells a user why blocks were not served, or `reason` itself where there is none."""
+    """Return the sentence that says why blocks were not served, or `reason` itself where there is none."""
     return _SENTENCES.get(reason, reason)
 
 
 def not_there(what: str, reason: str, timeout_s: float, **facts: object) -> CommandError:
-    """Return the error of a command that could not get the blocks `what`, for the `reason` that the client gave."""
+    """Return the error of a command that could not get the blocks described by `what`; `reason` is the client's."""
     if reason == REASON_NO_DAEMON:
         return CommandError(UNREACHABLE, f"{what}: the daemon went away")
     if reason == REASON_DEADLINE:
@@ -112,7 +114,9 @@ class AdminSocket:
         self._stub: Any = admin_pb2_grpc.AdminStub(self._channel)
 
     def call(self, method: str, request: Message, reply_type: type[Reply], *, longer_s: float = 0.0) -> Reply:
-        """One unary call. `longer_s` is time that the daemon was given for the work itself."""
+        """Make one unary call, and return its reply. `longer_s` is extra time, in seconds, that the daemon got for the
+        work itself.
+        """
         rpc: Callable[..., object] = getattr(self._stub, method)
         try:
             timeout_s = self.timeout_s + (longer_s + SPARE_S if longer_s else 0.0)
@@ -147,7 +151,7 @@ class AdminSocket:
 
 
 def _probe(path: Path) -> None:
-    """Raises CommandError when no daemon listens at the socket or we may not connect."""
+    """Raise CommandError if no daemon listens at the socket or this user may not connect."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as trial:
         trial.settimeout(PROBE_TIMEOUT_S)
         try:
@@ -159,7 +163,9 @@ def _probe(path: Path) -> None:
 
 @contextmanager
 def explain_source(directory: Path, timeout_s: float) -> Iterator[Ask]:
-    """Raises CommandError where neither way is open."""
+    """Yield a function that asks for explanations, over the admin socket or a session. Raises CommandError if both
+    fail.
+    """
     try:
         admin = AdminSocket(directory, timeout_s)
     except CommandError as error:

@@ -1,7 +1,7 @@
-"""What `kvctl top` shows, as lines: a pure function of a snapshot, a size and the time of day.
+"""The screen of `kvctl top`, as lines: a pure function of a snapshot, a size and the time of day.
 
-Never talks to a daemon or a terminal. Invariant: no line is wider than the screen and there are no more lines than fit;
-the last line says how many do not fit.
+It never talks to a daemon or a terminal. Invariant: no line is wider than the screen and there are no more lines than
+fit; if some do not fit, the last line says how many.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _STATES = {"serving": "green", "ok": "green", "draining": "yellow", "full": "yel
 
 
 def render(shot: Snapshot, *, width: int, height: int, clock: str, note: str = "") -> list[Line]:
-    """The whole screen. `height` 0 is as tall as it needs to be."""
+    """Return the lines of the whole screen. `height` 0: as many lines as needed."""
     width = max(width, MIN_WIDTH)
     past = shot.past
     above = [_head(shot, width, clock, note), _tiers(shot, past, width), _hits(shot, past, width)]

@@ -1,4 +1,4 @@
-"""kvctl events: whether KV events are published and where, and the events themselves as they happen."""
+"""kvctl events: whether and where KV events are published, and the events themselves as they happen."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ _FIELDS: Final = {  # of events that are arrays, in order
 
 
 def events(directory: Path, arguments: argparse.Namespace) -> Output:
-    """Raises CommandError where nothing is published, or a package is missing."""
+    """Show where events are published, or follow them. Raises CommandError if nothing is published, or a package is
+    missing.
+    """
     with AdminSocket(directory, arguments.timeout) as admin:
         settings = _settings(admin)
         counters = admin.call("Status", wire.StatusRequest(), wire.StatusReply).counters
@@ -54,7 +56,7 @@ def _settings(admin: AdminSocket) -> dict[str, str]:
 
 
 def _follow(address: str, arguments: argparse.Namespace) -> None:
-    """Print events until interrupted, or `--count` of them have come."""
+    """Print events until interrupted, or until `--count` of them have come."""
     try:
         import msgspec
         import zmq
@@ -87,13 +89,13 @@ def _follow(address: str, arguments: argparse.Namespace) -> None:
 
 
 def _words(topic: str) -> set[str]:
-    """What a tenant's name may be in a topic, whichever way it is made up."""
+    """Return the words in `topic` that may be a tenant's name, for every form of topic."""
     parts = topic.split("@")
     return {*parts, *(part[at + 1 :] for part in parts for at, letter in enumerate(part) if letter in "./:")}
 
 
 def _named(found: list[Any]) -> Iterator[dict[str, Any]]:
-    """Events of either encoding as maps."""
+    """Yield the events of either encoding as maps."""
     for event in found:
         if isinstance(event, dict):
             yield event

@@ -1,7 +1,7 @@
 """kvctl explain: where each block of a chain is and what a get of it would cost, or why it is missing.
 
-Turns tokens and names into keys by a session of its own; nothing is looked up, read or moved, so explaining a block
-does not change it. For tokens that are stored under other fingerprints, says which.
+A session of the command turns tokens and names into keys. No block is looked up, read or moved, so explaining a block
+does not change it. If tokens are stored under other fingerprints, the output names these.
 """
 
 from __future__ import annotations
@@ -87,7 +87,9 @@ def _explain_keys(directory: Path, ask: Ask, arguments: argparse.Namespace) -> O
 
 
 def _explain_object(ask: Ask, session: Session, target: Target) -> Output:
-    """Only an object's first block holds its length, and it is not read here: ask until nothing ever was stored."""
+    """Explain the blocks of an object. The number of blocks is in the first block, which is not read; so pages are
+    asked for until a page ends with a block that was never stored.
+    """
     assert target.name is not None
     blocks: list[wire.BlockExplanation] = []
     while True:
@@ -135,7 +137,7 @@ def _is_unknown(block: wire.BlockExplanation) -> bool:
 
 
 def _elsewhere(directory: Path, ask: Ask, session: Session, target: Target, timeout_s: float) -> list[dict[str, Any]]:
-    """Other fingerprints of this tenant under which the same tokens are stored."""
+    """Return the other fingerprints of this tenant under which these tokens are stored."""
     listed = ask(wire.ExplainRequest(tenant=session.tenant)).fingerprints
     others = [item for item in listed if item.canonical and item.digest != target.fingerprint.digest().hex()]
     found: list[dict[str, Any]] = []
@@ -195,7 +197,7 @@ def render_chain(
 
 
 def reason_text(block: wire.BlockExplanation) -> str:
-    """One sentence for a block that a get cannot have; empty for one that it can."""
+    """Return one sentence that says why a get cannot have the block; empty if it can."""
     if block.state == "filling":
         return "it is being written"
     if block.state == "stored":

@@ -1,8 +1,8 @@
-"""kvctl get: the bytes of a named object, or of the leading blocks of a token prefix, into a file. And kvctl prefetch,
-which has them moved to DRAM before they are asked for.
+"""kvctl get: the bytes of a named object, or of the leading blocks of a token prefix, into a file. kvctl prefetch:
+moves them to DRAM ahead of a get.
 
-Get writes beside the target and renames, or passes on to standard output, only when every byte is there and verified: a
-miss leaves nothing half written. It reads a portion at a time, so that no more than that is under lease.
+Get writes a file beside the target and renames it, or writes to standard output, only when every byte is there and
+verified: a miss leaves no partial file. It reads one portion at a time, so that only one portion is under lease.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def get(directory: Path, arguments: argparse.Namespace) -> Output:
 
 
 class _Reading:
-    """Leading blocks of chains, verified, into one file. Counts where they came from."""
+    """A copy of the leading blocks of chains, verified, into one file. It counts the tiers that they came from."""
 
     def __init__(self, session: Session, timeout_s: float, file: IO[bytes], progress: Progress) -> None:
         self.session = session
@@ -67,7 +67,9 @@ class _Reading:
         self.reason = ""
 
     def copy(self, tokens: TokenIds, group: int, take: Callable[[int, Bytes], Bytes]) -> bool:
-        """Append `take(block, payload)` of each block; False at the first that cannot be had, with `reason`."""
+        """Append `take(block, payload)` of each block. Return False at the first block that cannot be had, with
+        `reason` set.
+        """
         keys = self.session.keys(tokens, group)
         if keys is None:
             self.reason = "no_daemon"

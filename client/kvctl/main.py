@@ -1,4 +1,4 @@
-"""kvctl's entry: parse, run one command, print, exit. Owns the mapping from failure to exit code."""
+"""kvctl's entry: parse, run one command, print, exit. The module maps each failure to an exit code."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ _BY_DIRECTORY: Final[dict[str, Callable[[Path, argparse.Namespace], Output]]] = 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run kvctl; the exit code. Errors are one line on standard error (one object on standard output with
-    --json).
+    """Run kvctl, and return its exit code. An error is one line on standard error, with --json also one object on
+    standard output.
     """
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's own log lines are not for operators
     # A terminal that has no arrows and bars shows a question mark for each, so that columns stay aligned.

@@ -1,4 +1,6 @@
-"""A command's result: text for people, the reply for machines, the exit status; or an exception that carries one."""
+"""The result of a command: text for people, the reply for machines, the exit status; and the exception that carries a
+failure.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,10 @@ KEY_DIGITS: Final = 12  # shown of a key's 32; --json has them all
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One command's result. `text` for people is escaped here unless it is `painted`: made of `Line`s, which have done
-    so. `exit_code` is FAILED where the daemon answered but the work is not complete. `aside`: standard output has the
-    bytes that were asked for, and the text goes to standard error."""
+    """One command's result. `text` for people is escaped here unless `painted`: then it is made of `Line`s, already
+    escaped. `exit_code` is FAILED if the daemon answered but the work is incomplete. `aside`: standard output holds
+    the requested bytes, and the text goes to standard error.
+    """
 
     text: str
     reply: Message | dict[str, Any]
@@ -49,10 +52,10 @@ class Output:
 
 
 def plain(message: Message) -> dict[str, Any]:
-    """Every field by its name in the .proto file; bytes as hex.
+    """Return every field by its name in the .proto file; bytes as hex.
 
-    json_format turns 64-bit integers into strings and omits zeros by options that changed between releases; this walk
-    keeps numbers as numbers and every field present, under every protobuf release that we support.
+    json_format turns 64-bit integers into strings, and its options for zeros changed between releases. This function
+    keeps numbers as numbers and every field present, under every supported protobuf release.
     """
     return {field.name: _value(getattr(message, field.name)) for field in message.DESCRIPTOR.fields}
 

@@ -1,8 +1,9 @@
-"""kvctl put: a file into the daemon, as a named object or as the blocks of a token prefix. And kvctl delete, which
-takes them out of every tier for good.
+"""kvctl put: stores a file in the daemon, as a named object or as the blocks of a token prefix. kvctl delete: removes
+them from every tier for good.
 
-Puts in portions that fit the staging memory, so that a file may be larger than it, and takes back what a put that
-failed half way had stored. Never changes stored bytes: an object of the same name is deleted first, if that was asked.
+Put works in portions that fit the staging memory, so a file may be larger than it. If a put fails half way, the
+portions already stored are deleted. Stored bytes never change: with the option to replace, an object of that name is
+deleted first.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def put(directory: Path, arguments: argparse.Namespace) -> Output:
 
 
 class _Stored:
-    """The portions of one put, and what became of their blocks so far."""
+    """The portions of one put, and the results of their blocks so far."""
 
     def __init__(self, progress: Progress, arguments: argparse.Namespace) -> None:
         self._progress, self._durability = progress, arguments.durability
@@ -61,7 +62,7 @@ class _Stored:
     def add(
         self, session: Session, tokens: Any, payloads: Sequence[Payload], first: int, group: int, payload_bytes: int
     ) -> str:
-        """Put one portion; what was wrong, or nothing."""
+        """Put one portion; return the reason of a failure, or ""."""
         receipt = session.put(
             tokens,
             payloads=payloads,
@@ -154,14 +155,14 @@ def _put_prefix(session: Session, target: Target, data: Bytes, stored: _Stored) 
 
 
 def _portions(blocks: int, block_bytes: int) -> list[tuple[int, int]]:
-    """(first block, number of blocks) of each put; the last block is always in one of its own."""
+    """Return (first block, number of blocks) of each put; the last block is always in a put of its own."""
     step = max(1, PORTION_BYTES // block_bytes)
     whole = [(first, min(step, blocks - 1 - first)) for first in range(0, blocks - 1, step)]
     return [*whole, (blocks - 1, 1)]
 
 
 def read_bytes(path: str) -> Bytes:
-    """A file's bytes, mapped where that works; "-" is standard input. Raises CommandError."""
+    """Return a file's bytes, mapped if possible; "-" is standard input. Raises CommandError."""
     try:
         if path == "-":
             data = sys.stdin.buffer.read(MAX_STDIN_BYTES + 1)

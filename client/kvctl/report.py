@@ -1,6 +1,7 @@
-"""kvctl report: what the daemon did lately, as one HTML page that can be mailed.
+"""kvctl report: the daemon's recent past, as one HTML page that can be mailed.
 
-Asks once, draws, writes one file. Shows names, sizes and settings; token ids, keys and payload never reach it.
+The command asks the daemon once, draws, and writes one file. The page shows names, sizes and settings, but no token
+ids, keys or payload.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _TENANTS = (
 
 
 def report(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
-    """Writes `arguments.output`, or to standard output. Raises CommandError."""
+    """Write the report to `arguments.output`, or to standard output. Raises CommandError."""
     to_stdout = arguments.output == "-"
     if to_stdout and arguments.json:
         raise CommandError(USAGE, "report --json says on standard output what it did: name a file for the page")
@@ -65,7 +66,7 @@ def report(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
 
 
 def document(shot: Snapshot, coarse: Past) -> str:
-    """The page. `coarse` are the samples that go back furthest."""
+    """Return the page. `coarse` are the samples that go back furthest."""
     status = shot.status
     fine = shot.past
     body = [markup.tiles(_facts(shot))]
@@ -149,7 +150,7 @@ def _latencies(past: Past, verbs: Sequence[str], name: str) -> list[Series]:
 
 
 def _occupancy(past: Past, tier: str) -> list[Series]:
-    """What tenants hold, under what the tier uses in all and may use."""
+    """Return the bytes that each tenant holds in `tier`, the bytes used in all, and the capacity."""
     tenants = [Series(tenant, past.values("tenant", tenant, f"{tier}_bytes")) for tenant in past.subjects("tenant")]
     return [
         *(series for series in tenants if any(known(series.values))),  # only tenants that had a block here
@@ -186,7 +187,7 @@ def _tenant_row(name: str, models: str, limbo: str, holder: wire.TenantStatus | 
 
 
 def _models(names: Sequence[str]) -> str:
-    """One a line, and no more than a reader would look at."""
+    """Return model names, one a line, at most `_MODELS_SHOWN` and a count of the rest."""
     more = [f"and {len(names) - _MODELS_SHOWN} more"] if len(names) > _MODELS_SHOWN else []
     return "\n".join([*names[:_MODELS_SHOWN], *more]) or "none"
 
@@ -232,7 +233,7 @@ def _version(package: str) -> str:
 
 
 def _shown(name: str, value: str) -> str:
-    """A number as people read it, by the unit in its name."""
+    """Return a number as people read it, in the unit that `name` ends with."""
     if not value.isdecimal() or value == "0":
         return value or "-"
     if name.endswith("_bytes"):

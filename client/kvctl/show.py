@@ -1,5 +1,5 @@
-"""Commands that look: status, tiers, tenants, config. Each asks once and renders the reply as text; tenants renames,
-too.
+"""Commands that look: status, tiers, tenants, config. Each asks once and renders the reply as text. tenants can also
+rename a tenant.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def tiers(admin: AdminSocket, _: argparse.Namespace) -> Output:
 
 
 def tier_cells(tier: wire.TierStatus) -> list[str]:
-    """Return what the columns `TIER_HEADINGS` say of a tier."""
+    """Return the cells of a tier for the columns `TIER_HEADINGS`."""
     return [
         tier.name, tier.state, human_bytes(tier.used_bytes), human_bytes(tier.capacity_bytes),
         human_share(tier.used_bytes, tier.capacity_bytes), human_count(tier.blocks), human_count(tier.hits),
@@ -133,7 +133,7 @@ def _by_use(used_by: Mapping[str, int]) -> str:
 
 
 def budget_line(status: wire.StatusReply) -> str:
-    """Empty where there is no NVMe tier."""
+    """Return the line about the write budget; empty if there is no NVMe tier."""
     if not status.HasField("endurance"):
         return ""
     budget = status.endurance
@@ -160,7 +160,7 @@ def tenants(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
 
 
 def by_bytes(accounts: Iterable[wire.AccountStatus]) -> list[wire.AccountStatus]:
-    """Return the accounts, the ones that hold most first."""
+    """Return the accounts, largest first by the bytes they hold."""
     return sorted(accounts, key=lambda account: -(account.host_bytes + account.nvme_bytes))
 
 
@@ -218,7 +218,7 @@ def config(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
 
 
 def _check(names: Iterable[str], settings: Iterable[wire.SettingStatus]) -> None:
-    """Raises CommandError for a name that no setting has."""
+    """Raise CommandError for a name that no setting has."""
     known = sorted({part for each in settings for part in (each.section, _name(each))})
     for name in names:
         if not any(_is_part(full, name) for full in known):
@@ -244,7 +244,7 @@ def _waiting(reply: wire.ConfigReply) -> Iterator[str]:
 
 
 def _toml(reply: wire.ConfigReply) -> Iterator[str]:
-    """A file with which the daemon starts as it runs now."""
+    """Yield the lines of a configuration file with which the daemon starts as it runs now."""
     source = "the built-in defaults" if reply.source == "defaults" else reply.source
     yield f"# The settings of a running kvstored: those of {source}, and of its command line."
     table = ""

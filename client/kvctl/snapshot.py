@@ -1,4 +1,5 @@
-"""What `top` and `report` show: the daemon's replies of one moment, and its samples, ready to be asked.
+"""The data that `top` and `report` show: the daemon's replies of one moment, and its samples, with functions to query
+them.
 
 Series that the daemon does not know are NaN throughout, so that a view draws a gap instead of a zero.
 """
@@ -19,7 +20,7 @@ Values = list[float]
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The replies as they came."""
+    """The replies of one moment, unchanged."""
 
     status: wire.StatusReply
     tiers: wire.TiersReply
@@ -31,7 +32,7 @@ class Snapshot:
         return Past(self.history)
 
     def document(self) -> dict[str, Any]:
-        """Return the document for --json; what was not known is null, since JSON has no NaN."""
+        """Return the document for --json; unknown values are null, since JSON has no NaN."""
         return {
             "status": plain(self.status),
             "tiers": plain(self.tiers)["tiers"],
@@ -41,7 +42,7 @@ class Snapshot:
 
 
 def take(admin: AdminSocket, *, since_s: float, settings: bool = False, resolution_s: int = 0) -> Snapshot:
-    """Four calls. Raises CommandError."""
+    """Make four calls, and return their replies as a snapshot. Raises CommandError."""
     request = wire.HistoryRequest(resolution_s=resolution_s, since_s=since_s, settings=settings)
     return Snapshot(
         admin.call("Status", wire.StatusRequest(), wire.StatusReply),
@@ -60,7 +61,7 @@ def without_nan(value: Any) -> Any:
 
 
 class Past:
-    """One resolution's samples, oldest first."""
+    """The samples of one resolution, oldest first."""
 
     def __init__(self, reply: wire.HistoryReply) -> None:
         self.resolution_s = reply.resolution_s
@@ -73,39 +74,39 @@ class Past:
         return len(self.at_s)
 
     def subjects(self, scope: str) -> list[str]:
-        """Tiers, tenants, lanes, verbs or causes, in the daemon's order."""
+        """Return the tiers, tenants, lanes, verbs or causes, in the daemon's order."""
         return list(dict.fromkeys(subject for kind, subject, _ in self._series if kind == scope))
 
     def values(self, scope: str, subject: str, name: str) -> Values:
-        """Levels as they were, or counts of each sample."""
+        """Return a series: levels, or counts for each sample."""
         found = self._series.get((scope, subject, name))
         return [math.nan] * len(self) if found is None else list(found)
 
     def rates(self, scope: str, subject: str, name: str) -> Values:
-        """Counts of each sample a second."""
+        """Return the counts of each sample, as rates per second."""
         counts = self.values(scope, subject, name)
         return [count / span if span > 0 else math.nan for count, span in zip(counts, self.span_s, strict=True)]
 
     def lately(self, scope: str, subject: str, name: str, seconds: float) -> float:
-        """Counted in the last `seconds` of samples; 0 when nothing is known."""
+        """Return the count over the last `seconds` of samples; 0 if nothing is known."""
         return sum(known(self.values(scope, subject, name)[self._first(seconds) :]))
 
     def rate_lately(self, scope: str, subject: str, name: str, seconds: float) -> float:
-        """Return what `lately` counts, a second."""
+        """Return the count over the last `seconds` of samples, per second."""
         covered_s = sum(self.span_s[self._first(seconds) :])
         return self.lately(scope, subject, name, seconds) / covered_s if covered_s > 0 else 0.0
 
     def worst_lately(self, scope: str, subject: str, name: str, seconds: float) -> float:
-        """The highest level of the last `seconds`; NaN when nothing is known."""
+        """Return the highest level of the last `seconds`; NaN if nothing is known."""
         return max(known(self.values(scope, subject, name)[self._first(seconds) :]), default=math.nan)
 
     def middle_lately(self, scope: str, subject: str, name: str, seconds: float) -> float:
-        """The median level of the last `seconds`; NaN when nothing is known."""
+        """Return the median level of the last `seconds`; NaN if nothing is known."""
         levels = sorted(known(self.values(scope, subject, name)[self._first(seconds) :]))
         return levels[len(levels) // 2] if levels else math.nan
 
     def _first(self, seconds: float) -> int:
-        """Index of the first sample that ends in the last `seconds` before the newest one."""
+        """Return the index of the first sample that ends in the last `seconds` before the newest one."""
         if not self.at_s:
             return 0
         since_s = self.at_s[-1] - seconds

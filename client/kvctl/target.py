@@ -1,6 +1,6 @@
-"""What a data command is about: a named object, or the blocks of a token prefix under a fingerprint.
+"""The target of a data command: a named object, or the blocks of a token prefix under a fingerprint.
 
-Owns the reading of token lists and fingerprints from the command line. Raises CommandError that says what is wrong.
+The module reads token lists and fingerprints from the command line. Raises CommandError, which says what is wrong.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ _RUN: Final = re.compile(r"([0-9]{1,10})-([0-9]{1,10})")
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """`name` is None for a token prefix; `tokens` is empty for a named object, whose length is in its head."""
+    """The target of a command. `name` is None for a token prefix; `tokens` is empty for a named object, whose length is
+    in its head.
+    """
 
     label: str
     fingerprint: Fingerprint
@@ -42,12 +44,12 @@ class Target:
 
     @property
     def blocks(self) -> int:
-        """Full blocks of the prefix."""
+        """The number of full blocks of the prefix."""
         return 0 if self.tokens is None else len(self.tokens) // self.fingerprint.block_tokens
 
 
 def find_target(directory: Path, arguments: argparse.Namespace) -> Target:
-    """The target that the options name; asks the daemon for a fingerprint that is given by its digest."""
+    """Return the target that the options name; a fingerprint given by its digest is asked from the daemon."""
     if arguments.name is not None:
         if not arguments.name or len(arguments.name.encode(errors="surrogateescape")) > MAX_NAME_BYTES:
             raise CommandError(USAGE, f"a name has 1 to {MAX_NAME_BYTES} bytes")
@@ -72,7 +74,9 @@ def find_target(directory: Path, arguments: argparse.Namespace) -> Target:
 
 
 def read_tokens(arguments: argparse.Namespace) -> npt.NDArray[np.int32]:
-    """Token ids of --tokens or --tokens-file: numbers and runs like 0-63, apart by commas or white space."""
+    """Return the token ids of --tokens or --tokens-file: numbers and runs like 0-63, separated by commas or white
+    space.
+    """
     if arguments.tokens is not None:
         return parse_tokens(arguments.tokens, "--tokens")
     path = arguments.tokens_file
@@ -92,7 +96,7 @@ def read_tokens(arguments: argparse.Namespace) -> npt.NDArray[np.int32]:
 
 
 def parse_tokens(text: str, where: str) -> npt.NDArray[np.int32]:
-    """Raises CommandError(USAGE) naming the first word that is no token id."""
+    """Return the token ids in `text`. Raises CommandError(USAGE) naming the first word that is no token id."""
     tokens: list[int] = []
     for word in text.replace(",", " ").split():
         run = _RUN.fullmatch(word)
@@ -113,7 +117,7 @@ def _token(word: str, where: str) -> int:
 
 
 def fingerprint_digits(given: str) -> str:
-    """The digits of --fingerprint DIGEST, or of MODEL:DIGEST [for ACCOUNT] as listings show it."""
+    """Return the digits of --fingerprint DIGEST, or of MODEL:DIGEST [for ACCOUNT] as listings show it."""
     digits = given.rpartition(":")[2].partition(" ")[0]
     if not _DIGEST.fullmatch(digits):
         raise CommandError(
@@ -123,7 +127,9 @@ def fingerprint_digits(given: str) -> str:
 
 
 def read_fingerprint(directory: Path, arguments: argparse.Namespace) -> Fingerprint:
-    """From a file with the canonical JSON, or, by its digest, from what the daemon has seen."""
+    """Return the fingerprint from a file with the canonical JSON or, for a digest, from the daemon's list of seen
+    ones.
+    """
     given = arguments.fingerprint
     path = Path(given)
     if path.is_file():

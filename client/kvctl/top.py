@@ -1,8 +1,8 @@
-"""kvctl top: the daemon live, a frame a second; one frame where there is no terminal to draw on.
+"""kvctl top: the live daemon, one frame a second; a single frame if there is no terminal to draw on.
 
-A daemon that goes away ends nothing: the last frame stays, says so, and goes on when there is one again. Owns the
-alternate screen, the cursor and the keyboard's mode. Invariant: after `Screen` is left, also by an exception or
-SIGTERM, the terminal is as before.
+If the daemon goes away, the last frame stays and says so, and the display goes on when a daemon is there again. The
+module owns the alternate screen, the cursor and the keyboard's mode. Invariant: after `Screen` is left, also by an
+exception or SIGTERM, the terminal is as before.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _QUIT_KEYS = {"q", "Q", "\x1b", "\x03"}
 
 
 def top(directory: Path, arguments: argparse.Namespace) -> Output:
-    """Live until the user leaves, where there is a terminal; else one frame. Raises CommandError."""
+    """Show frames until the user leaves, or one frame without a terminal. Raises CommandError."""
     with AdminSocket(directory, arguments.timeout) as admin:
         shot = take(admin, since_s=SHOWN_S)
     if not (arguments.once or arguments.json):
@@ -49,7 +49,7 @@ def top(directory: Path, arguments: argparse.Namespace) -> Output:
 
 
 class _Live:
-    """The loop. The last frame is left in the terminal's history when it ends."""
+    """The display loop. The last frame is left in the terminal's history when it ends."""
 
     def __init__(self, directory: Path, arguments: argparse.Namespace, shot: Snapshot) -> None:
         self._directory = directory
@@ -64,7 +64,7 @@ class _Live:
         return self._shot
 
     def _watch(self, screen: Screen) -> bool:
-        """One connection's frames. True when the user wants no more; False when the daemon is gone."""
+        """Show the frames of one connection. Return True if the user wants to leave, False if the daemon is gone."""
         try:
             with AdminSocket(self._directory, self._timeout_s) as admin:
                 while True:
@@ -93,7 +93,9 @@ def _clock() -> str:
 
 
 class Screen:
-    """A context manager: `show` frames, `wait` for the time of the next one or a key that ends it."""
+    """A context manager that shows frames with `show`; `wait` waits until the next one is due or a key ends the
+    display.
+    """
 
     def __init__(self, output: TextIO | None = None, keyboard: TextIO | None = None) -> None:
         self._output = output or sys.stdout
@@ -118,11 +120,11 @@ class Screen:
         return size_of(self._output)
 
     def show(self, lines: Sequence[str]) -> None:
-        """Draw over the last frame: no blank screen in between, so nothing flickers."""
+        """Draw over the last frame without clearing the screen first, so that nothing flickers."""
         self._write("\x1b[H" + "\x1b[K\r\n".join(lines) + "\x1b[K\x1b[J")
 
     def wait(self, seconds: float) -> bool:
-        """True when a key was pressed that means: enough."""
+        """Wait for `seconds`; return True if the user pressed a key that ends the display."""
         if self._keyboard_mode is None:
             select.select([], [], [], seconds)
             return False
@@ -147,7 +149,7 @@ class Screen:
                 termios.tcsetattr(self._keyboard, termios.TCSADRAIN, self._keyboard_mode)
 
     def _suspend(self, number: int, frame: FrameType | None) -> None:
-        """Ctrl-Z: the shell gets its terminal as it was; `fg` comes back to ours."""
+        """Handle Ctrl-Z: restore the shell's terminal, stop, and after `fg` set up the display again."""
         self._give_back()
         os.kill(os.getpid(), signal.SIGSTOP)
         self._take()

@@ -1,8 +1,7 @@
-"""What an engine imports: `connect()` and the session it returns.
+"""The client of the daemon: `connect()` and the session it returns, for engines to import.
 
-The door of the package. Importing it costs nothing: NumPy is loaded by the first name that needs it, gRPC by
-the first stream that goes over it.
-Never does: run a model, or know where the daemon keeps blocks.
+Importing the package loads nothing heavy: NumPy is loaded by the first name that needs it, gRPC by the first stream
+that uses it. The package does not run a model, or know where the daemon keeps blocks.
 """
 
 from __future__ import annotations

@@ -7,10 +7,10 @@
             async for first, lease in stream:
                 ...
 
-Owns a few threads in which the synchronous session works, and the results of cancelled calls. It adds no behaviour of
-its own: arguments, results, misses and errors are those of `kvstore_client.Session`. A thread costs a hand-over of some
-50 us a call; in return there is one client, not two, and payload functions and copies never run on the event loop.
-Invariants: nothing here blocks the loop; a lease that a cancelled call was granted is given back.
+The module owns a few threads in which the synchronous session works, and the results of cancelled calls. It adds no
+behaviour: arguments, results, misses and errors are documented in `kvstore_client.Session`. A call takes some 50 us
+more for the thread; in return there is one client, not two, and payload functions and copies never run on the event
+loop. Invariants: nothing here blocks the loop; a lease that a cancelled call was granted is given back.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Result = TypeVar("Result")
 def _in_thread(
     method: Callable[Concatenate[Session, Arguments], Result], discard: Callable[[Result], None] | None = None
 ) -> Callable[Concatenate[AsyncSession, Arguments], Coroutine[Any, Any, Result]]:
-    """A method of `Session` to await. `discard` gets a result that arrives after the call was cancelled."""
+    """Return a method of `Session` to await. `discard` gets a result that arrives after the call was cancelled."""
 
     @wraps(method)
     async def call(self: AsyncSession, /, *arguments: Arguments.args, **options: Arguments.kwargs) -> Result:
@@ -56,11 +56,11 @@ def _in_thread(
 
 
 class AsyncSession:
-    """Made by `connect`. At most `threads` calls are in flight; further ones wait for a thread.
+    """A session for asyncio, made by `connect`. At most `threads` calls are in flight; further ones wait for a thread.
 
     Cancelling a call stops the waiting, not the call: a put continues to its end. Payload functions of a put run in a
-    thread. A lease is the synchronous one: reading and releasing it do not block, and its `renew`, which asks the
-    daemon, is to be called through `asyncio.to_thread`.
+    thread. A lease is the synchronous one: reading and releasing it do not block; call its `renew`, which asks the
+    daemon, through `asyncio.to_thread`.
     """
 
     def __init__(self, session: Session, threads: int = DEFAULT_THREADS) -> None:
@@ -89,32 +89,34 @@ class AsyncSession:
 
     @property
     def state(self) -> str:
-        """As `Session.state`."""
+        """The state of the session, see `Session.state`."""
         return self._session.state
 
     async def get_stream(self, tokens: TokenIds | None = None, **options: Any) -> AsyncLeaseStream:
-        """As `Session.get_stream`. The stream occupies one of the threads while it waits for its next blocks."""
+        """Return the stream of `Session.get_stream`. The stream occupies one of the threads while it waits for its next
+        blocks.
+        """
         stream = await self._call(partial(self._session.get_stream, tokens, **options), LeaseStream.close)
         return AsyncLeaseStream(stream, self._submit)
 
     async def get_layers(self, tokens: TokenIds | None = None, **options: Any) -> LayerStreams[AsyncLeaseStream]:
-        """As `Session.get_layers`."""
+        """Return the streams of `Session.get_layers`."""
         streams = await self._call(partial(self._session.get_layers, tokens, **options), LayerStreams.close)
         return LayerStreams(AsyncLeaseStream(stream, self._submit) for stream in streams)
 
     def wake(self) -> None:
-        """As `Session.wake`, from a thread."""
+        """Call `Session.wake` in a thread."""
         self._submit(self._session.wake)
 
     def keys(self, tokens: TokenIds, group: int | None = None) -> BlockKeys | None:
-        """As `Session.keys`: computed here, without the daemon."""
+        """Return the keys of `Session.keys`, computed here without the daemon."""
         return self._session.keys(tokens, group)
 
     def statistics(self) -> Statistics:
         return self._session.statistics()
 
     async def close(self) -> None:
-        """End the session; calls in flight end as misses, those that wait for a thread as calls of a closed session."""
+        """End the session; calls in flight end as misses, calls that wait for a thread as calls of a closed session."""
         await asyncio.to_thread(self._session.close)
         self._threads.shutdown(wait=False)
 
@@ -127,7 +129,9 @@ class AsyncSession:
         await self.close()
 
     async def _call(self, work: Callable[[], Result], discard: Callable[[Result], None] | None = None) -> Result:
-        """The result of `work`, done in a thread. `discard` gets a result that arrives after the call was cancelled."""
+        """Return the result of `work`, done in a thread. `discard` gets a result that arrives after the call was
+        cancelled.
+        """
         running = self._submit(work)
         try:
             # Shielded, because cancelling the wrapper would cancel `running` and hide whether it had begun.
@@ -150,7 +154,7 @@ def _shown(name: str) -> Any:
 
 
 class AsyncLeaseStream:
-    """As `LeaseStream`, for one task, with `async for`. Closing it does not block and releases everything, so `with` is
+    """A `LeaseStream` for one task, with `async for`. Closing it does not block and releases everything, so `with` is
     enough. A run that a cancelled task was waiting for is not lost: the next iteration gets it.
     """
 
@@ -167,7 +171,7 @@ class AsyncLeaseStream:
     payload_bytes: int = _shown("payload_bytes")
 
     async def expect(self) -> int:
-        """As `LeaseStream.expect`."""
+        """Return the result of `LeaseStream.expect`."""
         return await asyncio.shield(asyncio.wrap_future(self._submit(self._stream.expect)))
 
     def __aiter__(self) -> AsyncLeaseStream:
@@ -183,7 +187,7 @@ class AsyncLeaseStream:
         return run
 
     def close(self) -> None:
-        """As `LeaseStream.close`."""
+        """Close the stream, as `LeaseStream.close` does."""
         self._stream.close()
 
     def __enter__(self) -> AsyncLeaseStream:
@@ -200,7 +204,7 @@ async def connect(
     threads: int = DEFAULT_THREADS,
     **options: Any,
 ) -> AsyncSession:
-    """As `kvstore_client.connect`, without blocking the event loop. Raises as that does."""
+    """Connect as `kvstore_client.connect` does, without blocking the event loop, and raise its errors."""
     count("threads", threads, least=1, most=UINT32_MAX)
     session = await asyncio.to_thread(connect_now, socket, fingerprint=fingerprint, **options)
     return AsyncSession(session, threads)

@@ -1,7 +1,7 @@
 """The daemon's arenas as this client maps them: to read blocks, or, in a mapping of their own, to put blocks in place.
 
-Owns these mappings: an arena is requested and mapped once, when a block in it is first named or in the background
-before that. Never chooses a place, reads or writes.
+The module owns these mappings: an arena is requested and mapped once, when a block in it is first named or in the
+background before that. It does not choose a place, read or write.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ PREFAULT_PAUSES_S = (0.0, 0.25, 0.5, 1.0, 2.0)
 
 
 class Mappings(Protocol):
-    """Who is called with each arena that is mapped, and again when its session has ended."""
+    """A receiver of each arena that is mapped (`add`), and of the end of its session (`drop`)."""
 
     def add(self, memory: Bytes) -> None: ...
     def drop(self, memory: Bytes) -> None: ...
 
 
 class OpenArena(NamedTuple):
-    """A mapped arena and a descriptor of it. `entered` notes which pages are in our page table."""
+    """A mapped arena and a descriptor of it. `entered` notes which pages are in this process's page table."""
 
     memory: Bytes
     descriptor: int
@@ -48,8 +48,9 @@ class OpenArena(NamedTuple):
 
 
 class Arenas:
-    """The daemon's arenas, mapped to read. `announced`: those that it has now; `mapped`: those that are mapped already.
-    With `mappings`, which is called with each of them, `map_announced` maps them all."""
+    """The daemon's arenas, mapped to read. `announced`: its present arenas; `mapped`: arenas that are mapped already.
+    With `mappings`, which receives each of them, `map_announced` maps them all.
+    """
 
     def __init__(
         self,
@@ -67,7 +68,7 @@ class Arenas:
             self._note(memory)
 
     def arena(self, arena_id: int, timeout_s: float) -> Bytes | None:
-        """The mapped arena, mapping it the first time; None when the daemon does not hand it over in time."""
+        """Return the mapped arena, mapping it the first time; None if the daemon does not hand it over in time."""
         known = self.mapped.get(arena_id)
         if known is not None:
             return known
@@ -77,8 +78,8 @@ class Arenas:
     def map_announced(
         self, descriptors: contextlib.ExitStack, timeout_s: float, most_bytes: int
     ) -> Iterator[OpenArena]:
-        """Map the announced arenas that are not mapped yet, and open `most_bytes` of them in all, whose descriptors are
-        open until the stack ends. The others are not mapped, or not opened (see the class).
+        """Map the announced arenas that are not mapped yet, and yield up to `most_bytes` of arenas, opened; their
+        descriptors stay open until the stack ends. The others are not mapped, or not opened (see the class).
         """
         for arena_id in self._announced:
             if arena_id in self.mapped:
@@ -101,7 +102,7 @@ class Arenas:
                     yield self._open(arena_id, memory, kept)
 
     def close(self) -> None:
-        """The session has ended. What is mapped stays so as long as something refers to it."""
+        """End the use of arenas, as the session has ended. Mappings stay as long as something refers to them."""
         if self._mappings is not None:
             for memory in list(self.mapped.values()):
                 self._mappings.drop(memory)
@@ -128,7 +129,7 @@ class Arenas:
 
 
 class WritableArenas(Arenas):
-    """Mapped to write. `is_offered`: whether the daemon accepts blocks in place from this client."""
+    """Arenas mapped to write. `is_offered`: whether the daemon accepts blocks in place from this client."""
 
     def __init__(self, grants: Handshake, announced: Sequence[int], *, is_offered: bool) -> None:
         super().__init__(grants, announced if is_offered else ())
@@ -136,12 +137,12 @@ class WritableArenas(Arenas):
         self.is_offered = is_offered
 
     def refused(self) -> None:
-        """The daemon accepts no blocks in place any more."""
+        """Note that the daemon accepts no blocks in place any more."""
         self.is_offered = False
 
     def enter(self, arena_id: int, offsets: Sequence[int], length: int) -> None:
-        """Enter the pages of slots of `length` bytes into our page table before they are first written: one call for
-        all takes a quarter of the time of one page fault each.
+        """Enter the pages of slots of `length` bytes into this process's page table before they are first written: one
+        call for all takes a quarter of the time of one page fault each.
         """
         entered = self._entered[arena_id]
         populate(self.mapped[arena_id], [(offset, length) for offset in offsets if entered.add(offset, length)])
@@ -165,9 +166,9 @@ class WritableArenas(Arenas):
 def prefault_all(
     readable: Arenas, writable: WritableArenas, staging: Bytes | None, is_wanted: Callable[[], bool]
 ) -> None:
-    """Map what will be read and written before it is needed, while an engine that starts loads its model.
+    """Map memory for reading and writing before it is needed, while an engine that starts loads its model.
 
-    For a thread of its own; ends when it is not wanted any more.
+    It runs in a thread of its own, and ends when it is not wanted any more.
     """
     with contextlib.ExitStack() as descriptors:
         opened: list[OpenArena] = []

@@ -1,7 +1,7 @@
-"""Check the seconds, counts and names that a caller gives, once, at the door.
+"""Checks of the seconds, counts and names that a caller gives, made once, at the API's entry.
 
-Each function returns the value in the form that the client works with, or raises KVStoreError(INVALID) whose line names
-the argument. Nothing behind the door checks again, and nothing was sent before the check.
+Each function returns the value in the client's internal form, or raises KVStoreError(INVALID) whose line names the
+argument. Code behind it does not check again, and nothing is sent before the check.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ UINT64_MAX: Final = (1 << 64) - 1
 
 
 def seconds(name: str, value: Any) -> float:
-    """Return a duration: below 0 is 0, as of a moment that has passed; over a day, `inf` too, is a day."""
+    """Return a duration in seconds: below 0 is 0, for a moment that has passed; over a day, `inf` too, is a day."""
     if type(value) is float and 0.0 <= value <= LONGEST_S:  # of nearly every call; to ask an abstract class takes 2 us
         return value
     if not _is_number(value) or value != value:
@@ -56,7 +56,7 @@ def number_between(name: str, value: Any, least: float, most: float) -> float:
 
 
 def one_of(name: str, value: Any, known: Collection[str]) -> str:
-    """Return one of some words."""
+    """Return `value`, which must be one of the words `known`."""
     if not isinstance(value, str) or value not in known:
         raise invalid(f"{name} {shown(value)} is unknown; known: {', '.join(known)}")
     return value

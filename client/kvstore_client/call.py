@@ -1,7 +1,7 @@
 """One request under way, and its answers.
 
-Owns the answers that were read and not yet taken, and the one place where a response becomes a result, a reason for a
-miss, or an exception for a user's mistake. Never builds requests or reads the stream.
+The module owns the answers that were read and not yet taken, and the only code that makes of a response a result, a
+reason for a miss, or an exception for a user's mistake. It does not build requests or read the stream.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ Late = Callable[[wire.Response], None]
 
 
 class Health(Protocol):
-    """What a connection learns from its streams and calls. Called from any thread."""
+    """The reports of streams and calls to a connection. Called from any thread."""
 
     def answered(self) -> None:
-        """The daemon answered something, however late."""
+        """Report that the daemon answered something, however late."""
         ...
 
     def timed_out(self) -> None:
-        """A request got no answer within its deadline."""
+        """Report that a request got no answer within its deadline."""
         ...
 
     def stream_ended(self, reason: str) -> None:
-        """A stream ended, other than by `close`."""
+        """Report that a stream ended, other than by `close`."""
         ...
 
     def session_ended(self, stream: CallStream, reason: str) -> None:
-        """The daemon no longer knows the session of this stream."""
+        """Report that the daemon no longer knows the session of this stream."""
         ...
 
 
 class CallStream(Protocol):
-    """What a call needs of the stream that carries it."""
+    """The interface of a stream for the calls that it carries."""
 
     @property
     def health(self) -> Health: ...
     @property
     def ended(self) -> str:
-        """Why it has ended; empty while it has not."""
+        """The reason why it has ended; "" while it has not."""
         ...
 
     def wait(self, call: Call, timeout_s: float) -> wire.Response | None: ...
@@ -58,7 +58,7 @@ class CallStream(Protocol):
 
 
 class Call:
-    """Made by `Stream.submit`. A request with several answers is waited for several times."""
+    """A call, made by `Stream.submit`. A request with several answers is waited for several times."""
 
     __slots__ = ("_answers", "_stream", "_wake_ups", "late", "request_id")
 
@@ -70,12 +70,12 @@ class Call:
         self._wake_ups: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def wait(self, timeout_s: float) -> wire.Response | None:
-        """The next answer; None when none arrived in time. The stream's end is an `error`, UNAVAILABLE."""
+        """Return the next answer; None if none arrived in time. The stream's end is an `error`, UNAVAILABLE."""
         answered = self.taken()
         return self._stream.wait(self, timeout_s) if answered is None else answered
 
     def result(self, timeout_s: float) -> wire.Response | str | None:
-        """As `wait`, judged. Records the timeout when there is no answer."""
+        """Wait as `wait` does, and judge the answer. If there is none, record the timeout and return None."""
         response = self.wait(timeout_s)
         if response is None:
             self._stream.health.timed_out()
@@ -83,9 +83,9 @@ class Call:
         return self.judge(response)
 
     def judge(self, response: wire.Response) -> wire.Response | str:
-        """The response itself, or the reason for a miss that it carries.
+        """Return the response itself, or the reason for a miss that it carries.
 
-        Raises KVStoreError when the daemon says that the request itself is wrong.
+        Raises KVStoreError if the daemon says that the request itself is wrong.
         """
         if not response.HasField("error"):
             return response
@@ -103,18 +103,18 @@ class Call:
         self._stream.abandon(self, late)
 
     def expire(self, late: Late | None = None) -> None:
-        """`abandon` a call that got no answer in time, and record that."""
+        """Abandon a call that got no answer in time, and record that."""
         self._stream.abandon(self, late)
         self._stream.health.timed_out()
 
     def cancel(self, late: Late) -> None:
-        """`abandon` an acquire, and end it in the daemon."""
+        """Abandon an acquire, and end it in the daemon."""
         self._stream.cancel(self, late)
 
     # For the stream
 
     def taken(self) -> wire.Response | None:
-        """The next answer, if it has been read already."""
+        """Return the next answer, if it has been read already."""
         return self._answers.popleft() if self._answers else None
 
     def is_answered(self) -> bool:
@@ -125,10 +125,10 @@ class Call:
         self.wake()
 
     def wake(self) -> None:
-        """Have the thread that waits for this call look again."""
+        """Wake the thread that waits for this call."""
         self._wake_ups.put(None)
 
     def sleep(self, timeout_s: float) -> None:
-        """Wait for `wake`. It may have been for nothing."""
+        """Wait for `wake`, which may come for nothing."""
         with contextlib.suppress(queue.Empty):
             self._wake_ups.get(timeout=max(timeout_s, 0.0))

@@ -1,13 +1,13 @@
-"""The way to the daemon over a client's life: connect, handshake, open a stream, and try again after a failure.
+"""The connection to the daemon over a client's life: connect, handshake, open a stream, and try again after a failure.
 
-Owns the current daemon session and its two ways of failing: *lost* (handshake or stream ended) and *silent* (several
-timeouts in a row: the daemon is stopped, swapped out or overloaded). In both the connection is degraded: `current()`
-returns None at once and touches no socket, while one background thread tries again with back-off. It pings a silent
-daemon on the session it has, whose leases still stand; it reopens a broken stream; it shakes hands again only where the
+The module owns the current daemon session and its two ways of failing: *lost* (handshake or stream ended) and *silent*
+(several timeouts in a row: the daemon is stopped, swapped out or overloaded). In both the connection is degraded:
+`current()` returns None at once and touches no socket, while one background thread tries again with back-off. It pings
+a silent daemon on its session, whose leases still stand; it reopens a broken stream; it shakes hands again only if the
 handshake was lost. Back-off is exponential with full jitter (M. Brooker, "Exponential Backoff and Jitter", AWS
 Architecture Blog, 2015): many engines that lost one daemon do not return in step.
 
-Never blocks a caller, and raises only for use after close or after fork.
+It never blocks a caller, and raises only for use after close or after fork.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Wait = Callable[[threading.Event, float], bool]
 
 
 class Connection:
-    """Implements `Health`. Tests inject `open_session`, `wait` and `rng`."""
+    """The connection, an implementation of `Health`. Tests inject `open_session`, `wait` and `rng`."""
 
     def __init__(
         self,
@@ -64,8 +64,8 @@ class Connection:
         return "connected" if self._healthy else "degraded"
 
     def current(self) -> DaemonSession | None:
-        """The daemon session to use now, or None while degraded. Raises KVStoreError after close, and in a forked
-        child.
+        """Return the daemon session to use now, or None while degraded. Raises KVStoreError after close, and in a
+        forked child.
         """
         if os.getpid() != self._pid:
             raise invalid(
@@ -77,8 +77,8 @@ class Connection:
         return self._daemon if self._healthy else None
 
     def connect(self) -> None:
-        """The first attempt, in the caller's thread. Raises ConnectError; retries in the background unless the failure
-        is permanent.
+        """Make the first attempt, in the caller's thread. Raises ConnectError; retries in the background unless the
+        failure is permanent.
         """
         try:
             self._open_session()
@@ -89,7 +89,7 @@ class Connection:
             raise
 
     def statistics(self) -> dict[str, Any]:
-        """The fields of `Statistics` that are about the connection, over all its daemon sessions."""
+        """Return the fields of `Statistics` about the connection, over all its daemon sessions."""
         now = self._daemon.traffic_bytes() if self._daemon else (0, 0)
         return {
             "state": self.state,
@@ -101,7 +101,7 @@ class Connection:
         }
 
     def close(self) -> None:
-        """Idempotent. A forked child only forgets the connection: it is the parent's to end."""
+        """Close the connection. Idempotent. A forked child only forgets the connection: the parent ends it."""
         self._closing.set()
         if os.getpid() != self._pid:
             return
@@ -221,7 +221,7 @@ class Backoff:
 
 
 class Breaker:
-    """Opens after `limit` timeouts with no answer between them; any answer closes it."""
+    """A breaker that opens after `limit` timeouts with no answer between them; any answer closes it."""
 
     def __init__(self, limit: int = 3) -> None:
         self._limit = limit

@@ -1,10 +1,10 @@
-"""What one handshake gives, and what ends with it: a stream, mapped memory, keys, leases.
+"""The session that one handshake gives, with its stream, mapped memory, keys and leases, which end with it.
 
-Owns the opening and closing of these parts in order, and the reopening of the stream while the handshake connection
-stands (the daemon anchors leases there, so they survive a broken stream). Knows which session followed this one, with
-which of its leases: a daemon that was restarted may have kept them, bytes and all. Never decides when to reconnect.
-Invariants: once `is_alive()` has been False it remains False; a lease is valid while it is held and the session, or the
-one after it that the daemon gave the lease to again, is alive. A lease that only one side knows is released.
+The module opens and closes these parts in order, and reopens the stream while the handshake connection stands (the
+daemon anchors leases there, so they survive a broken stream). It knows which session followed this one, and with which
+of its leases: a restarted daemon may have kept them, bytes and all. It does not decide when to reconnect. Invariants:
+once `is_alive()` has been False it remains False; a lease is valid while it is held and the session, or a later session
+that has the lease again, is alive. A lease that only one side knows is released.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ PREFAULT_THREAD = "kvstore-prefault"
 
 @dataclass(frozen=True, slots=True)
 class ClientOptions:
-    """What a client says about itself in every handshake, and where."""
+    """The client's description of itself in every handshake, and the directory of the sockets."""
 
     directory: Path
     fingerprint: Fingerprint
@@ -81,7 +81,9 @@ class DaemonSession:
         timeout_s: float,
         former: DaemonSession | None = None,
     ) -> None:
-        """`timeout_s` is for the stream. Raises ConnectError; OSError and ValueError when memory cannot be mapped."""
+        """Open the parts. `timeout_s` is for the stream. Raises ConnectError; OSError and ValueError if memory cannot
+        be mapped.
+        """
         welcome = handshake.welcome
         self._handshake = handshake
         self._health = health
@@ -129,9 +131,10 @@ class DaemonSession:
     # Calls
 
     def call(self, request: wire.Request, deadline_s: float, late: Late | None = None) -> wire.Response | str:
-        """The daemon's answer, or the reason why there is none. `late` gets an answer that arrives after the deadline.
+        """Return the daemon's answer, or the reason why there is none. `late` gets an answer that arrives after the
+        deadline.
 
-        Raises KVStoreError when the daemon says that the request itself is wrong.
+        Raises KVStoreError if the daemon says that the request itself is wrong.
         """
         call = self.begin(request, deadline_s)
         response = call.wait(deadline_s)
@@ -141,13 +144,15 @@ class DaemonSession:
         return call.judge(response)
 
     def begin(self, request: wire.Request, deadline_s: float) -> Call:
-        """Send a request that the daemon is to answer within `deadline_s`. Never blocks."""
+        """Send a request that the daemon shall answer within `deadline_s` seconds. Never blocks."""
         give_back_dropped()
         request.deadline_ms = max(1, int(deadline_s * 1000))
         return self.stream.submit(request)
 
     def ping(self, timeout_s: float) -> bool:
-        """Whether the stream answers in time; False for a timeout that is over. Raises ConnectError when it ended."""
+        """Return whether the stream answers in time; False if `timeout_s` is 0 or less. Raises ConnectError if it has
+        ended.
+        """
         if timeout_s <= 0:
             return False
         call = self.begin(wire.Request(ping=wire.Ping()), timeout_s)
@@ -162,7 +167,7 @@ class DaemonSession:
     # Leases
 
     def hold(self, lease_id: int) -> None:
-        """The engine reads under this lease from now on, until `release`."""
+        """Note that the engine reads under this lease until `release`."""
         self._held.add(lease_id)
 
     def release(self, lease_id: int) -> None:
@@ -181,7 +186,7 @@ class DaemonSession:
         return self.stream.send_releases()
 
     def holder(self, lease_id: int) -> DaemonSession | None:
-        """The session that a lease belongs to now: this one, or one after it. None when the lease has ended."""
+        """Return the session that a lease belongs to now: this one, or a later one. None if the lease has ended."""
         session = self
         while not session.is_alive():
             successor = session._successor
@@ -191,7 +196,7 @@ class DaemonSession:
         return session if lease_id in session._held else None
 
     def succeed(self, former: DaemonSession) -> None:
-        """Take over the leases of the session before that stand and are held; give the others back."""
+        """Take over the former session's leases that stand and are held; give the others back."""
         standing = set(self._handshake.welcome.lease_ids)
         with former._succession:
             self._carried = frozenset(standing & former._held)
@@ -208,14 +213,14 @@ class DaemonSession:
         return self._handshake.welcome.session_token
 
     def is_alive(self) -> bool:
-        """Whether the daemon still holds our leases."""
+        """Return whether the daemon still holds this client's leases."""
         if not self._dead and not self._handshake.is_alive():
             self._dead = True
         return not self._dead
 
     def reopen_stream(self, timeout_s: float) -> bool:
-        """Open a new stream after the old one ended. False when there was none in time: try again, since all that the
-        session holds still stands.
+        """Open a new stream after the old one ended. Return False if there was none in time: try again, since
+        everything else in the session still stands.
         """
         stream = self._open_stream(timeout_s)
         if stream is None:
@@ -226,7 +231,7 @@ class DaemonSession:
         return True
 
     def traffic_bytes(self) -> tuple[int, int]:
-        """Bytes of the streams' messages, and of opaque payload inside them."""
+        """Return the bytes of the streams' messages, and of opaque payload inside them."""
         messages, payloads = self._past_traffic
         return messages + self.stream.message_bytes, payloads + self.stream.payload_bytes
 
@@ -241,13 +246,17 @@ class DaemonSession:
         self.stream.call_later(delay_s, function)
 
     def _arenas_in(self, welcome: handshake_pb2.Welcome) -> dict[int, Bytes]:
-        """Our mappings of arenas that the daemon of `welcome` still has: the same memory, if its epoch is the same."""
+        """Return this client's mappings of arenas that the daemon of `welcome` still has: the same memory, if its epoch
+        is the same.
+        """
         if not welcome.arena_epoch or welcome.arena_epoch != self._handshake.welcome.arena_epoch:
             return {}
         return {arena_id: self.arenas.mapped[arena_id] for arena_id in welcome.arena_ids & self.arenas.mapped.keys()}
 
     def _open_stream(self, timeout_s: float) -> Stream | None:
-        """None when the daemon hands none over in time, or this process has no descriptor or thread left for one."""
+        """Return a new stream; None if the daemon hands none over in time, or if this process has no descriptor or
+        thread left for one.
+        """
         try:
             transport = self._open_transport(timeout_s)
             return None if transport is None else Stream(transport, self._health, self._unreleased)
@@ -266,7 +275,9 @@ class DaemonSession:
 def open_daemon_session(
     options: ClientOptions, timeout_s: float, health: Health, former: DaemonSession | None = None
 ) -> DaemonSession:
-    """Handshake, staging, stream, and one ping through it; then what is left of `former`. Raises ConnectError."""
+    """Do the handshake, map staging, open the stream, and ping once through it; then take over from `former`. Raises
+    ConnectError.
+    """
     deadline = time.monotonic() + timeout_s
     hello = options.hello(former.token if former is not None else b"")
     handshake = open_handshake(options.directory / HANDSHAKE_SOCKET, hello, timeout_s)

@@ -1,7 +1,7 @@
 """The package's entry point: `connect`, for an engine that must run with or without a daemon.
 
-Owns what is decided once: where the sockets are, how much staging memory is requested, and which failures are the
-caller's. Never asks for a block; `connection` reconnects.
+The module decides once where the sockets are, how much staging memory is requested, and which failures are the caller's
+mistakes. It asks for no block; `connection` reconnects.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ def connect(
     device: int | DeviceMemory | None = None,
     rng: random.Random | None = None,
 ) -> Session:
-    """Open a session with the daemon whose sockets are in `socket` (default: $KVSTORED_SOCKET_DIR or /run/kvstored).
+    """Return a session with the daemon whose sockets are in `socket` (default: $KVSTORED_SOCKET_DIR or /run/kvstored).
 
     Without a daemon the session is returned degraded and reconnects by itself; with `required=True` DaemonUnavailable
-    is raised instead. A daemon that answers and refuses for good (fingerprint, protocol, permission by policy) is the
-    caller's mistake in both cases: KVStoreError. `staging_bytes=0` makes a session that only reads. `stream="grpc"`
-    uses the gRPC stream even where the daemon has a direct one, which is four times as fast.
-    `device`: the CUDA device that the engine computes on, counted as in this process; leases may then name blocks in
-    the memory of a GPU tier (`Lease.device_address`), to be read there. KVStoreError where it cannot be used. An engine
-    with several sessions gives each the same DeviceMemory: their host memory is then known to one set of copies.
+    is raised instead. If a daemon answers and refuses for good (fingerprint, protocol, permission by policy), that is
+    the caller's mistake in both cases: KVStoreError. `staging_bytes=0` makes a session that only reads. `stream="grpc"`
+    uses the gRPC stream even if the daemon has a direct one, which is four times as fast. `device`: the CUDA device
+    that the engine computes on, counted as in this process; leases may then name blocks in the memory of a GPU tier
+    (`Lease.device_address`), which are read there. KVStoreError if it cannot be used. An engine with several sessions
+    passes one DeviceMemory to all: their host memory is then known to one set of copies.
     """
     if not isinstance(fingerprint, Fingerprint):
         raise invalid(f"fingerprint must be a Fingerprint, got {type(fingerprint).__name__}")

@@ -1,7 +1,7 @@
-"""What the client raises, and one failure that does not leave the package.
+"""The exceptions of the client, and one failure that stays inside the package.
 
-A miss, a throttle, a slow or absent daemon are results. Raised are only a user's mistake (`KVStoreError`) and the
-absence of a daemon that the caller requires (`DaemonUnavailable`).
+A miss, a throttle, a slow or absent daemon are results. Only a user's mistake (`KVStoreError`) and the absence of a
+required daemon (`DaemonUnavailable`) are raised.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ class ConnectError(Exception):
 
     @property
     def is_permanent(self) -> bool:
-        """Whether trying again, unchanged, would fail again."""
+        """True if another try without a change would fail again."""
         return self.refused_as is not None and self.refused_as.is_permanent
 
 
 def invalid(message: str) -> KVStoreError:
-    """The caller's mistake, as an exception to raise."""
+    """Return the exception for a caller's mistake."""
     return KVStoreError(ErrorKind.INVALID, message)
 
 
 def error_kind(code: int) -> ErrorKind:
-    """The kind that the daemon sent; one that this client does not know is UNSPECIFIED."""
+    """Return the kind that the daemon sent; UNSPECIFIED for one that this client does not know."""
     try:
         return ErrorKind(code)
     except ValueError:

@@ -1,6 +1,6 @@
 """Acquire: from a prefix to leases over mapped, verified blocks.
 
-Never raises for a miss. Invariants: a lease that reaches the caller holds only verified blocks; a lease that does not
+A miss raises nothing. Invariants: a lease that reaches the caller holds only verified blocks; a lease that does not
 reach it (too late, nothing usable in it) is given back.
 """
 
@@ -54,8 +54,9 @@ def get(
     promote: bool,
     clock: Callable[[], float] = time.monotonic,
 ) -> Lease:
-    """One lease on the leading blocks, however many requests they take: see `Session.get`. Earlier pieces stay leased
-    while later ones are asked for."""
+    """Return one lease on the leading blocks, however many requests they take: see `Session.get`. Earlier pieces stay
+    leased while later ones are asked for.
+    """
     prompt_tokens = prefix.chain.prompt_tokens
     if len(prefix) <= prefix.daemon.max_keys:
         one = Get(prefix, counters, deadline_s, verify=verify, clock=clock)
@@ -97,8 +98,9 @@ def lease_stream(
     verify: bool,
     clock: Callable[[], float] = time.monotonic,
 ) -> LeaseStream:
-    """The leading blocks as they become readable, within the deadline: see `Session.get_stream`. The pieces of a long
-    prefix are asked for one after the other, in that order."""
+    """Return the leading blocks as they become readable, within the deadline: see `Session.get_stream`. The pieces of a
+    long prefix are asked for one after the other, in that order.
+    """
     until = clock() + deadline_s
     sources = [
         Get(piece, counters, deadline_s, verify=verify, clock=clock, order=order, first=first)
@@ -117,8 +119,9 @@ def lease_stream(
 
 
 class _Answer(NamedTuple):
-    """What the daemon granted, as far as this process can reach it: `chain` begins with the first block of `reply`;
-    `on_device` has, by position in it, the chunk and a copy of the header of each block on the device."""
+    """The daemon's grant, as far as this process can reach it: `chain` begins with the first block of `reply`;
+    `on_device` has, by position in it, the chunk and a copy of the header of each block on the device.
+    """
 
     reply: wire.AcquireReply
     chain: Chain
@@ -129,7 +132,7 @@ class _Answer(NamedTuple):
 class Get:
     """One Acquire of a piece of a prefix; use once. Implements `Piece`. `deadline_s` counts from the start.
 
-    A request gets a reply; what of it can be reached is an `_Answer`; its verified blocks are leased.
+    A request gets a reply; its reachable part is an `_Answer`; the verified blocks of that are leased.
     """
 
     def __init__(
@@ -153,7 +156,7 @@ class Get:
         self._until = self._asked_at + deadline_s
 
     def lease(self, *, prefault: bool, promote: bool, prompt_tokens: int = 0) -> Lease:
-        """A lease on the leading blocks that could be had within the deadline, or without promotion."""
+        """Return a lease on the leading blocks that could be had within the deadline, or without promotion."""
         wanted: dict[str, Any] = {"mapped_only": not promote, "prompt_tokens": prompt_tokens}
         answer = self._reachable(self._ask(**wanted), self._prefix.chain, self._left_s(), wanted)
         if isinstance(answer, str):
@@ -184,8 +187,10 @@ class Get:
             self._prefix.daemon.release(lease_id)
 
     def _ask(self, **wanted: Any) -> wire.AcquireReply | str:
-        """The daemon's answer, or the reason why there is none before the deadline. Leases that were given back in the
-        last milliseconds count until they are sent: asked again, then, and where they were sent behind the request."""
+        """Return the daemon's answer, or the reason why there is none before the deadline. Leases given back in the
+        last milliseconds count until they are sent; if the daemon's limit was reached because of that, the request
+        is sent again.
+        """
         daemon, request = self._prefix.daemon, self._request(**wanted)
         confirmed = daemon.stream.confirmed_releases
         answer = daemon.call(request, self._left_s(), lambda late: self.give_back(late.acquire.lease_id))
@@ -206,8 +211,9 @@ class Get:
     def _reachable(
         self, reply: wire.AcquireReply | str, chain: Chain, timeout_s: float, wanted: Mapping[str, Any]
     ) -> _Answer | str:
-        """The answer with copies of the headers that are on the device; asked again, for `wanted` in host memory alone,
-        where these cannot be had."""
+        """Return the answer with copies of the headers that are on the device. If these cannot be had, ask again, for
+        `wanted` in host memory alone.
+        """
         devices = self._prefix.daemon.device_arenas
         on_device: Mapping[int, tuple[DeviceChunk, Bytes]] = {}
         if not isinstance(reply, str) and devices is not None:
@@ -224,7 +230,7 @@ class Get:
         return max(self._until - self._clock(), 0.001)
 
     def _lease(self, answer: _Answer, blocks: list[LeasedBlock], reason: str) -> Lease:
-        """A lease on the usable `blocks` of an answer; what was granted is given back if there are none."""
+        """Return a lease on the usable `blocks` of an answer; if there are none, the grant is given back."""
         reply, anchor = answer.reply, answer.anchor
         load_s = reply.load_us / 1e6
         if not blocks:
@@ -245,8 +251,9 @@ class Get:
         )
 
     def _blocks(self, answer: _Answer, timeout_s: float) -> tuple[list[LeasedBlock], str]:
-        """The leading blocks of an answer that are mapped and, if wanted, verified; and why the run was cut, if it was.
-        A place on the device whose header was not copied is none."""
+        """Return the leading blocks of an answer that are mapped and, if wanted, verified; and why the run was cut, if
+        it was. A block on the device counts as missing if its header was not copied.
+        """
         reply, chain, on_device, anchor = answer
         fixed_payload_bytes = self._prefix.fingerprint.payload_bytes(self._prefix.group.group_id)  # 0: open
         blocks: list[LeasedBlock] = []

@@ -1,9 +1,9 @@
-"""The handshake connection: who we are, the staging memory, the arenas, the stream, and the anchor of our leases.
+"""The handshake connection: the client's identity, the staging memory, the arenas, the stream, and the anchor of the
+client's leases.
 
-Owns one SOCK_SEQPACKET connection that stays open for the session's life; when it ends, the daemon takes
-every lease back. Descriptors arrive here and nowhere else. Never does: map memory, or speak gRPC.
-Invariants: a descriptor that arrives is either handed out once or closed; one request is on the wire at a
-time.
+The module owns one SOCK_SEQPACKET connection that stays open for the session's life; when it ends, the daemon takes
+every lease back. Descriptors arrive only here. It does not map memory, or speak gRPC. Invariants: a descriptor that
+arrives is either handed out once or closed; one request is on the wire at a time.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ class GrantedIndex:
 
 
 class Handshake:
-    """See the module. `welcome` is what the daemon answered. A late grant is kept for the next request."""
+    """The connection after the handshake. `welcome` is the daemon's answer. A late grant is kept for the next
+    request.
+    """
 
     def __init__(self, connection: socket.socket, welcome: wire.Welcome, staging_fd: int) -> None:
         self._socket = connection
@@ -64,12 +66,12 @@ class Handshake:
         self.welcome = welcome
 
     def take_staging(self) -> int:
-        """The staging memory's descriptor, now the caller's to map or close; -1 when none was granted."""
+        """Return the staging memory's descriptor, which the caller now maps or closes; -1 if none was granted."""
         descriptor, self._staging_fd = self._staging_fd, -1
         return descriptor
 
     def request_arena(self, arena_id: int, timeout_s: float, *, writable: bool = False) -> GrantedArena | None:
-        """Ask for one arena, to read or to write; None when it is refused, late, or the daemon is gone."""
+        """Ask for one arena, to read or to write; return None if it is refused, late, or the daemon is gone."""
         deadline, wanted = time.monotonic() + timeout_s, (arena_id, writable)
         with contextlib.suppress(OSError, ConnectError), self._turn(timeout_s):
             if wanted not in self._strays:
@@ -82,7 +84,8 @@ class Handshake:
         return None
 
     def request_index(self, timeout_s: float) -> GrantedIndex | None:
-        """Ask for the lookup index; None when there is no answer in time: call again then, the request is sent once.
+        """Ask for the lookup index; return None if there is no answer in time: call again then, the request is sent
+        once.
 
         With a timeout of 0 this waits for nothing.
         """
@@ -101,9 +104,9 @@ class Handshake:
         return None
 
     def request_stream(self, timeout_s: float) -> socket.socket | None:
-        """Ask for a direct stream; None when it is refused, not granted in time, or the daemon is gone.
+        """Ask for a direct stream; return None if it is refused, not granted in time, or the daemon is gone.
 
-        Then ask again: what was granted meanwhile is kept, and is the only one that the daemon has not ended.
+        Then ask again: a stream granted meanwhile is kept, and is the only one that the daemon has not ended.
         """
         deadline = time.monotonic() + timeout_s
         with contextlib.suppress(OSError, ConnectError), self._turn(timeout_s):
@@ -123,7 +126,7 @@ class Handshake:
 
     @contextlib.contextmanager
     def _turn(self, timeout_s: float) -> Iterator[None]:
-        """Our turn to send a request. Raises TimeoutError when it does not come in time."""
+        """Hold this thread's turn to send a request. Raises TimeoutError if it does not come in time."""
         if not self._lock.acquire(timeout=max(timeout_s, 0.0)):
             raise TimeoutError
         try:
@@ -137,7 +140,7 @@ class Handshake:
             self._asked.add(kind)  # not before: the deadline may have passed before anything was sent
 
     def is_alive(self) -> bool:
-        """Whether the daemon still holds its end; one system call that does not wait."""
+        """Return whether the daemon still holds its end; one system call that does not wait."""
         if self._closed:
             return False
         poll = select.poll()  # one object a call: it is not to be shared by threads
@@ -165,7 +168,9 @@ class Handshake:
         _close_descriptor(self.take_staging())
 
     def _take_grant(self, deadline: float) -> bool:
-        """Receive one answer and keep it until it is taken; False for a refusal. Raises as `_receive`."""
+        """Receive one answer and keep it until it is taken; return False for a refusal. Raises the errors of
+        `_receive`.
+        """
         packet, descriptor = _receive(self._socket, deadline)
         kind = packet.WhichOneof("packet")
         if kind == "arena" and descriptor >= 0:
@@ -198,7 +203,7 @@ class Handshake:
 
 
 def _connect(connection: socket.socket, path: Path, deadline: float) -> None:
-    """Connect; where many others wait to be taken the kernel refuses at once, and asking again is up to us."""
+    """Connect. If many others wait to be accepted the kernel refuses at once, and this function tries again."""
     while True:
         try:
             return connection.connect(os.fspath(path))
@@ -209,7 +214,7 @@ def _connect(connection: socket.socket, path: Path, deadline: float) -> None:
 
 
 def open_handshake(path: Path, hello: wire.Hello, timeout_s: float) -> Handshake:
-    """Connect and introduce ourselves. Raises ConnectError with a message for people."""
+    """Connect and send the hello. Raises ConnectError with a message for people."""
     deadline = time.monotonic() + timeout_s
     try:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
@@ -238,7 +243,7 @@ def open_handshake(path: Path, hello: wire.Hello, timeout_s: float) -> Handshake
 
 
 def _receive(connection: socket.socket, deadline: float) -> tuple[wire.DaemonPacket, int]:
-    """One packet and its descriptor (-1 for none). Raises OSError, and ConnectError at the end."""
+    """Return one packet and its descriptor (-1 for none). Raises OSError, and ConnectError at the end."""
     connection.settimeout(_remaining(deadline))
     data, descriptors, flags, _ = socket.recv_fds(connection, MAX_PACKET_BYTES, 4)
     for received in descriptors:  # recv_fds drops a MSG_CMSG_CLOEXEC that it is given
@@ -260,7 +265,7 @@ def _receive(connection: socket.socket, deadline: float) -> tuple[wire.DaemonPac
 
 
 def _remaining(deadline: float) -> float:
-    """Seconds left; raises TimeoutError when none (a timeout of 0 would mean non-blocking)."""
+    """Return the seconds left. Raises TimeoutError if there are none (a timeout of 0 would mean non-blocking)."""
     left = deadline - time.monotonic()
     if left <= 0:
         raise TimeoutError

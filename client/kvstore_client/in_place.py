@@ -1,11 +1,11 @@
 """Put in place: blocks are written into the slots where they are stored, so that they are not copied again.
 
-Owns the way from slots that the daemon grants to blocks that it has stored from there. What cannot go that way (no
-room, another client stores the same block, too late) is left to `put`, which goes through staging.
-The first slots are those held ahead for it (`slot_requests`), or a small reservation, which is granted soon; the daemon
-finds the other slots while the first are written. The last message is small too, so that little is left to do after it.
-Never sends a block twice. Invariants: a slot is not written after it was sent, nor when its reservation is about to
-end; slots that were not sent are given back, even when a payload function raises.
+The module makes stored blocks of granted slots. Blocks that cannot be put this way (no room, another client stores the
+block, too late) are left to `put`, which goes through staging. The first slots are held ahead for it (`slot_requests`),
+or a small reservation, which is granted soon; the daemon finds the other slots while the first are written. The last
+message is small too, so that little is left to do after it. No block is sent twice. Invariants: a slot is not written
+after it was sent, nor when its reservation is about to end; slots that were not sent are given back, even if a payload
+function raises.
 """
 
 from __future__ import annotations
@@ -69,8 +69,9 @@ class InPlacePut(PutPart):
         self._slots, self._size = self._daemon.slots, SlotSize(self._order.group_id, self._order.payload_bytes)
 
     def run(self) -> list[int]:
-        """The blocks that are not decided, in order. Raises what a payload function raises, and KVStoreError when the
-        daemon finds a request wrong."""
+        """Put the blocks; return the undecided ones, in order. Raises the errors of payload functions, and KVStoreError
+        if the daemon finds a request wrong.
+        """
         try:
             ahead = self._take_ahead()
             if ahead is None:
@@ -110,7 +111,7 @@ class InPlacePut(PutPart):
         return self._slots.take_ahead(self._size, LEAST_USABLE_S)
 
     def _request(self, most_bytes: int, behind: int = 0) -> _Requested | None:
-        """Request slots for the next blocks, after the next `behind`; None where too little is to be written."""
+        """Request slots for the next blocks, after the next `behind`; return None if too little is left to write."""
         order, now = self._order, self._clock()
         most = max(1, min(most_bytes // self._size.nbytes, self._daemon.max_keys))
         ahead = [block for block in self._todo if block not in self._believed][behind : behind + most]
@@ -121,13 +122,13 @@ class InPlacePut(PutPart):
         return _Requested(call, len(ahead), now, behind > 0)
 
     def _granted(self, requested: _Requested) -> _Reserved | None:
-        """The slots, mapped; None where none are granted."""
+        """Return the slots, mapped; None if none are granted."""
         reply = self._answer(requested.call)
         granted = None if reply is None else self._slots.granted(self._size, reply, requested.at)
         return None if granted is None else self._mapped(granted)
 
     def _mapped(self, granted: Granted) -> _Reserved | None:
-        """The slots, mapped; None where an arena cannot be."""
+        """Return the slots, mapped; None if an arena cannot be mapped."""
         reply, slot_bytes = granted.reply, self._size.nbytes
         places: list[tuple[Bytes, int]] = []
         reserved = _Reserved(reply.reservation, places, granted.usable_until, granted.slots)
@@ -157,7 +158,7 @@ class InPlacePut(PutPart):
         return None if isinstance(answer, str) else answer.reserve_slots
 
     def _leave(self) -> None:
-        """Give back what is not used."""
+        """Give unused slots back."""
         if self._requested is not None:
             self._slots.abandon(self._requested.call)
         for message in self._sent:  # a payload function raised: the daemon decides what was sent

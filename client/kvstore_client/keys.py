@@ -1,8 +1,8 @@
-"""From token ids to block keys, with a cache of recent chains.
+"""Block keys from token ids, with a cache of recent chains.
 
-Owns the roots of one daemon session and the cache: turns of one conversation, and conversations under one system
-prompt, share their leading blocks, so only the new blocks are hashed.
-Never talks to the daemon. Invariant: the keys are those of `kvstore_proto.identity.block_keys`, cached or not.
+The module owns the roots of one daemon session and the cache: turns of one conversation, and conversations under one
+system prompt, share their leading blocks, so only the new blocks are hashed. It never talks to the daemon. Invariant:
+cached or not, the keys equal the results of `kvstore_proto.identity.block_keys`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TOKEN_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Keys of the full blocks of a prefix, and their packed token ids where the caller gave tokens."""
+    """The keys of the full blocks of a prefix, and their packed token ids if the caller gave tokens."""
 
     keys: BlockKeys
     packed_tokens: bytes | None
@@ -32,21 +32,21 @@ class Chain:
     prompt_tokens: int = 0  # of the whole prompt, with those that fill no block; 0: not known
 
     def tokens_of(self, block: int) -> bytes | None:
-        """Packed int32 token ids of one block; None when only keys are known."""
+        """Return the packed int32 token ids of one block; None if only keys are known."""
         if self.packed_tokens is None:
             return None
         step = self.block_tokens * TOKEN_BYTES
         return self.packed_tokens[block * step : (block + 1) * step]
 
     def tokens_of_run(self, first_block: int, blocks: int) -> bytes | None:
-        """`tokens_of` for several blocks, joined."""
+        """Return the packed token ids of several blocks, joined; None if only keys are known."""
         if self.packed_tokens is None:
             return None
         step = self.block_tokens * TOKEN_BYTES
         return self.packed_tokens[first_block * step : (first_block + blocks) * step]
 
     def part(self, first_block: int, blocks: int) -> Chain:
-        """Some blocks in the middle, to name or read them: its `parent_of` does not see what is before."""
+        """Return some blocks in the middle, to name or read them: its `parent_of` does not see earlier blocks."""
         return Chain(
             self.keys[first_block : first_block + blocks], self.tokens_of_run(first_block, blocks), self.block_tokens
         )
@@ -59,7 +59,7 @@ class Chain:
 
 
 class KeyChains:
-    """Turns tokens into chains for each layer group of a fingerprint. Safe for several threads."""
+    """A maker of chains from tokens for each layer group of a fingerprint. Safe for several threads."""
 
     def __init__(self, fingerprint: Fingerprint, roots: list[bytes]) -> None:
         self._fingerprint = fingerprint
@@ -68,10 +68,9 @@ class KeyChains:
         self._lock = threading.Lock()
 
     def chain(self, tokens: TokenIds | None, keys: BlockKeys | None, group_id: int) -> Chain:
-        """The chain of a prefix, given by tokens (the tail that fills no block is left out) or by keys.
+        """Return the chain of a prefix, given by tokens (without a tail that fills no block) or by keys.
 
-        Raises KVStoreError(INVALID) unless exactly one is given, for ids that are no int32, and for unknown
-        groups.
+        Raises KVStoreError(INVALID) unless exactly one is given, for ids that are no int32, and for unknown groups.
         """
         block_tokens = self._fingerprint.block_tokens
         packed = packed_or_keys(tokens, keys)
@@ -111,7 +110,9 @@ class KeyChains:
 
 
 def packed_or_keys(tokens: TokenIds | None, keys: BlockKeys | None) -> bytes | BlockKeys:
-    """Return the packed ids, or the keys. Raises KVStoreError(INVALID) unless exactly one is given, as what it is."""
+    """Return the packed ids, or the keys. Raises KVStoreError(INVALID) unless exactly one is given, with the right
+    type.
+    """
     if keys is not None and tokens is None:
         if not isinstance(keys, BlockKeys):
             raise invalid(f"keys= must be BlockKeys, got {type(keys).__name__}: wrap packed bytes in BlockKeys")
@@ -122,7 +123,7 @@ def packed_or_keys(tokens: TokenIds | None, keys: BlockKeys | None) -> bytes | B
 
 
 def _common_blocks(a: bytes, b: bytes, step: int) -> int:
-    """How many leading blocks of `step` bytes two packed runs share."""
+    """Return how many leading blocks of `step` bytes two packed runs share."""
     length = min(len(a), len(b))
     if a[:length] == b[:length]:
         return length // step

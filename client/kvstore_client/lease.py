@@ -7,8 +7,8 @@ dropped without releasing it is given back (`anchors`). A prefix that took sever
 each on the blocks that follow its forerunner's, valid only while every part is.
 
 Before a byte is used its block is checked in its header: a stale offset, a recycled slot, a colliding key or a daemon's
-mistake becomes a miss. The payload's checksum is the daemon's to verify whenever bytes come from a slower medium.
-Layout: `kvstore_proto.arena` (a test holds the two together).
+mistake becomes a miss. The daemon verifies the payload's checksum whenever bytes come from a slower medium. Layout:
+`kvstore_proto.arena` (a test compares the two).
 
 Invariants: views are read-only; `valid` turns False before the daemon may recycle a byte, given a clock that runs.
 """
@@ -54,8 +54,9 @@ class Chunk(Protocol):
 
 
 class LeasedBlock(NamedTuple):
-    """Where one block is: `offset` is that of its header in `arena`, or in `chunk` for one that is on a device; then
-    `arena` is a copy of the header alone. (A tuple: 64 of them are made for a get.)"""
+    """The place of one block: `offset` of its header in `arena`, or in `chunk` for a block on a device; then `arena` is
+    a copy of the header alone. (A tuple: 64 of them are made for a get.)
+    """
 
     arena: Bytes
     offset: int
@@ -66,8 +67,8 @@ class LeasedBlock(NamedTuple):
 
 
 class Grant(Protocol):
-    """What the daemon granted: the right to read these blocks, of `block_tokens` tokens and `layer_count` layers each.
-    A `layer_count` of 0: the fingerprint lists no layers.
+    """The daemon's grant: the right to read these blocks, of `block_tokens` tokens and `layer_count` layers each. A
+    `layer_count` of 0: the fingerprint lists no layers.
     """
 
     @property
@@ -83,7 +84,9 @@ class Grant(Protocol):
 
     def is_alive(self) -> bool: ...
     def renew(self) -> float | None:
-        """Seconds until the lease ends, counted from before the call; None when it has ended."""
+        """Renew the grant; return the seconds until the lease ends, counted from before the call, or None if it has
+        ended.
+        """
         ...
 
     def release(self) -> None: ...
@@ -91,11 +94,11 @@ class Grant(Protocol):
 
 
 class Lease:
-    """`len(lease)` leading blocks. Use it as a context manager: leaving it releases the blocks.
+    """A lease on `len(lease)` leading blocks. Use it as a context manager: leaving it releases the blocks.
 
-    `reason` says why the run ends where it ends. `promoted_bytes` were read from slower tiers for this lease.
-    After `get(promote=False)`, `resident_blocks` leading blocks are readable in some tier, and to have them all
-    mapped would take about `estimated_load_s`.
+    `reason` says why the run ends where it does. `promoted_bytes` were read from slower tiers for this lease. After
+    `get(promote=False)`, `resident_blocks` leading blocks are readable in some tier, and mapping them all would take
+    about `estimated_load_s` seconds.
     """
 
     def __init__(
@@ -134,19 +137,20 @@ class Lease:
 
     @property
     def payload_bytes(self) -> int:
-        """Sum over all blocks."""
+        """The sum over all blocks."""
         return sum(block.payload_bytes for block in self.held_blocks)
 
     @property
     def valid(self) -> bool:
-        """Whether the content may be trusted now; check it *after* the bytes were used. An empty lease is not valid."""
+        """True if the content may be trusted now; check it *after* the bytes were used. An empty lease is not valid."""
         if self._released or not self.held_blocks or self.grant is None or self._clock() >= self.valid_until:
             return False
         return self.grant.is_alive()
 
     def payload(self, block: int) -> Bytes:
-        """uint8[payload_bytes], read-only, zero-copy; a copy of a block that is on a device. Raises KVStoreError after
-        release, IndexError out of range, DeviceError where the device gives no copy."""
+        """Return uint8[payload_bytes], read-only, zero-copy; a copy of a block that is on a device. Raises KVStoreError
+        after release, IndexError out of range, DeviceError if the device gives no copy.
+        """
         leased = self.leased(block)
         start = leased.offset + HEADER_BYTES
         if leased.chunk is not None:
@@ -154,13 +158,14 @@ class Lease:
         return leased.arena[start : start + leased.payload_bytes]
 
     def device_address(self, block: int) -> int:
-        """Where a block's payload is in device memory, to be read there; 0 for one in host memory. Work that reads it
-        has to end before the lease is released. Raises as `payload`."""
+        """Return the address of a block's payload in device memory, to read it there; 0 for one in host memory. Work
+        that reads it has to end before the lease is released. Raises the errors of `payload`.
+        """
         leased = self.leased(block)
         return 0 if leased.chunk is None else leased.chunk.address + leased.offset + HEADER_BYTES
 
     def layer(self, block: int, layer: int) -> Bytes:
-        """uint8 view of one layer of a block: `layer` counts the layers of the group, from 0."""
+        """Return a uint8 view of one layer of a block: `layer` counts the layers of the group, from 0."""
         count = 0 if self.grant is None else self.grant.layer_count
         if count == 0:
             raise invalid("this layer group's fingerprint lists no layers: its payload is opaque")
@@ -199,8 +204,8 @@ class Lease:
     def copy_into(self, destinations: Sequence[npt.NDArray[Any]], first_block: int = 0) -> int:
         """Copy blocks first_block, first_block + 1, … into C-contiguous arrays of their exact size, without the GIL.
 
-        Returns how many blocks were copied while the lease was valid: all of them, or 0 when it had ended by then (the
-        destinations then hold nothing of use). Raises KVStoreError for arrays that do not fit.
+        Return how many blocks were copied while the lease was valid: all of them, or 0 if it had ended by then (the
+        content of the destinations is then undefined). Raises KVStoreError for arrays that do not fit.
         """
         if not isinstance(destinations, Sequence) and getattr(destinations, "ndim", 0) < 1:
             raise invalid(f"copy_into needs a list of arrays, got {type(destinations).__name__}")
@@ -211,7 +216,9 @@ class Lease:
         return len(destinations) if self.valid else 0
 
     def verify(self, tokens: TokenIds) -> bool:
-        """Whether the headers of all leased blocks say that they belong to these tokens (`get` has checked that)."""
+        """Return whether the headers of all leased blocks say that they belong to these tokens (`get` has checked
+        that).
+        """
         if self.grant is None:
             return not self.held_blocks
         chain = self.grant.chain(tokens)
@@ -228,7 +235,7 @@ class Lease:
         )
 
     def renew(self) -> bool:
-        """Extend the lease. False when it has ended; the blocks must then be acquired again."""
+        """Extend the lease. Return False if it has ended; the blocks must then be acquired again."""
         if not self.valid or self.grant is None:
             return False
         before = self._clock()  # the daemon's time starts later than this
@@ -239,7 +246,7 @@ class Lease:
         return self.valid
 
     def keep(self) -> bool:
-        """Extend the lease if half of its time has passed. False when it has ended."""
+        """Extend the lease if half of its time has passed. Return False if it has ended."""
         return self.valid if self._clock() < self._renew_at else self.renew()
 
     def release(self) -> None:
@@ -272,7 +279,7 @@ class Lease:
         self.valid_until, self._renew_at = since + usable_s, since + usable_s / 2
 
     def leased(self, block: int) -> LeasedBlock:
-        """Where a block is. Raises as `payload`."""
+        """Return the place of a block. Raises the errors of `payload`."""
         if self._released:
             raise invalid("the lease was released: its bytes may be recycled; copy what you need before releasing it")
         try:
@@ -298,7 +305,7 @@ def _flat_bytes(destination: npt.NDArray[Any], expected_bytes: int) -> Bytes:
 def mismatch(
     arena: memoryview, offset: int, key: bytes, tokens: bytes | None, payload_bytes: int, generation: int
 ) -> str:
-    """What differs between the header at `offset` and the requested block; empty when nothing does."""
+    """Return the difference between the header at `offset` and the requested block; "" if there is none."""
     magic, version, _, found_key, count, found_bytes, found_generation = _HEAD.unpack_from(arena, offset)
     if magic != MAGIC or version != VERSION:
         return "no block header"
@@ -330,7 +337,9 @@ class JoinedGrant:
         return all(grant.is_alive() for grant in self._grants)
 
     def renew(self) -> float | None:
-        """Renew one after the other: the first one's time passes meanwhile, the daemon's answers are that short."""
+        """Renew one after the other, and return the shortest time. The first one's time passes meanwhile, but the
+        daemon's answers are quick.
+        """
         shortest: float | None = None
         for grant in self._grants:
             expires_in_s = grant.renew()
@@ -348,7 +357,7 @@ class JoinedGrant:
 
 
 def joined(parts: Sequence[Lease], clock: Callable[[], float]) -> Lease:
-    """Return one lease that has the blocks of all `parts`, and their release: they are not to be used any more."""
+    """Return one lease that has the blocks of all `parts`, and releases them: the parts are not used any more."""
     if len(parts) == 1:
         return parts[0]
     held = [part for part in parts if len(part)]

@@ -1,8 +1,8 @@
-"""Leases on a prefix as its blocks become readable, in an order the caller chose; and such streams for several layer
-groups.
+"""Leases on a prefix as its blocks become readable, in an order the caller chose; and streams of leases for several
+layer groups.
 
-Owns the leases that were granted so far and the call whose answers grant more. Closing it releases everything: the
-leases, also those that were not handed out, and those of late answers.
+The module owns the leases granted so far and the call whose answers grant more. Closing a stream releases everything:
+the leases, also ones that were not handed out, and the leases of late answers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class LeasedRun(NamedTuple):
 
 
 class Piece(Protocol):
-    """A piece of a prefix, from its block `first` on: what asks for it and makes leases of the answers."""
+    """A piece of a prefix, from its block `first` on: it sends the request and makes leases of the answers."""
 
     @property
     def first(self) -> int: ...
@@ -46,13 +46,14 @@ class Piece(Protocol):
         ...
 
     def give_back(self, lease_id: int) -> None:
-        """Release what an answer granted that arrived too late. 0 is none."""
+        """Release the grant of an answer that arrived too late. 0 is none."""
         ...
 
 
 class Rest(NamedTuple):
     """The further requests of a prefix that takes several. `first` is the first block of the piece that is under way;
-    the pieces of `following` are begun one after the other; `expected` says what is resident of the whole prefix."""
+    the pieces of `following` are begun one after the other; `expected` has the resident blocks of the whole prefix.
+    """
 
     first: int
     following: Sequence[Piece]
@@ -60,15 +61,14 @@ class Rest(NamedTuple):
 
 
 class LeaseStream:
-    """Iterate over it once: a `LeasedRun` each time blocks have become readable. Use it as a context manager; all
-    leases end with it.
+    """A stream of leases. Iterate over it once: a `LeasedRun` comes each time blocks have become readable. Use it as a
+    context manager; all leases end with it.
 
     `group` names the layers that each payload holds. `tiers` and `ready_s` say, after `expect` or the first run, where
     each resident block was and in how many seconds it was expected to be readable. In the end `reason` says why the
-    prefix ends, or why a part of it was not leased.
-    `rest` is there for a prefix that takes several requests.
-    `close` may be called from another thread, while this one waits for a run: it then gets none.
-    `on_close` is called once, with the number of leased blocks and their payload bytes.
+    prefix ends, or why a part of it was not leased. `rest` is for a prefix that takes several requests. `close` may be
+    called from another thread while this one waits for a run: then there is none. `on_close` is called once, with the
+    number of leased blocks and their payload bytes.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class LeaseStream:
             return run
 
     def expect(self) -> int:
-        """How many leading blocks are resident. Waits for the first answer, not for a block to be loaded."""
+        """Return how many leading blocks are resident. It waits for the first answer, not for a block to be loaded."""
         with self._reading:
             if not self._is_expected:
                 reply = self._next_reply()
@@ -144,7 +144,7 @@ class LeaseStream:
         self.close()
 
     def _next_reply(self) -> wire.AcquireReply | None:
-        """The next answer that may grant blocks; None when there are no more."""
+        """Return the next answer that may grant blocks; None if there are no more."""
         self._is_expected = True
         while (call := self._call) is not None:
             answer = self._answer(call)
@@ -165,7 +165,7 @@ class LeaseStream:
         return None
 
     def _next_piece(self) -> None:
-        """Ask for the next piece; not for one behind a piece that was not leased whole."""
+        """Ask for the next piece, unless the piece before was not leased whole."""
         with self._lock:
             self._call = None
             if self._is_closed or not self._following:
@@ -176,8 +176,9 @@ class LeaseStream:
             self._source, self._first, self._piece_blocks, self._call = piece, piece.first, 0, piece.begin()
 
     def _answer(self, call: Call) -> wire.Response | str | None:
-        """The next answer, judged; None if none came in time, or once `close` was called. Looking whether it was is no
-        timeout: that is recorded at the deadline alone."""
+        """Return the next answer, judged; None if none came in time, or once `close` was called. Short waits are not
+        recorded as timeouts: only the deadline is.
+        """
         while not self._is_closed:
             left_s = self._left_s()
             if left_s <= _CLOSED_S:
@@ -188,7 +189,7 @@ class LeaseStream:
         return None
 
     def _run(self, reply: wire.AcquireReply) -> LeasedRun | None:
-        """The usable blocks of an answer, leased until `close`; None if that was called meanwhile."""
+        """Return the usable blocks of an answer, leased until `close`; None if that was called meanwhile."""
         source = self._source
         if not reply.blocks or source is None:
             return None
@@ -222,8 +223,8 @@ StreamKind = TypeVar("StreamKind", bound=Closable)
 
 
 class LayerStreams(Generic[StreamKind]):
-    """A stream for each layer group, in the order in which they were requested, which is the order in which they are
-    loaded. As a context manager it closes them all.
+    """A stream for each layer group, in the order in which they were requested and are loaded. As a context manager it
+    closes them all.
     """
 
     def __init__(self, streams: Iterable[StreamKind]) -> None:
@@ -248,5 +249,5 @@ class LayerStreams(Generic[StreamKind]):
 
 
 def no_leases(group: LayerGroup, on_close: Callable[[int, int], None], reason: str) -> LeaseStream:
-    """A stream without a block."""
+    """Return a stream without a block."""
     return LeaseStream(None, None, group, 0.0, on_close=on_close, reason=reason)

@@ -1,6 +1,7 @@
-"""How many bytes a second copies may take of a device's link while an engine decodes, as users write it.
+"""The rate in bytes a second that copies may take of a device's link while an engine decodes, in the form that users
+write.
 
-Owns the words alone; `device.budget` keeps to the rate. Imports nothing of a device's library.
+The module only parses the text; `device.budget` keeps to the rate. It imports nothing of a device's library.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ OFF = "off"
 
 
 def parse_rate(text: str) -> Rate:
-    """`auto`, `off`, or bytes a second such as 2GiB. Raises ValueError with a sentence."""
+    """Return the rate for `auto`, `off`, or bytes a second such as 2GiB. Raises ValueError with a sentence."""
     if text == AUTO:
         return AUTO
     if text == OFF:

@@ -1,10 +1,9 @@
-"""Where blocks are, read from the tenant's lookup index in shared memory without a round trip.
+"""The places of blocks, read from the tenant's lookup index in shared memory without a round trip.
 
-Owns the mapping of the index of one daemon session, and the request for it. What the index says is a hint that may be
-old when it is used. Bytes are read through a lease alone, whose headers are verified, so a wrong answer costs a miss at
-worst. Only the first probe of a session waits, briefly.
-Invariant: what is not certain (no index, a bucket that overflowed, is being written or is damaged) is "unknown", never
-"absent".
+The module owns the mapping of the index of one daemon session, and the request for it. An answer of the index is a hint
+that may be old when it is used. Bytes are read through a lease alone, whose headers are verified, so a wrong answer
+costs a miss at worst. Only the first probe of a session waits, briefly. Invariant: an uncertain answer (no index, a
+bucket that overflowed, is being written or is damaged) is "unknown", never "absent".
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class LookupIndex:
         self._mask = layout.buckets - 1
 
     def codes(self, keys: BlockKeys) -> list[int]:
-        """For each key the code of its tier, ABSENT or UNKNOWN."""
+        """Return for each key the code of its tier, ABSENT or UNKNOWN."""
         raw, mask, seed = self._raw, self._mask, self.layout.seed
         before = read_state(raw)
         found = [find(raw, mask, seed, key) for key in keys]
@@ -47,7 +46,7 @@ class LookupIndex:
 
 
 def map_index(grant: GrantedIndex) -> LookupIndex | str:
-    """Map what was granted; a string says why this client cannot use it. Closes the descriptor."""
+    """Map the granted index; return a string that says why if this client cannot use it. Closes the descriptor."""
     if grant.descriptor < 0:
         return grant.reason or "the daemon handed over no index"
     try:
@@ -59,9 +58,10 @@ def map_index(grant: GrantedIndex) -> LookupIndex | str:
 
 
 class IndexSource:
-    """The index of one daemon session, requested by the first probe. `request(timeout_s)` gives None for no answer yet.
+    """The source of the index of one daemon session, requested by the first probe. `request(timeout_s)` returns None
+    for no answer yet.
 
-    Without `request` the daemon is one that knows no index, and there is none.
+    Without `request` the daemon knows no index, and there is none.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class IndexSource:
         return self._index
 
     def get(self, *, may_wait: bool) -> LookupIndex | None:
-        """The index, if it can be had; waits at most once, and only where `may_wait`."""
+        """Return the index, if it can be had; wait at most once, and only if `may_wait`."""
         if self._index is not None or self._request is None or self._clock() < self._not_before:
             return self._index
         timeout_s = FIRST_WAIT_S if may_wait and self._waits else 0.0
@@ -98,7 +98,7 @@ class IndexSource:
 
 
 def probe(index: LookupIndex | None, keys: BlockKeys, fingerprint: Fingerprint, group: LayerGroup) -> Lookup:
-    """What the index says of a chain. `reason` is empty, "absent", or "unknown" where only the daemon knows."""
+    """Return the index's answer about a chain. `reason` is "", "absent", or "unknown" if only the daemon knows."""
     if index is None:
         return Lookup(tiers=(UNKNOWN_TIER,) * len(keys), reason=REASON_UNKNOWN if keys.packed else "")
     codes = index.codes(keys)
@@ -113,5 +113,5 @@ def probe(index: LookupIndex | None, keys: BlockKeys, fingerprint: Fingerprint, 
 
 
 def usable_blocks(present: Sequence[bool], kind: str, window_blocks: int) -> int:
-    """The daemon's own reckoning, for a layer group of this kind."""
+    """Return the usable blocks by the daemon's own rule, for a layer group of this kind."""
     return restorable_blocks(present, match_of(kind), window_blocks)

@@ -1,9 +1,9 @@
-"""Mapping the daemon's memory into this process: arenas to read, staging to write.
+"""Mappings of the daemon's memory in this process: arenas to read, staging to write.
 
-Owns the mmap objects and the arrays over them. An array keeps its mapping alive, so memory is never unmapped under a
-view, even after the session has ended. Never decides what a byte means (that is `kvstore_proto.arena`).
-Invariant: arena arrays are read-only, by mapping and by flag; both mappings stay out of core dumps, since
-headers hold token ids.
+The module owns the mmap objects and the arrays over them. An array keeps its mapping alive, so memory is never unmapped
+under a view, even after the session has ended. It does not know what a byte means (`kvstore_proto.arena` does).
+Invariant: arena arrays are read-only, by mapping and by flag; both mappings stay out of core dumps, since headers hold
+token ids.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _libc: ctypes.CDLL | None = None
 
 
 def map_read_only(descriptor: int, size_bytes: int) -> Bytes:
-    """The whole arena as one read-only array. Closes the descriptor. Raises OSError or ValueError if it is
+    """Return the whole arena as one read-only array. Closes the descriptor. Raises OSError or ValueError if it is
     short.
     """
     return _map(descriptor, size_bytes, mmap.PROT_READ)
 
 
 def map_read_write(descriptor: int, size_bytes: int) -> Bytes:
-    """The staging memory as one writable array. Closes the descriptor. Raises as `map_read_only`."""
+    """Return the staging memory as one writable array. Closes the descriptor. Raises the errors of `map_read_only`."""
     return _map(descriptor, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
 
 
@@ -52,21 +52,22 @@ def _map(descriptor: int, size_bytes: int, protection: int) -> Bytes:
 
 
 def populate(arena: Bytes, ranges: Iterable[tuple[int, int]]) -> None:
-    """Enter the pages of (offset, length) ranges into our page table, one system call a contiguous run.
+    """Enter the pages of (offset, length) ranges into this process's page table, one system call a contiguous run.
 
-    Only a speed-up: errors (an older kernel) are ignored. Runs without the GIL. Offsets must be page-aligned.
+    It only saves time: errors (an older kernel) are ignored. Runs without the GIL. Offsets must be page-aligned.
     """
     for offset, length in contiguous_runs(ranges):
         _madvise(arena, offset, length, MADV_POPULATE_READ)
 
 
 def prefault(memory: Bytes, is_wanted: Callable[[], bool]) -> None:
-    """Enter all pages of a mapping into our page table, in slices, while it is wanted. For a thread of its own.
+    """Enter all pages of a mapping into this process's page table, in slices, while it is wanted. For a thread of its
+    own.
 
-    It rests between slices, so that it takes little of a core. Not by a low priority: on a busy machine such
-    a thread waits for seconds with the interpreter's lock, or the kernel's lock on our address space, in its hands.
-    A first put into untouched pages takes some 1.2 ms a MiB, into touched ones 0.15. For memory that is ours to fill:
-    what has no page yet gets one.
+    It rests between slices, so that it takes little of a core. It does not use a low priority: on a busy machine a
+    low-priority thread holds the interpreter's lock, or the kernel's lock on the address space, for seconds while it
+    waits. A first put into untouched pages takes some 1.2 ms a MiB, into touched ones 0.15. It is for memory that this
+    process fills: missing pages are made.
     """
     for offset in range(0, len(memory), SLICE_BYTES):
         length = min(SLICE_BYTES, len(memory) - offset)
@@ -77,8 +78,8 @@ def prefault(memory: Bytes, is_wanted: Callable[[], bool]) -> None:
 
 
 class EnteredPages:
-    """Which parts of a mapping are in our page table already, in pieces of 64 KiB. A piece counts from the first page
-    that was entered: what is missing at its edges costs a few page faults.
+    """A record of the parts of a mapping that are in this process's page table, in pieces of 64 KiB. A piece counts
+    from the first page that was entered: missing pages at its edges cost a few page faults.
     """
 
     PIECE_BYTES = 64 * 1024
@@ -87,7 +88,7 @@ class EnteredPages:
         self._pieces = np.zeros(-(-size_bytes // self.PIECE_BYTES), np.bool_)
 
     def add(self, offset: int, length: int) -> bool:
-        """Whether part of the range was not in yet; all of it is from now on."""
+        """Return whether part of the range was missing; all of it counts as entered from now on."""
         pieces = self._pieces[offset // self.PIECE_BYTES : -(-(offset + length) // self.PIECE_BYTES)]
         if pieces.all():
             return False
@@ -102,13 +103,13 @@ def map_present(
     rest: int = READ_REST,
     entered: EnteredPages | None = None,
 ) -> int:
-    """Enter those pages of an arena into our page table that exist already; how many bytes. As `prefault` otherwise,
-    with `rest` times as long a pause after each slice as it took. Notes in `entered` what it did.
+    """Enter the existing pages of an arena into this process's page table; return their bytes. It works as `prefault`,
+    with a pause of `rest` times the length of each slice. It notes in `entered` what it did.
 
-    A first read of an arena takes about twice a later one. But reading where there is no page makes one, which counts
-    against the daemon's capacity: an arena may have been emptied by now, and its memory be in use elsewhere. So the
-    kernel is asked, slice by slice, shortly before: page by page, since SEEK_HOLE walks to the end of the data, which
-    takes 0.5 ms in 64 MiB.
+    A first read of an arena takes about twice as long as a later one. But reading a missing page makes one, which
+    counts against the daemon's capacity: an arena may have been emptied by now, and its memory be in use elsewhere. So
+    the kernel is asked, slice by slice, shortly before: page by page, since SEEK_HOLE walks to the end of the data,
+    which takes 0.5 ms in 64 MiB.
     """
     offset = done_bytes = 0
     with contextlib.suppress(OSError):  # ENXIO: nothing but holes to the end
@@ -127,7 +128,7 @@ def map_present(
 
 
 def _data_end(descriptor: int, offset: int, limit: int) -> int:
-    """Where the pages that exist from `offset` on end, at most `limit`."""
+    """Return the end of the pages that exist from `offset` on, at most `limit`."""
     with contextlib.suppress(OSError):  # ENXIO: nothing but holes to the end
         while offset < limit and os.lseek(descriptor, offset, os.SEEK_DATA) == offset:
             offset += mmap.PAGESIZE
@@ -143,7 +144,7 @@ def _madvise(memory: Bytes, offset: int, length: int, advice: int) -> bool:
 
 
 def contiguous_runs(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ranges sorted by offset, neighbours that touch or overlap joined."""
+    """Return the ranges sorted by offset, with neighbours that touch or overlap joined."""
     runs: list[tuple[int, int]] = []
     for offset, length in sorted(ranges):
         if runs and offset <= runs[-1][0] + runs[-1][1]:

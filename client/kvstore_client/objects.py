@@ -1,6 +1,6 @@
 """Named objects through a session: their payloads without a copy, and the head of a stored one.
 
-The names, keys and layout are those of `kvstore_proto.objects`, so objects that unary calls put are found here too.
+Names, keys and layout are defined in `kvstore_proto.objects`, so objects put by unary calls are found here too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvstore_proto.objects import HEAD_BYTES, ObjectHead, object_tokens, read_he
 
 
 def payloads_of(head: ObjectHead, data: Bytes) -> list[Payload]:
-    """The blocks of an object, without copying it."""
+    """Return the blocks of an object, without copying it."""
 
     def first(destination: Bytes) -> None:
         np.copyto(destination[:HEAD_BYTES], np.frombuffer(head.pack(), np.uint8))
@@ -30,7 +30,9 @@ def payloads_of(head: ObjectHead, data: Bytes) -> list[Payload]:
 
 
 def get_head(session: Session, name: str, deadline_s: float) -> tuple[ObjectHead | None, str]:
-    """The head of a stored object, or None and the reason; "no_object" when there are other bytes under its key."""
+    """Return the head of a stored object, or None and the reason; "no_object" if there are other bytes under its
+    key.
+    """
     with session.get(object_tokens(name, 1), deadline_s=deadline_s) as lease:
         if not len(lease):
             return None, lease.reason

@@ -1,7 +1,7 @@
-"""Where a daemon's sockets are, and the small files of clients that spare work in the next process.
+"""The place of a daemon's sockets, and the small files of clients that save work in the next process.
 
-Owns the names inside a socket directory and how the directory is chosen: argument, then the environment variable
-KVSTORED_SOCKET_DIR, then /run/kvstored.
+The module owns the names inside a socket directory and the choice of the directory: argument, then the environment
+variable KVSTORED_SOCKET_DIR, then /run/kvstored.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_SOCKET_PATH_BYTES = 107  # sockaddr_un.sun_path less its final zero
 
 
 def socket_directory(chosen: str | os.PathLike[str] | None = None) -> Path:
-    """The directory that holds the sockets; a path to one of the sockets is taken for its directory."""
+    """Return the directory that holds the sockets; a path to one of the sockets means its directory."""
     if chosen is None:
         chosen = os.environ.get(ENVIRONMENT_VARIABLE) or DEFAULT_DIRECTORY
     path = Path(chosen)
@@ -34,7 +34,7 @@ def socket_directory(chosen: str | os.PathLike[str] | None = None) -> Path:
 
 
 def explain_unreachable(path: Path, error: OSError) -> str:
-    """One sentence for a socket that cannot be connected to, with what to do next."""
+    """Return one sentence for a socket that cannot be connected to, with what to do next."""
     start = f"start it with: kvstored serve --socket-dir {path.parent}"
     if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
         return f"socket path {path} is over {MAX_SOCKET_PATH_BYTES} bytes: choose a shorter socket directory"
@@ -54,19 +54,21 @@ def explain_unreachable(path: Path, error: OSError) -> str:
 
 
 def cache_directory() -> Path:
-    """Where connectors keep what they can learn again: `$XDG_CACHE_HOME/kvstored`, or below `~/.cache`."""
+    """Return the directory where connectors keep data that they can learn again: `$XDG_CACHE_HOME/kvstored`, or below
+    `~/.cache`.
+    """
     home = os.environ.get("XDG_CACHE_HOME", "")
     base = Path(home) if os.path.isabs(home) else Path.home() / ".cache"
     return base / "kvstored"
 
 
 def costs_file(fingerprint_digest: bytes) -> Path:
-    """What loading and computing cost with one engine and model (`restore/choice.py`)."""
+    """Return the file with the costs of loading and computing with one engine and model (`restore/choice.py`)."""
     return cache_directory() / f"costs-{fingerprint_digest.hex()[:32]}.json"
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace the file at `path` by `value` as JSON; do nothing where it cannot be written."""
+    """Replace the file at `path` by `value` as JSON; do nothing if it cannot be written."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with replaced_file(path, durable=False, mode=usual_mode(), is_shared=True) as file:

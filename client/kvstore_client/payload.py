@@ -1,8 +1,8 @@
 """Payloads and token ids of blocks, written into slots: of the staging memory, or of an arena.
 
-Every other field of a slot's header is the daemon's to write. Copies run without the GIL (np.copyto), so the engine's
-other threads continue. Never chooses a slot, or sends that it is written.
-Invariant: no slot is sent or given back while a function that was given it may still write there.
+The daemon writes every other field of a slot's header. Copies run without the GIL (np.copyto), so the engine's other
+threads continue. The module does not choose a slot, or send a message about it. Invariant: no slot is sent or given
+back while a function that was given it may still write there.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ Payload = bytes | bytearray | memoryview | npt.NDArray[Any] | FillSlot
 
 
 def payload_list(payloads: Sequence[Payload]) -> Sequence[Payload]:
-    """Return the payloads of a put, one a block; of an array of several dimensions, its rows. Raises
-    KVStoreError(INVALID) for anything else."""
+    """Return the payloads of a put, one a block; for an array of several dimensions, its rows. Raises
+    KVStoreError(INVALID) for anything else.
+    """
     if isinstance(payloads, (list, tuple)) or (isinstance(payloads, np.ndarray) and payloads.ndim > 1):
         return list(payloads)
     is_sequence = hasattr(payloads, "__len__") and hasattr(payloads, "__getitem__")
@@ -42,7 +43,9 @@ def payload_list(payloads: Sequence[Payload]) -> Sequence[Payload]:
 
 
 def payload_size(payload: Payload) -> int | None:
-    """Bytes of a payload; None for a function that will write it. Raises KVStoreError(INVALID) for what is none."""
+    """Return the bytes of a payload; None for a function that will write it. Raises KVStoreError(INVALID) for anything
+    else.
+    """
     if type(payload) is np.ndarray and not payload.dtype.hasobject:
         return payload.nbytes
     if callable(payload):
@@ -64,7 +67,7 @@ def payload_size(payload: Payload) -> int | None:
 
 
 def write_tokens(slots: Bytes, count: int, tokens: bytes | None) -> None:
-    """Token ids, packed for `count` blocks, into as many equal consecutive slots."""
+    """Write token ids, packed for `count` blocks, into as many equal consecutive slots."""
     packed = np.frombuffer(tokens or b"", np.uint8).reshape(count, -1)
     rows = slots.reshape(count, -1)
     rows[:, TOKENS_OFFSET : TOKENS_OFFSET + packed.shape[1]] = packed
@@ -72,20 +75,22 @@ def write_tokens(slots: Bytes, count: int, tokens: bytes | None) -> None:
 
 
 class PayloadWriter:
-    """Writes payloads of `payload_bytes` into slots. As a context manager it settles, however it is left."""
+    """A writer of payloads of `payload_bytes` into slots. As a context manager it settles, however it is left."""
 
     def __init__(self, payload_bytes: int) -> None:
         self._payload_bytes = payload_bytes
         self._unfinished = contextlib.ExitStack()
 
     def write(self, memory: Bytes, offset: int, payload: Payload) -> None:
-        """Into the slot at `offset`, by the end of `settle`. Raises what a payload function raises."""
+        """Write a payload into the slot at `offset`, by the end of `settle`. Raises the errors of a payload
+        function.
+        """
         finish = write_payload(memory, offset, payload, self._payload_bytes)
         if finish is not None:
             self._unfinished.callback(finish)
 
     def settle(self) -> None:
-        """Wait until all of it is in its slots. Raises what a payload function raises."""
+        """Wait until all payloads are in their slots. Raises the errors of a payload function."""
         self._unfinished.pop_all().close()
 
     def __enter__(self) -> PayloadWriter:
@@ -96,7 +101,7 @@ class PayloadWriter:
 
 
 def write_payload(staging: Bytes, offset: int, payload: Payload, payload_bytes: int) -> Finish | None:
-    """The payload of the slot at `offset`; what has to be called before it is there, if anything has."""
+    """Write the payload of the slot at `offset`; return a function to call before it is complete, or None."""
     destination = staging[offset + HEADER_BYTES : offset + HEADER_BYTES + payload_bytes]
     if callable(payload):
         finish = payload(destination)

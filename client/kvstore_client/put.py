@@ -41,8 +41,8 @@ _DECIDED = frozenset({wire.STORE_STATUS_STORED, wire.STORE_STATUS_PRESENT})
 def put(
     daemon: DaemonSession, order: PutOrder, deadline_s: float, *, clock: Callable[[], float] = time.monotonic
 ) -> PutReceipt:
-    """Store what `order` says. Raises what a payload function raises, and KVStoreError when the daemon finds the
-    request wrong, or when it can be seen to be.
+    """Store the blocks of `order`. Raises the errors of payload functions, and KVStoreError if the request is wrong, by
+    the daemon or by the client's own check.
     """
     if daemon.reads_only:
         raise invalid("this session was opened with staging_bytes=0, so it can only read")
@@ -76,7 +76,7 @@ def present_by_index(daemon: DaemonSession, order: PutOrder) -> set[int]:
 
 
 class PendingOutcomes:
-    """Which blocks were sent and are to be sent again, with patience for other clients, block by block.
+    """The blocks that were sent and must be sent again, with patience for other clients, block by block.
 
     Invariant: an orphan is sent again only while the outcome of a block before it is pending. `gave_up`: another client
     was writing a block for longer than `PENDING_PATIENCE_S`.
@@ -88,11 +88,11 @@ class PendingOutcomes:
         self.gave_up = False
 
     def refused(self, blocks: Iterable[int]) -> None:
-        """The daemon has not looked at them: all of them are to be sent again."""
+        """Note that the daemon has not looked at these blocks: all of them must be sent again."""
         self._blocks.update(blocks)
 
     def answered(self, blocks: Sequence[int], statuses: bytes, now: float, deadline: float) -> list[int]:
-        """Return the positions in `blocks` that are to be sent again; the others are decided."""
+        """Return the positions in `blocks` that must be sent again; the others are decided."""
         if not self._blocks and not self._other_client_since and _DECIDED.issuperset(statuses):
             return []  # the common case: each of them once, none of them again
         again: list[int] = []

@@ -1,6 +1,6 @@
-"""What a put is to store, with the Store messages that say so, and the outcome of each block.
+"""The order of a put, with its Store messages, and the outcome of each block.
 
-Owns the statuses and, for blocks that are not yet on stable storage, the wait for their final answer.
+The module owns the statuses and, for blocks that are not yet on stable storage, the wait for their final answer.
 """
 
 from __future__ import annotations
@@ -54,15 +54,14 @@ DURABILITY_MODES: Final = {
 
 
 class PutReceipt:
-    """`statuses[i]` and `durability[i]` belong to block first_block + i.
+    """The outcome of a put. `statuses[i]` and `durability[i]` belong to block first_block + i.
 
     statuses: "stored", "present" (was there already), "no_room" (DRAM is full), "over_quota" (its tenant is at its
-    maximum), "declined" (the policy thinks it worth less than what is there); these three also where they are true of
-    the block before it, which it could not be reached without. "throttled" (it came to no decision: the deadline came
-    first, another client is storing it, or the block before it is gone), "failed".
-    durability: what the daemon promised: "durable", "volatile", "pending" (not yet said), also of blocks that were
-    there already; "volatile" where it said nothing. `reason` says in words why blocks were
-    not stored, and what to do.
+    maximum), "declined" (the policy thinks it worth less than the blocks already there); a block also gets one of these
+    three if it is true of the block before it, without which it could not be reached. "throttled" (no decision: the
+    deadline came first, another client is storing it, or the block before it is gone), "failed". durability: the
+    daemon's promise: "durable", "volatile", "pending" (not yet said), also for blocks that were there already;
+    "volatile" if it said nothing. `reason` says in words why blocks were not stored, and what to do.
     """
 
     def __init__(self, blocks: int, reason: str = "", *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -81,7 +80,7 @@ class PutReceipt:
 
     @property
     def visible_blocks(self) -> int:
-        """Blocks that another client finds now, stored by this put or before."""
+        """The number of blocks that another client finds now, stored by this put or before."""
         return self.statuses.count(STORED) + self.statuses.count(PRESENT)
 
     @property
@@ -89,8 +88,8 @@ class PutReceipt:
         return not self._unsettled
 
     def settle(self, timeout_s: float) -> bool:
-        """Wait until each block is durable or volatile for good. False when that is still open after
-        `timeout_s`.
+        """Wait until each block is durable or volatile for good. Return False if that is still open after `timeout_s`
+        seconds.
         """
         deadline = self._clock() + seconds("timeout_s", timeout_s)
         while self._unsettled:
@@ -137,7 +136,7 @@ class PutReceipt:
 
 @dataclass(frozen=True, slots=True)
 class PutOrder:
-    """What to store: payloads[i] is block first_block + i of the chain."""
+    """The blocks to store: payloads[i] is block first_block + i of the chain."""
 
     chain: Chain
     first_block: int
@@ -162,8 +161,8 @@ class PutOrder:
         return self.chain.keys[self.first_block : self.first_block + len(self.payloads)]
 
     def store(self, blocks: Sequence[int], pages: Sequence[int], *, loan: int = 0, reservation: int = 0) -> wire.Store:
-        """A Store of some of the blocks, in order; pages[i] says where blocks[i] is (0: not written, believed present),
-        in the staging memory of `loan` or among the slots of `reservation`.
+        """Return a Store of some of the blocks, in order; pages[i] is the place of blocks[i] (0: not written, believed
+        present), in the staging memory of `loan` or among the slots of `reservation`.
         """
         first, end = self.first_block + blocks[0], self.first_block + blocks[-1] + 1
         keys = self.chain.keys
@@ -189,7 +188,7 @@ class PutOrder:
 def payload_bytes_of(
     payloads: Sequence[Payload], fingerprint: Fingerprint, group: LayerGroup, stated: int | None
 ) -> int:
-    """The size that all of these payloads have. Raises KVStoreError(INVALID) when they differ or none is known."""
+    """Return the size that all of these payloads have. Raises KVStoreError(INVALID) if they differ or none is known."""
     if stated is not None:
         stated = count("payload_bytes", stated, most=UINT64_MAX)
     fixed = fingerprint.payload_bytes(group.group_id)

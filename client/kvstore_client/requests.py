@@ -1,8 +1,8 @@
 """The requests of a session that lease and store nothing: lookups and probes of the index, hints, prefetches and
-touches, deletions, explanations. Each goes in as many requests as the daemon's limit of keys takes.
+touches, deletions, explanations. Each is split into as many requests as the daemon's limit of keys requires.
 
-Owns the check of what an engine expects. Never raises for a miss; a missing answer is a reason in the result, and no
-error where what was sent may be lost.
+The module checks an engine's expectations. A miss raises nothing; a missing answer is a reason in the result, and no
+error if the request may be lost.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ KEYS_A_REQUEST = 4096  # what the daemon explains at once
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """See `Session.hint`. Raises KVStoreError(INVALID) for values out of range."""
+    """An engine's expectation, see `Session.hint`. Raises KVStoreError(INVALID) for values out of range."""
 
     will_continue: float | None
     due_in_s: float | None
@@ -73,8 +73,8 @@ class Expectation:
         )
 
     def parts(self, keys: BlockKeys, most: int) -> Iterator[tuple[Expectation, BlockKeys]]:
-        """Expectations and their keys, where one request takes `most` keys. How a chain ended concerns its end; when it
-        is due concerns all of its stored blocks.
+        """Yield expectations with their keys, if one request takes `most` keys. The end of a chain concerns its last
+        part; its due time concerns all of its stored blocks.
         """
         if len(keys) <= most:
             yield self, keys
@@ -88,7 +88,7 @@ class Expectation:
 
 
 def send_hint(prefix: Prefix, expected: Expectation) -> int:
-    """How many leading blocks of the prefix the daemon has; 0 without an answer."""
+    """Return how many leading blocks of the prefix the daemon has, after sending the hint; 0 without an answer."""
     known, most = 0, prefix.daemon.max_keys
     for part, keys in expected.parts(prefix.chain.keys, most):
         try:
@@ -103,7 +103,7 @@ def send_hint(prefix: Prefix, expected: Expectation) -> int:
 
 
 def send_prefetch(prefix: Prefix, in_s: float, budget_bytes: int) -> Prefetched:
-    """See `Session.prefetch`. What was answered, where an answer is missing."""
+    """Send a prefetch, see `Session.prefetch`. If an answer is missing, return the answers so far."""
     resident = scheduled = 0
     in_ms = int(in_s * 1000)
     for first, piece in prefix.pieces() if len(prefix) else ():
@@ -143,7 +143,7 @@ def send_touch(prefix: Prefix, terms: Terms = NO_TERMS) -> int:
 
 
 def checked(request: ExplainRequest) -> ExplainRequest:
-    """Return the request. Raises KVStoreError(INVALID) for what is none."""
+    """Return the request. Raises KVStoreError(INVALID) for an invalid one."""
     if not isinstance(request, ExplainRequest):
         raise invalid(f"request must be an ExplainRequest, got {type(request).__name__}")
     return request
@@ -152,8 +152,9 @@ def checked(request: ExplainRequest) -> ExplainRequest:
 def explain(
     daemon: DaemonSession, request: ExplainRequest, deadline_s: float, *, clock: Callable[[], float] = time.monotonic
 ) -> ExplainReply | None:
-    """Return what the daemon says; None unless all of it came in time. `recent_misses` and fingerprints are the first
-    answer's."""
+    """Return the daemon's explanation; None unless all of it came in time. `recent_misses` and fingerprints are the
+    first answer's.
+    """
     until, whole = clock() + deadline_s, ExplainReply()
     for first in range(0, max(len(request.keys), 1), KEYS_A_REQUEST):
         part = ExplainRequest()
@@ -173,7 +174,7 @@ def explain(
 
 
 def delete(prefix: Prefix, deadline_s: float, *, clock: Callable[[], float] = time.monotonic) -> Deleted:
-    """Delete from the end, so that no request leaves a hole. Stops at the first one without an answer."""
+    """Delete from the end, so that no request leaves a hole. Stop at the first request without an answer."""
     daemon, keys = prefix.daemon, prefix.chain.keys
     total, until = Deleted(), clock() + deadline_s
     for end in range(len(keys), 0, -daemon.max_keys):
@@ -193,7 +194,7 @@ def delete(prefix: Prefix, deadline_s: float, *, clock: Callable[[], float] = ti
 
 
 def lookup(prefix: Prefix, deadline_s: float, *, clock: Callable[[], float] = time.monotonic) -> Lookup:
-    """What the daemon says of a prefix, in several requests where it has more keys than one may name."""
+    """Return the daemon's answer about a prefix, from several requests if it has more keys than one may name."""
     blocks, reason, tiers, load_s = 0, "", list[str](), list[float]()
     until, match = clock() + deadline_s, match_of(prefix.group.kind)
     for first, piece in prefix.pieces() if len(prefix) else ():
@@ -228,7 +229,7 @@ def lookup(prefix: Prefix, deadline_s: float, *, clock: Callable[[], float] = ti
 
 
 def probe(prefix: Prefix, *, may_wait: bool) -> Lookup:
-    """What the lookup index says of a prefix."""
+    """Return the lookup index's answer about a prefix."""
     index = prefix.daemon.index.get(may_wait=may_wait)
     found = lookup_index.probe(index, prefix.chain.keys, prefix.fingerprint, prefix.group)
     if not prefix.daemon.is_alive():  # the memory of its index remains, and shows for ever what was last

@@ -1,4 +1,4 @@
-"""What a session returns: plain frozen records, and counts. Misses are values here, with a reason in words."""
+"""The results of a session: plain frozen records, and counts. Misses are values here, with a reason in words."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ REASON_LIMIT = "limit"  # of a prefetch: the daemon queues no more now
 
 
 def tier_name(code: int) -> str:
-    """A code this client does not know counts as absent (docs/wire.md)."""
+    """Return the name of a tier's code; a code this client does not know counts as absent (docs/wire.md)."""
     return TIER_NAMES[code] if code < len(TIER_NAMES) else TIER_NAMES[0]
 
 
@@ -46,9 +46,7 @@ def miss_reason(code: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """The longest prefix that can be restored. `reason` says why it ends where it ends; empty when all is
-    there.
-    """
+    """The longest prefix that can be restored. `reason` says why it ends where it ends; "" if all is there."""
 
     blocks: int = 0
     tokens: int = 0
@@ -60,8 +58,8 @@ class Lookup:
 
 @dataclass(frozen=True, slots=True)
 class Prefetched:
-    """The outcome of a prefetch. `reason` says why not all that is stored was taken: "limit" for the budget, or for
-    the daemon's queue or its room for prefetched blocks; or why there was no answer for all of the blocks.
+    """The outcome of a prefetch. `reason` says why not all stored blocks were taken: "limit" for the budget, or for the
+    daemon's queue or its room for prefetched blocks; or why there was no answer for all of the blocks.
     """
 
     resident_blocks: int = 0
@@ -87,8 +85,8 @@ class Deleted:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Since the session was opened. `hits` and `misses` count lookups and gets that found at least one block,
-    or none.
+    """Counts since the session was opened. `hits` and `misses` count lookups and gets that found at least one block, or
+    none.
     """
 
     state: str
@@ -112,7 +110,7 @@ class Statistics:
 
 
 class Counters:
-    """Named integers; `add` and `read` are atomic as a whole."""
+    """Named integer counters; `add` and `read` are atomic as a whole."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -1,8 +1,8 @@
-"""A session: what an engine holds to put, get and look up blocks by token ids.
+"""A session: an engine's object to put, get and look up blocks by token ids.
 
-The facade of the package: checks arguments, picks the daemon session, counts, and leaves the work to `get`, `put`,
-`requests` and `connection`. Usable from several threads; not across fork. Never blocks longer than its deadlines, and
-never raises for a miss, a throttle or an absent daemon (unless `required=True`).
+The module is the facade of the package: it checks arguments, picks the daemon session, counts, and leaves the work to
+`get`, `put`, `requests` and `connection`. A session may be used from several threads, but not across fork. It never
+blocks longer than its deadlines, and never raises for a miss, a throttle or an absent daemon (unless `required=True`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ DEFAULT_PUT_DEADLINE_S = 5.0
 
 
 class Session:
-    """Made by `connect`. Wherever a method takes tokens it takes `keys=BlockKeys` instead.
+    """A session, made by `connect`. A method that takes tokens also takes `keys=BlockKeys` instead.
 
     A wrong call raises KVStoreError(INVALID), also without a daemon, and changes nothing; a miss raises nothing. Calls
     about any number of blocks work to the end or say why they stopped. A duration below 0 counts as 0, one of more than
@@ -70,7 +70,7 @@ class Session:
 
     @property
     def tenant(self) -> str:
-        """The tenant that owns the blocks, by the daemon's name for it; empty while degraded."""
+        """The tenant that owns the blocks, by the daemon's name for it; "" while degraded."""
         daemon = self._connection.current()
         return "" if daemon is None else daemon.tenant
 
@@ -82,7 +82,8 @@ class Session:
     @property
     def device(self) -> DeviceMemory:
         """The device that the session was opened with, for `kvstore_client.device.DeviceTransfers`. Raises KVStoreError
-        where there is none."""
+        if there is none.
+        """
         device = self._connection.options.device
         if device is None:
             raise invalid("this session was opened without a device: connect(..., device=0)")
@@ -96,7 +97,7 @@ class Session:
         group: int | None = None,
         deadline_s: float | None = None,
     ) -> Lookup:
-        """The longest prefix that the daemon can restore, and how long that would take. Moves nothing."""
+        """Return the longest prefix that the daemon can restore, and how long that would take. It moves nothing."""
         timeout_s, prefix = self._deadline(deadline_s), self._prefix(tokens, keys, group)
         found = Lookup(reason=REASON_NO_DAEMON)
         if prefix is not None:
@@ -107,12 +108,13 @@ class Session:
     def probe(
         self, tokens: TokenIds | None = None, *, keys: BlockKeys | None = None, group: int | None = None
     ) -> Lookup:
-        """What the lookup index in shared memory says of a prefix: a hint, in microseconds, without a round trip.
+        """Return the answer of the lookup index in shared memory about a prefix: a hint, in microseconds, without a
+        round trip.
 
         `reason` "absent": the next block was not there; "unknown": only `lookup` can say (no index, or a place in it
         that overflowed or was being changed). It has no estimate of the load. It may be old when it is used: read
         through `get`, for which a stale hint is a miss. The first probe of a connection waits up to 20 ms for the
-        daemon to hand over the index; no other waits for anything.
+        daemon to hand over the index; later ones do not wait.
         """
         return self._probe(self._prefix(tokens, keys, group), may_wait=True)
 
@@ -124,8 +126,9 @@ class Session:
         group: int | None = None,
         deadline_s: float | None = None,
     ) -> int | None:
-        """How many leading blocks can be restored, by the lookup index where it is sure, else by a `lookup` for what is
-        left of the deadline; None when that cannot be found out in time."""
+        """Return how many leading blocks can be restored, by the lookup index if it is sure, otherwise by a `lookup`
+        for the rest of the deadline; None if that cannot be found out in time.
+        """
         deadline = self._clock() + self._deadline(deadline_s)
         found = self._probe(self._prefix(tokens, keys, group), may_wait=False)
         if found.reason == REASON_UNKNOWN:
@@ -144,14 +147,16 @@ class Session:
         prefault: bool | None = None,
         promote: bool = True,
     ) -> Lease:
-        """A lease on the leading blocks that can be had within the deadline; empty (a miss) if none.
+        """Return a lease on the leading blocks that can be had within the deadline; an empty one (a miss) if there are
+        none.
 
-        Blocks in slower tiers are promoted first, as many as the deadline allows; `reason` is "late" where more are
-        stored. With `promote=False` nothing is: the lease holds what is mapped already, and its `resident_blocks` and
-        `estimated_load_s` say what another get would bring and cost: a lookup and the common case of a get in one
-        round trip. `verify` compares the token ids in each block's header with `tokens` (only keys, with `keys=`).
-        `prefault` enters the leased pages into our page table in one system call: that moves the cost of a first pass
-        (64 MiB: 3.5 ms) into this call, each time. Turn it on where `get` runs in a thread of its own.
+        Blocks in slower tiers are promoted first, as many as the deadline allows; `reason` is "late" if more are
+        stored. With `promote=False` none are: the lease holds the blocks that are mapped already, and its
+        `resident_blocks` and `estimated_load_s` say what another get would bring and cost. That is a lookup and the
+        common case of a get in one round trip. `verify` compares the token ids in each block's header with `tokens`
+        (only keys, with `keys=`). `prefault` enters the leased pages into this process's page table in one system call:
+        that moves the cost of a first pass (64 MiB: 3.5 ms) into this call, each time. Turn it on if `get` runs in a
+        thread of its own.
         """
         timeout_s, max_blocks = self._deadline(deadline_s), _blocks(max_blocks)
         prefix = self._prefix(tokens, keys, group)
@@ -178,9 +183,10 @@ class Session:
         deadline_s: float | None = None,
         verify: bool = True,
     ) -> LeaseStream:
-        """As `get`, in pieces: a lease each time some blocks have become readable, those in DRAM at once, the others
-        promoted from the first ("front") or from the last ("back"). An engine that computes from the front while blocks
-        come from the back meets them in the middle. Empty (a miss) if there is no daemon.
+        """Return the leading blocks as a stream of leases, one each time some blocks have become readable: blocks in
+        DRAM at once, the others promoted from the first ("front") or from the last ("back"). For the other
+        parameters see `get`. An engine that computes from the front while blocks come from the back meets them in
+        the middle. The stream is empty (a miss) if there is no daemon.
         """
         one_of("order", order, ORDERS)
         timeout_s, max_blocks = self._deadline(deadline_s), _blocks(max_blocks)
@@ -200,11 +206,11 @@ class Session:
         deadline_s: float | None = None,
         verify: bool = True,
     ) -> LayerStreams[LeaseStream]:
-        """Start `get_stream` for each of `groups` (default: those of the fingerprint), all requested at once. The whole
-        prefix of one is queued before that of the next, so an engine whose layers are in several groups
-        (`LayerGroup.split`) computes those of the first while the others are loaded. A block is of use where every
-        group has it: `min(stream.expect() for stream in streams)` says how many are, before any is loaded. `deadline_s`
-        is for all of them together.
+        """Start `get_stream` for each of `groups` (default: all of the fingerprint), all requested at once. The whole
+        prefix of one group is queued before the next group's, so an engine whose layers are in several groups
+        (`LayerGroup.split`) computes the first group's layers while the others are loaded. A block is of use only if
+        every group has it: `min(stream.expect() for stream in streams)` is the number of useful blocks, before any
+        is loaded. `deadline_s` is for all of them together.
         """
         if groups is not None and not isinstance(groups, (list, tuple, range)):
             raise invalid(f"groups must be a list of layer groups' numbers, got {type(groups).__name__}")
@@ -235,7 +241,7 @@ class Session:
         deadline_s: float | None = DEFAULT_PUT_DEADLINE_S,
         **kept: Unpack[Kept],
     ) -> PutReceipt:
-        """Store blocks first_block, first_block + 1, … of the prefix; each payload of the group's fixed size.
+        """Store blocks first_block, first_block + 1, … of the prefix; each payload has the group's fixed size.
 
         A payload is bytes-like, an array, or a function(dest) that writes straight into shared memory; it may be called
         again for the same block, when that has to be sent again and its room was needed meanwhile. It may also only
@@ -274,7 +280,9 @@ class Session:
         budget_bytes: int = 0,
         group: int | None = None,
     ) -> Prefetched:
-        """Hint that these blocks will be needed in about `in_s` seconds (soon, by default). 0 = default budget."""
+        """Hint that these blocks will be needed in about `in_s` seconds (soon, by default). `budget_bytes` 0: the
+        default budget.
+        """
         in_s = seconds("in_s", 0 if in_s is None else in_s)
         budget_bytes = count("budget_bytes", budget_bytes, most=UINT64_MAX)
         prefix = self._prefix(tokens, keys, group)
@@ -293,13 +301,13 @@ class Session:
         answer_tokens: int = 0,
         group: int | None = None,
     ) -> int:
-        """Send what is expected of this chain, so that the daemon keeps what will be needed. Returns how many of its
-        leading blocks are stored; 0 also when the daemon did not answer.
+        """Send an expectation about this chain, so that the daemon keeps blocks that will be needed. Return how many of
+        its leading blocks are stored; 0 also if the daemon did not answer.
 
         Best sent when a request ends, for its prompt and answer: `will_continue`, a probability from 0 to 1; or
-        `next_step`, why the engine stopped; and `answer_tokens`. `due_in_s`: in about that time the stored blocks of
-        the chain will be used, by a request that waits in a queue, or that is expected when a pause is over. The daemon
-        learns from what follows how far to trust each.
+        `next_step`, why the engine stopped; and `answer_tokens`. `due_in_s`: in about this many seconds the stored
+        blocks of the chain will be used, by a request that waits in a queue, or that is expected after a pause. The
+        daemon learns from later requests how far to trust each.
         """
         expected = Expectation(will_continue, due_in_s, next_step, answer_tokens)
         prefix = self._prefix(tokens, keys, group)
@@ -323,26 +331,28 @@ class Session:
         group: int | None = None,
         deadline_s: float | None = None,
     ) -> Deleted:
-        """Delete these blocks from every tier, last one first, for good. Never leaves a hole: see `Deleted` for the
-        blocks that are kept."""
+        """Delete these blocks from every tier, last one first, for good. The deletion leaves no hole: see `Deleted` for
+        the blocks that are kept.
+        """
         timeout_s, prefix = self._deadline(deadline_s), self._prefix(tokens, keys, group)
         if prefix is None:
             return Deleted(reason=REASON_NO_DAEMON)
         return requests.delete(prefix, timeout_s, clock=self._clock)
 
     def explain(self, request: ExplainRequest, *, deadline_s: float | None = None) -> ExplainReply | None:
-        """Say where blocks of this session's tenant are, or why they are missing; or, by `recent_misses`, its misses.
+        """Return where blocks of this session's tenant are, or why they are missing; or, by `recent_misses`, its
+        misses.
 
-        Changes nothing and counts no access. The fields are those of `kvstore_proto/v1/explain.proto`; `tenant` may be
-        left empty. None where there was no answer in time. Raises KVStoreError for keys that are none, for unknown
-        names and for another tenant.
+        Changes nothing and counts no access. The fields are documented in `kvstore_proto/v1/explain.proto`; `tenant`
+        may be left empty. None if there was no answer in time. Raises KVStoreError for invalid keys, for unknown names
+        and for another tenant.
         """
         request, timeout_s = requests.checked(request), self._deadline(deadline_s)
         daemon = self._connection.current()
         return None if daemon is None else requests.explain(daemon, request, timeout_s, clock=self._clock)
 
     def ping(self, deadline_s: float | None = None) -> float | None:
-        """Seconds of one empty round trip on the stream; None when there was no answer in time."""
+        """Return the seconds of one empty round trip on the stream; None if there was no answer in time."""
         timeout_s, daemon = self._deadline(deadline_s), self._connection.current()
         if daemon is None:
             return None
@@ -352,13 +362,14 @@ class Session:
 
     def wake(self) -> None:
         """Announce that a call is about to follow; waits for nothing. The first round trip after a pause takes several
-        times as long as the next; called when a prompt arrives, that passes while it is tokenized."""
+        times as long as the next; if this is called when a prompt arrives, that time passes while it is tokenized.
+        """
         daemon = self._connection.current()
         if daemon is not None:
             daemon.stream.submit(wire.Request(ping=wire.Ping())).abandon()
 
     def keys(self, tokens: TokenIds, group: int | None = None) -> BlockKeys | None:
-        """Keys of the full blocks of a prefix; None while degraded (the root comes from the daemon)."""
+        """Return the keys of the full blocks of a prefix; None while degraded (the root comes from the daemon)."""
         prefix = self._prefix(tokens, None, group)
         return None if prefix is None else prefix.chain.keys
 
@@ -366,7 +377,7 @@ class Session:
         return Statistics(**self._connection.statistics() | self._counters.read())
 
     def close(self) -> None:
-        """End the session: leases end, views remain readable memory without a promise about their content."""
+        """End the session: leases end; views stay readable memory without a promise about their content."""
         try:
             while self._before_close:
                 self._before_close.pop()()
@@ -374,7 +385,9 @@ class Session:
             self._connection.close()
 
     def before_close(self, work: Callable[[], object]) -> None:
-        """Have `work` called when `close` is, while the session can still be used; the last one given goes first."""
+        """Register `work` to be called by `close`, while the session can still be used; the last one registered is
+        called first.
+        """
         self._before_close.append(work)
 
     def __enter__(self) -> Session:

@@ -1,10 +1,10 @@
 """Slots for puts in place: requested from the daemon, given back, and held ahead for the next put.
 
-A put waits a round trip for its first slots, and that is a sixth of the time of a put of 32 MiB. So when one has ended,
-as many slots as it took are requested for the next one, which begins to write at once if it has blocks of the same
+A put waits a round trip for its first slots, and that is a sixth of the time of a put of 32 MiB. So when a put has
+ended, as many slots as it took are requested for the next one, which begins to write at once if it has blocks of equal
 size. Slots that no put takes within `IDLE_S` are given back.
 
-Owns the slots that are held ahead. Never writes to one. Invariant: slots that were granted are with one put, held
+The module owns the slots that are held ahead. It never writes to one. Invariant: granted slots are with one put, held
 ahead, or given back, however late the answer arrives.
 """
 
@@ -58,8 +58,9 @@ class Granted:
 
 
 class SlotRequests:
-    """The slots that one session of the daemon requests. `begin` sends a request; `call_later` calls
-    after some seconds, in a thread of its own."""
+    """The slots that one session of the daemon requests. `begin` sends a request; `call_later` calls a function after
+    some seconds, in a thread of its own.
+    """
 
     def __init__(self, begin: Begin, call_later: CallLater, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._begin, self._call_later, self._clock = begin, call_later, clock
@@ -73,20 +74,20 @@ class SlotRequests:
     def request(
         self, size: SlotSize, blocks: int, deadline_s: float, parent: bytes = b"", *, ahead: bool = False
     ) -> Call:
-        """Request slots; `parent`: the block that the first of the blocks continues, which is not to be evicted."""
+        """Request slots; `parent`: the block that the first of the blocks continues, which must not be evicted."""
         request = wire.ReserveSlots(
             group=size.group_id, payload_bytes=size.payload_bytes, blocks=blocks, parent=parent, ahead=ahead
         )  # fmt: skip
         return self._begin(wire.Request(reserve_slots=request), deadline_s)
 
     def granted(self, size: SlotSize, reply: wire.ReserveSlotsReply, requested_at: float) -> Granted | None:
-        """What the daemon granted; None for no slot."""
+        """Return the granted slots; None if there are none."""
         if not reply.reservation:
             return None
         return Granted(size, reply, requested_at + reply.expires_in_ms / 1000 * USABLE_SHARE)
 
     def abandon(self, call: Call) -> None:
-        """The slots are given back, even if they are granted late."""
+        """Abandon a request: its slots are given back, even if they are granted late."""
         call.abandon(lambda late: self.give_back(late.reserve_slots.reservation))
 
     def give_back(self, reservation: int) -> None:
@@ -97,7 +98,9 @@ class SlotRequests:
     # Ahead
 
     def take_ahead(self, size: SlotSize, usable_s: float) -> Granted | None:
-        """The slots held ahead, the caller's now, if they are of `size` and may be written to for `usable_s` yet."""
+        """Return the slots held ahead, which belong to the caller now, if they are of `size` and may be written to for
+        `usable_s` more seconds.
+        """
         with self._lock:
             ahead, self._ahead = self._ahead, None
         if ahead is None:
@@ -119,8 +122,9 @@ class SlotRequests:
         self._awaited = call
 
     def give_back_ahead(self) -> None:
-        """Give back what is held ahead or about to be granted: no put follows, or the stream that kept the time
-        has ended."""
+        """Give back slots that are held ahead or about to be granted: no put follows, or the stream that watched the
+        time has ended.
+        """
         if self._awaited is not None and self._awaited_until:
             self._awaited.wait(_CLOSE_WAIT_S)
         with self._lock:

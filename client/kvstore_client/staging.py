@@ -1,9 +1,9 @@
 """The staging memory of a daemon session, lent by the daemon: the client places blocks there by itself.
 
-Owns which bytes of it are in use, by which request, and the number of the loan. Never writes there.
-Invariants: bytes that the daemon may be reading are not handed out. It may until it has answered, however late: bytes
-of a request without an answer are free again with a late answer, or when the loan is renewed, whichever is first, and
-once. Safe for several threads.
+The module owns which bytes are in use, by which request, and the number of the loan. It never writes there. Invariants:
+bytes that the daemon may be reading are not handed out. The daemon may read them until it has answered, however late:
+bytes of a request without an answer become free once, with a late answer or when the loan is renewed. Safe for several
+threads.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Use:
 
 
 class Staging:
-    """See the module. `memory` is mapped to write; `loan` is 0 before `obtain`."""
+    """The staging memory. `memory` is mapped to write; `loan` is 0 before `obtain`."""
 
     def __init__(self, memory: Bytes) -> None:
         self.memory = memory
@@ -51,7 +51,9 @@ class Staging:
         self._unanswered: set[Use] = set()
 
     def obtain(self, ask: Ask, timeout_s: float) -> str:
-        """Get the loan, if there is none yet. Returns the reason when there is no answer in time. Raises as `ask`."""
+        """Get the loan, if there is none yet. Return the reason if there is no answer in time. Raises the errors of
+        `ask`.
+        """
         if self.loan:
             return ""
         with self._obtaining:
@@ -64,7 +66,7 @@ class Staging:
             return ""
 
     def renew(self, ask: Ask, timeout_s: float) -> None:
-        """Get back what requests without an answer hold, once the daemon says that it does not read it any more."""
+        """Free the bytes of requests without an answer, once the daemon says that it does not read them any more."""
         with self._changed:
             unanswered = list(self._unanswered)
         if not unanswered:
@@ -80,9 +82,10 @@ class Staging:
             renewed(answer)
 
     def take(self, slot_bytes: int, most: int, wait_s: float = 0.0) -> Extent | None:
-        """A run of at most `most` free slots, each in use by the caller from now on; None when none was free in time.
+        """Return a run of at most `most` free slots, each in use by the caller from now on; None if none was free in
+        time.
 
-        The lowest place first: what was used last is still in the processor's caches.
+        The lowest place comes first: memory used last is still in the processor's caches.
         """
         deadline = time.monotonic() + wait_s
         with self._changed:
@@ -101,14 +104,14 @@ class Staging:
                     return None
 
     def hold(self, extent: Extent) -> None:
-        """One block more in an extent whose use is about to end. Raises RuntimeError when it has ended."""
+        """Hold one block more in an extent whose use is about to end. Raises RuntimeError if it has ended."""
         with self._changed:
             if not extent.users:
                 raise RuntimeError(f"bytes {extent.offset}.. of the loan are free, and cannot be held")
             extent.users += 1
 
     def end(self, use: Use) -> None:
-        """The request is answered, or was never sent. A second time does nothing."""
+        """End a request's use: it is answered, or was never sent. A second call does nothing."""
         with self._changed:
             if use.is_over:
                 return
@@ -124,7 +127,9 @@ class Staging:
                 self._changed.notify_all()
 
     def leave_unanswered(self, use: Use) -> Callable[[wire.Response], None]:
-        """No thread waits for the request's answer any more. Returns what to call when it arrives after all."""
+        """Note that no thread waits for the request's answer any more. Return the function to call if it arrives after
+        all.
+        """
         with self._changed:
             if not use.is_over:
                 self._unanswered.add(use)

@@ -1,14 +1,13 @@
 """Many calls in flight on one stream, over any transport.
 
-Owns request ids, which thread waits for which call, which of them reads for all, and the late answers of abandoned
-calls. Waiting is bounded by the caller's deadline.
+The module owns request ids, which thread waits for which call, which thread reads for all, and the late answers of
+abandoned calls. Waiting is bounded by the caller's deadline.
 
-A thread that waits reads the stream, if the transport lets it, until its own answer has arrived. Threads that wait
-meanwhile get their answers from it, and one of them takes over when it is done (leader and followers: Schmidt et al.,
-2000).
+A thread that waits reads the stream, if the transport lets it, until its own answer has arrived. Other waiting threads
+get their answers from it, and one of them takes over when it is done (leader and followers: Schmidt et al., 2000).
 
-Never retries or reconnects. Invariants: a call gets at most its answers and one end; after the end each wait returns at
-once; a lease id given to `release` is sent until the daemon has confirmed it.
+It never retries or reconnects. Invariants: a call gets at most its answers and one end; after the end each wait returns
+at once; a lease id given to `release` is sent until the daemon has confirmed it.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _PENDING = wire.DURABILITY_PENDING
 
 
 class Stream:
-    """See the module. `health` receives every answer and the end of the stream, unless `close` was called.
+    """A stream of calls. `health` receives every answer and the end of the stream, unless `close` was called.
 
     `unreleased` holds lease ids to give back; it outlives the stream.
     """
@@ -62,7 +61,7 @@ class Stream:
 
     @property
     def payload_bytes(self) -> int:
-        """Of opaque payload inside the messages."""
+        """The bytes of opaque payload inside the messages."""
         return self._transport.codec.payload_bytes
 
     def submit(self, request: wire.Request) -> Call:
@@ -82,7 +81,7 @@ class Stream:
         return call
 
     def abandon(self, call: Call, late: Late | None) -> None:
-        """As `Call.abandon`. A thread that waits for the call all the same gets its last answer."""
+        """Abandon a call, see `Call.abandon`. A thread that still waits for the call gets its last answer."""
         answered = []
         with self._lock:
             while (answer := call.taken()) is not None:
@@ -97,7 +96,7 @@ class Stream:
                 late(answer)
 
     def cancel(self, call: Call, late: Late) -> None:
-        """As `Call.cancel`."""
+        """Cancel a call, see `Call.cancel`."""
         self.abandon(call, late)
         with self._lock:
             is_under_way = call.request_id in self._waiting
@@ -106,7 +105,7 @@ class Stream:
             self._transport.send(wire.Request(request_id=next(self._ids), release=release))
 
     def wait(self, call: Call, timeout_s: float) -> wire.Response | None:
-        """As `Call.wait`."""
+        """Wait for an answer, see `Call.wait`."""
         deadline = time.monotonic() + timeout_s
         if self._transport.read_until(call.is_answered, deadline):
             return call.taken()
@@ -125,7 +124,7 @@ class Stream:
         return call.taken()
 
     def release(self, lease_ids: Sequence[int]) -> None:
-        """Give leases back within milliseconds, together with others that are given back meanwhile."""
+        """Give leases back within milliseconds, together with other leases given back meanwhile."""
         self._unreleased.extend(lease_ids)
         self._nudge_releases()
 
@@ -201,7 +200,7 @@ class Stream:
         self.send_releases()
 
     def send_releases(self) -> bool:
-        """Send now what was given back so far. Return whether the daemon has not confirmed all of it yet."""
+        """Send the releases so far now. Return whether the daemon has not confirmed all of them yet."""
         with self._releasing:
             while (request := self._next_releases()) is not None:
                 self._transport.send(request)
@@ -218,7 +217,7 @@ class Stream:
         return wire.Request(request_id=request_id, release=wire.Release(lease_ids=lease_ids))
 
     def _finish(self, reason: str) -> bool:
-        """End every call; False when the stream had ended before."""
+        """End every call; return False if the stream had ended before."""
         with self._lock:
             if self.ended:
                 return False
@@ -238,7 +237,9 @@ def _ignore(_: wire.Response) -> None:
 
 
 def _has_second_answer(response: wire.Response) -> bool:
-    """A store that left blocks pending is answered again when they have settled; an acquire in an order has `more`."""
+    """Return whether a second answer follows: to a store that left blocks pending, when they have settled; to an
+    acquire in an order, if it has `more`.
+    """
     if response.HasField("acquire"):
         return response.acquire.more
     if not response.HasField("store"):

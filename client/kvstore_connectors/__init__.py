@@ -1,1 +1,1 @@
-"""Connectors for engines that are not ours. Each module imports its engine; none is imported by the client itself."""
+"""Connectors for other engines. Each module imports its engine; the client imports none of them."""

@@ -1,7 +1,7 @@
-"""What every connector has at the door between its engine and the store.
+"""The parts that every connector shares: loading its classes, and its session with the daemon.
 
-A package for one engine imports its classes when they are asked for, and where the engine is not installed one sentence
-says so: the package's other modules are imported and tested without the engine.
+A connector's package imports its classes on first use. If the engine is not installed, one sentence says so; the
+package's other modules can be imported and tested without the engine.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from kvstore_proto.errors import KVStoreError
 
 
 def engine_class(package: str, files: Mapping[str, str], name: str, *, engine: str, install: str) -> Any:
-    """For `__getattr__` of `package`: the class `name`, of that one of its modules which `files` gives.
+    """Return the class `name` for the `__getattr__` of `package`; `files` gives the package's module of each class.
 
-    Raises AttributeError for a name that is not in `files`, and ImportError, with what to `install`, where `engine` (as
-    users spell it; its module is that in lower case) or torch is missing.
+    Raises AttributeError for a name that is not in `files`. Raises ImportError, which says what to `install`, if torch
+    or `engine` is missing. `engine` is spelled as users do; its module is the name in lower case.
     """
     if name not in files:
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
@@ -36,9 +36,10 @@ def engine_class(package: str, files: Mapping[str, str], name: str, *, engine: s
 
 
 def engine_session(logger: logging.Logger, socket: str, **options: Any) -> Session | None:
-    """Connect with the `options` of `kvstore_client.connect`: a session that is degraded while there is no daemon.
+    """Return a session, connected with the `options` of `kvstore_client.connect`. The session is degraded while there
+    is no daemon.
 
-    Return None when the daemon refuses this engine for good. Both are said to `logger`.
+    Return None if the daemon refuses this engine for good. Both cases are logged to `logger`.
     """
     try:
         session = connect(socket or None, **options)
@@ -54,7 +55,7 @@ def engine_session(logger: logging.Logger, socket: str, **options: Any) -> Sessi
 
 
 class SayOnce:
-    """Passes each sentence on to `say` the first time that it is said. For several threads."""
+    """A filter for log lines: it passes each sentence to `say` only the first time. Safe for several threads."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say, self._said = say, set[str]()

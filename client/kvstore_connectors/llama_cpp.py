@@ -1,13 +1,14 @@
 """A shared, persistent cache for llama-cpp-python: `llm.set_cache(KVStoreLlamaCache(llm))`.
 
-Owns the mapping between a `Llama`'s saved state and stored blocks (`llama_state` cuts and joins the bytes), and the
-fingerprint of a loaded model, a sketch of what it computes among it (`llama_probe`). A completion's state is stored as
-a chain of blocks; the next prompt, in any process, restores the longest run of them it shares, as far as that is
-expected to be faster than computing it. Never does: fail a completion. What cannot be restored is a KeyError, which is
-a cache's word for a miss; what cannot be stored is counted. Never unpickles, and never hands llama.cpp a byte outside
-the shape that this model itself saves. Invariants: a cache serves the one model it was made for; blocks are stored only
-of tokens that the model was seen to evaluate (`llama_probe`), and while its weights' file is the one that was digested
-(`weight_files`).
+The module maps a `Llama`'s saved state to stored blocks (`llama_state` cuts and joins the bytes) and makes the
+fingerprint of a loaded model, which includes a sketch of its computed values (`llama_probe`). A completion's state is
+stored as a chain of blocks. The next prompt, in any process, restores the longest stored run that it shares, if that is
+expected to be faster than computing it.
+
+A completion never fails because of the cache: a state that cannot be restored is a KeyError, which means a miss, and a
+state that cannot be stored is counted. Nothing is unpickled, and llama.cpp gets only bytes of the shape that this model
+itself saves. Invariants: a cache serves the one model it was made for; it stores only tokens that the model was seen to
+evaluate (`llama_probe`), and only while the weights' file is the one that was digested (`weight_files`).
 """
 
 from __future__ import annotations
@@ -69,13 +70,13 @@ _NO_TOKENS: npt.NDArray[np.int32] = np.empty(0, np.int32)
 
 
 class KVStoreLlamaCache(BaseLlamaCache):  # type: ignore[misc]  # llama_cpp has no types
-    """See the module. `socket` as in `kvstore_client.connect`.
+    """The cache object for one `Llama`. `socket` is the parameter of `kvstore_client.connect`.
 
-    Raises ValueError, in one line, for a model whose state cannot be cut into blocks, and for a file that may not be
-    the one that was loaded. `weights_digest` saves a pass over the model's file where one is known; it must differ for
-    different weights, and the caller then answers for the file. `deadline_s` bounds what asking the daemon may cost a
-    prompt. What is expected to be computed faster than loaded is computed, unless `always_load`. `self_test`: the model
-    first computes a short prompt whole and from a restored block, and is refused where the answers differ.
+    `weights_digest` saves a pass over the model's file if a digest is known; it must differ for different weights, and
+    the caller then answers for the file. `deadline_s` bounds the time of asking the daemon for a prompt. A prefix that
+    is expected to be computed faster than loaded is computed, unless `always_load`. `self_test`: the model first
+    computes a short prompt whole and from a restored block, and is refused if the answers differ. Raises ValueError, in
+    one line, for a model whose state cannot be cut into blocks, and for a file that may not be the one that was loaded.
     """
 
     def __init__(
@@ -131,7 +132,7 @@ class KVStoreLlamaCache(BaseLlamaCache):  # type: ignore[misc]  # llama_cpp has 
 
     @property
     def cache_size(self) -> int:
-        """Bytes that this process has stored. What the store holds in all is its operator's to see and to limit."""
+        """The bytes that this process has stored. The operator sees and limits the total of the store."""
         return self._session.statistics().bytes_stored
 
     def __contains__(self, key: Sequence[int]) -> bool:
@@ -141,10 +142,10 @@ class KVStoreLlamaCache(BaseLlamaCache):  # type: ignore[misc]  # llama_cpp has 
             return False
 
     def __getitem__(self, key: Sequence[int]) -> LlamaState:
-        """Bring the longest prefix of `key` that is stored and worth loading into the model, if it is longer than what
-        the model holds.
+        """Bring the longest prefix of `key` that is stored and worth loading into the model, if it is longer than the
+        prefix that the model holds.
 
-        The state that is returned says what the model holds then, so that `Llama` finds nothing left to load: its own
+        The returned state describes the model's new contents, so that `Llama` loads nothing itself: its own
         `load_state` would also fill a matrix of scores that nothing reads, which takes longer than the restore.
         """
         self.restored_tokens = 0
@@ -164,7 +165,9 @@ class KVStoreLlamaCache(BaseLlamaCache):  # type: ignore[misc]  # llama_cpp has 
         return _Current(self._llm)
 
     def _bring(self, prompt: Prompt, held: int) -> None:
-        """Load into the model, which holds `held` tokens. KeyError where nothing longer is to be had, or worth it."""
+        """Load blocks into the model, which holds `held` tokens. Raises KeyError if no longer prefix is stored, or none
+        is worth loading.
+        """
         block_bytes = self._shape.token_bytes * self._block_tokens
         with lease_by_choice(
             self._session, prompt, self._choice, block_bytes=block_bytes, deadline_s=self._deadline_s
@@ -180,7 +183,7 @@ class KVStoreLlamaCache(BaseLlamaCache):  # type: ignore[misc]  # llama_cpp has 
             leased.copied(leased.blocks)
 
     def __setitem__(self, key: Sequence[int], value: LlamaState) -> None:
-        """Store the full blocks of a state; those that are stored already are not written again."""
+        """Store the full blocks of a state, except blocks that are already stored."""
         self._learn()
         if changed := self._weights.changed():
             self._not_stored(_changed(changed))
@@ -216,34 +219,38 @@ class KVStoreLlamaCache(BaseLlamaCache):  # type: ignore[misc]  # llama_cpp has 
         self._weights.close()
 
     def _not_stored(self, why: str) -> None:
-        """Log one line; the same one is not repeated."""
+        """Log `why` in one line, unless it equals the last line."""
         line = f"not stored: {why}"
         if line != self.last_receipt:
             log.warning("%s", line)
         self.last_receipt = line
 
     def _restorable_at_most(self, key: Sequence[int]) -> int:
-        """Leading full blocks of a prompt whose last token is computed in any case."""
+        """Return the number of leading full blocks of a prompt that may be restored; its last token is always
+        computed.
+        """
         return min(len(key) - 1, int(self._llm.n_ctx())) // self._block_tokens
 
     def _tokens(self, key: Sequence[int]) -> npt.NDArray[np.int32]:
         return checked_tokens(key)
 
     def _learn(self) -> None:
-        """What computing the latest prompt took, from where it was not held or restored."""
+        """Report the time that computing the latest prompt took, from the first token that was neither held nor
+        restored.
+        """
         tokens, seconds = self._prompts.stop()
         first = len(self._asked_tokens) - tokens
         if self._choice is not None and tokens and first >= 0:
             self._choice.observe_compute(first, tokens, seconds)
 
     def _assembled(self, leased: Leased) -> npt.NDArray[np.uint8] | None:
-        """The saved state of the blocks that are to be used; None if the lease had ended by the time it was read."""
+        """Return the saved state made of the chosen blocks; None if the lease had ended when it was read."""
         payloads = [leased.lease.payload(block) for block in range(leased.blocks)]
         state = assemble_state(self._shape, payloads, self._block_tokens)
         return state if leased.lease.valid else None
 
     def _restore(self, tokens: npt.NDArray[np.int32], state: npt.NDArray[np.uint8]) -> None:
-        """Make `state` the model's. KeyError, and a model that holds nothing, when llama.cpp does not take it."""
+        """Make `state` the model's state. If llama.cpp refuses it, the model holds nothing, and KeyError is raised."""
         llm = self._llm
         if not take_state(llm, state):
             llm.reset()
@@ -257,9 +264,9 @@ class KVStoreLlamaCache(BaseLlamaCache):  # type: ignore[misc]  # llama_cpp has 
 
 
 class PromptClock:
-    """How long a model computes prompts, by llama.cpp's own counters, which keep an answer's tokens apart.
+    """A clock for the prompts of a model, by llama.cpp's own counters, which count an answer's tokens apart.
 
-    They stand still in a model that was opened with `no_perf=True`.
+    The counters stand still in a model that was opened with `no_perf=True`.
     """
 
     def __init__(self, llm: llama_cpp.Llama) -> None:
@@ -270,7 +277,7 @@ class PromptClock:
         self._started = self._counted()
 
     def stop(self) -> tuple[int, float]:
-        """Tokens and seconds since the start; zeros where it was not started, or the counters began anew."""
+        """Return tokens and seconds since the start; zeros if the clock was not started, or the counters were reset."""
         started, self._started = self._started, None
         tokens, seconds = self._counted()
         if started is None or tokens <= started[0] or seconds <= started[1]:
@@ -284,7 +291,7 @@ class PromptClock:
 
 
 class _Cut:
-    """Writes one block of a saved state straight into shared memory."""
+    """A writer of one block of a saved state into shared memory."""
 
     def __init__(self, saved: SavedState, first: int, tokens: int) -> None:
         self._saved, self._first, self._tokens = saved, first, tokens
@@ -294,7 +301,7 @@ class _Cut:
 
 
 class _Current(LlamaState):  # type: ignore[misc]
-    """What a model holds now. Its bytes are made only if they are read."""
+    """The present state of a model. Its bytes are made only if they are read."""
 
     def __init__(self, llm: llama_cpp.Llama) -> None:
         self._llm = llm
@@ -314,10 +321,11 @@ class _Current(LlamaState):  # type: ignore[misc]
 def fingerprint_of(
     llm: llama_cpp.Llama, probed: SavedState, weights_digest: str, block_tokens: int = BLOCK_TOKENS
 ) -> Fingerprint:
-    """Return all that this model's saved state depends on apart from the tokens, the version of llama.cpp among it.
+    """Return a fingerprint of everything but the tokens that this model's saved state depends on, including the version
+    of llama.cpp.
 
-    `probed`: the state of the first probe tokens. What no setting says, such as a rotation of K and V or another
-    library, is in its sketch.
+    `probed`: the state of the first probe tokens. Its sketch covers what no setting shows, such as a rotation of K and
+    V or another library.
     """
     params, shape = llm.context_params, probed.shape
     context = {name: _plain(getattr(params, name)) for name in _CONTEXT_SETTINGS if hasattr(params, name)}
@@ -342,7 +350,7 @@ def fingerprint_of(
 
 
 def _seen_tokens(state: LlamaState) -> npt.NDArray[np.int32]:
-    """Return the leading tokens of a saved state that the model was seen to evaluate, and that the state names."""
+    """Return the leading tokens that the state names and that the model was seen to evaluate."""
     named, seen = checked_tokens(state.input_ids[: state.n_tokens]), seen_in(state)
     shared = min(len(named), len(seen))
     differs = np.flatnonzero(named[:shared] != seen[:shared])
@@ -350,8 +358,9 @@ def _seen_tokens(state: LlamaState) -> npt.NDArray[np.int32]:
 
 
 def _loaded_files(llm: llama_cpp.Llama, *, is_named: bool) -> WeightFiles:
-    """Return the files that `llm` was loaded from, open. ValueError where the path may show others by now, unless the
-    weights are named by the caller."""
+    """Return the files that `llm` was loaded from, open. Raises ValueError if the path may lead to other files by now,
+    unless `is_named`: the caller has named the weights.
+    """
     paths = _parts(Path(llm.model_path)) + ([Path(llm.lora_path)] if llm.lora_path else [])
     try:
         files = WeightFiles(paths)
@@ -364,7 +373,7 @@ def _loaded_files(llm: llama_cpp.Llama, *, is_named: bool) -> WeightFiles:
 
 
 def file_digest(path: Path) -> str:
-    """Return the digest of a model's file, or of all parts of one that is split."""
+    """Return the digest of a model's file, or of all parts of a split one."""
     return WeightFiles(_parts(path)).digest()
 
 

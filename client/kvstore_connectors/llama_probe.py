@@ -1,18 +1,19 @@
-"""What a `Llama` really writes into its saved state, found out at opening by computing a few fixed tokens.
+"""The real content of a `Llama`'s saved state, found at opening by computing a few fixed tokens.
 
-llama.cpp says in its state neither how K and V are turned before they are stored (it multiplies quantised ones by a
-Hadamard matrix, unless an environment variable says otherwise) nor by which library they were made. Owns two answers: a
-sketch of K and V for the fingerprint, and whether blocks that are restored answer as the whole prompt does. The sketch
-is of signs of sums. Rounding does not reach it, nor do the numbers of threads and of tokens a batch: attention over
-more than one token has no part in it. Another rotation, order or position changes half of its bits. Owns also the
-record of leading positions whose tokens a `Llama` evaluated itself, or had restored: only those have K and V that a
-block may claim to be of them. A `Llama` keeps ids beside the K/V cache, and others move its position without writing
-ids: an image's chunk, a loaded state, a shift. Invariant of the record: `count` positions from 0 on hold K and V of
-exactly `ids`; anything else that happens lowers `count`. Bound: calls of llama.cpp's C functions with the context
-itself are seen only where they shorten the sequence.
+llama.cpp's state says neither how K and V are rotated before they are stored (it multiplies quantised ones by a
+Hadamard matrix, unless an environment variable says otherwise) nor which library made them. So this module makes a
+sketch of K and V for the fingerprint, and tests whether restored blocks give the answers of the whole prompt. The
+sketch holds signs of sums. Rounding and the numbers of threads and of tokens in a batch do not change it, since
+attention over more than one token has no part in it. Another rotation, order or position changes half of its bits.
 
-Costs 16 tokens for the sketch and 160 more (with 64 tokens a block) for the test. Never does: leave the model otherwise
-than it was.
+The module also records the leading positions whose tokens a `Llama` evaluated itself, or had restored: only their K and
+V may be stored as belonging to these tokens. A `Llama` keeps ids beside the K/V cache, and other calls move its
+position without writing ids: an image's chunk, a loaded state, a shift. Invariant of the record: `count` positions from
+0 on hold K and V of exactly `ids`; any other event lowers `count`. Limit: direct calls of llama.cpp's C functions are
+seen only if they shorten the sequence.
+
+The sketch costs 16 tokens and the test 160 more (with 64 tokens a block). The model's own state is unchanged
+afterwards.
 """
 
 from __future__ import annotations
@@ -40,14 +41,16 @@ _FORGETTING = ("kv_cache_clear", "kv_cache_seq_cp", "kv_cache_seq_keep", "kv_cac
 
 
 def probed_state(llm: llama_cpp.Llama) -> SavedState:
-    """Return the state of the first probe tokens. Raises StateUnsupported where blocks cannot be cut from it."""
+    """Return the state of the first probe tokens. Raises StateUnsupported if blocks cannot be cut from it."""
     with _borrowed(llm):
         llm.eval(_tokens(llm, min(SKETCH_TOKENS, int(llm.n_ctx()))))
         return parse_state(llm.save_state().llama_state)
 
 
 def sketch(state: SavedState) -> str:
-    """Return a sketch of K and V of a probed state: the first layer's of all tokens, and all layers' of the first."""
+    """Return a sketch of K and V of a probed state: the first layer's values for all tokens, and all layers' values for
+    the first token.
+    """
     tokens, sums = len(state.positions), []
     planes = state.shape.planes
     step = 2 if state.shape.values else 1
@@ -60,8 +63,9 @@ def sketch(state: SavedState) -> str:
 
 
 def why_not_restorable(llm: llama_cpp.Llama, block_tokens: int) -> str:
-    """Return why `llm` does not answer from a restored block as from the whole prompt; empty if it does, or if its
-    context has no room for a block and what follows."""
+    """Return why `llm` gives another answer from a restored block than from the whole prompt. Empty if the answers
+    agree, or if its context has no room for the test.
+    """
     if llm.n_ctx() < block_tokens + COMPUTED_TOKENS:
         return ""
     tokens = _tokens(llm, block_tokens + COMPUTED_TOKENS)
@@ -89,14 +93,14 @@ def why_not_restorable(llm: llama_cpp.Llama, block_tokens: int) -> str:
 
 
 def take_state(llm: llama_cpp.Llama, state: npt.NDArray[np.uint8]) -> bool:
-    """Make `state` what the context of `llm` holds: whether llama.cpp accepts it."""
+    """Make `state` the content of the context of `llm`; return whether llama.cpp accepts it."""
     buffer = (ctypes.c_uint8 * len(state)).from_buffer(state.data)
     return bool(llama_cpp.llama_state_set_data(llm._ctx.ctx, buffer, len(state)) == len(state))
 
 
 @contextmanager
 def _borrowed(llm: llama_cpp.Llama) -> Iterator[None]:
-    """The model, empty; afterwards it holds what it held."""
+    """Yield the model, emptied; afterwards it holds its former state again."""
     kept = llm.save_state() if llm.n_tokens else None
     ids = llm.input_ids.copy()
     _empty(llm)
@@ -130,7 +134,9 @@ def _normed(values: Floats) -> Floats:
 
 
 def _signs(values: Floats) -> str:
-    """Return the signs of some sums of `values`, each with signs of its own for the numbers, as hexadecimal digits."""
+    """Return the signs of a few sums of `values`, each sum with its own signs for the numbers, as hexadecimal
+    digits.
+    """
     numbers = np.arange(len(values), dtype=np.uint64) + np.uint64(1)
     bits = 0
     with np.errstate(over="ignore"):
@@ -146,7 +152,7 @@ def _signs(values: Floats) -> str:
 
 
 class Evaluated:
-    """The record of one `Llama`."""
+    """The record of the tokens that one `Llama` evaluated."""
 
     def __init__(self, positions: int) -> None:
         self.ids: Ids = np.zeros(positions, np.int32)
@@ -162,12 +168,12 @@ class Evaluated:
         self.count = max(0, min(self.count, position))
 
     def restored(self, tokens: Sequence[int] | Ids) -> None:
-        """The model holds exactly `tokens`, put there whole."""
+        """Record that the model holds exactly `tokens`, restored as a whole."""
         self.count = min(len(tokens), len(self.ids))
         self.ids[: self.count] = tokens[: self.count]
 
     def evaluated(self, first: int, tokens: Sequence[int]) -> None:
-        """The library evaluated `tokens` from position `first` on."""
+        """Record that the library evaluated `tokens` from position `first` on."""
         if first > self.count:  # something else is before them
             return
         end = min(first + len(tokens), len(self.ids))
@@ -175,14 +181,16 @@ class Evaluated:
         self.count = end
 
     def check(self, llm: llama_cpp.Llama) -> None:
-        """Forget all where the memory of `llm` holds fewer positions than the library counts."""
+        """Forget everything if the memory of `llm` holds fewer positions than the library counts."""
         memory = llama_cpp.llama_get_memory(llm._ctx.ctx)
         if llama_cpp.llama_memory_seq_pos_max(memory, 0) + 1 < llm.n_tokens:
             self.cut(0)
 
 
 def watch(llm: llama_cpp.Llama) -> Evaluated:
-    """Return the record of `llm`, which begins with the first call: what it holds by then was not seen."""
+    """Return the record of `llm`. The record begins with the first call: tokens that the model held before were not
+    seen.
+    """
     record = llm.__dict__.get(_RECORD)
     if not isinstance(record, Evaluated):
         record = llm.__dict__[_RECORD] = Evaluated(int(llm.n_ctx()))
@@ -194,13 +202,15 @@ def watch(llm: llama_cpp.Llama) -> Evaluated:
 
 
 def seen_in(state: Any) -> Ids:
-    """Return the leading tokens of a saved state that its `Llama` had evaluated: none if it was not watched."""
+    """Return the leading tokens of a saved state that its `Llama` had evaluated; none if the `Llama` was not
+    watched.
+    """
     seen = getattr(state, "kvstore_seen", None)
     return seen if isinstance(seen, np.ndarray) else np.zeros(0, np.int32)
 
 
 def _watched(kind: type, record: Evaluated) -> type:
-    """Return the class of one `Llama`, a subclass of its own that keeps `record`."""
+    """Return a subclass of `kind`, for one `Llama`, that keeps `record`."""
 
     class Watched(kind):  # type: ignore[misc,valid-type]
         @property
@@ -246,7 +256,7 @@ def _watched(kind: type, record: Evaluated) -> type:
 
 
 def _watched_context(kind: type, record: Evaluated) -> type:
-    """Return the class of one context, which notes in `record` what is done to it beside `Llama.eval`."""
+    """Return a subclass of `kind`, for one context, that notes in `record` the changes made outside `Llama.eval`."""
 
     class WatchedContext(kind):  # type: ignore[misc,valid-type]
         def decode(self, *args: Any, **kwargs: Any) -> Any:

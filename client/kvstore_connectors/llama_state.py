@@ -1,7 +1,7 @@
 """llama.cpp's saved state, taken apart into blocks of tokens and put together again.
 
 A saved state holds the whole sequence layer by layer, so that the states of two turns of one conversation share hardly
-a byte range. Cut by tokens instead, a turn's blocks begin with those of the turn before, and are stored once.
+a byte range. Cut by tokens instead, a turn's blocks begin with the blocks of the last turn, and are stored once.
 
 The format (`llama_context::state_write_data` and `llama_kv_cache::state_write` of llama.cpp), little-endian:
 
@@ -12,10 +12,10 @@ The format (`llama_context::state_write_data` and `llama_kv_cache::state_write` 
     for each layer, values not transposed: i32 type of V, u64 bytes of a row, rows in cell order
     for each layer, values transposed: i32 type of V, u32 bytes of an element, u32 elements, for each all cells
 
-Owns parsing and assembly, and the numbers in a plane, of any of ggml's types that a K/V cache can have, for a sketch of
-the values: a type that is not known here is read as bytes, of which a sketch is as good for equal bytes, and only for
-those. Pure: no llama.cpp, no store. Invariants: a state is understood to its last byte or refused (StateUnsupported):
-sliding windows, recurrent layers and what later versions add are no business of a guess.
+The module parses and assembles states, and reads the numbers in a plane, for a sketch of the values. A plane of an
+unknown ggml type is read as bytes; then a sketch agrees only for equal bytes. Pure: no llama.cpp, no store. Invariant:
+a state is understood to its last byte or refused (StateUnsupported), so sliding windows, recurrent layers and additions
+of later versions are never guessed.
 """
 
 from __future__ import annotations
@@ -42,32 +42,34 @@ _IQ4_NL_VALUES = np.array(
 
 
 class StateUnsupported(ValueError):
-    """A saved state that is not one plain attention cache of one sequence; says what it is instead."""
+    """A saved state that is not one plain attention cache of one sequence; the message says what it is."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """K or V of one layer: its ggml type, the bytes of a token in it, and, if transposed, those of an element."""
+    """The K or the V part of one layer: its ggml type, the bytes of a token in it, and, if transposed, the bytes of an
+    element.
+    """
 
     ggml_type: int
     token_bytes: int
     element_bytes: int = 0  # 0: a token's bytes are contiguous
 
     def of(self, region: Bytes, tokens: int) -> Bytes:
-        """uint8 [rows, tokens * bytes] view of a region that holds this plane for `tokens` tokens."""
+        """Return a uint8 [rows, tokens * bytes] view of a region that holds this plane for `tokens` tokens."""
         if self.element_bytes:
             return region.reshape(self.token_bytes // self.element_bytes, tokens * self.element_bytes)
         return region.reshape(1, tokens * self.token_bytes)
 
     @property
     def step_bytes(self) -> int:
-        """Bytes of one token in one row of `of`."""
+        """The bytes of one token in one row of `of`."""
         return self.element_bytes or self.token_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class StateShape:
-    """All of a saved state that does not depend on its tokens."""
+    """The parts of a saved state that do not depend on its tokens."""
 
     architecture: bytes
     is_transposed: bool
@@ -76,14 +78,14 @@ class StateShape:
 
     @property
     def planes(self) -> tuple[Plane, ...]:
-        """In the order of a block's payload: K and V of the first layer, of the second, ..."""
+        """The planes in the order of a block's payload: K and V of the first layer, of the second, ..."""
         if not self.values:
             return self.keys
         return tuple(plane for pair in zip(self.keys, self.values, strict=True) for plane in pair)
 
     @property
     def layer_bytes(self) -> list[int]:
-        """Bytes of one token, by layer."""
+        """The bytes of one token, by layer."""
         values = self.values or (Plane(0, 0),) * len(self.keys)
         return [key.token_bytes + value.token_bytes for key, value in zip(self.keys, values, strict=True)]
 
@@ -113,11 +115,13 @@ class SavedState:
     regions: tuple[Bytes, ...]
 
     def holds(self, tokens: int) -> bool:
-        """Whether its first cells are positions 0, 1, ... up to `tokens`: then blocks can be cut from it."""
+        """Return whether the first cells are positions 0, 1, ... up to `tokens`, so that blocks can be cut from
+        them.
+        """
         return len(self.positions) >= tokens and bool(np.array_equal(self.positions[:tokens], np.arange(tokens)))
 
     def write_block(self, first: int, tokens: int, destination: Bytes) -> None:
-        """The payload of the block of `tokens` tokens from cell `first` on."""
+        """Write the payload of the block of `tokens` tokens from cell `first` on to `destination`."""
         start = 0
         for plane, region in zip(self.shape.planes, self.regions, strict=True):
             end = start + tokens * plane.token_bytes
@@ -158,7 +162,7 @@ def parse_state(data: bytes | bytearray | memoryview | Bytes) -> SavedState:
 
 
 def assemble_state(shape: StateShape, blocks: Sequence[Bytes], block_tokens: int) -> Bytes:
-    """The saved state of a sequence whose consecutive blocks have these payloads."""
+    """Return the saved state of a sequence whose consecutive blocks have these payloads."""
     tokens = len(blocks) * block_tokens
     cells = np.zeros(tokens, _CELL)
     cells["position"], cells["sequences"] = np.arange(tokens), 1
@@ -186,7 +190,7 @@ def assemble_state(shape: StateShape, blocks: Sequence[Bytes], block_tokens: int
 
 
 def _payload_offset(shape: StateShape, index: int) -> int:
-    """Bytes a token takes in a payload before the plane that is number `index` in the saved state."""
+    """Return the bytes that a token takes in a payload before the plane that is number `index` in the saved state."""
     layers = len(shape.keys)
     layer, is_value = index % layers, index >= layers
     return sum(shape.layer_bytes[:layer]) + (shape.keys[layer].token_bytes if is_value else 0)
@@ -199,7 +203,7 @@ def _value_head(plane: Plane) -> bytes:
 
 
 class _Cursor:
-    """Reads forward through a state; a state that ends too early is unsupported, never an IndexError."""
+    """A cursor that reads forward through a state; a state that ends too early is unsupported, never an IndexError."""
 
     def __init__(self, data: Bytes) -> None:
         self._data = data

@@ -1,8 +1,7 @@
-"""Leases as many leading blocks of a prompt as are worth loading, for connectors that load before they compute.
+"""A lease of as many leading blocks of a prompt as are worth loading, for connectors that load before they compute.
 
-Owns the order: lease what is mapped, choose, and ask again, with a deadline, where blocks of slower tiers are worth it;
-and the report of what that took to the choice. Most prefixes are mapped whole and cost one round trip. Never raises for
-a miss.
+It first leases the mapped blocks, chooses, and asks again, with a deadline, if blocks of slower tiers are worth it;
+then it reports the time to the choice. Most prefixes are mapped whole and cost one round trip. A miss raises nothing.
 """
 
 from __future__ import annotations
@@ -26,8 +25,9 @@ REASON_COMPUTED = "computing is faster than loading"
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """`tokens` is hashable as `Session.get` takes it; of its `blocks` leading blocks the engine holds `held`. All of
-    `count` tokens will be held or computed, one at least computed."""
+    """A prompt to load. `tokens` is hashable, as `Session.get` takes it; of its `blocks` leading blocks the engine
+    holds `held`. All of `count` tokens will be held or computed, at least one of them computed.
+    """
 
     tokens: Any
     count: int
@@ -37,10 +37,10 @@ class Prompt:
 
 @dataclass(slots=True)
 class Leased:
-    """The first `blocks` blocks of `lease` are to be used, those that are held already among them; then call `copied`.
-    No more than are held: nothing is loaded.
+    """The result of a lease. Use the first `blocks` blocks of `lease`, which include those already held; then call
+    `copied`. If `blocks` is at most the number held, there is nothing to load.
 
-    `stored` blocks of the prompt can be had at all. `reason` says why no more are used.
+    `stored` is the number of blocks of the prompt that can be had. `reason` says why no more are used.
     """
 
     lease: Lease
@@ -51,7 +51,9 @@ class Leased:
     _observe: Callable[[int], None] = field(repr=False)
 
     def copied(self, blocks: int) -> None:
-        """So many of the blocks are in the engine now; 0 if the lease had ended. Not calling it teaches nothing."""
+        """Report that `blocks` blocks are in the engine now; 0 if the lease had ended. Without this call, the choice
+        learns nothing.
+        """
         self._observe(blocks)
 
 
@@ -59,8 +61,9 @@ class Leased:
 def lease_by_choice(
     session: Session, prompt: Prompt, choice: LoadChoice | None, *, block_bytes: int, deadline_s: float | None = None
 ) -> Iterator[Leased]:
-    """`choice`: None loads all that is stored. `deadline_s` is for the first question (default: the session's), which
-    is given up earlier where computing all is known to take less."""
+    """Yield the leased blocks. `choice`: None loads all that is stored. `deadline_s` bounds the first question, in
+    seconds (default: the session's); it ends earlier if computing everything is known to take less.
+    """
     if choice is not None:
         deadline_s = bounded_wait_s(choice, prompt.held * session.block_tokens, prompt.count, deadline_s)
     begin = time.perf_counter()
@@ -85,7 +88,9 @@ def lease_by_choice(
 
 
 def _hit(prompt: Prompt, mapped: int, stored: int, load_s: float, session: Session, block_bytes: int) -> Hit:
-    """The daemon says what the blocks that are not mapped take together; so they count as equal."""
+    """Return the hit for the choice. The daemon gives one time for all blocks that are not mapped, so each gets an
+    equal part.
+    """
     held = prompt.held
     ready, slower = max(mapped - held, 0), max(stored - max(mapped, held), 0)
     each_s = load_s / slower if slower else 0.0
@@ -96,13 +101,15 @@ def _hit(prompt: Prompt, mapped: int, stored: int, load_s: float, session: Sessi
 
 
 def hit_of(found: Lookup, first: int, last: int, *, block_tokens: int, block_bytes: int, tokens: int, held: int) -> Hit:
-    """Blocks [first, last) of what was looked up, behind `held` tokens of a prompt of `tokens`."""
+    """Return the hit of blocks [first, last) of a lookup, behind `held` tokens of a prompt of `tokens`."""
     each_s = found.load_s or (found.estimated_load_s / max(found.blocks, 1),) * found.blocks
     return Hit(found.tiers[first:last], each_s[first:last], block_tokens, block_bytes, tokens, held)
 
 
 def bounded_wait_s(choice: LoadChoice, held: int, count: int, deadline_s: float | None) -> float | None:
-    """How long asking for a prompt may take: a daemon that stands still must not cost more than it could have saved."""
+    """Return how long asking for a prompt may take, in seconds: a daemon that hangs must not cost more than it could
+    have saved.
+    """
     computing_s = choice.known_compute_s(held, count - held)
     if math.isinf(computing_s):
         return deadline_s

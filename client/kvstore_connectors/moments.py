@@ -1,5 +1,5 @@
-"""Points in an engine's work, which may be ahead of its device: when they have come, the time between two, and how many
-layers of a copy are done.
+"""Points in an engine's work, which may be ahead of its device: whether they have come, the time between two of them,
+and the number of layers of a copy that are done.
 
 On a CUDA device a moment is an event (`kvstore_client.device.DeviceMoment`).
 """
@@ -14,35 +14,39 @@ from kvstore_restore.choice import LoadChoice
 
 
 class Moment(Protocol):
-    """Behind all that the engine had begun when it was named."""
+    """A point behind all work that the engine had begun when the moment was made."""
 
     def wait(self) -> None:
-        """Until it has come. Raises what the device says."""
+        """Wait until the moment has come. Raises the device's error."""
         ...
 
     def seconds_since(self, earlier: Any) -> float | None:
-        """From an earlier moment of the same kind; None where that is not known, or not known yet. Never waits."""
+        """Return the seconds since an earlier moment of this kind; None if they are not known, or not yet. Never
+        waits.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class HostMoment:
-    """Of an engine that has done what it has begun. `at_s`: None where the work of another device is not done when its
-    call returns."""
+    """A moment of an engine that has finished all that it has begun. `at_s`: None if the work of another device may
+    still run when its call returns.
+    """
 
     at_s: float | None
 
     def wait(self) -> None:
-        """The CPU is there; torch itself waits for another device when it copies from it."""
+        """Do nothing: the CPU has finished, and torch itself waits for another device when it copies from it."""
 
     def seconds_since(self, earlier: HostMoment) -> float | None:
         return None if self.at_s is None or earlier.at_s is None else self.at_s - earlier.at_s
 
 
 class LayerProgress:
-    """Counts the layers of a copy that are done: one thread copies, others wait for the layer that they are to read.
+    """A counter of the layers of a copy that are done: one thread copies, other threads wait for the layer that they
+    will read.
 
-    A copy ends once, whether all of its layers are done or not.
+    A copy ends once, even if some of its layers are not done.
     """
 
     def __init__(self) -> None:
@@ -51,7 +55,7 @@ class LayerProgress:
         self._changed = threading.Condition()
 
     def advance(self) -> None:
-        """One more layer may be read."""
+        """Mark one more layer as readable."""
         with self._changed:
             self._done += 1
             self._changed.notify_all()
@@ -62,15 +66,16 @@ class LayerProgress:
             self._changed.notify_all()
 
     def wait(self, layer: int) -> None:
-        """Wait until `layer` is done, or will never be."""
+        """Wait until `layer` is done, or the copy has ended without it."""
         with self._changed:
             self._changed.wait_for(lambda: self._done > layer or self._has_ended)
 
 
 class ComputeTimes:
-    """Reports to `choice` (None: nothing is to be learned) what calls of a model took, as soon as that is known.
+    """A report of the times of a model's calls to `choice`, as soon as they are known; None: nothing is learned.
 
-    A device may still be computing when its call returns: then it is asked again at the next one, and never waited for.
+    A device may still be computing when its call returns: then the time is asked for at the next call, never waited
+    for.
     """
 
     def __init__(self, choice: LoadChoice | None) -> None:
@@ -78,12 +83,12 @@ class ComputeTimes:
         self._open: tuple[int, int, Moment, Moment] | None = None
 
     def ended(self, first: int, tokens: int, begin: Moment, end: Moment) -> None:
-        """`tokens` tokens from position `first` on were computed between these."""
+        """Note that `tokens` tokens from position `first` on were computed between `begin` and `end`."""
         self._open = first, tokens, begin, end
         self.report()
 
     def report(self) -> None:
-        """Report the latest call to the choice, if its time is known by now."""
+        """Report the time of the latest call to the choice, if it is known by now."""
         if self._choice is None or self._open is None:
             return
         first, tokens, begin, end = self._open

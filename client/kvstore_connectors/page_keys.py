@@ -1,9 +1,8 @@
-"""Our keys of pages that an engine names itself, by a hash that is chained over the tokens before them.
+"""The store's keys for pages that an engine names by a hash chained over the tokens before them.
 
-Such a hash says nothing of model, shard, type or layout. Our key of a page is a keyed hash of the engine's, and the key
-of that hash comes from the daemon and differs by tenant and fingerprint: no two of them ever share a page, and a key
-reveals nothing about its page.
-Pure: imports no engine.
+The engine's hash says nothing of model, shard, type or layout. The store's key of a page is a keyed hash of the
+engine's hash; the secret comes from the daemon and differs by tenant and fingerprint. So two tenants or models never
+share a page, and a key reveals nothing about its page. Pure: imports no engine.
 """
 
 from __future__ import annotations
@@ -17,12 +16,14 @@ from kvstore_proto.identity import KEY_BYTES, BlockKeys
 
 @dataclass(frozen=True, slots=True)
 class PageKeys:
-    """From an engine's page hashes to our keys. `secret` is 16 bytes that this tenant and fingerprint alone have."""
+    """A map from an engine's page hashes to the store's keys. `secret` is 16 bytes that only this tenant and
+    fingerprint have.
+    """
 
     secret: bytes
 
     def of(self, hashes: Sequence[str], pool: str = "kv") -> BlockKeys:
-        """The keys of consecutive pages of one pool. Equal hashes in two pools are two pages."""
+        """Return the keys of consecutive pages of one pool. Equal hashes in two pools are two pages."""
         return BlockKeys(b"".join(self._key(pool, page) for page in hashes))
 
     def _key(self, pool: str, page: str) -> bytes:

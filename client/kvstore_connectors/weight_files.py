@@ -1,9 +1,8 @@
-"""The files that a running model's weights come from: whether these were loaded, and are still unchanged.
+"""The files of a running model's weights, and whether they are still unchanged.
 
-Weights that are mapped change with their file. Owns open descriptors of such files, so that a file that is renamed over
-or deleted is still watched, their digest, and what they looked like when it was taken.
-Bound: a change is noticed by the next `changed` after it; one whose time of change was set back only where a digest was
-taken, by reading again.
+Weights that are mapped change with their file. The module owns open descriptors of these files, so that a file that is
+renamed over or deleted is still watched, their digest, and their state when it was taken. Limit: a change is noticed by
+the next `changed` after it; a change whose time was set back is noticed only if a digest was taken, by reading again.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ DELETED = " (deleted)"
 
 @dataclass(frozen=True, slots=True)
 class Mapping:
-    """A run of addresses, [begin, end), that show a file; `path` ends in " (deleted)" where that name is gone."""
+    """A run of addresses, [begin, end), that map a file; `path` ends in " (deleted)" if that name is gone."""
 
     begin: int
     end: int
@@ -33,10 +32,10 @@ class Mapping:
 
 
 class WeightFiles:
-    """Open files whose content must stay as it is. Closed when it is collected."""
+    """Open files whose content must not change. They are closed when the object is collected."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
-        """Open `paths` and remember how they look now. Raises OSError."""
+        """Open `paths` and remember their present state. Raises OSError."""
         self._descriptors: list[int] = []
         self.paths = list(paths)
         try:
@@ -65,7 +64,7 @@ class WeightFiles:
         return hashing.hexdigest()
 
     def changed(self, *, by_content: bool = False) -> str:
-        """Return the path of a file that was written to, or cut, since it was opened; empty if none was.
+        """Return the path of a file that was written to, or cut, since it was opened; "" if there is none.
 
         `by_content`: the caller compares contents, so that other permissions, and a time that was set back, count too.
         """
@@ -92,8 +91,9 @@ class WeightFiles:
 
 
 def why_unknown(files: WeightFiles, mappings: list[Mapping], began: float) -> str:
-    """Return why this process, which `began` then (Unix time), may have loaded other bytes than `files` have; empty if
-    not: this process maps them, or neither they nor a link to them is younger than the process."""
+    """Return why this process, which began at `began` (Unix time), may have loaded other bytes than `files` have. "" if
+    it cannot have: the process maps the files, or neither they nor a link to them is younger than the process.
+    """
     for path, state in zip(files.paths, files.states, strict=True):
         real = os.path.realpath(path)
         shown = [each for each in mappings if each.path in (real, real + DELETED)]
@@ -115,7 +115,7 @@ def process_began() -> float:
 
 
 def mappings_now() -> list[Mapping]:
-    """Return what this process maps of files."""
+    """Return the files that this process maps."""
     found = []
     with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as file:
         for line in file:
@@ -134,7 +134,7 @@ def _youngest(path: Path, state: os.stat_result) -> float:
 
 
 def _settled(descriptor: int) -> tuple[int, int, int]:
-    """Return a file's mark once a later write is sure to change it: at most a tick after its last one."""
+    """Return a file's mark once a later write is sure to change it: at most a clock tick after its last write."""
     state = os.fstat(descriptor)
     age_s = time.time() - max(state.st_mtime, state.st_ctime)
     if 0 <= age_s < _TICK_S:

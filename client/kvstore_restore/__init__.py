@@ -1,1 +1,3 @@
-"""Restoring a stored prefix by computing its head and loading its tail at once: costs, plans, pointers, order."""
+"""The restoration of a stored prefix by computing its head and loading its tail at once: costs, plans, pointers,
+order.
+"""

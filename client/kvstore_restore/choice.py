@@ -1,19 +1,20 @@
 """Chooses how many leading blocks of a hit a connector loads; the engine computes the rest. Learns both costs from
 requests.
 
-For engines that compute only behind what was loaded. With n blocks loaded a first token takes
+It is for engines that compute only behind loaded blocks. With n blocks loaded a first token takes
 
     own(n) + sum of bias(tier) * load_s over the n blocks + compute(rest of the prompt)
 
-`own` is what a load costs the client (the call, the copy), a line in the bytes. `load_s` is the daemon's estimate, with
-queues (`Lookup.load_s`); `bias` is how wrong that was lately, by tier. Within a run of blocks in one tier the
-sum is concave in n, so its least value is at an end of a run: only those are compared.
+`own` is the client's own cost of a load (the call, the copy), a line in the bytes. `load_s` is the daemon's estimate,
+with queues (`Lookup.load_s`); `bias` is the recent error of that estimate, a factor by tier. Within a run of blocks in
+one tier the sum is concave in n, so its least value is at an end of a run: only those are compared.
 
 A path that is not taken teaches nothing. So after `TRIAL_EVERY` decisions without it, fewer where it was taken only a
 few times, some blocks take the other one, as soon as the predicted loss has been saved up: `TRIAL_SHARE` of the time of
-each request may be lost to this. All blocks do where that is affordable and none did so for `WHOLE_TRIAL_EVERY`
-decisions: where the paths are close, what a part of one takes says too little of it.
-Owns the trials; what was learned is in `LearnedCosts`. It loads and computes nothing. Safe for use by several threads.
+each request may be lost to this. All blocks do if that is affordable and none did so for `WHOLE_TRIAL_EVERY`
+decisions: if the paths are close, the time of a part says too little of the whole.
+The module owns the trials; `LearnedCosts` has the learned costs. It loads and computes nothing. Safe for use by several
+threads.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ _SAVE_EVERY = 64  # loads that were observed
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """Stored blocks of a prompt of `tokens` tokens, behind the `first` tokens that the engine holds.
+    """A hit: stored blocks of a prompt of `tokens` tokens, behind the `first` tokens that the engine holds.
 
-    `tiers`, `load_s`: by block, the latter what it adds to the time until all are mapped. ValueError if the blocks do
-    not leave a token to compute, or differ in number.
+    `tiers`, `load_s`: by block; `load_s` is the seconds that a block adds to the time until all are mapped. Raises
+    ValueError if the blocks do not leave a token to compute, or differ in number.
     """
 
     tiers: Sequence[str]
@@ -62,13 +63,13 @@ class Hit:
             raise ValueError("a block needs at least one token and one byte, and one token of a prompt is computed")
 
     def held(self, blocks: int) -> int:
-        """Tokens that the engine holds once so many blocks are loaded."""
+        """Return how many tokens the engine holds once `blocks` blocks are loaded."""
         return self.first + blocks * self.block_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Load `blocks` leading blocks and give that up after `deadline_s`; compute what is then left.
+    """A choice: load `blocks` leading blocks, give that up after `deadline_s` seconds, and compute the rest.
 
     `load_s` and `compute_s` are predicted; `wait_s` is the daemon's part of `load_s`, without the bias of `tier`.
     `is_trial`: another number is predicted to be a little better.
@@ -84,13 +85,13 @@ class Chosen:
 
 
 def all_of(hit: Hit) -> Chosen:
-    """Choose without any knowledge: as much as can be had, however long it takes."""
+    """Choose without any knowledge: all blocks that can be had, however long it takes."""
     return Chosen(len(hit.tiers), deadline_s=math.inf, wait_s=sum(hit.load_s), tier=_slowest(hit, len(hit.tiers)))
 
 
 class LoadChoice:
-    """Loads all until something was computed. `costs`: what was learned. `step_tokens`: the most that the engine
-    computes in one step, 0: no bound.
+    """The choice. It loads all blocks until something was computed. `costs`: the learned costs. `step_tokens`: the most
+    tokens that the engine computes in one step, 0: no bound.
     """
 
     def __init__(self, costs: LearnedCosts | None = None, *, step_tokens: int = 0) -> None:
@@ -129,24 +130,28 @@ class LoadChoice:
         return self._chosen(hit, tried, waits, nothing_s, is_trial=True)
 
     def compute_s(self, first: int, tokens: int) -> float:
-        """Predicted seconds to compute `tokens` tokens from position `first` on."""
+        """Return the predicted seconds to compute `tokens` tokens from position `first` on."""
         return self._costs.prefill_s(first, first + tokens, self._step_tokens)
 
     def known_compute_s(self, first: int, tokens: int) -> float:
-        """Predict as `compute_s`; infinite until something was computed."""
+        """Return the prediction of `compute_s`; infinity until something was computed."""
         with self._lock:
             return self.compute_s(first, tokens) if self._costs.steps.is_known else math.inf
 
     def observe_compute(self, first: float, tokens: int, seconds: float) -> None:
-        """One step of `tokens` tokens, from position `first` on, took `seconds`. Of tokens of several requests `first`
-        is such that `tokens * (first + tokens / 2)` is the number of pairs of a token and one that it attends to. A
-        step much shorter than the latest hit says only what every step takes: of many such ones a fit learns noise."""
+        """Learn that one step of `tokens` tokens, from position `first` on, took `seconds`. For tokens of several
+        requests, `first` is such that `tokens * (first + tokens / 2)` is the number of pairs of a token and one that
+        it attends to. A step much shorter than the latest hit shows only the fixed time of every step: many short
+        steps would teach a fit only noise.
+        """
         with self._lock:
             if self._costs.observe_batch([(tokens, first)], seconds, least_tokens=self._informative_tokens):
                 self._since_compute = 0
 
     def observe_load(self, hit: Hit, chosen: Chosen, blocks: int, seconds: float) -> None:
-        """`blocks` of the chosen ones had been loaded after `seconds`; when fewer than chosen, that was given up."""
+        """Learn that `blocks` of the chosen ones had been loaded after `seconds`; if fewer than chosen, the load was
+        given up.
+        """
         if not chosen.blocks or seconds <= 0:
             return
         with self._lock:
@@ -166,7 +171,7 @@ class LoadChoice:
         self._costs.biases.observe(chosen.tier, predicted, factor, gave_up=not is_whole)
 
     def save(self, path: Path | None = None) -> None:
-        """Save what was learned, as `LearnedCosts.save`."""
+        """Save the learned costs, as `LearnedCosts.save` does."""
         self._unsaved = 0
         self._costs.save(path)
 
@@ -183,7 +188,9 @@ class LoadChoice:
         return self._costs.load_s(MAPPED, blocks * hit.block_bytes) + waits[blocks] if blocks else 0.0
 
     def _waits(self, hit: Hit) -> list[float]:
-        """Return, by number of leading blocks, how long the daemon is expected to take until they are mapped."""
+        """Return, by number of leading blocks, the seconds that the daemon is expected to take until they are
+        mapped.
+        """
         biases = {tier: self._costs.biases.of(tier, _predicted(hit, tier, len(hit.tiers))) for tier in set(hit.tiers)}
         return list(accumulate(map(mul, map(biases.__getitem__, hit.tiers), hit.load_s), initial=0.0))
 
@@ -204,8 +211,9 @@ class LoadChoice:
         return Chosen(blocks, load_s, compute_s, deadline_s, sum(hit.load_s[:blocks]), _slowest(hit, blocks), is_trial)
 
     def _tried(self, hit: Hit, best: int, best_s: float, waits: Sequence[float], all_or_none: bool) -> int | None:
-        """More or fewer blocks than the best, for what it teaches; None if that would cost too much now, or teaches
-        nothing."""
+        """Return more or fewer blocks than the best, as a trial; None if that would cost too much now, or teaches
+        nothing.
+        """
         whole = len(hit.tiers)
         if best < whole and self._since_load >= TRIAL_EVERY:
             room, sign = whole - best, +1
@@ -232,7 +240,7 @@ def _halves(number: int) -> Iterator[int]:
 
 
 def _ends_of_runs(hit: Hit) -> list[int]:
-    """Return where one tier's blocks are followed by another's; of too many, as many as fit."""
+    """Return where one tier's blocks are followed by another's; if there are too many, as many as fit."""
     tiers = [hit.tiers[block] if not _is_mapped(hit, block) else "" for block in range(len(hit.tiers))]
     ends = [at for at in range(1, len(tiers)) if tiers[at] != tiers[at - 1]]
     return ends[:: len(ends) // _MOST_ENDS + 1]
@@ -243,13 +251,13 @@ def _is_mapped(hit: Hit, block: int) -> bool:
 
 
 def _predicted(hit: Hit, tier: str, blocks: int) -> float:
-    """Seconds a byte of those of the first `blocks` that are in `tier`."""
+    """Return the predicted seconds a byte for the blocks in `tier` among the first `blocks`."""
     of_tier = [seconds for name, seconds in zip(hit.tiers[:blocks], hit.load_s, strict=False) if name == tier]
     return sum(of_tier) / (len(of_tier) * hit.block_bytes) if of_tier else 0.0
 
 
 def _slowest(hit: Hit, blocks: int) -> str:
-    """The tier that most of the time of these blocks is spent on; "" where all are mapped."""
+    """Return the tier on which most of the time of these blocks is spent; "" if all are mapped."""
     spent: dict[str, float] = {}
     for block in range(blocks):
         if not _is_mapped(hit, block):

@@ -3,7 +3,7 @@
     computing n tokens from position p      alpha + beta*n + gamma*n*(p + n/2)
     loading k bytes from a tier             lambda + k/B, for each tier its own
 
-While both run, each takes longer by a factor. Times are seconds. `learned.py` fits these values to what was measured,
+While both run, each takes longer by a factor. Times are seconds. `learned.py` fits these values to measurements,
 as coefficients for features of the order of 1.
 """
 
@@ -17,7 +17,9 @@ _TOKENS, _ATTENDED, _BYTES = 512.0, 512.0 * 1024.0, 16.0 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class ComputeCost:
-    """`fixed_s` a step, `token_s` a token, `attended_s` for each pair of a token and one that it attends to."""
+    """The cost of computing: `fixed_s` a step, `token_s` a token, `attended_s` for each pair of a token and one that it
+    attends to.
+    """
 
     fixed_s: float
     token_s: float
@@ -25,7 +27,7 @@ class ComputeCost:
 
     @staticmethod
     def features(tokens: float, attended: float) -> tuple[float, float, float]:
-        """Describe a step of `tokens` tokens that attend to `attended` pairs."""
+        """Return the features of a step of `tokens` tokens that attend to `attended` pairs."""
         return 1.0, tokens / _TOKENS, attended / _ATTENDED
 
     @classmethod
@@ -35,24 +37,24 @@ class ComputeCost:
         return cls(fixed_s, token_s / _TOKENS, attended_s / _ATTENDED)
 
     def step_s(self, tokens: float, attended: float) -> float:
-        """Predict the seconds of one step of `tokens` tokens that attend to `attended` pairs."""
+        """Return the predicted seconds of one step of `tokens` tokens that attend to `attended` pairs."""
         return self.fixed_s + self.token_s * tokens + self.attended_s * attended if tokens else 0.0
 
     def chunk_s(self, first: float, tokens: int) -> float:
-        """Predict the seconds to compute `tokens` tokens from position `first` on, in one step."""
+        """Return the predicted seconds to compute `tokens` tokens from position `first` on, in one step."""
         return self.step_s(tokens, tokens * (first + tokens / 2))
 
 
 @dataclass(frozen=True, slots=True)
 class LinkCost:
-    """`fixed_s` a load and `byte_s` a byte."""
+    """The cost of a link: `fixed_s` a load and `byte_s` a byte."""
 
     fixed_s: float
     byte_s: float
 
     @staticmethod
     def features(nbytes: float) -> tuple[float, float]:
-        """Describe a load of `nbytes`."""
+        """Return the features of a load of `nbytes`."""
         return 1.0, nbytes / _BYTES
 
     @classmethod
@@ -62,7 +64,7 @@ class LinkCost:
         return cls(fixed_s, byte_s / _BYTES)
 
     def load_s(self, nbytes: float) -> float:
-        """Predict the seconds to load `nbytes` in one piece."""
+        """Return the predicted seconds to load `nbytes` in one piece."""
         return self.fixed_s + self.byte_s * nbytes if nbytes else 0.0
 
 
@@ -74,7 +76,9 @@ class Contention:
     load: float = 1.0
 
     def finish_s(self, compute_s: float, load_s: float) -> float:
-        """Predict when both are done, if they start at once and would take `compute_s` and `load_s` alone."""
+        """Return the predicted seconds until both are done, if they start at once and would take `compute_s` and
+        `load_s` alone.
+        """
         slowed_compute_s, slowed_load_s = compute_s * self.compute, load_s * self.load
         if slowed_compute_s <= slowed_load_s:
             return slowed_compute_s + load_s - slowed_compute_s / self.load
@@ -83,7 +87,7 @@ class Contention:
 
 @dataclass(frozen=True, slots=True)
 class RestoreCosts:
-    """All costs of one model on one machine. `links` is by the name of the tier."""
+    """All costs of one model on one machine. `links` by the name of the tier."""
 
     compute: ComputeCost
     links: Mapping[str, LinkCost]

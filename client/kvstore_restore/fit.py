@@ -1,13 +1,13 @@
 """Recursive least squares: a linear cost refitted with every observation.
 
-Owns a coefficient vector and its uncertainty. It does not know what the features mean.
-Invariant: predictions are never negative and never NaN, regardless of what was observed.
+The module owns a coefficient vector and its uncertainty. It does not know what the features mean. Invariant:
+predictions are never negative and never NaN, for any observations.
 
-Errors are relative (each sample is divided by its cost): a 2 ms chunk and a 2 s one count the same, which is
-what comparing two costs needs. Older samples fade by the factor `memory`. Algorithm: Haykin, "Adaptive Filter
-Theory", chapter on RLS; one sample's pull is bounded, so that a descheduled step cannot wreck the fit. Alone that would
-take hundreds of samples to arrive at a cost a hundred times that of the prior; so the first sample scales the whole
-fit, and so does the last of some in a row that are far off in one direction.
+Errors are relative (each sample is divided by its cost): a 2 ms chunk and a 2 s one count alike, which comparing two
+costs needs. Older samples fade by the factor `memory`. Algorithm: Haykin, "Adaptive Filter Theory", chapter on RLS; one
+sample's pull is bounded, so that a descheduled step cannot wreck the fit. With that bound alone it would take hundreds
+of samples to arrive at a cost a hundred times the prior's; so the first sample scales the whole fit, and so does the
+last of some in a row that are far off in one direction.
 """
 
 import math
@@ -23,7 +23,7 @@ _MEMORY = 0.995  # requests of one kind follow each other: a shorter one would f
 
 
 class Fit:
-    """cost_s ~ features @ coefficients, in seconds. Features should be scaled to be of the order of 1."""
+    """A linear fit: cost_s ~ features @ coefficients, in seconds. Features should be scaled to be of the order of 1."""
 
     def __init__(
         self, prior: Sequence[float], uncertainty: float = 10.0, memory: float = _MEMORY, patience: int = 2
@@ -42,15 +42,15 @@ class Fit:
             self._covariance[at][at] = (max(abs(value), _SMALLEST_COST_S) * uncertainty) ** 2
 
     def predict(self, features: Sequence[float]) -> float:
-        """Predict the seconds for `features`; at least 0."""
+        """Return the predicted seconds for `features`; at least 0."""
         return max(0.0, float(sum(map(mul, self.coefficients, features))))
 
     def observe(
         self, features: Sequence[float], cost_s: float, *, is_to_scale: bool = False, is_alike: bool = True
     ) -> None:
         """Learn that `features` took `cost_s` seconds. A sample that is not finite or not positive is ignored.
-        `is_to_scale`: samples before were wrong by one factor, which this one corrects. Unless `is_alike`, it says
-        nothing of what others took, and moves them only as far as it shares features with them.
+        `is_to_scale`: earlier samples were wrong by one factor, which this one corrects. Unless `is_alike`, the
+        sample moves other predictions only as far as it shares features with them.
         """
         if not (math.isfinite(cost_s) and cost_s > 0 and all(map(math.isfinite, features))):
             return
@@ -65,18 +65,18 @@ class Fit:
         self.samples += 1
 
     def rescale(self, factor: float) -> None:
-        """Make all that is predicted `factor` times as much."""
+        """Multiply all predictions by `factor`."""
         factor = min(max(self._scale * factor, 1 / _MOST_SCALE), _MOST_SCALE) / self._scale
         self._scale *= factor
         self.coefficients = [factor * value for value in self.coefficients]
         self._covariance = [[factor * factor * value for value in line] for line in self._covariance]
 
     def state(self) -> dict[str, list[float] | int | float]:
-        """Return what `restore` needs, as plain numbers."""
+        """Return the state that `restore` needs, as plain numbers."""
         return {"samples": self.samples, "coefficients": self.coefficients, "scale": self._scale}
 
     def restore(self, samples: int, coefficients: Sequence[float], scale: float) -> None:
-        """Continue from a saved fit. ValueError if it has another form."""
+        """Continue from a saved fit. Raises ValueError if it has another form."""
         values = [float(value) for value in coefficients]
         if len(values) != len(self.coefficients) or not all(map(math.isfinite, values)) or samples < 0:
             raise ValueError(f"not a fit of {len(self.coefficients)} finite coefficients")

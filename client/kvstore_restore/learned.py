@@ -1,8 +1,8 @@
-"""Costs fitted to what was measured, and saved over restarts: one model for engines and connectors.
+"""Costs fitted to measurements, and saved over restarts: one model for engines and connectors.
 
-Owns a fit of computing, one of each tier's link, the two contention factors, and how wrong the daemon's estimates of
-loads were lately. Older samples fade. It plans nothing. Samples of one kind of work beside the other move the
-contention factor; where they are too long or too short for that, the machine itself has changed, and they move the fit.
+The module owns a fit of computing, one of each tier's link, the two contention factors, and the recent errors of the
+daemon's estimates of loads. Older samples fade. It plans nothing. Samples of one kind of work beside the other move the
+contention factor; if they are too long or too short for that, the machine itself has changed, and they move the fit.
 Not safe for use by two threads at once.
 """
 
@@ -39,8 +39,8 @@ Pieces = Iterable[tuple[int, float]]
 
 
 class LearnedCosts:
-    """Starts from priors that are wrong by a factor for most machines, until something was measured. `clock`: seconds
-    that go on over restarts.
+    """The learned costs. They start from priors that are wrong by a factor for most machines, until something was
+    measured. `clock`: seconds that go on over restarts.
     """
 
     def __init__(self, clock: Callable[[], float] = time) -> None:
@@ -51,29 +51,31 @@ class LearnedCosts:
         self._path: Path | None = None
 
     def costs(self, *tiers: str) -> RestoreCosts:
-        """Return the costs as of now; `tiers` are added with the prior if nothing was loaded from them yet."""
+        """Return the present costs; `tiers` are added with the prior if nothing was loaded from them yet."""
         links = {tier: self._link(tier) for tier in dict.fromkeys((*self.links, *tiers))}
         return RestoreCosts(self.steps.cost, links, self._contention)
 
     def batch_s(self, pieces: Pieces) -> float:
-        """Predict the seconds of one step of `pieces`, alone; 0 without tokens."""
+        """Return the predicted seconds of one step of `pieces`, alone; 0 without tokens."""
         return self.steps.cost.step_s(*_tokens_attended(pieces))
 
     def prefill_s(self, start: float, end: float, step_tokens: int = 0) -> float:
-        """Predict the seconds to compute [start, end) alone, in steps of at most `step_tokens` tokens; 0: in one."""
+        """Return the predicted seconds to compute [start, end) alone, in steps of at most `step_tokens` tokens; 0: in
+        one.
+        """
         tokens, cost = int(end - start), self.steps.cost
         further = -(-tokens // step_tokens) - 1 if step_tokens and tokens else 0
         return cost.chunk_s(start, tokens) + further * cost.fixed_s
 
     def load_s(self, tier: str, nbytes: int) -> float:
-        """Predict the seconds to load `nbytes` from `tier` in one piece, alone."""
+        """Return the predicted seconds to load `nbytes` from `tier` in one piece, alone."""
         return self._link(tier).load_s(nbytes)
 
     def observe_batch(
         self, pieces: Pieces, seconds: float, *, least_tokens: int = 0, beside_loading: bool = False
     ) -> bool:
-        """Learn that a step of `pieces` took `seconds`. Returns whether it said what tokens take; not with fewer than
-        `least_tokens`, which say what every step takes.
+        """Learn that a step of `pieces` took `seconds`. Return whether it taught the cost of tokens; a step of fewer
+        than `least_tokens` only teaches the fixed cost of every step.
         """
         tokens, attended = _tokens_attended(pieces)
         if tokens < 1 or not 0 < seconds < math.inf:
@@ -110,7 +112,7 @@ class LearnedCosts:
         fit.observe(features, seconds)
 
     def save(self, path: Path | None = None) -> None:
-        """Save atomically, by default to the file that it was loaded from; does nothing if that cannot be written."""
+        """Save atomically, by default to the file that they were loaded from; do nothing if that cannot be written."""
         if path := path or self._path:
             kept = {
                 "version": _VERSION,
@@ -149,15 +151,16 @@ class LearnedCosts:
 
 
 class StepFit:
-    """Fits what a step takes: a part that every step takes, and one that its tokens take.
+    """Fits the seconds of a step: a part that every step takes, and one that its tokens take.
 
         every step + fixed + token * tokens + attended * pairs of a token and one that it attends to
 
-    The second part is fitted to long steps. From them alone it is not seen how much is the same for every step, and
-    behind a prefix that was loaded hardly anything else is left: so short steps say that, and only that. The first step
-    of a process also warms the engine up: it counts until the second.
+    The second part is fitted to long steps. They alone do not show the part of every step, and behind a loaded prefix
+    hardly anything else is left: so short steps teach that part, and only that. The first step of a process also warms
+    the engine up: it counts until the second.
 
-    `cost`: of one step.   `count`: long steps in this process.   `is_provisional`: all that is known is from the first.
+    `cost`: the cost of one step. `count`: the number of long steps in this process. `is_provisional`: the first step is
+    the only sample.
     """
 
     def __init__(self) -> None:
@@ -178,8 +181,8 @@ class StepFit:
         return self._fit.samples > 0
 
     def observe(self, tokens: float, attended: float, seconds: float, least_tokens: int) -> bool:
-        """Learn that one step took `seconds`. It is a short one if it computed fewer than `least_tokens`. Returns
-        whether it said what tokens take.
+        """Learn that one step took `seconds`. It is a short one if it computed fewer than `least_tokens`. Return
+        whether it taught the cost of tokens.
         """
         if self.is_known and tokens < least_tokens:
             self._observe_short(seconds - self._own.step_s(tokens, attended))
@@ -200,11 +203,11 @@ class StepFit:
         return True
 
     def state(self) -> dict[str, object]:
-        """Return what `restore` needs, as plain numbers."""
+        """Return the state that `restore` needs, as plain numbers."""
         return {"fit": self._fit.state(), "every_s": self._every_s, "long": list(self._long)}
 
     def restore(self, fit: dict[str, Any], every_s: float, long: list[float]) -> None:
-        """Continue from a saved state. ValueError, TypeError if it has another form."""
+        """Continue from a saved state. Raises ValueError, TypeError if it has another form."""
         tokens, attended = long
         if not (0 <= float(every_s) < 1e6 and 0 <= tokens < 1e12 and 0 <= attended < 1e18):
             raise ValueError("not the costs of steps")
@@ -213,7 +216,9 @@ class StepFit:
         self._note_cost()
 
     def _observe_short(self, every_s: float) -> None:
-        """Keep what the latest long step is predicted to take: of its time less is due to its tokens."""
+        """Learn the part of every step, and keep the prediction of the latest long step: its tokens take
+        correspondingly less.
+        """
         before_s, own_s = self._every_s, self._own.step_s(*self._long)
         if before_s:
             every_s = before_s + _EVERY_SHARE * (min(every_s, _MOST_EVERY * before_s) - before_s)
@@ -241,11 +246,11 @@ class _Bias:
 
 
 class Biases:
-    """Keeps how wrong the daemon's estimates of loads were lately, by tier. Predictions are seconds a byte.
+    """The recent errors of the daemon's estimates of loads, by tier. Predictions are seconds a byte.
 
-    A bias is measured by predicted time, kept with the prediction that it corrects. Where the daemon now predicts what
-    was measured, it has learned by itself: such a prediction is not corrected a second time. A bias above 1 halves
-    every ten minutes, since what made loads slow may have passed.
+    A bias is measured by predicted time, kept with the prediction that it corrects. If the daemon now predicts the
+    measured time, it has learned by itself: that prediction is not corrected a second time. A bias above 1 halves every
+    ten minutes, since the cause of slow loads may have passed.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -253,7 +258,7 @@ class Biases:
         self._by_tier: dict[str, _Bias] = {}
 
     def of(self, tier: str, predicted: float) -> float:
-        """Return what to multiply the prediction `predicted` for `tier` by."""
+        """Return the factor for the prediction `predicted` for `tier`."""
         known = self._by_tier.get(tier)
         if known is None:
             return 1.0
@@ -283,11 +288,11 @@ class Biases:
         self._by_tier[tier] = _Bias(_bounded(factor), self._clock(), predicted)
 
     def state(self) -> dict[str, list[float]]:
-        """Return what `restore` needs, as plain numbers."""
+        """Return the state that `restore` needs, as plain numbers."""
         return {tier: [bias.factor, bias.at_s, bias.predicted] for tier, bias in self._by_tier.items()}
 
     def restore(self, state: Mapping[str, Sequence[float]]) -> None:
-        """Continue from `state`. ValueError, TypeError or AttributeError if it has another form."""
+        """Continue from `state`. Raises ValueError, TypeError or AttributeError if it has another form."""
         self._by_tier = {
             str(tier): _Bias(_bounded(float(factor)), min(float(at_s), self._clock()), float(predicted))
             for tier, (factor, at_s, predicted) in list(state.items())[:_MOST_TIERS]

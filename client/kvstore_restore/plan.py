@@ -1,5 +1,7 @@
-"""Decides how much of a stored prefix to compute and how much to load, both at once. Pure: costs in, a plan out.
-For engines that compute and load side by side; a connector that loads first and computes then asks `choice.py`.
+"""Decides how much of a stored prefix to compute and how much to load, both at once.
+
+Pure: it takes costs and returns a plan. It is for engines that compute and load side by side; a connector that loads
+first and computes then uses `choice.py`.
 
 The prefix is cut into chunks. The leading ones are computed and the rest loaded: then nothing that is computed depends
 on a load, and what is computed costs least, since later chunks cost more. Both ends are among the plans: loading alone
@@ -24,8 +26,8 @@ class Prefix:
     """A stored prefix: for each chunk the tier that it is in. The chunks have `chunk_tokens` tokens and `chunk_bytes`
     bytes each; the first one begins at position `first`. ValueError for sizes below 1.
 
-    A pipeline stage computes a chunk from hidden states, `input_bytes` bytes that are loaded from `input_tier`; 0: they
-    cost no link anything.
+    A pipeline stage computes a chunk from hidden states, `input_bytes` bytes that are loaded from `input_tier`; 0: no
+    link loads them.
     """
 
     tiers: Sequence[str]
@@ -67,8 +69,8 @@ class Plan:
 def plan(prefix: Prefix, costs: RestoreCosts, *, error: float = ERROR) -> Plan:
     """Return the plan that is predicted to finish first.
 
-    Computing and loading at once must be better than the better single path by more than it could lose to it if the
-    costs of either were wrong by the share `error`.
+    Computing and loading at once must be better than the better single path, by more than it could lose to that path if
+    the costs of either were wrong by the share `error`.
     """
     plans = plans_by_axis(prefix, costs)
     single = min((plans["load"], plans["compute"]), key=_finish)
@@ -112,7 +114,9 @@ def _plans(prefix: Prefix, costs: RestoreCosts) -> Iterator[Plan]:
 
 
 def _met_s(prefix: Prefix, costs: RestoreCosts) -> float:
-    """Predict when all is done if neither stops before they meet, as happens where wrong costs are believed."""
+    """Return the predicted seconds until all is done if neither stops before they meet, as happens if wrong costs are
+    believed.
+    """
     links = dict.fromkeys(prefix.tiers, 0.0)
     for chunk, tier in enumerate(prefix.tiers):
         links[tier] += prefix.load_s(chunk, costs)

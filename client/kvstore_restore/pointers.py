@@ -1,10 +1,10 @@
 """One request's restoration under way: which chunk is computed next, which may still be loaded, and when all is done.
 
-Owns the state of each chunk. The caller computes and loads. Computing goes up from the first chunk, loading comes down
-from the last. Where they meet, the last chunk that is being loaded is computed as well if computing it is expected to
-be done first; the first one done counts. A chunk whose load fails or stalls is computed.
-Invariants: chunks are computed in order; a chunk counts once; nothing that is computed depends on a load, since all
-chunks before it were computed or are present: `computable` waits for a chunk that only a load can bring.
+The module owns the state of each chunk. The caller computes and loads. Computing goes up from the first chunk, loading
+comes down from the last. When they meet, the last chunk that is being loaded is computed as well if computing it is
+expected to end first; the first to end counts. A chunk whose load fails or stalls is computed. Invariants: chunks are
+computed in order; a chunk counts once; no computed chunk depends on a load, since all chunks before it were computed or
+are present: `computable` waits for a chunk that only a load can bring.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ _AGEING_CHUNKS_S = 16.0  # chunks of remaining work that a second of waiting cou
 
 
 def turn(chunks: int, waited_s: float) -> float:
-    """Rank a request among those that share one compute and one link; the lowest is served first.
+    """Return the rank of a request among the requests that share one compute and one link; the lowest is served first.
 
-    It has `chunks` left and has waited for `waited_s`. What is left is known exactly, so serving the shortest first is
-    possible; with ageing a long request is passed over for a bounded time only.
+    It has `chunks` left and has waited for `waited_s` seconds. The remaining work is known exactly, so serving the
+    shortest first is possible; with ageing a long request waits only for a bounded time.
     """
     return chunks - _AGEING_CHUNKS_S * waited_s
 
@@ -33,9 +33,9 @@ class State(Enum):
 
 
 class Pointers:
-    """Follows `chunks` chunks. `overtakes(chunk)`: computing all from the first chunk that is not present to that one,
-    from now on, is expected to be done before the links are done with it and with all that they load before it.
-    `loads`: chunks can be loaded; a chunk that is lost is computed in any case.
+    """The states of `chunks` chunks. `overtakes(chunk)`: whether computing from the first missing chunk to that one,
+    from now on, is expected to end before the links have loaded it and everything that they load before it. `loads`:
+    chunks can be loaded; a lost chunk is computed in any case.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Pointers:
 
     @property
     def is_done(self) -> bool:
-        """All chunks are present, or the restoration was cancelled."""
+        """True if all chunks are present, or the restoration was cancelled."""
         return self._is_cancelled or not self.left
 
     def state(self, chunk: int) -> State:
@@ -63,7 +63,7 @@ class Pointers:
         return [at for at in range(max(self.head, first), len(self._states)) if self._states[at] is State.STORED]
 
     def computable(self, most: int) -> range:
-        """Return at most `most` chunks, from the first that is not present on, that one step might compute now."""
+        """Return at most `most` chunks, from the first missing one on, that one step might compute now."""
         end = self.head
         if not self.is_done:
             while end < min(self.head + most, len(self._states)) and self._may_compute(end):
@@ -71,31 +71,31 @@ class Pointers:
         return range(self.head, end)
 
     def computed_chunk(self, chunk: int) -> bool:
-        """Note that `chunk` has been computed. Returns whether that counts: its load was not done before."""
+        """Note that `chunk` has been computed. Return whether that counts: its load was not done before."""
         counts = self._present(chunk)
         self.computed += counts
         return counts
 
     def loaded_chunk(self, chunk: int) -> bool:
-        """Note that `chunk` has been loaded. Returns whether to use it: it was not computed before. One that is being
-        computed counts as well.
+        """Note that `chunk` has been loaded. Return whether to use it: it was not computed before. A chunk that is
+        being computed counts as well.
         """
         counts = self._present(chunk)
         self.loaded += counts
         return counts
 
     def lose(self, chunk: int) -> None:
-        """Have `chunk` computed: it has vanished, is corrupt, or its load stalls."""
+        """Mark `chunk` as lost, so that it is computed: it has vanished, is corrupt, or its load stalls."""
         if self._states[chunk] is State.STORED:
             self._states[chunk] = State.LOST
 
     def lose_all(self) -> None:
-        """Nothing can be loaded any longer."""
+        """Mark all chunks as lost: nothing can be loaded any longer."""
         for chunk in range(self.head, len(self._states)):
             self.lose(chunk)
 
     def cancel(self) -> None:
-        """The request has ended: there is nothing more to do, and results of work under way do not count."""
+        """End the restoration, as the request has ended: results of work under way do not count."""
         self._is_cancelled = True
 
     def _may_compute(self, chunk: int) -> bool:

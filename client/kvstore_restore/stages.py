@@ -1,11 +1,11 @@
-"""One request's restoration over pipeline stages: each restores the K/V of its own layers, at the same time as the
-others.
+"""One request's restoration over pipeline stages: each stage restores the K/V of its own layers, at the same time as
+the others.
 
-Owns a pair of pointers for each stage (`pointers.py`), and where the hidden states are from which a stage computes a
-chunk. The first stage starts from tokens. Any other starts from the states at its boundary, which are stored, or which
-the stage before has computed; so no stage waits for another, unless states are missing. The caller computes and loads.
-Invariants: a stage computes one chunk at a time, and only one whose input is there and before which all its chunks are
-present; states that cannot be loaded are computed by the stage before, again if it must be.
+The module owns a pair of pointers for each stage (`pointers.py`), and the places of the hidden states from which a
+stage computes a chunk. The first stage starts from tokens. Any other starts from the states at its boundary, which are
+stored, or which the stage before has computed; so no stage waits for another, unless states are missing. The caller
+computes and loads. Invariants: a stage computes one chunk at a time, and only one whose input is there and before which
+all its chunks are present; states that cannot be loaded are computed by the stage before, again if needed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ class Input(Enum):
 
 
 class Stages:
-    """`pointers`: of each stage. `inputs`: for each stage but the first, which chunks' hidden states are stored."""
+    """The restoration of all stages. `pointers`: one for each stage. `inputs`: for each stage but the first, the chunks
+    whose hidden states are stored.
+    """
 
     def __init__(self, pointers: Sequence[Pointers], inputs: Sequence[Sequence[bool]]) -> None:
         self.pointers = tuple(pointers)
@@ -39,19 +41,19 @@ class Stages:
 
     @property
     def is_done(self) -> bool:
-        """All chunks of all stages are present, or the restoration was cancelled."""
+        """True if all chunks of all stages are present, or the restoration was cancelled."""
         return all(each.is_done for each in self.pointers)
 
     def computing(self, stage: int) -> int | None:
-        """The chunk that the stage computes now."""
+        """Return the chunk that the stage computes now; None if it computes none."""
         return self._busy[stage]
 
     def input(self, stage: int, chunk: int) -> Input:
         return self._inputs[stage][chunk] if stage else Input.PRESENT
 
     def wanted(self, stage: int) -> int | None:
-        """The chunk that the stage computes next, once it has its input: one of its own, else one whose states the next
-        stage lacks.
+        """Return the chunk that the stage computes next, once it has its input: one of its own, otherwise one whose
+        states the next stage lacks.
         """
         pointers = self.pointers[stage]
         if own := pointers.computable(1):
@@ -64,13 +66,13 @@ class Stages:
         return lacked
 
     def is_within_reach(self, stage: int, chunk: int) -> bool:
-        """The stage has the chunk's input, can load it, or the stage before is yet to compute the chunk. Where not, it
-        would compute the chunk for this stage alone: better to load it.
+        """Return whether the stage has the chunk's input or can load it, or the stage before has yet to compute the
+        chunk. If not, the stage before would compute the chunk for this stage alone: then loading it is better.
         """
         return self.input(stage, chunk) is not Input.MISSING or chunk >= self.pointers[stage - 1].head
 
     def next_compute(self, stage: int) -> int | None:
-        """Begin to compute a chunk; None if there is nothing to compute now, or its input is not there."""
+        """Begin to compute a chunk, and return it; None if there is nothing to compute now, or its input is missing."""
         if self._busy[stage] is not None:
             return None
         chunk = self.wanted(stage)
@@ -81,7 +83,9 @@ class Stages:
         return chunk
 
     def computed(self, stage: int, chunk: int) -> bool:
-        """The stage has computed a chunk. Returns whether the next one lacks the states that it ends with."""
+        """Note that the stage has computed a chunk. Return whether the next stage lacks the states that it ends
+        with.
+        """
         self._busy[stage] = None
         if self._is_own[stage]:
             self.pointers[stage].computed_chunk(chunk)
@@ -98,19 +102,21 @@ class Stages:
         return is_lacking
 
     def loaded_input(self, stage: int, chunk: int) -> bool:
-        """A chunk's hidden states have been loaded. Returns whether to use them: the stage before was not first."""
+        """Note that a chunk's hidden states have been loaded. Return whether to use them: the stage before was not
+        first.
+        """
         is_new = self.input(stage, chunk) is not Input.PRESENT
         if is_new:
             self._inputs[stage][chunk] = Input.PRESENT
         return is_new
 
     def lose_input(self, stage: int, chunk: int) -> None:
-        """A chunk's hidden states cannot be loaded."""
+        """Note that a chunk's hidden states cannot be loaded."""
         if self.input(stage, chunk) is Input.STORED:
             self._inputs[stage][chunk] = Input.MISSING
             self._stored[stage][chunk] = False
 
     def cancel(self) -> None:
-        """The request has ended."""
+        """End the restoration, as the request has ended."""
         for each in self.pointers:
             each.cancel()

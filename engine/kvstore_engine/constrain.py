@@ -1,9 +1,9 @@
 """Answers that must match a JSON schema, a regular expression or a Lark grammar, by the library llguidance.
 
-Owns the translation of our vocabulary into llguidance's, of a grammar's text into its form, and the checks that make a
-bad grammar the caller's mistake. Parsing and mask computation are llguidance's (https://github.com/guidance-ai/llguidance:
-an Earley parser over a lexer of derivatives, masks from a walk through the vocabulary's trie). It is optional: without
-it everything but constrained answers works.
+The module translates the engine's vocabulary and a grammar's text into llguidance's forms, and makes the checks that
+report a bad grammar as the caller's mistake. llguidance parses and computes masks
+(https://github.com/guidance-ai/llguidance: an Earley parser over a lexer of derivatives, masks from a walk through the
+vocabulary's trie). It is optional: without it everything but constrained answers works.
 
 JSON is written without optional white space, so that a small model cannot fill its answer with it.
 """
@@ -41,7 +41,7 @@ JSON_OPTIONS = {"whitespace_flexible": False}
 
 
 class GrammarError(UsageError):
-    """The grammar cannot be used, or the library that would is missing; the message says which."""
+    """The grammar cannot be used, or its library is missing; the message says which."""
 
 
 class ConstraintFailed(RuntimeError):
@@ -50,14 +50,16 @@ class ConstraintFailed(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What an answer must match: a JSON schema as JSON text, a regular expression, or a grammar in Lark's syntax."""
+    """The form that an answer must match: a JSON schema as JSON text, a regular expression, or a grammar in Lark's
+    syntax.
+    """
 
     kind: Kind
     text: str
 
 
 def check_grammar(grammar: Grammar) -> None:
-    """GrammarError if answers cannot be constrained by `grammar`, or if checking it takes too long."""
+    """Raise GrammarError if answers cannot be constrained by `grammar`, or if checking it takes too long."""
     begin_s = time.thread_time()
     error = _library().LLMatcher.validate_grammar(_compiled(grammar))
     if error and not error.startswith("WARNING"):
@@ -67,18 +69,18 @@ def check_grammar(grammar: Grammar) -> None:
 
 
 class Constrainer:
-    """Makes constraints for one model, whose logits have `rows` entries."""
+    """A maker of constraints for one model, whose logits have `rows` entries."""
 
     def __init__(self, tokenizer: Tokenizer, rows: int) -> None:
         self._tokenizer, self._rows = tokenizer, rows
         self._compile = lru_cache(_KEPT_GRAMMARS)(self._fresh)
 
     def prepare(self) -> None:
-        """Read the vocabulary now, in the calling thread, and not in the first constrained request."""
+        """Read the vocabulary now, in the calling thread, instead of in the first constrained request."""
         _ = self._vocabulary
 
     def constraint(self, grammar: Grammar) -> Callable[[], Constraint]:
-        """A maker of constraints, one for each answer. GrammarError as `check_grammar`."""
+        """Return a maker of constraints, one for each answer. Raises GrammarError as `check_grammar`."""
         first, words = self._compile(grammar), -(-self._rows // 32)
         return lambda: _Matching(first.deep_copy(), words)
 
@@ -107,8 +109,8 @@ class Constrainer:
 
 
 def special_token(tokenizer: Tokenizer, text: str) -> int | None:
-    """The special token that is written `text`, if there is one: in a grammar it stands for itself, as `<[id]>`, and no
-    text matches it.
+    """Return the special token that is written `text`, if there is one: in a grammar it stands for itself, as `<[id]>`,
+    and no text matches it.
     """
     tokens = tokenizer.vocabulary.tokens
     found = [token for token, written in enumerate(tokens) if written == text]
@@ -116,7 +118,7 @@ def special_token(tokenizer: Tokenizer, text: str) -> int | None:
 
 
 class _Spelling:
-    """Our tokenizer in the shape that llguidance asks for."""
+    """The engine's tokenizer in the form that llguidance asks for."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         vocabulary = tokenizer.vocabulary
@@ -129,12 +131,12 @@ class _Spelling:
         self._encode = tokenizer.encode_onwards
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """How the model would write text that a grammar leaves no choice about."""
+        """Return the tokens by which the model would write text for which a grammar leaves no choice."""
         return self._encode(text if isinstance(text, str) else text.decode(errors="replace"))
 
 
 class _Matching:
-    """One answer's state. Implements `batching.Constraint`."""
+    """The state of one answer. Implements `batching.Constraint`."""
 
     def __init__(self, matcher: LLMatcher, words: int) -> None:
         self._matcher = matcher
@@ -158,7 +160,7 @@ _NAMES = {"json_schema": "JSON schema", "regex": "regular expression", "lark": "
 
 
 def _compiled(grammar: Grammar) -> str:
-    """The text that llguidance takes."""
+    """Return the grammar in the text form that llguidance takes."""
     try:
         size = len(grammar.text.encode())
     except UnicodeEncodeError:
@@ -191,7 +193,7 @@ def _is_special(tokenizer: Tokenizer, token: int) -> bool:
 
 
 def _one_line(text: str) -> str:
-    """Without the parser's state, which quotes the answer."""
+    """Return an error as one line, without the parser's state, which quotes the answer."""
     return " ".join(text.partition("<state>")[0].split())[:_MOST_MESSAGE]
 
 

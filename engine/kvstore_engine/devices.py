@@ -1,6 +1,6 @@
-"""The names of devices that a model can run on, and which executor runs there.
+"""The names of devices that a model can run on, and the executor of each.
 
-Pure: it loads neither ggml nor torch. `cpu` is ggml's; `cuda` and `cuda:N` are torch's with our CUDA kernels;
+Pure: it loads neither ggml nor torch. `cpu` is ggml's; `cuda` and `cuda:N` are torch's with the engine's CUDA kernels;
 `torch:cpu` runs torch's step on the processor, slowly, to compare the two.
 """
 
@@ -25,14 +25,14 @@ KV_TYPES = tuple(dict.fromkeys((*_CPU_KV_TYPES, *_TORCH_KV_TYPES)))
 
 @dataclass(frozen=True, slots=True)
 class DeviceName:
-    """`torch_name`: torch's name of the device; "": ggml computes, on the processor."""
+    """A device. `torch_name`: torch's name of the device; "": ggml computes, on the processor."""
 
     name: str
     torch_name: str = ""
 
     @classmethod
     def parse(cls, text: str) -> DeviceName:
-        """UsageError for a name that is none."""
+        """Return the device that `text` names. Raises UsageError for an unknown name."""
         if text == CPU:
             return cls(CPU)
         if text == TORCH_CPU:
@@ -52,11 +52,11 @@ class DeviceName:
 
     @property
     def index(self) -> int:
-        """Of a CUDA device, as this process counts."""
+        """The number of a CUDA device, as this process counts."""
         return int(self.name.partition(":")[2])
 
     def check_kv_dtype(self, kv_dtype: str) -> None:
-        """UsageError for a type of K and V that is not kept there."""
+        """Raise UsageError for a type of K and V that is not supported on the device."""
         kept = _TORCH_KV_TYPES if self.is_torch else _CPU_KV_TYPES
         if kv_dtype not in kept:
             raise UsageError(f"K/V type {kv_dtype} is not kept on {self.name}: choose one of {', '.join(kept)}")

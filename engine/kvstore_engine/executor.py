@@ -1,10 +1,10 @@
-"""Computes steps on the CPU: fills a graph's inputs, computes it, returns logits. ggml's `StepExecutor`.
-With a range of the layers it is a stage of a pipeline (`stages/`).
+"""Computes steps on the CPU: fills a graph's inputs, computes it, returns logits. It is ggml's `StepExecutor`. With a
+range of the layers it is a stage of a pipeline (`stages/`).
 
-Owns the compute buffer, the cached graphs and the step's memory. It never samples or schedules; callers own sequences,
-block tables and the order of steps. Invariants: at most `_MAX_GRAPHS` graphs are cached; all share one buffer, reserved
-for the largest step at creation, so a cached graph's addresses stay valid. One step at a time: an executor is not
-thread-safe.
+The module owns the compute buffer, the cached graphs and the step's memory. It does not sample or schedule; callers own
+sequences, block tables and the order of steps. Invariants: at most `_MAX_GRAPHS` graphs are cached; all share one
+buffer, reserved for the largest step at creation, so a cached graph's addresses stay valid. One step at a time: an
+executor is not thread-safe.
 
 The GIL is released while ggml computes. ggml's threads spin at their barriers: leave cores for the daemon and for
 copies, since a step on an oversubscribed machine takes many times as long.
@@ -49,7 +49,9 @@ class _ReadyGraph:
 
 
 class Executor(StepExecutor):
-    """Computes forward steps of one model over one block pool with ggml; `layers` None: through all of its layers."""
+    """The executor of forward steps of one model over one block pool with ggml; `layers` None: through all of its
+    layers.
+    """
 
     def __init__(
         self,
@@ -59,8 +61,8 @@ class Executor(StepExecutor):
         *,
         layers: range | None = None,
     ) -> None:
-        """Reserve memory for the largest step. ValueError if the pool was made for another model, or for kernels that
-        cannot multiply its weights.
+        """Reserve memory for the largest step. Raises ValueError if the pool was made for another model, or for kernels
+        that cannot multiply its weights.
         """
         config, sizes = model.config, sizes or StepSizes()
         max_context = sizes.max_context
@@ -120,8 +122,9 @@ class Executor(StepExecutor):
     def forward(
         self, slices: Sequence[SequenceSlice], out: FloatArray | None = None, *, hidden: FloatArray | None = None
     ) -> FloatArray:
-        """As `StepExecutor`. Layers behind the first start from `hidden`, float32 [tokens, width], which those before
-        them returned; layers that end before the last return such states."""
+        """Compute a step, as `StepExecutor.forward` does. Layers behind the first start from `hidden`, float32 [tokens,
+        width], the result of the layers before them; layers that end before the last return hidden states.
+        """
         if not self._backend:
             raise RuntimeError("the executor is closed")
         inputs = plan_step(slices, self.limits)
@@ -159,7 +162,7 @@ class Executor(StepExecutor):
             raise RuntimeError(f"cannot reserve compute memory for {tokens} tokens")
 
     def _graph(self, tokens: int, outputs: int) -> _ReadyGraph:
-        """A graph for these counts, cached or new."""
+        """Return a graph for these counts, cached or new."""
         key = (tokens, outputs)
         if ready := self._graphs.get(key):
             self._graphs.move_to_end(key)
@@ -214,7 +217,7 @@ def _check_layers(layers: range, count: int) -> None:
 
 
 def _cache_type(pool: BlockPool) -> int:
-    """ggml's type of the pool's K and V. ValueError if it has none."""
+    """Return ggml's type of the pool's K and V. Raises ValueError if there is none."""
     if pool.ggml_type is None:
         raise ValueError(f"ggml writes no K and V of type {pool.kv_dtype}: this type is for devices of torch's")
     return pool.ggml_type

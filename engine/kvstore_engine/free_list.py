@@ -1,7 +1,7 @@
-"""Which of a number of equal places are free, and which to allocate next.
+"""The free places among equal ones, and the choice of places to allocate next.
 
-Owns one flag for each place, and does not know what is stored there.
-Invariant: a place is free or allocated, never both; freeing a free place is a broken invariant and raises.
+The module owns one flag for each place, and does not know what is stored there. Invariant: a place is free or
+allocated, never both; freeing a free place is a broken invariant and raises.
 """
 
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ Bools = npt.NDArray[np.bool_]
 
 
 class PoolExhausted(RuntimeError):
-    """More places were requested than are free. Check `count` first where that is normal."""
+    """More places were requested than are free. If that is normal, check `count` first."""
 
 
 class FreeList:
-    """`size` places, all free at first. Runs of neighbours are kept whole where that is possible."""
+    """A list of `size` places, all free at first. Runs of neighbours are kept whole if possible."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -25,10 +25,11 @@ class FreeList:
         self.flags: Bools = np.ones(size, np.bool_)  # True for each free place; not to be changed by others
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
-        """`count` places, neighbours where possible. Raises PoolExhausted, and then allocates nothing.
+        """Return `count` places, neighbours if possible. If it raises PoolExhausted, nothing is allocated.
 
-        Those that follow `after`, if they are free; else the smallest free run that holds them all, else the largest
-        runs first: neighbours are copied in one memcpy, and small requests leave the large runs whole.
+        The places behind `after` are taken, if they are free; otherwise the smallest free run that holds them all,
+        otherwise the largest runs first: neighbours are copied in one memcpy, and small requests leave the large runs
+        whole.
 
         A sequence that grows and finds the places behind `after` taken will grow further. It gets places in the middle
         of the largest run: small holes would scatter it, and the run's beginning is where the sequence before it grows.
@@ -54,7 +55,7 @@ class FreeList:
         return self.take([int(place) for place in np.concatenate(runs)[:count]])
 
     def take(self, places: Sequence[int]) -> list[int]:
-        """Exactly these, which are free."""
+        """Take exactly these places, which are free, and return them."""
         taken = list(places)
         if not self.flags[taken].all():
             raise RuntimeError(f"take: a place of {taken} is not free")
@@ -63,7 +64,7 @@ class FreeList:
         return taken
 
     def free(self, places: Sequence[int] | npt.NDArray[np.int32]) -> None:
-        """Free places. RuntimeError if one is out of range, free already, or named twice."""
+        """Free places. Raises RuntimeError if one is out of range, free already, or named twice."""
         if not len(places):
             return
         ids = np.asarray(places, np.int64)
@@ -76,6 +77,6 @@ class FreeList:
 
 
 def free_runs(free: Bools) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Start and length of each run of set elements."""
+    """Return start and length of each run of set elements."""
     edges = np.flatnonzero(np.diff(np.concatenate(([0], free.view(np.int8), [0]))))
     return edges[::2], edges[1::2] - edges[::2]

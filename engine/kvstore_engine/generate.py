@@ -1,8 +1,8 @@
 """Answers one prompt in text: the batch engine with a single request.
 
-Owns the tokenising of the prompt, the timings of an answer and their report. Scheduling, restoring and storing are
-`batching`'s, or where a model is computed in stages `stages.prompts`'. When `generate` returns, the answer's blocks are
-stored or given up, and its pool blocks are free.
+The module tokenises the prompt, and owns the timings of an answer and their report. `batching` schedules, restores and
+stores; for a model computed in stages, `stages.prompts` does. When `generate` returns, the answer's blocks are stored
+or given up, and its pool blocks are free.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ _WARM_UP_TOKENS = 64
 class Generator:
     """A loaded model that answers one prompt after another.
 
-    `session` is a kvstored session for this model's fingerprint, or None to compute everything; `copies`, as of
-    `BatchEngine`, move its blocks. `context` is the largest sequence, prompt and answer together, and what the pool of
-    `executor` must hold. `stages`: what restores and stores instead of `session`, where the model is computed in stages
-    that each have a store of their own. `observer` is notified of what the engine does.
+    `session` is a kvstored session for this model's fingerprint, or None to compute everything; `copies` move its
+    blocks (see `BatchEngine`). `context` is the largest sequence, prompt and answer together, and the least size of the
+    pool of `executor`. `stages` restore and store instead of `session`, if the model is computed in stages that each
+    have a store of their own. `observer` is notified of the engine's events.
     """
 
     def __init__(
@@ -118,11 +118,11 @@ class Generator:
         on_text: OnText | None = None,
         next_turn_in_s: float | None = None,
     ) -> Generation:
-        """Answer `prompt`; `on_text` receives the text as it is generated, never half a character.
-        `next_turn_in_s`: the store learns that the turn has ended, and that the conversation goes on in about so long.
+        """Answer `prompt`; `on_text` receives the text as it is generated, never half a character. `next_turn_in_s`:
+        report to the store that the turn has ended, and that the conversation goes on in about this many seconds.
 
-        UsageError if the prompt is empty or does not fit the context, and for more than one answer. OperationError if
-        the model computes no answer.
+        Raises UsageError if the prompt is empty or does not fit the context, and for more than one answer;
+        OperationError if the model computes no answer.
         """
         begin_s = time.perf_counter()
         if settings.n != 1:
@@ -165,7 +165,7 @@ class Generator:
                 store.wake()
 
     def _restore(self, stages: StagedPrompts, ids: npt.NDArray[np.int32], *, is_stored: bool) -> None:
-        """Have the stages bring the prompt's K/V, for the request that waits."""
+        """Let the stages bring the prompt's K/V, for the request that waits."""
         restored = stages.restore(self._engine.space, ids, _REQUEST, is_stored=is_stored)
         self._watch.prefill_s += restored.computing_s
         if not restored.records[0].chunks:
@@ -176,7 +176,7 @@ class Generator:
             self._observer.store_answered(_REQUEST, 0, restored.report, time.perf_counter())
 
     def _run(self, answer: _Answer, on_text: OnText | None) -> Finished:
-        """Steps until the answer has ended."""
+        """Do steps until the answer has ended, and return its end."""
         finished: Finished | None = None
         while finished is None:
             for event in self._engine.step():
@@ -226,7 +226,7 @@ class Generator:
                 _log.debug("the next turn was not announced: %s: %s", type(error).__name__, error)
 
     def _expected(self) -> RestoreReport:
-        """The report of a prompt for which nothing is requested from the store."""
+        """Return the report of a prompt for which nothing is requested from the store."""
         if self._stages is not None:
             is_connected = self._stages.is_connected
         elif self._session is not None:
@@ -246,7 +246,7 @@ class Generator:
 
 
 class _Answer:
-    """Keeps what has been generated so far."""
+    """The part of an answer that has been generated so far."""
 
     def __init__(self, prompt: npt.NDArray[np.int32]) -> None:
         self._prompt = prompt
@@ -255,12 +255,12 @@ class _Answer:
 
     @property
     def all_tokens(self) -> npt.NDArray[np.int32]:
-        """Return the prompt's tokens and the answer's."""
+        """The prompt's tokens and the answer's."""
         return np.concatenate([self._prompt, np.array(self.tokens, np.int32)])
 
 
 class _Watch(Observer):
-    """Collects the costs of one answer."""
+    """An observer that collects the costs of one answer."""
 
     def __init__(self) -> None:
         self.begin(RestoreReport())

@@ -1,4 +1,4 @@
-"""A prompt in text, and the record of its answer: plain values, and their JSON form. It never runs anything."""
+"""A prompt in text, and the record of its answer: plain values, and their JSON form. The module runs nothing."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -10,9 +10,7 @@ from kvstore_engine.restore.record import RestorationRecord, RestoreReport, Stor
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The text to continue. `rendered`: it came out of a chat template, which wrote its own special
-    tokens.
-    """
+    """The text to continue. `rendered`: it came out of a chat template, which wrote its own special tokens."""
 
     text: str
     rendered: bool = False
@@ -20,11 +18,12 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Wall seconds. `ttft_s`: from receiving the prompt's text, with the model loaded, to returning the first token.
+    """Wall times in seconds. `ttft_s`: the seconds from receiving the prompt's text, with the model loaded, to
+    returning the first token.
 
-    It contains `tokenize_s`, `lookup_s`, `restore_s` and `prefill_s`. `decode_s` is from the first token to
-    the last, `tpot_s` that per further token (0 if there was none). `store_s` ran beside the decode, except
-    for `flush_s` after it.
+    It contains `tokenize_s`, `lookup_s`, `restore_s` and `prefill_s`. `decode_s` is from the first token to the last,
+    `tpot_s` its part for each further token (0 if there was none). `store_s` ran beside the decode, except for
+    `flush_s` after it.
     """
 
     tokenize_s: float
@@ -42,8 +41,8 @@ class Timings:
 class Generation:
     """One answer. `tokens` are the generated ids, without the one that ended it.
 
-    `stop`: why it ended (see `batching.Finished`). `restorations`: what was planned and done to restore the prompt: one
-    record, or one of each stage; none where nothing was looked up.
+    `stop`: why it ended (see `batching.Finished`). `restorations`: the records of restoring the prompt: one, or one for
+    each stage; none if nothing was looked up.
     """
 
     text: str
@@ -57,16 +56,16 @@ class Generation:
 
     @property
     def tokens_restored(self) -> int:
-        """Prompt tokens whose K/V came from the store, in all stages."""
+        """The prompt tokens whose K/V came from the store, in all stages."""
         return self.restore.tokens
 
     @property
     def tokens_computed(self) -> int:
-        """Prompt tokens that were computed."""
+        """The prompt tokens that were computed."""
         return self.prompt_tokens - self.restore.tokens
 
     def as_json(self) -> dict[str, Any]:
-        """A flat-ish dictionary of plain values for `kvengine generate --json`."""
+        """Return a flat-ish dictionary of plain values for `kvengine generate --json`."""
         return {
             "text": self.text,
             "tokens": list(self.tokens),

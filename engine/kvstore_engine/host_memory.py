@@ -1,9 +1,11 @@
-"""How much memory of the machine can be had without pushing other processes out. Pure, but for the kernel's file."""
+"""The machine's memory that can be used without pushing other processes out. Pure, except that it reads the kernel's
+file.
+"""
 
 from pathlib import Path
 
 
 def available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
-    """The kernel's estimate."""
+    """Return the kernel's estimate, in bytes."""
     lines = (line.split() for line in meminfo.read_text().splitlines())
     return next(int(words[1]) << 10 for words in lines if words[0] == "MemAvailable:")

@@ -1,4 +1,6 @@
-"""Opens a model file with pool, executor and kvstored session, as a `Generator`. Owns their lifetime and defaults."""
+"""Opens a model file with pool, executor and kvstored session, as a `Generator`. The module owns their lifetime and
+defaults.
+"""
 
 import contextlib
 from collections.abc import Iterator
@@ -37,13 +39,14 @@ DEFAULT_CONTEXT_TOKENS = 4096
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """`context` None: 4096 tokens or the model's limit if smaller. `threads` None: `threads.default_threads`.
+    """The options for loading. `context` None: 4096 tokens or the model's limit if smaller. `threads` None:
+    `threads.default_threads`.
 
-    `kvstore`: the folder of the daemon's sockets, None to run without it. `device`: as `DeviceName.parse` takes it.
+    `kvstore`: the folder of the daemon's sockets, None to run without it. `device`: a name for `DeviceName.parse`.
     `stages`: with more than one the layers are computed by a pipeline, whose stages have `threads` threads each, one by
     default. Each then restores and stores the K/V of its own layers, and the hidden states that it starts from unless
     `hidden_states` is False. `whole_blocks`: blocks of all layers are restored and stored instead, as without stages.
-    `trace`: the file for a trace of what the engine does.
+    `trace`: the file for a trace of the engine's events.
     """
 
     context: int | None = None
@@ -59,14 +62,14 @@ class LoadOptions:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """Holds what a front end needs: the generator, the chat template, and the model's name."""
+    """The parts for a front end: the generator, the chat template, and the model's name."""
 
     name: str
     generator: Generator
     template_source: GGUFFile
 
     def chat_template(self) -> ChatTemplate:
-        """The model's chat template; TemplateError if it has none."""
+        """Return the model's chat template. Raises TemplateError if it has none."""
         return ChatTemplate.from_metadata(self.template_source.metadata, self.generator.tokenizer.vocabulary)
 
 
@@ -129,7 +132,7 @@ def _threads(options: LoadOptions) -> int:
 def _open_executor(
     file: GGUFFile, device: "DeviceName", stages: int, setup: "PoolSetup", sizes: "StepSizes"
 ) -> "contextlib.AbstractContextManager[StepExecutor | Pipeline]":
-    """Open what computes the steps, until the block ends."""
+    """Open the executor or pipeline, until the block ends."""
     from kvstore_engine.opening import open_executor, open_stages
 
     if stages == 1:
@@ -141,8 +144,8 @@ def _open_executor(
 
 @dataclass(frozen=True, slots=True)
 class _Store:
-    """Holds what restores and stores: a session and the pool's copies, or the stages', and the costs of computing.
-    Without a daemon neither.
+    """The parts that restore and store: a session and the pool's copies, or the stages', and the costs of computing.
+    Without a daemon there is neither.
     """
 
     session: KvSession | None = None
@@ -159,7 +162,9 @@ def _open_store(
     executor: "StepExecutor | Pipeline",
     device: "DeviceName",
 ) -> Iterator[_Store]:
-    """The sessions with the daemon of `options`, and what earlier runs have learned of costs; an empty one without."""
+    """Yield the sessions with the daemon of `options`, and the costs learned by earlier runs; an empty store without a
+    daemon.
+    """
     if options.kvstore is None:
         yield _Store()
         return
@@ -196,8 +201,9 @@ def _connect(
     staging_bytes: int | None = None,
     device: "DeviceMemory | None" = None,
 ) -> KvSession:
-    """A session for this model's state; degraded, not an error, while no daemon answers in `folder`. `staging_bytes`
-    None: the client's default. `device`: where leases may be read, beside host memory."""
+    """Return a session for this model's state; degraded, not an error, while no daemon answers in `folder`.
+    `staging_bytes` None: the client's default. `device`: memory in which leases may be read, beside host memory.
+    """
     import kvstore_client
     from kvstore_client.entry import DEFAULT_STAGING_BYTES
 
@@ -219,9 +225,9 @@ def fingerprint_of(
     digest: str,
     device: "DeviceName | None" = None,
 ) -> "Fingerprint":
-    """The fingerprint under which blocks of `pool` are stored, for the model in `file` with weights of that digest.
+    """Return the fingerprint under which blocks of `pool` are stored, for the model in `file` with weights of `digest`.
 
-    What computes them is part of it: torch's bf16 products differ from ggml's in more than the last bit. None: ggml.
+    The computing device is part of it: torch's bf16 products differ from ggml's in more than the last bit. None: ggml.
     """
     from kvstore_engine.pool import PAYLOAD_LAYOUT
 
@@ -248,7 +254,7 @@ def _order_of_sums(file: GGUFFile, device: "DeviceName | None") -> str:
 
 
 def context_tokens(asked: int | None, most: int) -> int:
-    """The context to use for a model that allows `most` tokens. UsageError if `asked` is out of range."""
+    """Return the context to use for a model that allows `most` tokens. Raises UsageError if `asked` is out of range."""
     if asked is None:
         return min(DEFAULT_CONTEXT_TOKENS, most)
     if asked < 2:
@@ -259,7 +265,7 @@ def context_tokens(asked: int | None, most: int) -> int:
 
 
 def check_vocabulary(tokenizer: Tokenizer, rows: int) -> None:
-    """Embeddings may be padded past the vocabulary, but every token needs a row."""
+    """Check that every token has an embedding row; embeddings may be padded past the vocabulary."""
     count = len(tokenizer.vocabulary.tokens)
     if count > rows:
         raise UsageError(f"the file is damaged: {count} tokens but only {rows} rows of embeddings")

@@ -1,6 +1,6 @@
 """Opens the executor of a device: model, pool and executor, with their lifetime.
 
-Owns which implementation a device's name stands for. Both are imported when they are first needed.
+The module owns which implementation a device's name stands for. Both are imported on first use.
 """
 
 from __future__ import annotations
@@ -32,9 +32,11 @@ def open_executor(
     sizes: StepSizes,
     memory: Callable[[int], mmap.mmap] | None = None,
 ) -> Iterator[StepExecutor]:
-    """The executor of `file` on `device`, until the block ends; takes over `file`. `memory`: of a pool on `cpu`.
+    """Yield the executor of `file` on `device`, until the block ends; it takes over `file`. `memory`: for a pool on
+    `cpu`.
 
-    UnsupportedModel, UsageError and OperationError say in one line what cannot be run there, or what is missing.
+    UnsupportedModel, UsageError and OperationError are raised with one line that says what cannot run there or what is
+    missing.
     """
     device.check_kv_dtype(pool.kv_dtype)
     if device.is_torch:
@@ -56,9 +58,10 @@ def open_executor(
 def open_copies(
     executor: StepExecutor | Pipeline, device: DeviceName, store_rate: Rate = AUTO
 ) -> Iterator[BlockCopies]:
-    """How blocks of the daemon get into the pool of `executor`, which is on `device`, and out of it, until the block
-    ends; on a GPU that decodes at `store_rate`. The sessions are to be connected with its `device`, and the engine
-    closed before."""
+    """Yield the copies between blocks of the daemon and the pool of `executor`, which is on `device`, until the block
+    ends; on a GPU that decodes, at `store_rate`. Connect the sessions with its `device`, and close the engine
+    before.
+    """
     if device.is_torch:
         from kvstore_engine.torch_executor import open_torch_copies
         from kvstore_engine.torch_executor.executor import TorchExecutor

@@ -17,17 +17,19 @@ from kvstore_engine.kernels.base import Bytes, Int32Array, Kernels
 
 
 class PoolPlanes(ABC):
-    """`array`: uint8 [planes, blocks, block_bytes], an ndarray in host memory, a tensor on a device."""
+    """The planes of a pool. `array`: uint8 [planes, blocks, block_bytes], an ndarray in host memory, a tensor on a
+    device.
+    """
 
     array: Any
 
     @abstractmethod
     def address(self, plane: int) -> int:
-        """Where plane number `plane` begins, for what computes on it."""
+        """Return the address of plane number `plane`, for the code that computes on it."""
 
     @abstractmethod
     def copy_blocks(self, payloads: Sequence[Bytes], tables: Int32Array, *, into_pool: bool, threads: int) -> None:
-        """Copy storage blocks into the pool, or out of it; arguments as of `Kernels.copy_blocks`."""
+        """Copy storage blocks into the pool, or out of it. For the arguments see `Kernels.copy_blocks`."""
 
     @abstractmethod
     def write_part(self, parts: Bytes, block_ids: Int32Array) -> None:
@@ -41,9 +43,9 @@ class PoolPlanes(ABC):
 class HostPlanes(PoolPlanes):
     """Planes in memory of this process, copied by the CPU's kernels.
 
-    Memory is one map, touched at creation: a first write to an untouched page costs five times the copy. It is
-    anonymous unless the caller provides it, such as a map shared with another process. Each plane starts on a 64-byte
-    boundary.
+    The memory is one map, touched at creation: a first write to an untouched page takes five times as long as the copy.
+    It is anonymous unless the caller provides it, such as a map shared with another process. Each plane starts on a
+    64-byte boundary.
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class HostPlanes(PoolPlanes):
         self.array: Bytes = flat.reshape(count, stride)[:, : blocks * block_bytes].reshape(count, blocks, block_bytes)
 
     def part(self, first: int, end: int) -> Self:
-        """The planes from `first` to before `end`, in the same memory."""
+        """Return the planes from `first` to before `end`, in the same memory."""
         part = copy.copy(self)
         part.array = self.array[first:end]
         return part
@@ -79,7 +81,7 @@ class HostPlanes(PoolPlanes):
 
 
 def _touched_memory(size_bytes: int) -> mmap.mmap:
-    """Zeroed memory of this process alone."""
+    """Return zeroed memory of this process alone, with all pages touched."""
     memory = mmap.mmap(-1, size_bytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)

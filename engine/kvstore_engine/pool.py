@@ -1,12 +1,12 @@
 """The paged K/V cache in this process: memory, free blocks, and copies in and out.
 
-Owns the planes (K and V of each layer) and the list of free engine blocks. It does not know sequences, keys or
-eviction: callers own block tables. Invariants: a block is free or allocated, never both; freeing a free block is a
+The module owns the planes (K and V of each layer) and the list of free engine blocks. It does not know sequences, keys
+or eviction: callers own block tables. Invariants: a block is free or allocated, never both; freeing a free block is a
 broken invariant and raises.
 
-Where the planes are is `planes.PoolPlanes`' business: in host memory, unless the caller places them elsewhere.
-A storage block's payload is layer-major: for each layer K [tokens, kv_heads * head_dim], then V, rows in token order.
-That is this pool's own layout, so that copies are memcpy.
+`planes.PoolPlanes` decides where the planes are: in host memory, unless the caller places them elsewhere. A storage
+block's payload is layer-major: for each layer K [tokens, kv_heads * head_dim], then V, rows in token order. This is
+also the pool's layout, so that copies are memcpy.
 """
 
 import copy
@@ -36,7 +36,7 @@ BlockIds = Sequence[int] | npt.NDArray[np.int32]
 
 
 class BlockPool:
-    """`blocks` engine blocks of `block_tokens` tokens for every layer of one model.
+    """A pool of `blocks` engine blocks of `block_tokens` tokens for every layer of one model.
 
     `planes`: uint8 [2 * layers, blocks, block_bytes], of each layer K, then V.
     """
@@ -54,7 +54,7 @@ class BlockPool:
     ) -> None:
         """Get the memory: in the host's, copied by `kernels`, unless `place(planes, blocks, block_bytes)` provides it.
 
-        ValueError for a type that does not fit or a block size outside 8..256 tokens.
+        Raises ValueError for a type that does not fit or a block size outside 8..256 tokens.
         """
         row_bytes = kv_row_bytes(config, kv_dtype)
         if blocks < 1 or not 8 <= block_tokens <= 256:
@@ -72,8 +72,9 @@ class BlockPool:
         self._free = FreeList(blocks)
 
     def of_layers(self, layers: range) -> Self:
-        """The pool of some consecutive layers, as a stage has: their planes of this pool, and the same free list.
-        ValueError for layers that it does not have, and for a pool that is not in host memory."""
+        """Return the pool of some consecutive layers, for a stage: their planes of this pool, with its free list.
+        Raises ValueError for layers that it does not have, and for a pool that is not in host memory.
+        """
         if layers.step != 1 or not 0 <= layers.start < layers.stop <= self.layers:
             raise ValueError(f"layers {layers} are not a range of the pool's {self.layers}")
         part = copy.copy(self)
@@ -83,12 +84,12 @@ class BlockPool:
 
     @property
     def planes(self) -> Any:
-        """K and V of each layer, uint8 [planes, blocks, block_bytes]: an ndarray, or a tensor of a device."""
+        """The K and V of each layer, uint8 [planes, blocks, block_bytes]: an ndarray, or a tensor of a device."""
         return self._store.array
 
     @property
     def kernels(self) -> Kernels:
-        """The kernels that copy in host memory. ValueError for a pool that is elsewhere."""
+        """The kernels that copy in host memory. Raises ValueError for a pool on a device."""
         return self._host_planes().kernels
 
     def _host_planes(self) -> HostPlanes:
@@ -98,7 +99,7 @@ class BlockPool:
 
     @property
     def free_blocks(self) -> int:
-        """Engine blocks that can still be allocated."""
+        """The number of engine blocks that can still be allocated."""
         return self._free.count
 
     @property
@@ -107,23 +108,25 @@ class BlockPool:
         return self._free.flags
 
     def payload_bytes(self, engine_blocks: int) -> int:
-        """Size of the payload of a storage block that spans `engine_blocks` engine blocks."""
+        """Return the bytes of the payload of a storage block that spans `engine_blocks` engine blocks."""
         return 2 * self.layers * engine_blocks * self.block_bytes
 
     def plane_addresses(self, layer: int) -> tuple[int, int]:
-        """Addresses of the K and the V plane of `layer`."""
+        """Return the addresses of the K and the V plane of `layer`."""
         return self._store.address(2 * layer), self._store.address(2 * layer + 1)
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
-        """`count` block ids, those behind `after` if they are free. Raises PoolExhausted as `FreeList.allocate`."""
+        """Return `count` block ids, the ones behind `after` if they are free. Raises PoolExhausted as
+        `FreeList.allocate`.
+        """
         return self._free.allocate(count, after)
 
     def take(self, ids: Sequence[int]) -> list[int]:
-        """Exactly these blocks, which must be free."""
+        """Allocate exactly these blocks, which must be free."""
         return self._free.take(ids)
 
     def free(self, ids: BlockIds) -> None:
-        """Free blocks. RuntimeError if one is out of range, free already, or named twice."""
+        """Free blocks. Raises RuntimeError if one is out of range, free already, or named twice."""
         self._free.free(ids)
 
     def gather_block(self, block_ids: BlockIds, dest: Bytes) -> None:
@@ -135,7 +138,9 @@ class BlockPool:
         self._copy([source], [block_ids], into_pool=True, threads=1)
 
     def scatter_blocks(self, sources: Sequence[Bytes], tables: Sequence[BlockIds], *, threads: int = 2) -> None:
-        """`scatter_block` for many storage blocks at once, at memcpy speed: the way to restore a prefix."""
+        """Read many storage blocks at once, each as `scatter_block` does, at memcpy speed: the way to restore a
+        prefix.
+        """
         self._copy(sources, tables, into_pool=True, threads=threads)
 
     def scatter_part(self, source: Bytes, skip: int, block_ids: BlockIds) -> None:
@@ -176,7 +181,9 @@ class BlockPool:
 
 
 def kv_row_bytes(config: ModelConfig, kv_dtype: str) -> int:
-    """Bytes of one token's K (or V) in one layer, stored as `kv_dtype`. ValueError if that type does not fit."""
+    """Return the bytes of one token's K (or V) in one layer, stored as `kv_dtype`. Raises ValueError if that type does
+    not fit.
+    """
     if kv_dtype in SCALED_KV_TYPES:
         return config.kv_heads * (config.head_dim + _SCALE_BYTES)
     if kv_dtype not in KV_TYPES:

@@ -1,11 +1,11 @@
 """Chooses the next token from a row of logits.
 
-Owns temperature, top-k, top-p and the random numbers of one request. It never changes the logits it is given.
-Invariants: the same seed, settings and logits give the same tokens on every machine (PCG64 and float64 sums);
-at temperature 0 no random number is drawn. Ties go to the lowest id, as in llama.cpp's greedy sampler.
+The module owns temperature, top-k, top-p and the random numbers of one request. It does not change the given logits.
+Invariants: equal seeds, settings and logits give equal tokens on every machine (PCG64 and float64 sums); at temperature
+0 no random number is drawn. Ties go to the lowest id, as in llama.cpp's greedy sampler.
 
-Top-k: Fan et al., "Hierarchical Neural Story Generation" (2018). Top-p: Holtzman et al., "The Curious Case of
-Neural Text Degeneration" (2020). Order: top-k, then temperature, then top-p over what is left.
+Top-k: Fan et al., "Hierarchical Neural Story Generation" (2018). Top-p: Holtzman et al., "The Curious Case of Neural
+Text Degeneration" (2020). Order: top-k, then temperature, then top-p over the rest.
 """
 
 import math
@@ -22,7 +22,7 @@ _BINS_A_UNIT, _BINS = 8, 1024  # of logits, by their distance from the largest i
 
 @dataclass(frozen=True, slots=True)
 class SamplingSettings:
-    """How to choose. `temperature` 0: greedy; `top_k` 0, `top_p` 1: all tokens; `seed` None: random."""
+    """The settings of a choice. `temperature` 0: greedy; `top_k` 0, `top_p` 1: all tokens; `seed` None: random."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -41,7 +41,7 @@ class SamplingSettings:
 
     @property
     def is_greedy(self) -> bool:
-        """The likeliest token is always chosen."""
+        """True if the likeliest token is always chosen."""
         return self.temperature == 0 or self.top_k == 1 or self.top_p == 0
 
 
@@ -53,7 +53,7 @@ class Sampler:
         self._random = Generator(PCG64(settings.seed))
 
     def choose(self, logits: npt.NDArray[np.float32]) -> int:
-        """The id chosen from `logits` (float32, 1-d). RuntimeError if the largest is not finite."""
+        """Return the id chosen from `logits` (float32, 1-d). Raises RuntimeError if the largest is not finite."""
         best = int(logits.argmax())  # numpy's argmax stops at the first NaN, so a NaN anywhere ends up here
         if not math.isfinite(logits[best]):
             raise RuntimeError(f"the model produced logits that cannot be sampled: the largest is {logits[best]}")
@@ -64,8 +64,9 @@ class Sampler:
 
 
 def _drawn(logits: npt.NDArray[np.float32], most: float, settings: SamplingSettings, draw: float) -> int:
-    """The id at `draw` of 1 along the probabilities of what is left, in the order of ids: nothing has to be sorted,
-    which would take ten times as long as all the rest. `most`: the largest logit."""
+    """Return the id at `draw` of 1 along the probabilities of the remaining ids, in their order. This needs no sorting,
+    which would take ten times as long as everything else. `most`: the largest logit.
+    """
     ids = _largest(logits, settings.top_k) if 0 < settings.top_k < logits.size else None
     kept = logits if ids is None else logits[ids]
     # float64, and the maximum taken out first: exp cannot overflow.
@@ -81,10 +82,11 @@ def _drawn(logits: npt.NDArray[np.float32], most: float, settings: SamplingSetti
 
 
 def _nucleus(scaled: npt.NDArray[np.float64], weights: npt.NDArray[np.float64], least: float) -> npt.NDArray[np.bool_]:
-    """Which are in the smallest set of the likeliest whose weight reaches `least`; of equal ones the lowest ids.
+    """Return which ids are in the smallest set of the likeliest whose weight reaches `least`; of equal ones the lowest
+    ids.
 
-    `scaled`: 0 and less, logits in units of the temperature. Only those are sorted that share a bin with the least
-    likely member.
+    `scaled`: 0 and less, logits in units of the temperature. Only the ids in one bin with the least likely member are
+    sorted.
     """
     bins = np.minimum(scaled * -_BINS_A_UNIT, _BINS - 1).astype(np.int64)
     reached = np.cumsum(np.bincount(bins, weights=weights, minlength=_BINS))
@@ -99,7 +101,7 @@ def _nucleus(scaled: npt.NDArray[np.float64], weights: npt.NDArray[np.float64], 
 
 
 def _largest(logits: npt.NDArray[np.float32], top_k: int) -> npt.NDArray[np.intp]:
-    """Ids of the `top_k` largest logits, in ascending order; of equal ones the lowest ids."""
+    """Return the ids of the `top_k` largest logits, in ascending order; of equal ones the lowest ids."""
     threshold = np.partition(logits, logits.size - top_k)[logits.size - top_k]
     above, equal = np.flatnonzero(logits > threshold), np.flatnonzero(logits == threshold)
     return np.sort(np.concatenate([above, equal[: top_k - above.size]]))

@@ -17,7 +17,7 @@ _ENOUGH_TO_SPARE_ONE = 4
 
 
 def default_threads() -> int:
-    """The number of compute threads for this process on this machine, at least 1."""
+    """Return the number of compute threads for this process on this machine, at least 1."""
     cores = physical_cores(_usable_cpus(), _CPUS)
     quota = cpu_quota(_QUOTA)
     if quota is not None:
@@ -26,7 +26,9 @@ def default_threads() -> int:
 
 
 def physical_cores(cpus: set[int], topology: Path) -> int:
-    """Physical cores of the logical `cpus`, by the kernel's `topology` folder; one each if unknown."""
+    """Return the number of physical cores of the logical `cpus`, by the kernel's `topology` folder; one each if
+    unknown.
+    """
     cores = set()
     for cpu in cpus:
         siblings = str(cpu)
@@ -37,7 +39,7 @@ def physical_cores(cpus: set[int], topology: Path) -> int:
 
 
 def cpu_quota(path: Path) -> float | None:
-    """The control group's quota in cores (cgroup v2 `cpu.max`: "quota period" or "max period"), or None."""
+    """Return the control group's quota in cores (cgroup v2 `cpu.max`: "quota period" or "max period"), or None."""
     try:
         quota, period = path.read_text().split()
         return None if quota == "max" else int(quota) / int(period)

@@ -1,1 +1,1 @@
-"""The simulator: recorded requests through the daemon's own residency, policies and movement, in virtual time."""
+"""The simulator runs recorded requests through the daemon's own residency, policies and movement, in virtual time."""

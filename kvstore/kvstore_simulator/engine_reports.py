@@ -1,5 +1,5 @@
-"""What an engine could report to the policy while a trace is replayed: of each request its prompt, when it ends its
-answer, and hints: made up, or given by engines to a daemon while it was recorded.
+"""The engine's reports to the policy while a trace is replayed: the prompt of each request, the end of its answer, and
+hints. Hints are made up, or were given by engines when the trace was recorded.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ANSWER_TOKEN_NS = 20_000_000
 
 
 class EngineReports:
-    """`tenant_of`: the residency's number of a tenant of the trace."""
+    """The reports of a replay. `tenant_of` maps a tenant of the trace to its number in residency."""
 
     def __init__(
         self, trace: Trace, hints: Hints, policy: Listens, residency: ResidencyView, tenant_of: Callable[[int], int]
@@ -34,7 +34,7 @@ class EngineReports:
         self._queued = 0  # requests up to here have been seen in the queue
 
     def ended(self, now_ns: int) -> None:
-        """Report the requests that have ended."""
+        """Report the requests that have ended by `now_ns`."""
         running = self._running
         while running and running[0][0] <= now_ns:
             end_ns, number, tokens = heappop(running)
@@ -58,7 +58,7 @@ class EngineReports:
         heappush(running, (now_ns + FIRST_TOKEN_NS + tokens * ANSWER_TOKEN_NS, at, tokens))
 
     def _report_queue(self, at: int, now_ns: int) -> None:
-        """Of requests that will be looked up soon, where their chains are here."""
+        """Report the requests that will be looked up soon and whose chains are in the tier."""
         trace = self._trace
         due_ns = now_ns + round(self._queue_s * 1e9)
         self._queued = max(self._queued, at + 1)

@@ -1,11 +1,11 @@
 """Several nodes in virtual time that serve one trace and share a remote store, and the router before them.
 
-Owns the nodes, the arrival of requests, what a router remembers, and its own estimate of each node's queue. What a node
-does is `node`'s.
+The module owns the nodes, the arrival of requests, the router's memory, and its estimate of each node's queue; `node`
+models a node.
 
-A second in a queue counts less than a second of computing: it delays this request, while what is computed a second time
-takes compute, and room for a second copy, from all that follow, the conversation's next turns included. Counted alike,
-a long conversation leaves its node as soon as that is busy, and its blocks with it.
+The router weighs a second in a queue less than a second of computing. The queue delays one request. A second
+computation takes compute, and room for a second copy, from all requests that follow, including the conversation's next
+turns. With equal weights, a long conversation would leave its node, and its blocks there, as soon as the node is busy.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ _ENDS = 2  # the last block of a request may be cut differently in the next turn
 
 
 class Router:
-    """Chooses a node for each request, by `name`: at random, where its conversation was, or where its blocks are.
+    """A router that chooses a node for each request, by `name`: at random, the node where its conversation was, or the
+    node where its blocks are.
 
-    `events` knows the blocks in each node's own tiers, as a router does that follows their events, and weighs what is
-    left to compute against the queue.
+    `events` knows the blocks in each node's own tiers, as a router does that follows their events, and weighs the rest
+    to compute against the queue.
     """
 
     def __init__(self, name: str, nodes: Sequence[Node], seed: int) -> None:
@@ -57,7 +58,7 @@ class Router:
         return self._random.randrange(len(self._nodes))
 
     def _sticky(self, visit: Visit) -> int:
-        """Where the turn before was served; a new conversation goes anywhere."""
+        """Return the node that served the turn before; a new conversation gets a random node."""
         for key in reversed(visit.keys):
             number = self._turns.get((visit.tenant, key))
             if number is not None:
@@ -78,7 +79,7 @@ class Router:
         return sum(seconds for _, seconds in left)
 
     def _seconds(self, node: Node, visit: Visit) -> float:
-        """What computing the rest of the prompt takes there."""
+        """Return the seconds that computing the rest of the prompt takes on `node`."""
         here = node.pool.leading(visit.tenant, visit.keys)
         if node.store is not None:
             here = max(here, node.store.local_blocks(visit.tenant, visit.keys))
@@ -92,9 +93,11 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class FleetStudy:
-    """`settings`: of each node. A row for one node of `nodes` times the size, then one for each routing. Requests
-    before `count_from` are served and not counted. `remote` None: nothing is shared. Requests that are longer than one
-    node's engine memory are left out of all rows, so that all serve the same."""
+    """A study of several nodes. `settings` apply to each node. The first row is one node of `nodes` times the size,
+    then one row follows for each routing. Requests before `count_from` are served and not counted. `remote` None:
+    nothing is shared. Requests that are longer than one node's engine memory are left out of all rows, so that all
+    rows serve equal requests.
+    """
 
     trace: Trace
     settings: NodeSettings
@@ -106,7 +109,7 @@ class FleetStudy:
 
     @property
     def too_long(self) -> int:
-        """Requests that are counted and left out."""
+        """The number of counted requests that are left out."""
         return int((np.diff(self.trace.starts)[self.count_from :] > self._most_blocks).sum())
 
     @property

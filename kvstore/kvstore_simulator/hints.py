@@ -1,11 +1,11 @@
 """Hints that an engine could give, made up from the trace with a stated quality.
 
 `will-continue:AUC` gives each request, when it ends, a chance in five steps that its session goes on; a session that
-does outscores one that does not with probability AUC. `tool-call:AUC` says in the same way why the engine stopped: a
+does outscores one that does not with probability AUC. `tool-call:AUC` says with that quality why the engine stopped: a
 tool call, after which it goes on within a minute, the end of a turn, or nothing. `queue:S` announces requests S seconds
 before they are looked up, as a scheduler with a queue could. `pause:NOISE` says when the session will come back, as an
-engine that knows its tools could: its pause times a lognormal factor of that deviation, 0: exactly. All use the future,
-which is what they are: an experiment in what hints are worth. Without them nothing in a replay does.
+engine that knows its tools could: its pause times a lognormal factor of that deviation; 0: exactly. All of them use the
+future: they are experiments that measure the value of hints. Nothing else in a replay uses the future.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ _FORM = (
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """`will_continue_auc`, `tool_call_auc`, `pause_noise`: None is no such hint; `queue_s`: 0 is none."""
+    """The chosen hints. `will_continue_auc`, `tool_call_auc`, `pause_noise`: None turns that hint off; `queue_s`: 0
+    turns it off.
+    """
 
     will_continue_auc: float | None = None
     queue_s: float = 0.0
@@ -48,7 +50,7 @@ NO_HINTS = Hints()
 
 
 def parse_hints(text: str, seed: int) -> Hints:
-    """Raises ValueError with one line."""
+    """Return the hints that `text` describes. Raises ValueError with one line."""
     auc, tool_auc, queue_s, noise = None, None, 0.0, None
     for part in text.split(","):
         name, _, value = part.strip().partition(":")
@@ -70,10 +72,10 @@ def parse_hints(text: str, seed: int) -> Hints:
 
 
 def made_up(trace: Trace, hints: Hints) -> list[ChainHint | None]:
-    """For each request the hint when it ends; None throughout without such hints. `due_ns` counts from the first
+    """Return for each request the hint at its end; None throughout without such hints. `due_ns` counts from the first
     request.
 
-    A session goes on when a later request uses the last block but one (the last is often partial) of this one.
+    A session goes on if a later request uses its last block but one (the last is often partial).
     """
     if hints.will_continue_auc is None and hints.tool_call_auc is None and hints.pause_noise is None:
         return [None] * trace.requests
@@ -109,14 +111,14 @@ def _due(
 def _steps(
     truth: npt.NDArray[np.bool_], auc: float, steps: tuple[float, ...], chance: np.random.Generator
 ) -> npt.NDArray[np.int64]:
-    """A noisy score of `truth`, as the number of the step that it reaches, from 0 up."""
+    """Return a noisy score of `truth`, as the number of the step that it reaches, from 0 up."""
     apart = _apart(auc, steps)
     score = chance.normal(size=len(truth)) + apart * truth
     return np.digitize(score, [apart / 2 + step for step in steps]).astype(np.int64)
 
 
 def _apart(auc: float, steps: tuple[float, ...]) -> float:
-    """How far the means of the two kinds' scores have to be apart for that AUC, of what the steps leave of the scores:
+    """Return the distance between the means of the two kinds' scores that gives this AUC after rounding to `steps`;
     equal steps count half.
     """
     near, far = 0.0, _APART_MAX

@@ -1,8 +1,9 @@
-"""How good a predictor's guesses are on a trace: from the first part it learns, the later part judges it.
+"""The quality of a predictor's guesses on a trace: it learns from the first part and is judged on the later part.
 
 At evenly spaced times of the later part the predictor is asked for its guesses. A guess came true if a request within
-the horizon uses the block that the guess names, or the one before it, unless four or more different blocks follow that
-one: a last block is often partial. Answers are reported 20 ms a token later, recorded hints when they were given.
+the horizon uses the block that the guess names, or the block before it, unless four or more different blocks follow
+that one: a last block is often partial. Answers are reported 20 ms a token later, recorded hints at their recorded
+times.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ Progress = Callable[[int, int], None]
 
 
 class Uses:
-    """When each block of a trace is requested."""
+    """The times at which each block of a trace is requested."""
 
     def __init__(self, trace: Trace) -> None:
         times_s = (trace.times_ns - trace.times_ns[0]) / NS_PER_S
@@ -59,15 +60,18 @@ class Uses:
 
 
 class Event(NamedTuple):
-    """Something that a predictor hears, `now_s` after the first request; `said` is None for a time to ask it."""
+    """An event that a predictor receives, `now_s` seconds after the first request. `said` passes it on; None marks a
+    time to ask for guesses.
+    """
 
     now_s: float
     said: Callable[[Predictor], None] | None
 
 
 def events(trace: Trace, ask_s: list[float]) -> Iterator[Event]:
-    """Requests, answers, hints, and the times `ask_s`, in the order of time; what is asked at a time comes before what
-    happens then."""
+    """Yield requests, answers, hints, and the times `ask_s`, in the order of time; a question comes before the events
+    at its time.
+    """
     keys = [trace.key(block) for block in range(trace.distinct_blocks)]
     first_ns = int(trace.times_ns[0])
     found = [(now_s, 0, Event(now_s, None)) for now_s in ask_s]
@@ -109,13 +113,15 @@ def _hinted(tenant: int, key: bytes, said: Hint, now_s: float) -> Callable[[Pred
 
 @dataclass
 class Judged:
-    """What was foretold within one horizon, and whether it came."""
+    """The predicted chances within one horizon, and whether each guess came true."""
 
     foretold: list[float] = field(default_factory=list)
     came: list[bool] = field(default_factory=list)
 
     def figures(self) -> dict[str, float]:
-        """`of the mean`: the log loss of a guess that knows how many came true. Of no guesses, their number alone."""
+        """Return the figures; without guesses, their number alone. `of the mean`: the log loss of a guess that knows
+        the share of guesses that came true.
+        """
         foretold, true = np.array(self.foretold), np.array(self.came, dtype=np.float64)
         if not len(true):
             return {"guesses": 0}
@@ -134,8 +140,9 @@ class Judged:
 def judge(
     trace: Trace, predictor: Predictor, learn: float, questions: int, progress: Progress = lambda done, total: None
 ) -> dict[float, Judged]:
-    """By horizon, what the predictor's guesses on the requests from share `learn` on were worth. A horizon that ends
-    after the trace does is not asked for."""
+    """Return by horizon how good the predictor's guesses were on the requests from share `learn` on. A horizon that
+    ends after the trace does is not asked for.
+    """
     uses = Uses(trace)
     seen = {horizon_s: Judged() for horizon_s in HORIZONS_S}
     ask_s = question_times(trace, learn, 1.0, questions)
@@ -160,7 +167,7 @@ def judge_all(
     questions: int,
     progress: Callable[[str, int, int], None],
 ) -> dict[float, Judged]:
-    """As `judge`, of a predictor of its own on each trace, all together."""
+    """Judge a new predictor on each trace, as `judge` does, and return the results of all traces together."""
     seen = {horizon_s: Judged() for horizon_s in HORIZONS_S}
     for trace in traces:
         predictor = make()
@@ -172,7 +179,9 @@ def judge_all(
 
 
 def question_times(trace: Trace, first: float, last: float, questions: int) -> list[float]:
-    """Evenly between shares `first` and `last` of the requests; the last one ten seconds before it, where that fits."""
+    """Return `questions` times, evenly between shares `first` and `last` of the requests; the last one ten seconds
+    before the end, if that fits.
+    """
     times = (trace.times_ns - trace.times_ns[0]) / NS_PER_S
     begin, end = (float(times[min(int(trace.requests * share), trace.requests - 1)]) for share in (first, last))
     found: list[float] = np.linspace(begin, max(begin, end - HORIZONS_S[0]), questions).tolist()
@@ -180,7 +189,9 @@ def question_times(trace: Trace, first: float, last: float, questions: int) -> l
 
 
 def ece(chances: Floats, came: Floats) -> float:
-    """The mean distance of what was foretold from what came, by ten equal bins of probability."""
+    """Return the expected calibration error: the mean distance between chance and outcome, over ten equal bins of
+    chance.
+    """
     bins = np.minimum((chances * BINS).astype(np.int64), BINS - 1)
     foretold, seen = (np.bincount(bins, weights=each, minlength=BINS) for each in (chances, came))
     return float(np.abs(foretold - seen).sum() / max(len(chances), 1))

@@ -1,7 +1,7 @@
-"""A machine to simulate: what computes, and the media that hold blocks, read from a profile.
+"""A machine to simulate: its compute, and the media that hold blocks, read from a profile.
 
-Owns the shape of a profile, the time that computing a prompt takes, and how much room an engine has for blocks. Never
-moves anything: `media` does. Profiles that ship stand in `profiles/`, each number with where it comes from.
+The module owns the form of a profile, the time of computing a prompt, and the engine's room for blocks. It moves
+nothing: `media` does. The profiles in `profiles/` name the source of each number.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ _COMPUTE = {"flops_per_s", "efficiency", "overhead_s", "chunk_tokens"}
 
 @dataclass(frozen=True, slots=True)
 class MediumSpec:
-    """Bytes a second in each direction; `parallel` transfers may wait out their latency at once. `duplex`: the two
-    directions do not slow each other down."""
+    """A medium: bytes a second in each direction; `parallel` transfers may wait out their latency at once. `duplex`:
+    the two directions do not slow each other down.
+    """
 
     name: str
     capacity_bytes: int
@@ -45,7 +46,9 @@ class MediumSpec:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """`efficiency`: what share of `flops_per_s` a prefill reaches; a pass over the weights serves `chunk_tokens`"""
+    """The compute of a machine. `efficiency`: the share of `flops_per_s` that a prefill reaches. One pass over the
+    weights serves `chunk_tokens` tokens.
+    """
 
     flops_per_s: float
     efficiency: float
@@ -55,7 +58,9 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """`link` is between `engine_tier`, where K/V of running requests is, and the first tier of the store."""
+    """A machine. `link` is between `engine_tier`, which holds K/V of running requests, and the first tier of the
+    store.
+    """
 
     name: str
     compute: Compute
@@ -66,7 +71,7 @@ class Machine:
     media: Mapping[str, MediumSpec]
 
     def times(self, devices: int) -> Machine:
-        """`devices` of it side by side, with everything that belongs to each."""
+        """Return a machine of `devices` such machines side by side."""
         compute = replace(self.compute, flops_per_s=self.compute.flops_per_s * devices)
         media = {name: _scaled(spec, devices) for name, spec in self.media.items()}
         return replace(
@@ -75,11 +80,13 @@ class Machine:
         )  # fmt: skip
 
     def medium(self, tier: str) -> MediumSpec:
-        """Where the blocks of the store's tier of that name are."""
+        """Return the medium that holds the store's tier `tier`."""
         return replace(self.media[HBM], name=GPU) if tier == GPU else self.media[tier]
 
     def pool_bytes(self, model: Model) -> int:
-        """Room for blocks in the engine's memory, beside the weights. Raises ValueError when there is none."""
+        """Return the bytes for blocks in the engine's memory, beside the weights. Raises ValueError if there are
+        none.
+        """
         left_bytes = int(self.engine_bytes * (1 - self.reserve) - model.weight_bytes)
         if left_bytes <= 0:
             most = self.engine_bytes * (1 - self.reserve)
@@ -91,9 +98,11 @@ class Machine:
         return left_bytes
 
     def streamed_bytes(self, model: Model, first: int, last: int, *, least_passes: float = 1.0) -> float:
-        """What computing tokens `first` up to `last` moves from the engine's memory into SRAM: the weights once a pass,
-        and the K/V of the context once for as many queries as fit half of SRAM with their sums, a layer at a time
-        (after FlashAttention, Dao and others, NeurIPS 2022)."""
+        """Return the bytes that computing tokens `first` up to `last` moves from the engine's memory into SRAM.
+
+        The weights are read once a pass. The K/V of the context are read once for as many queries as fit half of SRAM
+        with their sums, a layer at a time (after FlashAttention, Dao and others, NeurIPS 2022).
+        """
         tokens = last - first
         passes = max(least_passes, tokens / self.compute.chunk_tokens)
         width = model.heads * model.head_dim
@@ -102,7 +111,7 @@ class Machine:
         return passes * model.weight_bytes + tokens / rows * context * model.kv_bytes_per_token
 
     def prefill_s(self, model: Model, first: int, last: int, *, least_passes: float = 1.0) -> float:
-        """Seconds to compute tokens `first` up to `last` of a prompt, whose K/V up to `first` is there."""
+        """Return the seconds to compute tokens `first` up to `last` of a prompt whose K/V up to `first` is there."""
         if last <= first:
             return 0.0
         compute = self.compute
@@ -112,7 +121,7 @@ class Machine:
 
 
 def load_machine(name: str) -> Machine:
-    """A profile that ships, by name, or a file. Raises ValueError with one line; OSError."""
+    """Return the profile `name`, one that ships or a file. Raises ValueError with one line; OSError."""
     if name in PROFILES:
         text = resources.files("kvstore_simulator.profiles").joinpath(f"{name}.toml").read_text()
         return _machine(name, tomllib.loads(text))

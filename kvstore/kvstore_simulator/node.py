@@ -1,9 +1,9 @@
-"""One inference node in virtual time: requests queue for the engine, get what is stored, compute the rest, store it.
+"""One inference node in virtual time: requests queue for the engine, get stored blocks, compute the rest, store it.
 
-Owns the queue (first come, first served, one prompt at a time, as the prefill side of a node that decodes elsewhere),
-what overlaps with what, and when a request's first token is there. Where blocks are and how they move is the store's.
-Causal: nothing depends on a request before it has arrived. Invariant: with `weighs` bringing blocks back never takes
-longer than computing them would, since both race and the first to be done counts.
+The module owns the queue (first come, first served, one prompt at a time, as on the prefill side of a node that decodes
+elsewhere), the overlap of loading and computing, and the time of a request's first token. The store decides where
+blocks are and how they move. Causal: nothing depends on a request before it has arrived. Invariant: with `weighs`,
+bringing blocks back never takes longer than computing them would, since both race and the first to end counts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MOST_SAMPLES = 256
 
 
 def serve_trace(trace: Trace, settings: NodeSettings, plan: ServingPlan, progress: Callable[[int, int], None]) -> Node:
-    """The whole trace under one plan; the node as it is at the end."""
+    """Serve the whole trace under one plan, and return the node in its state at the end."""
     clock = ManualClock()
 
     async def run(loop: VirtualLoop) -> Node:
@@ -45,7 +45,7 @@ def serve_trace(trace: Trace, settings: NodeSettings, plan: ServingPlan, progres
 
 
 def visit_of(trace: Trace, at: int, blocks: Sequence[int], now_ns: int) -> Visit:
-    """Request number `at` of the trace, which asks for `blocks`."""
+    """Return request number `at` of the trace, which asks for `blocks`."""
     tokens = int(trace.input_tokens[at]) or len(blocks) * trace.block_tokens
     return Visit(
         at, int(trace.tenants[at]), [trace.key(block) for block in blocks], tokens, Op(int(trace.ops[at])),
@@ -54,7 +54,7 @@ def visit_of(trace: Trace, at: int, blocks: Sequence[int], now_ns: int) -> Visit
 
 
 class Node:
-    """See the module."""
+    """A node that serves a trace under one plan."""
 
     def __init__(
         self, trace: Trace, settings: NodeSettings, plan: ServingPlan, loop: VirtualLoop, clock: ManualClock
@@ -83,8 +83,9 @@ class Node:
     async def run(
         self, progress: Callable[[int, int], None] = lambda done, total: None, *, is_alone: bool = True
     ) -> None:
-        """Until the last request has been served and stored. `is_alone`: the whole trace arrives here; else what is
-        passed to `accept`, until `end`."""
+        """Run until the last request has been served and stored. `is_alone`: the whole trace arrives here; otherwise
+        the requests passed to `accept`, until `end`.
+        """
         async with asyncio.TaskGroup() as self._tasks:
             watching = [self._tasks.create_task(self._sample_all()), self._tasks.create_task(self._tick_all())]
             if is_alone:
@@ -112,20 +113,20 @@ class Node:
         self.end()
 
     def accept(self, visit: Visit) -> None:
-        """A request has arrived."""
+        """Accept a request that has arrived."""
         self._queue.append(visit)
         if visit.op is not Op.PUT:
             self._expect(visit)
         self._arrived.set()
 
     def end(self) -> None:
-        """No further request arrives."""
+        """Note that no further request arrives."""
         self._is_over = True
         self._arrived.set()
 
     def _expect(self, visit: Visit) -> None:
-        """A request has entered the queue. (A recorded put waits in it for the requests before it: they computed what
-        it stores.)
+        """Report a request that has entered the queue. (A recorded put waits in it for the requests before it: they
+        computed the blocks that it stores.)
         """
         self.served.visits.append(visit)
         self._waiting += 1
@@ -135,7 +136,9 @@ class Node:
             self._call_next()
 
     async def _stage(self, visit: Visit) -> None:
-        """Before its turn: blocks in slower tiers move up, and for the next in line everything moves to the engine."""
+        """Prepare a request before its turn: its blocks in slower tiers move up, and when it is next in line all its
+        blocks move to the engine.
+        """
         assert self.store is not None
         self.store.prefetch(visit, self.pool.leading(visit.tenant, visit.keys))
         await visit.is_near.wait()
@@ -143,7 +146,7 @@ class Node:
             await self._begin_loading(visit)
 
     def _call_next(self) -> None:
-        """The next in line gets its blocks while another one computes."""
+        """Let the next request in line load its blocks while another one computes."""
         following = next((visit for visit in self._queue if visit.op is not Op.PUT), None)
         if self._has_begun and following is not None:
             following.is_near.set()
@@ -191,7 +194,9 @@ class Node:
             self._put(visit)
 
     async def _begin_loading(self, visit: Visit) -> bool:
-        """Take room in the engine's memory and ask the store for what it has; False when there is no room now."""
+        """Reserve room in the engine's memory and ask the store for its blocks; return False if there is no room
+        now.
+        """
         held = self.pool.hold(visit.tenant, visit.keys, self._now_ns())
         if held is None:
             return False
@@ -202,12 +207,12 @@ class Node:
         return True
 
     def _copy(self, visit: Visit, mapped: int, on_device: int) -> None:
-        """Blocks that are readable are copied to the engine: as they arrive, or later all at once."""
+        """Copy readable blocks to the engine: as they arrive, or later all at once."""
         if self.plan.overlaps and self.store is not None:
             visit.copied_ns = max(visit.copied_ns, self.store.copy(mapped, on_device))
 
     async def _restore(self, visit: Visit) -> None:
-        """Until every block that was stored is mapped, or computed, or given up."""
+        """Wait until every stored block is mapped, computed, or given up."""
         if self.plan.weighs:
             await self._race(visit)
         elif not all(visit.ready) and self.store is not None:
@@ -223,7 +228,7 @@ class Node:
             await self._until(self.store.copy(copied - on_device, on_device))
 
     async def _race(self, visit: Visit) -> None:
-        """Compute from the head what has not been loaded, while loading proceeds from the tail, until the two meet."""
+        """Compute missing blocks from the head, while loading proceeds from the tail, until the two meet."""
         size = self.trace.block_tokens
         step = max(1, RACE_TOKENS // size)
         at, end = 0, len(visit.ready)
@@ -248,7 +253,7 @@ class Node:
             self.served.compute_busy_s += raced_s
 
     async def _ready_by(self, visit: Visit, first: int, last: int, deadline_ns: int) -> bool:
-        """Wait until blocks `first` up to `last` are mapped; False when it is too late for that."""
+        """Wait until blocks `first` up to `last` are mapped; return False if that takes longer than the deadline."""
         try:
             async with asyncio.timeout_at(deadline_ns / NS_PER_S):
                 while visit.is_loading and not all(visit.ready[first:last]):
@@ -259,7 +264,9 @@ class Node:
         return all(visit.ready[first:last])
 
     async def _compute(self, visit: Visit) -> None:
-        """The rest of the prompt; its last token makes the first one of the answer, so that is always computed."""
+        """Compute the rest of the prompt. Its last token is always computed, since it makes the first token of the
+        answer.
+        """
         size, most = self.trace.block_tokens, visit.tokens - 1
         restored = min(len(visit.ready) * size, most)
         seconds = self._seconds(restored, visit.tokens)
@@ -279,7 +286,7 @@ class Node:
         await self._until(self._now_ns() + round(taken_s * NS_PER_S))
 
     def _stream(self, first: int, last: int, *, least_passes: float = 1.0) -> None:
-        """Computing tokens `first` up to `last` reads the engine's memory."""
+        """Count the reads of the engine's memory for computing tokens `first` up to `last`."""
         machine, model = self.settings.machine, self.settings.model
         self.served.streamed_bytes += machine.streamed_bytes(model, first, last, least_passes=least_passes)
 
@@ -304,14 +311,14 @@ class Node:
         task.add_done_callback(self._puts.discard)
 
     def _let_go(self, visit: Visit) -> None:
-        """The engine may use the room of its blocks for others now."""
+        """Release the room of a request's blocks in the engine."""
         rows, visit.rows = visit.rows, None
         if rows is not None:
             self.pool.release(rows)
 
     def _report_answer(self, visit: Visit) -> None:
-        """Report the answer to the store when it has been written, and what the engine expects then; the engine has
-        stored the prompt before.
+        """Report the answer to the store when it has been written, with the engine's expectation; the engine has stored
+        the prompt before.
         """
         store = self.store
         if store is None or visit.op is Op.PUT:
@@ -335,7 +342,7 @@ class Node:
     # Time
 
     async def _sample_all(self) -> None:
-        """Evenly, and never more than a plot can show: how long it lasts is not known before."""
+        """Take samples evenly, at most as many as a plot can show; the duration is not known in advance."""
         step_s = FIRST_SAMPLES_S
         while True:
             self._sample()
@@ -364,8 +371,9 @@ class Node:
 
 
 def overlapped_s(copying_s: float, computing_s: float, layers: int) -> float:
-    """How long computing takes while blocks are copied, both a layer at a time: a layer starts when its blocks have
-    arrived and the layer before it has been computed."""
+    """Return the seconds that computing takes while blocks are copied, both a layer at a time: a layer starts when its
+    blocks have arrived and the layer before it has been computed.
+    """
     if not copying_s:
         return computing_s
     return max(copying_s / layers + computing_s, copying_s + computing_s / layers)

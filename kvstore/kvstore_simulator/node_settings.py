@@ -1,10 +1,10 @@
-"""How a simulated node serves requests, and on what: plans, which are compared, and a node's settings.
+"""Plans, which are compared, and the settings of a simulated node.
 
-A plan is a way of serving requests over a tiered store: what a plain engine does, and what orchestration adds.
+A plan is a way of serving requests over a tiered store: as a plain engine, or with parts of orchestration.
 
 `engine-alone` has no store. `baseline` is an engine with a host cache: LRU, blocks loaded when a request starts, all of
 them before it computes, blocks written below DRAM when DRAM is full; `baseline-eager` writes them at once, as
-`orchestrated` does, which is what the daemon is for.
+`orchestrated`, the daemon's plan, does.
 """
 
 from __future__ import annotations
@@ -31,10 +31,12 @@ MakePredictor = Callable[[Trace, float], Predictor]
 
 @dataclass(frozen=True, slots=True)
 class ServingPlan:
-    """`prefetches`: blocks below DRAM move up while the request queues, and the blocks of the next one all the way.
-    `overlaps`: a layer computes while the next one's blocks arrive. `weighs`: computing from the head races loading
-    from the tail. `writes_behind`: new blocks go below DRAM at once, so that room is there when it is needed.
-    `uses_gpu`: the store has its tier of device memory, if there is one; else the engine has that room."""
+    """A way of serving requests. `prefetches`: blocks below DRAM move up while the request queues, and the blocks of
+    the next one all the way. `overlaps`: a layer computes while the next one's blocks arrive. `weighs`: computing
+    from the head races loading from the tail. `writes_behind`: new blocks go below DRAM at once, so that DRAM has
+    room when it is needed. `uses_gpu`: the store has its tier of device memory, if there is one; otherwise the
+    engine has that room.
+    """
 
     name: str
     has_store: bool = True
@@ -64,9 +66,10 @@ ABLATIONS = {
 
 @dataclass(frozen=True, slots=True)
 class NodeSettings:
-    """`tiers`: media of the store and their bytes, fastest first. `speed`: arrivals so many times as fast.
-    `predictor(trace, speed)` makes the one that prefetch listens to. `gpu`: settings of the tier of that name, as in
-    the daemon's configuration."""
+    """The settings of a node. `tiers`: media of the store and their bytes, fastest first. `speed`: the factor by which
+    arrivals are faster. `predictor(trace, speed)` makes the predictor for prefetch. `gpu`: settings of the tier of
+    that name, as in the daemon's configuration.
+    """
 
     machine: Machine
     model: Model
@@ -86,13 +89,13 @@ class NodeSettings:
 
     @property
     def without_gpu(self) -> NodeSettings:
-        """With the memory of that tier for the engine's own blocks."""
+        """These settings with the GPU tier's memory given to the engine's own blocks."""
         tiers = dict(self.tiers)
         return replace(self, pool_bytes=self.pool_bytes + tiers.pop(GPU, 0), tiers=tuple(tiers.items()))
 
 
 def config_of(settings: NodeSettings, block_bytes: int) -> Config:
-    """The daemon's defaults, at the size of the simulated machine: what it runs on has nothing to do with this one."""
+    """Return the daemon's default configuration, at the size of the simulated machine instead of this machine."""
     config = load_config(None, ["host.capacity=512MiB", "host.min_free=0", "nvme.capacity=1GiB"])
     ttl_s = settings.ttl_s or 0
     first_bytes, *more = (nbytes for name, nbytes in settings.tiers if name != GPU)

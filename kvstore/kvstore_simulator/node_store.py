@@ -1,7 +1,7 @@
-"""Where a simulated node keeps blocks: in the engine's own memory, and in the daemon's `Store`, on tiers without bytes.
+"""The blocks of a simulated node: in the engine's own memory, and in the daemon's `Store`, on tiers without bytes.
 
-Owns what an engine does with them: what it asks for, and what it holds while it copies. Every get, put and decision is
-the production object's. Times come from the virtual clock alone.
+The module plays the engine: it asks for blocks, and holds them while it copies. The production objects do every get,
+put and decision. Times come from the virtual clock alone.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ POOL = 0
 
 
 class EnginePool:
-    """Holds the engine's own blocks, prefix cache and running requests: `capacity_blocks` of `block_bytes` each.
+    """The engine's own blocks, prefix cache and running requests: `capacity_blocks` of `block_bytes` each.
 
-    The production Residency and LRU over one tier, as engines have it. A request holds all of its blocks until it has
-    been served and what it stored has been copied out. Never more blocks than the capacity.
+    It uses the production Residency and LRU over one tier, as engines have it. A request holds all of its blocks until
+    it has been served and its stored blocks have been copied out. It never holds more blocks than the capacity.
     """
 
     def __init__(self, capacity_blocks: int, block_bytes: int) -> None:
@@ -67,7 +67,7 @@ class EnginePool:
 
     def hold(self, tenant: int, keys: Sequence[bytes], now_ns: int) -> tuple[int, list[int]] | None:
         """Make room for the whole chain `keys`; return how many leading blocks were there already, and the rows of all,
-        pinned until `release`. None when there is no room beside the blocks that others hold.
+        pinned until `release`. None if there is no room beside the blocks that other requests hold.
         """
         residency = self.residency
         rows = residency.find_keys(tenant, keys)
@@ -110,7 +110,9 @@ _NO_EXTRA = bytes(KEY_BYTES)
 
 
 class NoBytes:
-    """Implements `Staged`: a payload is of its length, at no address, and has no tokens to check."""
+    """Staging memory without bytes, an implementation of `Staged`: a payload has its length, no address, and no tokens
+    to check.
+    """
 
     def tokens_at(self, offset: int) -> bytes:
         return b""
@@ -123,7 +125,9 @@ _NO_BYTES = NoBytes()
 
 
 def client_of(residency: Residency, number: int, device_tiers: TierSet = NO_TIERS) -> Client:
-    """Return the engine of tenant `number` of a trace; `device_tiers` are on the device that it computes on."""
+    """Return the client that stands for tenant `number` of a trace; `device_tiers` are on the device that it computes
+    on.
+    """
     name = f"tenant-{number}"
     return Client(
         session_id=number + 1, client_name=name, tenant=Tenant(name, bytes(16), b"", TenantSection(name)),
@@ -149,7 +153,9 @@ _TICKS_OF_MAINTENANCE = 5  # of the daemon, for one of a node's
 
 
 class NodeStore:
-    """`media`: the engine's link, then the store's tiers, fastest first. `lanes` are all there are between them."""
+    """The daemon's store in a simulated node. `media`: the engine's link, then the store's tiers, fastest first.
+    `lanes` are all lanes between them.
+    """
 
     def __init__(
         self,
@@ -197,7 +203,7 @@ class NodeStore:
     def _make_tiers(
         self, first: Medium, rest: Sequence[Medium], sections: Sequence[TierSection]
     ) -> list[SimulatedTier]:
-        """The mapped tier on `first`, and those below it on `rest`."""
+        """Return the mapped tier on `first`, and the tiers below it on `rest`."""
         host, *below = sections
         top, loop = first.spec.name, self._loop
         tiers = [
@@ -223,7 +229,7 @@ class NodeStore:
     def _make_gpu(
         self, section: TierSection, medium: Medium, link: Medium, host: Medium, below: SimulatedTier | None
     ) -> SimulatedTier:
-        """`below`: the slowest tier, if blocks may come from its files past DRAM."""
+        """Return the GPU tier. `below`: the slowest tier, if blocks may come from its files past DRAM."""
         reads_files = isinstance(section, GpuSection) and section.from_nvme != OFF
         nvme = below.medium if reads_files and below is not None and below.info.lends_files else None
         tier = SimulatedGpuTier(section.name, medium, section.capacity_bytes, self._loop, link, host, nvme)
@@ -233,11 +239,11 @@ class NodeStore:
 
     @property
     def names(self) -> list[str]:
-        """Of the media of the tiers, fastest first."""
+        """The names of the tiers' media, fastest first."""
         return [tier.medium.spec.name for tier in self.tiers]
 
     def local_blocks(self, tenant: int, keys: Sequence[bytes]) -> int:
-        """How many leading blocks of a chain this node's own tiers have: what its events say."""
+        """Return how many leading blocks of a chain this node's own tiers have; the node's events show as much."""
         residency = self.store.residency
         own = TierSet.of(*range(len(self.tiers) - len(self.store.keyed)))
         rows = residency.find_keys(self._clients[tenant].tenant_id, keys)
@@ -246,8 +252,9 @@ class NodeStore:
     # Getting
 
     def prefetch(self, visit: Visit, in_pool: int) -> None:
-        """Let what is in slower tiers move up, the last block first; no request waits for it. The first `in_pool`
-        blocks are with the engine."""
+        """Start to move blocks in slower tiers up, the last block first; no request waits for it. The first `in_pool`
+        blocks are with the engine.
+        """
         residency, promoter = self.store.residency, self.store.promoter
         mask, readable = residency.rows.mask, residency.readable(residency.exported)
         rows = residency.find_keys(self._clients[visit.tenant].tenant_id, visit.keys)
@@ -260,9 +267,10 @@ class NodeStore:
                 visit.fetched[position] = source
 
     async def begin_get(self, visit: Visit, arrived: Arrived) -> None:
-        """Lease what the store has of the chain beyond the engine's own blocks, the last first. `arrived` is called
-        with the number of blocks that became readable in host and in device memory, now and later; `visit.ready` says
-        which."""
+        """Lease the stored blocks of the chain beyond the engine's own blocks, the last first. `arrived` is called with
+        the number of blocks that became readable in host and in device memory, now and later; `visit.ready` says
+        which.
+        """
         wanted = GetRequest(
             b"".join(visit.keys), _PATIENT_MS, _PATIENT_MS, from_back=True,
             context=RequestContext(visit.number, visit.tokens, visit.kind, bool(visit.answer_tokens)),
@@ -284,7 +292,7 @@ class NodeStore:
         visit.loading = asyncio.create_task(self._load(visit, answers, arrived))
 
     def _on_device(self, visit: Visit, blocks: int) -> dict[int, int]:
-        """By position of those that the engine reads in the device's memory: the tier."""
+        """Return the tier of each block that the engine reads in the device's memory, by position."""
         residency = self.store.residency
         if not residency.exported:
             return {}
@@ -292,13 +300,15 @@ class NodeStore:
         return self._device_tiers({at: row for at, row in enumerate(rows) if at >= visit.in_pool})
 
     def _device_tiers(self, rows: Mapping[int, int]) -> dict[int, int]:
-        """By position, of those of `rows` that are in the device's memory: the tier."""
+        """Return the tier of each block of `rows` that is in the device's memory, by position."""
         residency = self.store.residency
         found = {at: residency.rows.mask[row] & residency.exported for at, row in rows.items()}
         return {at: TIER_SETS[here].first for at, here in found.items() if here}
 
     def copy(self, mapped: int, on_device: int) -> int:
-        """Copy so many blocks from host memory to the engine, and so many within the device's; when all are there."""
+        """Copy `mapped` blocks from host memory to the engine and `on_device` blocks within the device's memory; return
+        the time in nanoseconds at which all are copied.
+        """
         now_ns = self._clock.monotonic_ns()
         ends_ns = [now_ns]
         for lane, blocks in ((self.to_engine, mapped), (self._from_gpu, on_device)):
@@ -324,7 +334,7 @@ class NodeStore:
         visit.changed.set()
 
     async def end_get(self, visit: Visit) -> None:
-        """The engine has its copy: everything that was held may be evicted."""
+        """Release the leased blocks, which the engine has copied: all of them may be evicted."""
         if visit.loading is not None and visit.answers is not None:
             visit.loading.cancel()
             await asyncio.wait([visit.loading])
@@ -333,17 +343,17 @@ class NodeStore:
         visit.leases.clear()
 
     def answered(self, visit: Visit) -> None:
-        """The request has ended."""
+        """Report that the request has ended."""
         self.store.feed.answered(visit.number, visit.answer_tokens, self._clock.monotonic_ns())
 
     def hint(self, visit: Visit, hint: ChainHint, due_in_ms: int | None) -> None:
-        """What the engine expects of the chain of a request that has ended."""
+        """Report the engine's expectation of the chain of a request that has ended."""
         self._operations.hints.hint(self._clients[visit.tenant], visit.keys, hint, due_in_ms)
 
     # Putting
 
     async def put(self, visit: Visit, *, writes_behind: bool) -> None:
-        """Store the blocks of the chain that are not stored. Ends when they are readable."""
+        """Store the blocks of the chain that are not stored, and return when they are readable."""
         mode = DurabilityMode.BATCH if writes_behind else DurabilityMode.NONE
         offer = offer_of(visit.keys, self._block_bytes)
         async with aclosing(self._operations.put.store(self._clients[visit.tenant], offer, mode)) as answers:
@@ -352,13 +362,13 @@ class NodeStore:
     # Time
 
     def tick(self) -> None:
-        """What the daemon's maintenance does."""
+        """Do the daemon's maintenance once."""
         self.store.tick()
         for _ in range(_TICKS_OF_MAINTENANCE):
             self.store.retention.tick()
 
     async def settle(self) -> None:
-        """Let what is being written end."""
+        """Wait for all writes under way."""
         while self.store.writeback is not None and await self.store.writeback.flush(_SETTLE_S):
             pass
         until_ns = self._clock.monotonic_ns() + round(_SETTLE_S * NS_PER_S)

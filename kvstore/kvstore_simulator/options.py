@@ -1,4 +1,4 @@
-"""What `--gpu` and `--remote` say: settings of the store's tier in a device's memory and the link to it, and of the
+"""The options `--gpu` and `--remote`: settings of the store's tier in a device's memory and the link to it, and of the
 store that nodes share.
 """
 
@@ -24,14 +24,14 @@ _RATES = {"to-gpu": "write_bytes_per_s", "from-gpu": "read_bytes_per_s"}
 
 @dataclass(frozen=True, slots=True)
 class GpuOption:
-    """`settings`: as in the daemon's configuration, as far as they were given."""
+    """The value of --gpu. `settings`: the given ones, as in the daemon's configuration."""
 
     settings: dict[str, str]
     link: MediumSpec
 
 
 def read_gpu(text: str, link: MediumSpec) -> GpuOption:
-    """Return what --gpu says; `link` is the profile's. Raises ValueError with one line."""
+    """Return the parsed --gpu; `link` is the profile's. Raises ValueError with one line."""
     settings: dict[str, str] = {}
     rates: dict[str, float] = {}
 
@@ -58,7 +58,7 @@ def read_gpu(text: str, link: MediumSpec) -> GpuOption:
 
 
 def parse_remote(text: str) -> RemoteSpec:
-    """Return what --remote says. Raises ValueError with one line."""
+    """Return the parsed --remote. Raises ValueError with one line."""
     found: dict[str, object] = {}
 
     def take(name: str, value: str) -> None:
@@ -83,7 +83,7 @@ def parse_remote(text: str) -> RemoteSpec:
 
 
 def parse_seconds(text: str) -> float:
-    """Return the seconds that a text such as "2ms" says. Raises ValueError."""
+    """Return the seconds in a text such as "2ms". Raises ValueError."""
     for unit, scale in (("us", 1e-6), ("ms", 1e-3), ("s", 1.0)):
         if text.endswith(unit):
             return float(text.removesuffix(unit)) * scale
@@ -91,7 +91,7 @@ def parse_seconds(text: str) -> float:
 
 
 def _take_all(option: str, text: str, form: str, take: Callable[[str, str], None]) -> None:
-    """Call `take` with the name and value of each part of `text`; name the part in what it raises."""
+    """Call `take` with the name and value of each part of `text`; errors name the part."""
     for part in text.split(","):
         name, _, value = part.strip().partition("=")
         try:

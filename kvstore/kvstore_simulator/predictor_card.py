@@ -1,4 +1,4 @@
-"""The worth of predictors on recordings as a table, and the card of a learned model."""
+"""The figures of predictors on recordings as a table, and the card of a learned model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Row = dict[str, Any]
 
 
 def rows_of(seen: Mapping[str, Mapping[float, Judged]]) -> list[Row]:
-    """Return a row for each predictor and horizon, for machines; what is not defined is None."""
+    """Return a row for each predictor and horizon, for machines; undefined figures are None."""
     return [
         {"predictor": name, "horizon_s": horizon_s}
         | {
@@ -55,7 +55,7 @@ def _lines(rows: Sequence[Row]) -> list[list[str]]:
 
 
 def card(traces: Sequence[Trace], trained: Trained) -> dict[str, Any]:
-    """Return what the model is made of, and what it was worth where nothing was learned from."""
+    """Return the card: the source of the model, and its figures on the parts from which it did not learn."""
     trees = ReturnTrees(trained.arrays).trees
     return {
         "model": "boosted trees upon session-return's chance of return",

@@ -16,8 +16,8 @@ Make = Callable[[Trace, float], Predictor]  # of a trace and the speed at which 
 
 
 def shipped(name: str, model: Path | None = None) -> Make:
-    """Return what makes the daemon's predictor `name`, each time anew; a first one is made here. Raises ValueError with
-    one line for a `model` that cannot be used.
+    """Return a function that makes a new predictor `name` of the daemon; one is made here at once as a check. Raises
+    ValueError with one line if `model` cannot be used.
     """
     create_predictor(name, model)
 
@@ -30,8 +30,9 @@ def shipped(name: str, model: Path | None = None) -> Make:
 
 
 class Oracle(Predictor):
-    """Knows the trace: which chain each request will use, as far as it was used before, and when it arrives. Tenant
-    `n` of the trace is number `n`."""
+    """A predictor that knows the trace: the chain that each request will use, as far as it was used before, and the
+    time of its arrival. Tenant `n` of the trace has the number `n`.
+    """
 
     name = "oracle"
 
@@ -51,7 +52,7 @@ class Oracle(Predictor):
             self._wanted.append((trace.key(int(blocks[known - 1])), known) if known and is_read else None)
 
     def requested(self, request: Request, now_s: float) -> None:
-        """It knew."""
+        """Do nothing: the oracle knew of the request."""
 
     def guesses(self, now_s: float, horizon_s: float, limit: int) -> list[Guess]:
         at = bisect_left(self._times_s, now_s)
@@ -64,7 +65,7 @@ class Oracle(Predictor):
         return found
 
     def forget(self, tenant: int, keys: Iterable[bytes] | None) -> None:
-        """Studies delete nothing."""
+        """Do nothing: studies delete no blocks."""
 
     def export_state(self) -> Iterator[Piece]:
         return iter(())

@@ -1,6 +1,7 @@
-"""Traces from files: by format, a line at a time, gzip or not, with the bytes read so far for a progress bar.
+"""Readers of trace files, one for each format: a line at a time, gzip or not, with the bytes read so far for a progress
+bar.
 
-Never interprets what is wrong as something right: a line that does not fit raises TraceError with its number.
+A line that does not fit the format raises TraceError with its number; it is never reinterpreted.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ _MISFITS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """`seed`, `window_s` and `sessions` are for formats whose sessions have no start of their own. `group_tokens`: make
-    blocks of so many tokens out of smaller ones. `as_recorded`, for our own format: what was read is only read.
+    """Options of the readers. `seed`, `window_s` and `sessions` are for formats whose sessions have no start of their
+    own. `group_tokens`: make blocks of this many tokens out of smaller ones. `as_recorded`, for the project's own
+    format: a read stays a read and stores nothing.
     """
 
     seed: int = 0
@@ -49,13 +51,16 @@ class ReadOptions:
 
 
 def read_trace(path: Path, format_name: str, options: ReadOptions, progress: Progress) -> Trace:
-    """The whole trace. `progress(bytes read, bytes in all)` is called now and then. Raises TraceError; OSError."""
+    """Return the whole trace. `progress(bytes read, bytes in all)` is called now and then. Raises TraceError;
+    OSError.
+    """
     return FORMATS[format_name](path, options, progress)
 
 
 def lines_of(path: Path, progress: Progress, *, cut: Callable[[int], None] | None = None) -> Iterator[tuple[int, Any]]:
-    """Each line's number and its JSON value. Empty lines are left out. `cut`: a file whose writer was killed ends with
-    its last whole line, whose number it is called with. A pipe does as well as a file; nothing is known of its length.
+    """Yield each line's number and its JSON value. Empty lines are left out. `cut`: if the file's writer was killed,
+    the file ends with its last whole line, and `cut` is called with its number. `path` may be a pipe, whose length
+    is not known.
     """
     total = path.stat().st_size
     with path.open("rb") as raw:
@@ -86,8 +91,8 @@ def lines_of(path: Path, progress: Progress, *, cut: Callable[[int], None] | Non
 
 
 def read_mooncake(path: Path, options: ReadOptions, progress: Progress) -> Trace:
-    """One request a line: timestamp (ms), input_length, output_length, hash_ids; an id stands for a whole prefix
-    (Mooncake, FAST 2025). A request continues a session when it reuses more than the first block.
+    """Read one request a line: timestamp (ms), input_length, output_length, hash_ids; an id stands for a whole prefix
+    (Mooncake, FAST 2025). A request continues a session if it reuses more than the first block.
     """
     builder = TraceBuilder(path.name, "mooncake", MOONCAKE_BLOCK_TOKENS)
     seen: set[int] = set()
@@ -106,9 +111,10 @@ def read_mooncake(path: Path, options: ReadOptions, progress: Progress) -> Trace
 
 
 def read_claude_code(path: Path, options: ReadOptions, progress: Progress) -> Trace:
-    """One session a line, times from its own start: starts are drawn evenly over the window with a seed, sessions kept
-    (when only some are wanted) by a draw as well. Blocks of 64 tokens are grouped; a last group that is not full is no
-    block. Each session is its own world of ids (kv-cache-tester).
+    """Read one session a line, with times from its own start.
+
+    Starts are drawn evenly over the window with a seed; if only some sessions are wanted, they are drawn too. Blocks of
+    64 tokens are grouped; a last group that is not full is no block. Each session has ids of its own (kv-cache-tester).
     """
     group, rest = divmod(options.group_tokens, CLAUDE_BLOCK_TOKENS)
     if rest or group < 1:
@@ -176,7 +182,7 @@ def _shown(value: Any) -> str:
 
 @contextmanager
 def _reading(path: Path, number: int, wanted: str) -> Iterator[None]:
-    """What is wrong with a line is said together with its number."""
+    """Turn an error about a line into a TraceError with the line's number."""
     try:
         yield
     except TraceError as error:
@@ -187,9 +193,11 @@ def _reading(path: Path, number: int, wanted: str) -> Iterator[None]:
 
 
 def read_kvstored(path: Path, options: ReadOptions, progress: Progress) -> Trace:
-    """What `kvstored serve --record` wrote (docs/traces.md). A lookup or get becomes a request that stores what it
-    missed, as an engine does; so of puts only those count that store more than was asked for, as answers do. A get of
-    what the client has just looked up is no other request. `as_recorded`: gets only read, and all puts count.
+    """Read a recording of `kvstored serve --record` (docs/traces.md).
+
+    A lookup or get becomes a request that stores its missing blocks, as an engine does; so a put counts only if it
+    stores more blocks than were asked for, as answers do. A get of blocks that the client has just looked up is no new
+    request. `as_recorded`: gets only read, and all puts count.
     """
     builder: TraceBuilder | None = None
     parents: dict[str, str] = {}
@@ -239,7 +247,7 @@ def read_kvstored(path: Path, options: ReadOptions, progress: Progress) -> Trace
 
 
 def _recorded_hint(row: dict[str, Any], before: int, time_ns: int, tenant: int) -> RecordedHint:
-    """A recorded hint; of which block is not known yet."""
+    """Return a recorded hint, without its block, which is not known yet."""
     chance = row.get("w")
     if chance is not None and not 0.0 <= _number(chance, "w") <= 1.0:
         raise TraceError(f"w, the chance that a chain goes on, is {_shown(chance)}")
@@ -255,8 +263,8 @@ def _whole(value: Any, name: str, below: int) -> int:
 
 
 def _recorded_chain(parents: dict[str, str], before: str, packed: str, *, learns: bool) -> list[str]:
-    """The whole chain of a line: the known ancestors of `before`, then its own keys. A key without recorded
-    ancestors begins a chain. Not `learns`: what the line says of ancestors may be a part of them.
+    """Return the whole chain of a line: the known ancestors of `before`, then its own keys. A key without recorded
+    ancestors begins a chain. Without `learns`, the line's ancestors are not recorded, since they may be incomplete.
     """
     if not (isinstance(before, str) and isinstance(packed, str)):
         raise TraceError("p and k are keys in hex digits")

@@ -1,11 +1,11 @@
 """Replay: the requests of a trace against one tier of a given capacity, in virtual time.
 
-Drives the production Residency, Policy and Admission. A request looks up the leading run of its blocks that are
-resident (that many are hits), then uses and stores all of its blocks, then the policy evicts down to the capacity.
-A recorded get or put does what the daemon did for it: the get says what it missed (the put does, where no get came
-first), the put makes room block by block before it stores, unless the policy would rather keep what is there.
-Causal: nothing in here but the clairvoyant knows of a later request. Counts blocks; what they are worth in bytes and
-compute is `worth`'s.
+The module drives the production Residency, Policy and Admission. A request looks up the leading run of its blocks that
+are resident (these are its hits), then uses and stores all of its blocks, then the policy evicts down to the capacity.
+A recorded get or put does what the daemon did: the get reports its missing blocks (or the put, if no get came first),
+and the put makes room block by block before it stores, unless the policy would rather keep the old blocks. Causal:
+nothing here but the clairvoyant knows of a later request. The module counts blocks; `worth` converts them to bytes and
+compute.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ _PART_BLOCKS = 32  # of a put are published together
 
 @dataclass(frozen=True, slots=True)
 class ReplaySettings:
-    """What one replay is about. `ttl_s` and `keep_worth` as in the daemon's configuration; None and 0 are never."""
+    """The settings of one replay. `ttl_s` and `keep_worth` as in the daemon's configuration; None and 0 turn them
+    off.
+    """
 
     policy: str
     capacity_blocks: int
@@ -59,7 +61,7 @@ class ReplaySettings:
 
 @dataclass(slots=True)
 class ReplayResult:
-    """Blocks counted; `hits` by request, and `held_block_s`: blocks in the tier, times the seconds since the request
+    """Counts of blocks; `hits` by request, and `held_block_s`: blocks in the tier, times the seconds since the request
     before.
     """
 
@@ -72,7 +74,7 @@ class ReplayResult:
 
 
 class Replay:
-    """One residency, one policy, one admission, one pass over a trace."""
+    """One pass over a trace, with one residency, one policy and one admission."""
 
     def __init__(self, trace: Trace, settings: ReplaySettings) -> None:
         self.trace = trace
@@ -99,7 +101,7 @@ class Replay:
             self._reports = EngineReports(trace, settings.hints, self.policy, self.residency, self._tenant)
 
     def run(self, progress: Callable[[int, int], None] = lambda done, total: None) -> ReplayResult:
-        """The whole trace, once."""
+        """Replay the whole trace, once."""
         trace = self.trace
         hits: npt.NDArray[np.int64] = np.zeros(trace.requests, dtype=np.int64)
         held_block_s: npt.NDArray[np.float64] = np.zeros(trace.requests)
@@ -130,11 +132,11 @@ class Replay:
         return ReplayResult(self.settings, hits, held_block_s, self._stored, evicted, seconds)
 
     def _tenant(self, number: int) -> int:
-        """The residency's number of a tenant of the trace: known from its first request on, as in the daemon."""
+        """Return the residency's number of a tenant of the trace: known from its first request on, as in the daemon."""
         return self.residency.tenant(f"tenant-{number}")
 
     def _pass_until(self, now_ns: int) -> float:
-        """Let time go by, and what expires on the way expire; the blocks held, times seconds."""
+        """Let time go by, and blocks expire on the way; return the blocks held, times seconds."""
         then_ns, blocks = self.clock.monotonic_ns(), self.residency.tier_blocks(TIER)
         if self._ttl_ns is None and not self.settings.keep_worth:
             return blocks * (now_ns - then_ns) * 1e-9
@@ -148,7 +150,7 @@ class Replay:
         return held * 1e-9
 
     def _replay_hints(self, at: int) -> float:
-        """The hints recorded before request `at`; the blocks held meanwhile, times seconds."""
+        """Replay the hints recorded before request `at`; return the blocks held meanwhile, times seconds."""
         trace, clock, held_block_s = self.trace, self.clock, 0.0
         first_ns = int(trace.times_ns[0])
         for hint in hints_before(trace, at):
@@ -160,7 +162,7 @@ class Replay:
     def request(
         self, keys: list[bytes], op: Op, tenant: int, now_ns: int, first_access: int, prompt_tokens: int = 0
     ) -> int:
-        """One request; its hits. `first_access` is its place among the trace's block accesses."""
+        """Replay one request; return its hits. `first_access` is its place among the trace's block accesses."""
         residency = self.residency
         self._expire(now_ns)
         rows = residency.find_keys(tenant, keys)
@@ -194,7 +196,7 @@ class Replay:
         return hits
 
     def _count(self, stored: list[int], refused: int) -> None:
-        """Blocks that a request stored and that were evicted at once count as not stored (bypass)."""
+        """Count the blocks that a request stored. Blocks that were evicted at once count as not stored (bypass)."""
         mask = self.residency.rows.mask
         kept = [mask[row] for row in stored].count(TierSet.of(TIER))
         bypassed = len(stored) - kept - refused
@@ -203,7 +205,7 @@ class Replay:
         self._evicted -= bypassed
 
     def _put(self, keys: list[bytes], present: int, tenant: int, parent: int, now_ns: int) -> None:
-        """Blocks `present` and on, in the order in which the daemon's put and room do it."""
+        """Store the blocks from `present` on, in the order in which the daemon's put and room do it."""
         if present == len(keys):
             return
         residency, policy = self.residency, self.policy
@@ -237,7 +239,7 @@ class Replay:
             residency.touch_run(filling[first : first + _PART_BLOCKS], now_ns)
 
     def _begin(self, keys: list[bytes], depth: int, tenant: int, now_ns: int) -> int:
-        """A row that is being filled."""
+        """Return a new row that is being filled."""
         row = self.residency.insert(
             tenant, keys[depth], keys[depth - 1] if depth else NO_PARENT, fingerprint_id=0, group=0, depth=depth,
             payload_bytes=self.settings.block_bytes, now_ns=now_ns,
@@ -280,7 +282,9 @@ class Replay:
         return int(last_ns.min()) if len(rows) else self.clock.monotonic_ns()
 
     def _refuse(self, stored: list[int], now_ns: int) -> int:
-        """Take out what admission does not want, from the tail, so that a wanted child keeps its parents; how many."""
+        """Remove the blocks that admission refuses, from the tail, so that an admitted child keeps its parents; return
+        their number.
+        """
         refused = 0
         for row in reversed(stored):
             if not self.admission.admit(row, now_ns) and self.residency.may_forget(row):

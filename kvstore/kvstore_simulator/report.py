@@ -1,4 +1,4 @@
-"""What a study found: a table and a page for people, CSV for other programs."""
+"""The results of a study: a table and a page for people, CSV for other programs."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ _HEADINGS = (
 
 
 def replay_table(rows: Sequence[Row]) -> str:
-    """A line a row."""
+    """Return a table with a line for each row."""
     return render_table(replay_headings(rows), replay_rows(rows))
 
 
 def replay_headings(rows: Sequence[Row]) -> list[str]:
-    """Kept out: refused by the admission, or bypassed by the policy."""
+    """Return the headings. "Kept out" counts blocks that the admission refused or the policy bypassed."""
     has_cost, has_held = _has(rows)
     more = [*((">EXPIRED", ">HELD") if has_held else ()), *((">NET",) if has_cost else ())]
     return [*_HEADINGS, *more, *((">NET OF HELD",) if has_held and has_cost else ())]
 
 
 def replay_rows(rows: Sequence[Row]) -> list[list[str]]:
-    """The cells below `replay_headings`."""
+    """Return the cells below `replay_headings`."""
     has_cost, has_held = _has(rows)
     lines = []
     for row in rows:
@@ -59,12 +59,12 @@ def replay_rows(rows: Sequence[Row]) -> list[list[str]]:
 
 
 def _has(rows: Sequence[Row]) -> tuple[bool, bool]:
-    """Whether there are costs, and blocks that expired."""
+    """Return whether the rows have costs, and whether they have blocks that expired."""
     return any("cost" in row for row in rows), any(row["evictions"].get("expired") for row in rows)
 
 
 def reuse_table(curves: Sequence[reuse.Curve]) -> str:
-    """Each group's LRU miss ratio at every other point of its curve."""
+    """Return a table of each group's LRU miss ratio at every fourth point of its curve."""
     if not curves:
         return ""
     shown = range(0, len(curves[0].capacity_blocks), 4)
@@ -79,7 +79,9 @@ def reuse_table(curves: Sequence[reuse.Curve]) -> str:
 
 
 def as_csv(rows: Sequence[Row]) -> str:
-    """One line a row, nested facts as columns of their own; empty where a row has no such fact."""
+    """Return one line for each row, with nested facts as columns of their own; a cell is empty if its row has no such
+    fact.
+    """
     flat = [_flat(row) for row in rows]
     out = io.StringIO()
     names = list(dict.fromkeys(name for row in flat for name in row))
@@ -111,7 +113,7 @@ def _flat(row: Row, prefix: str = "") -> dict[str, object]:
 
 
 def fleet_table(rows: Sequence[dict[str, Any]]) -> str:
-    """A line a row; shares are of all blocks that were asked for."""
+    """Return a table with a line for each row; shares are of all blocks that were asked for."""
     tiers = list(dict.fromkeys(tier for row in rows for tier in row["hits_by_tier"]))
     headings = ["ROUTING", ">NODES", ">HITS", *(f">{tier.upper()}" for tier in tiers), ">RECOMPUTED"]
     headings += [">TTFT p50", ">p90", ">p99", ">BUSIEST"]
@@ -132,7 +134,7 @@ _BOUNDS = (UNBOUNDED, Clairvoyant.name)
 
 
 def study_page(title: str, subtitle: str, rows: Sequence[Row], found: Sequence[reuse.Curve]) -> str:
-    """The whole document."""
+    """Return the whole document."""
     figures = [
         _figure("Hit ratio", "share of looked-up blocks", _curves(rows, "hit_ratio")),
         _figure("Compute saved", "share of the prefill's operations", _curves(rows, "compute_saved_ratio")),

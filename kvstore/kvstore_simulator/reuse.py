@@ -21,7 +21,7 @@ _POINTS = 24
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Of one group's block accesses: `miss_ratio[i]` is LRU's at `capacity_blocks[i]`."""
+    """A curve for one group's block accesses: `miss_ratio[i]` is LRU's at `capacity_blocks[i]`."""
 
     tenant: int | None
     kind: str | None
@@ -33,9 +33,10 @@ class Curve:
 
 
 def reuse_distances(trace: Trace) -> npt.NDArray[np.int64]:
-    """By block access of the trace; NEVER for a block's first use. A recorded put comes right after its request and is
-    taken to use its whole chain; `curves` does not count it. What only reads (GET) uses what is there, which depends on
-    the capacity, and its distances would mean nothing: raises ValueError.
+    """Return the reuse distance of each block access of the trace; NEVER for a block's first use.
+
+    A recorded put comes right after its request and is taken to use its whole chain; `curves` does not count it. A GET
+    uses only the resident blocks, which depend on the capacity, so it has no distance: then ValueError is raised.
     """
     if np.any(trace.ops == Op.GET):
         raise ValueError("reuse distances are those of whole requests: leave out --as-recorded, or --reuse-distance")
@@ -62,8 +63,8 @@ def reuse_distances(trace: Trace) -> npt.NDArray[np.int64]:
 
 
 def curves(trace: Trace, distances: npt.NDArray[np.int64], count_from: int = 0) -> list[Curve]:
-    """All accesses from request `count_from` on together, then each tenant's, then each type's where there are several.
-    Puts look nothing up.
+    """Return the curve of all accesses from request `count_from` on, then one curve for each tenant and for each type,
+    if there are several. Puts look nothing up.
     """
     request_of = np.repeat(np.arange(trace.requests), np.diff(trace.starts))
     is_asked = (trace.ops != Op.PUT)[request_of] & (request_of >= count_from)
@@ -93,7 +94,7 @@ def _curve(trace: Trace, distances: npt.NDArray[np.int64], tenant: int | None, k
 
 
 def _tail_first(trace: Trace) -> npt.NDArray[np.int64]:
-    """Block accesses in the order of use: requests in order, each from its tail."""
+    """Return the block accesses in the order of use: requests in order, each from its tail."""
     lengths = np.diff(trace.starts)
     ends = np.repeat(trace.starts[1:], lengths)
     starts = np.repeat(trace.starts[:-1], lengths)
@@ -102,7 +103,7 @@ def _tail_first(trace: Trace) -> npt.NDArray[np.int64]:
 
 
 def _smaller_before(values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """For each of distinct `values`, how many smaller ones stand before it: a merge sort, level by level."""
+    """Return, for each of distinct `values`, how many smaller ones stand before it: a merge sort, level by level."""
     count = len(values)
     found: npt.NDArray[np.int64] = np.zeros(count, dtype=np.int64)
     ranks = np.empty(count, dtype=np.int64)

@@ -1,7 +1,8 @@
 """A remote store that simulated nodes share, and each node's key-addressed tier over it, without bytes.
 
-Owns which objects there are, and when a transfer or an answer completes: all nodes queue for one medium, and each
-operation takes a random time more. A read of an object that is not there, or that is lost on the way, ends as missing.
+The module owns the set of objects, and the time at which a transfer or an answer completes: all nodes queue for one
+medium, and each operation takes a random time more. A read of an object that is missing, or lost on the way, ends as
+missing.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ _PARALLEL = 64
 
 @dataclass(frozen=True, slots=True)
 class RemoteSpec:
-    """Of all nodes together. `jitter_s`: the mean of what an operation takes beyond the latency, drawn from an
-    exponential distribution; `loss`: the share of reads that find nothing."""
+    """The shared store of all nodes. `jitter_s`: the mean time that an operation takes beyond the latency, drawn from
+    an exponential distribution; `loss`: the share of reads that find nothing.
+    """
 
     latency_s: float = 0.002
     jitter_s: float = 0.0
@@ -37,7 +39,7 @@ class RemoteSpec:
 
 
 class SharedObjects:
-    """Objects by key, the oldest forgotten when there are too many."""
+    """Objects by key; the oldest is forgotten when there are too many."""
 
     def __init__(self, spec: RemoteSpec, seed: int) -> None:
         self.spec = spec
@@ -55,7 +57,7 @@ class SharedObjects:
             self._used_bytes -= self.objects.popitem(last=False)[1]
 
     def has(self, key: bytes) -> bool:
-        """As a read sees it."""
+        """Return whether a read finds the object `key`."""
         return key in self.objects and self._random.random() >= self.spec.loss
 
     def remove(self, key: bytes) -> None:
@@ -67,7 +69,9 @@ class SharedObjects:
 
 
 class SimulatedRemoteTier(SimulatedTier):
-    """One node's, as `KeyedTier` is; `first` is the medium that it loads into."""
+    """One node's tier over the shared store, with the contract of `KeyedTier`; `first` is the medium that it loads
+    into.
+    """
 
     def __init__(self, shared: SharedObjects, loop: VirtualLoop, first: Medium) -> None:
         top = first.spec.name
@@ -104,13 +108,15 @@ class SimulatedRemoteTier(SimulatedTier):
         super().move_out(slot, destination, expect_key, self._later(read))
 
     def find(self, tenant: bytes, keys: Sequence[bytes], done: Callable[[list[int]], None]) -> None:
-        """Payload bytes of each block that the store has, -1 where it has none; after one latency."""
+        """Call `done`, after one latency, with the payload bytes of each block that the store has, -1 for a missing
+        one.
+        """
         found = [self._shared.objects.get(key, -1) for key in keys]
         now_ns = self._loop.now_ns()
         self._loop.at_ns(now_ns + self.medium.latency_ns + self._shared.jitter_ns(), done, found)
 
     def adopt(self, slot: Slot, tenant: bytes, key: bytes) -> None:
-        """Keys alone name objects here."""
+        """Do nothing: keys alone name objects here."""
 
     def discard(self, slot: Slot) -> None:
         self.free(slot)

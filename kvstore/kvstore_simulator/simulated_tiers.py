@@ -1,13 +1,13 @@
-"""Tiers without bytes, and the media under them: the contract of a tier, kept in virtual time, so that the daemon's own
-movement runs on them.
+"""Tiers without bytes, and the media under them: they keep the contract of a tier in virtual time, so that the daemon's
+own movement runs on them.
 
 A transfer passes two media. It queues, first come first served, at the slower of the two; the other one only counts its
-bytes. There it first takes one of `parallel` places, waits out the latency, then has the medium to itself for as long
-as its bytes take. Many small transfers are bound by latency and places, few large ones by bandwidth. Everything about a
-transfer is known when it comes, since transfers keep their order.
+bytes. In the queue it first takes one of `parallel` places, waits out the latency, then has the medium to itself for as
+long as its bytes take. Many small transfers are bound by latency and places, few large ones by bandwidth. The times of
+a transfer are known when it is sent, since transfers keep their order.
 
-Owns places and capacity of one simulated medium, and when a transfer completes. Never holds a byte: what is read back
-is not looked at, and no transfer fails. Each place is a container of its own, since no client maps them.
+The module owns places and capacity of one simulated medium, and the time when a transfer completes. It holds no bytes:
+reads return none, and no transfer fails. Each place is a container of its own, since no client maps them.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from kvstored.clock import NS_PER_S
 
 @dataclass(slots=True)
 class _Line:
-    """Who is next: one for both directions, or one for each."""
+    """The queue of a medium: one for both directions, or one for each."""
 
     free_ns: int = 0
 
 
 @dataclass(slots=True)
 class Pipe:
-    """One direction of one medium. `busy_ns` is time that its bytes took, without waiting and latency."""
+    """One direction of one medium. `busy_ns` is the time that its bytes took, without waiting and latency."""
 
     bytes_per_s: float
     line: _Line
@@ -74,14 +74,14 @@ class Medium:
 
     @property
     def busy_ns(self) -> int:
-        """Of the busier direction where they do not share, else of both."""
+        """The busy time of the busier direction if each has its own queue, otherwise of both together."""
         reading, writing = self.reading.busy_ns, self.writing.busy_ns
         return max(reading, writing) if self.spec.duplex else reading + writing
 
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """When the bytes of a transfer begin to move, and when the last has arrived."""
+    """The time at which the bytes of a transfer begin to move, and the time at which the last has arrived."""
 
     begin_ns: int
     end_ns: int
@@ -89,7 +89,7 @@ class Passage:
 
 @dataclass(slots=True)
 class SimulatedLane:
-    """From one medium to another. `moved` has (end, bytes) of each transfer, for plots."""
+    """A lane from one medium to another. `moved` has (end, bytes) of each transfer, for plots."""
 
     name: str
     source: Medium
@@ -100,7 +100,7 @@ class SimulatedLane:
     moved: list[tuple[int, int]] = field(default_factory=list)
 
     def send(self, nbytes: int, now_ns: int) -> Passage:
-        """Queue a transfer; what will become of it."""
+        """Queue a transfer of `nbytes`; return its times."""
         reading, writing = self.source.reading, self.target.writing
         is_source_slower = reading.bytes_per_s <= writing.bytes_per_s
         medium, pipe = (self.source, reading) if is_source_slower else (self.target, writing)
@@ -121,8 +121,10 @@ class SimulatedLane:
 
 
 class SimulatedTier(Tier):
-    """`name`: the configuration's. `coming` is the lane that `move_in` and `write` use, `going` that of `move_out` and
-    `read`. `memory`: HOST where other tiers read it in place, FILE where it hands its bytes out."""
+    """A tier without bytes. `name`: the name in the configuration. `coming` is the lane that `move_in` and `write` use,
+    `going` the lane of `move_out` and `read`. `memory`: HOST if other tiers read it in place, FILE if it hands its
+    bytes out.
+    """
 
     writable: frozenset[int] = frozenset()  # as the host tier's: by no client
 
@@ -161,10 +163,10 @@ class SimulatedTier(Tier):
         self._slots.free(slot)
 
     def retire(self, slot: Slot) -> None:
-        """As the host tier's: nothing is left for a later process here."""
+        """Do nothing, as the host tier does: nothing is left for a later process."""
 
     def slot_segment(self, slot: Slot) -> Segment:
-        """Stands for the slot's memory: of its length, at no address."""
+        """Return a segment that stands for the slot's memory: it has a length, and no address."""
         return Segment(0, slot.nbytes, MemoryKind.FILE)
 
     def write(self, slot: Slot, header: BlockHeader, segments: Sequence[Segment], done: Completion) -> None:
@@ -175,7 +177,7 @@ class SimulatedTier(Tier):
         writes: Sequence[tuple[Slot, BlockHeader, Sequence[Segment]]],
         done: Callable[[Sequence[Outcome]], None],
     ) -> None:
-        """As the host tier's: all of them pass at once, and end together."""
+        """Start all writes at once, as the host tier does; they end together."""
 
         def ended(outcome: Outcome) -> None:
             done([outcome] * len(writes))
@@ -192,13 +194,13 @@ class SimulatedTier(Tier):
         self._send(self._going, slot.nbytes, done)
 
     def lend(self, slot: Slot, load: Load, done: Completion) -> None:
-        """The other tier knows when its read ends. There is no file."""
+        """Lend the slot to the other tier, which knows when its read ends. There is no file."""
         self._reads += 1
         self._read_bytes += slot.nbytes
         load(FileImage(-1, 0, slot.nbytes - HEADER_BYTES, slot.generation), done)
 
     def sync(self, done: Completion) -> None:
-        """One latency after the last write."""
+        """Complete one latency after the last write."""
         written_ns = max(self._loop.now_ns(), self._written_ns)
         self._loop.at_ns(written_ns + self.medium.latency_ns, done, Outcome(OutcomeKind.DONE))
 
@@ -227,10 +229,11 @@ class SimulatedTier(Tier):
 
 
 class SimulatedGpuTier(SimulatedTier):
-    """Keeps blocks in a device's memory `medium`; an engine on that device copies them at the speed of that memory.
+    """A GPU tier: blocks are in a device's memory `medium`; an engine on that device copies them at the speed of that
+    memory.
 
-    Copies take `link`, the engine's own between that memory and `host`, also where the device's process reads `nvme`
-    past DRAM (None: it reads nothing).
+    Copies take `link`, the engine's own link between that memory and `host`, also when the device's process reads
+    `nvme` past DRAM (None: it reads nothing).
     """
 
     def __init__(
@@ -265,5 +268,5 @@ class SimulatedGpuTier(SimulatedTier):
         return load
 
     def owner(self, container: int) -> str | None:
-        """As the GPU tier's: whose blocks are in a chunk of it. There are no owners here."""
+        """Return the tenant of a chunk, as the GPU tier does; no chunk has an owner here."""
         return "" if container > DEVICE_ARENAS else None

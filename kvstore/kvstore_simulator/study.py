@@ -1,7 +1,7 @@
 """A study: one trace, policies crossed with admissions and capacities, one row each; the two upper bounds on top.
 
-Owns what a row says. Never prints. `unbounded` keeps everything, `clairvoyant` knows the future; both are there whether
-asked for or not, so that a figure is read against what could be had.
+The module makes the rows and prints nothing. `unbounded` keeps everything, `clairvoyant` knows the future; both are
+always included, so that a figure can be read against the possible one.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """`capacities` are fractions of the trace's distinct blocks when at most 1, else blocks. Only requests from
-    `count_from` on are counted; those before it warm the tier up.
+    """A study of replays. `capacities` are fractions of the trace's distinct blocks if at most 1, otherwise blocks.
+    Only requests from `count_from` on are counted; the requests before warm the tier up.
     """
 
     trace: Trace
@@ -43,7 +43,7 @@ class Study:
     keep_worth: float = 0.0
 
     def rows(self, progress: Progress) -> Iterator[Row]:
-        """Rows as they are ready, the bounds first."""
+        """Yield rows as they are ready, the bounds first."""
         distinct = self.trace.distinct_blocks
         yield self._row(UNBOUNDED, ReplaySettings(LRU, distinct), progress)
         others = [name for name in self.policies if name not in (Clairvoyant.name, UNBOUNDED)]

@@ -1,6 +1,6 @@
 """A timing study: one trace served under several plans on one machine, a row each.
 
-Owns what a row of mode `timing` says. Never prints and models nothing: `node` does.
+The module makes the rows of mode `timing`. It prints nothing and models nothing: `node` does.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """A row, and what is drawn beside it. `ttft_s`: quantiles, evenly apart; `traffic`: bytes in each `slice_s`."""
+    """A row, and the data of its plots. `ttft_s`: quantiles, evenly apart; `traffic`: bytes in each `slice_s`."""
 
     row: Row
     ttft_s: list[float]
@@ -60,10 +60,11 @@ class Timed:
 
 @dataclass(frozen=True, slots=True)
 class TimingStudy:
-    """`tiers`: media of the store and their bytes, fastest first; `pool_bytes`: the engine's room for blocks. Requests
-    before `count_from` are served and not counted. `without`: parts of orchestration to leave out, a row each.
-    `predictors`: by name, what prefetch follows in place of arrivals, a row each. `gpu`: as of NodeSettings. Plans
-    without that tier have its memory for the engine's own blocks."""
+    """A timing study. `tiers`: media of the store and their bytes, fastest first; `pool_bytes`: the engine's room for
+    blocks. Requests before `count_from` are served and not counted. `without`: parts of orchestration to leave out,
+    a row each. `predictors` maps a name to a predictor; predictors replace arrivals as the trigger of prefetch, a
+    row each. `gpu`: see NodeSettings. Plans without that tier give its memory to the engine's own blocks.
+    """
 
     trace: Trace
     machine: Machine
@@ -84,8 +85,9 @@ class TimingStudy:
     results: list[Timed] = field(default_factory=list)
 
     def run(self, progress: Progress) -> Iterator[Timed]:
-        """Results as they are ready: the engine alone, the baselines (with one tier they are one), then what is
-        compared with them."""
+        """Yield results as they are ready: the engine alone, the baselines (with one tier they are one), then the plans
+        to compare with them.
+        """
         baselines = BASELINES[: len(self.settings(BEST, ALWAYS).without_gpu.tiers)]
         runs = [(plan, LRU, ALWAYS) for plan in (ENGINE_ALONE, *baselines)]
         runs += [(ORCHESTRATED, policy, admission) for policy in self.policies for admission in self.admissions]
@@ -98,7 +100,9 @@ class TimingStudy:
             yield self._timed(plan, self.policies[0], self.admissions[0], progress, name)
 
     def settings(self, policy: str, admission: str) -> NodeSettings:
-        """`best` is what ships, for either tier; a policy by its name is that of both."""
+        """Return the settings of a node. `best` stands for the daemon's default policy of each kind of tier; any other
+        name is the policy of all tiers.
+        """
         return NodeSettings(
             self.machine, self.model, self.tiers, self.pool_bytes, resolve(policy), admission, self.ttl_s,
             self.ghost_keys, self.speed, self.keep_worth, None if policy == BEST else resolve(policy), gpu=self.gpu,
@@ -171,7 +175,7 @@ class TimingStudy:
         }
 
     def _prefetch(self, predictor: str, node: Node, row: Row) -> dict[str, Any]:
-        """What prefetch by prediction did, and mean times against those of the plan without any prefetch."""
+        """Return the figures of prefetch by prediction, and mean times relative to the plan without any prefetch."""
         assert node.store is not None
         status = node.store.store.prefetcher.statistics()
         figures, plain = status.all, ABLATIONS[ON_ARRIVAL].name
@@ -185,19 +189,19 @@ class TimingStudy:
         }  # fmt: skip
 
     def _hits_by_tier(self, node: Node, visits: Sequence[Visit]) -> dict[str, int]:
-        """Where blocks were that were stored, whether or not they were computed again in the end."""
+        """Return where stored blocks were found, even if they were computed again in the end."""
         found = {ENGINE: sum(visit.in_pool for visit in visits)} | {name: 0 for name, _ in self.tiers}
         for position, (name, _) in enumerate(node.settings.tiers):
             found[name] = sum(visit.found[position] for visit in visits if visit.found)
         return found
 
     def _lanes(self, node: Node) -> dict[str, int]:
-        """With what the engine's own memory moves, for computing."""
+        """Return the bytes of each lane, and the bytes that computing moves from the engine's own memory."""
         lanes = {lane.name: lane.nbytes for lane in _lanes_of(node)}
         return {f"{self.machine.engine_tier}→sram": round(node.served.streamed_bytes)} | lanes
 
     def _tiers(self, node: Node) -> dict[str, dict[str, int]]:
-        """What was read from and written to each: the engine's own memory and SRAM by computing as well."""
+        """Return the bytes read from and written to each tier; computing also uses the engine's own memory and SRAM."""
         streamed = round(node.served.streamed_bytes)
         found = {"sram": {"read": 0, "written": streamed}, self.machine.engine_tier: {"read": streamed, "written": 0}}
         for lane in _lanes_of(node):
@@ -207,7 +211,9 @@ class TimingStudy:
         return found
 
     def _utilisation(self, node: Node) -> dict[str, float]:
-        """Shares of the time until the last first token; writing behind may go on a little longer."""
+        """Return the busy share of each medium over the time until the last first token; writing behind may go on a
+        little longer.
+        """
         lasted_ns = max(1.0, node.served.lasted_s * NS_PER_S)
         busy = {"compute": node.served.compute_busy_s * NS_PER_S}
         if node.store is not None:
@@ -225,7 +231,7 @@ class TimingStudy:
         return step_ns / NS_PER_S, traffic
 
     def _speedup(self, row: Row) -> dict[str, float]:
-        """How many times shorter the time to first token is than that of the better baseline."""
+        """Return the factors by which the time to first token is shorter than in the better baseline."""
         names = [plan.name for plan in BASELINES]
         bases = [result.row["ttft_s"] for result in self.results if result.row["plan"] in names]
         return {

@@ -1,4 +1,6 @@
-"""A timing study as tables and as one HTML page: time to first token, where time goes, traffic, residency over time."""
+"""A timing study as tables and as one HTML page: time to first token, parts of that time, traffic, residency over
+time.
+"""
 
 from __future__ import annotations
 
@@ -19,21 +21,23 @@ _BUSY = 0.95  # from here on time to first token is mostly queueing
 
 
 def keeper(row: Row) -> str:
-    """What decides in the store, which distinguishes rows of one plan."""
+    """Return the policy and admission of the row's store, which distinguish rows of one plan."""
     if not row["capacity_blocks"]:
         return "-"
     return policy_of(row) if row["admission"] == "always" else f"{policy_of(row)}, {row['admission']}"
 
 
 def report(results: Sequence[Timed]) -> str:
-    """Latency, then traffic, then what the tiers held; a note where a figure does not mean what it seems to."""
+    """Return the tables: latency, then traffic, then the contents of the tiers; with a note if a figure could
+    mislead.
+    """
     rows = [result.row for result in results]
     parts = [latency_table(rows), prefetch_table(rows), traffic_table(rows), residency_table(results), *notes(rows)]
     return "\n\n".join(part for part in parts if part)
 
 
 def times(row: Row) -> list[str]:
-    """Time to first token at three percentiles, and how much faster two of them are than the baseline's."""
+    """Return the time to first token at three percentiles, and the speedup over the baseline at two of them."""
     faster = row.get("speedup")
     return [
         *(human_seconds(row["ttft_s"][share]) for share in ("p50", "p90", "p99")),
@@ -60,7 +64,9 @@ def latency_table(rows: Sequence[Row]) -> str:
 
 
 def prefetch_table(rows: Sequence[Row]) -> str:
-    """What prefetch by prediction did; nothing where no row has it. Mean times are multiples of those without it."""
+    """Return the table of prefetch by prediction; "" if no row has it. Mean times are multiples of the times without
+    it.
+    """
     lines = []
     for row in rows:
         if found := row.get("prefetch"):
@@ -79,7 +85,7 @@ def prefetch_table(rows: Sequence[Row]) -> str:
 
 
 def traffic_table(rows: Sequence[Row]) -> str:
-    """A line for each lane of each plan that has a store."""
+    """Return a line for each lane of each plan that has a store."""
     lines = []
     for row in rows:
         for lane, nbytes in row["bytes_by_lane"].items():
@@ -91,14 +97,14 @@ def traffic_table(rows: Sequence[Row]) -> str:
 
 
 def _media_of(lane: str) -> set[str]:
-    """What a lane passes."""
+    """Return the media that a lane passes."""
     ends = set(lane.split("→"))
     between = {"link"} if len(ends & {ENGINE, GPU}) == 1 else set()  # one end is in the device's memory
     return ends - {ENGINE} | between
 
 
 def residency_table(results: Sequence[Timed]) -> str:
-    """What each tier held, averaged over time, and the shares of its classes."""
+    """Return the blocks of each tier, averaged over time, and the shares of its classes."""
     lines = []
     for result in results:
         by_tier: dict[str, list[Sample]] = {}
@@ -150,7 +156,7 @@ _FIRST_SHARE = 0.02  # where the distribution begins: the few quickest requests 
 
 
 def timing_page(title: str, subtitle: str, results: Sequence[Timed]) -> str:
-    """The whole document."""
+    """Return the whole document."""
     figures = [_first_token(results), _parts(results), _hits(results), _traffic(results)]
     body = [markup.charts(figures), markup.html_table(_HEADINGS, [_row(result) for result in results])]
     body += [markup.paragraph(note) for note in notes([result.row for result in results])]

@@ -1,8 +1,8 @@
 """A trace in memory: requests over numbered blocks, as columns.
 
-Owns the numbering (dense, by first appearance) and what follows from it: each block's parent and depth. Four bytes a
-block access, so that tens of millions fit. Never knows files (readers do) or policies. Invariant: equal numbers mean
-equal prefixes, so a block has one parent and one depth.
+The module owns the numbering (dense, by first appearance), and each block's parent and depth. A block access takes four
+bytes, so that tens of millions fit. It knows no files (readers do) and no policies. Invariant: equal numbers mean equal
+prefixes, so a block has one parent and one depth.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _TIME_NS_MAX = 1 << 61  # 73 years: the difference of two times fits 64 bits
 
 
 class TraceError(ValueError):
-    """The file is not a trace of that format; one line that says where and what to do."""
+    """The file is not a trace of that format; the message is one line with the place and the remedy."""
 
 
 class Op(IntEnum):
-    """What a line of a trace did."""
+    """The kind of a line of a trace."""
 
     REQUEST = 0  # looked up, then used and stored all of its blocks
     GET = 1  # looked up and used what was there; nothing stored
@@ -34,7 +34,9 @@ class Op(IntEnum):
 
 
 class RecordedHint(NamedTuple):
-    """An engine's hint of the chain that ends with `block`, before request number `before`; None and 0: not said."""
+    """An engine's hint about the chain that ends with `block`, given before request number `before`. None and 0: not
+    given.
+    """
 
     before: int
     time_ns: int
@@ -48,8 +50,8 @@ class RecordedHint(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests in the order of their times, and `hints` as well, which only recordings have. `starts` has one entry
-    more than there are requests. `cut_after`: the last line of a file whose end is missing.
+    """Requests in the order of their times, and `hints` in that order too, which only recordings have. `starts` has one
+    entry more than there are requests. `cut_after`: the last line of a file whose end is missing.
     """
 
     name: str
@@ -76,7 +78,7 @@ class Trace:
 
     @property
     def lookups(self) -> int:
-        """Requests that look blocks up: all but puts."""
+        """The number of requests that look blocks up: all but puts."""
         return int(np.count_nonzero(self.ops != Op.PUT))
 
     @property
@@ -88,11 +90,11 @@ class Trace:
         return len(self.parents)
 
     def key(self, block: int) -> bytes:
-        """The key under which residency knows the block; never the zero key."""
+        """Return the key under which residency knows the block; never the zero key."""
         return (block + 1).to_bytes(KEY_BYTES, "big")
 
     def chain(self, block: int) -> list[int]:
-        """The blocks from the first of the prompt down to this one."""
+        """Return the blocks from the first of the prompt down to `block`."""
         found = []
         while block >= 0:
             found.append(block)
@@ -100,8 +102,8 @@ class Trace:
         return found[::-1]
 
     def part(self, first: int, last: int) -> Trace:
-        """Requests `first` up to `last` as a trace of their own: block numbers start anew, and nothing before or after
-        is known.
+        """Return requests `first` up to `last` as a trace of their own: block numbers start anew, and nothing before or
+        after is known.
         """
         builder = TraceBuilder(self.name, self.format, self.block_tokens)
         for at in range(first, min(last, self.requests)):
@@ -122,9 +124,10 @@ class Trace:
 
 
 class TraceBuilder:
-    """Collects requests in any order of time; `build` sorts them (stable) and numbers their blocks.
+    """A builder of traces. It collects requests in any order of time; `build` sorts them (stable) and numbers their
+    blocks.
 
-    Raises TraceError for a block that appears under two parents: its ids are not those of prefixes.
+    Raises TraceError for a block that appears under two parents: then ids do not stand for prefixes.
     """
 
     def __init__(self, name: str, format_name: str, block_tokens: int) -> None:
@@ -154,7 +157,7 @@ class TraceBuilder:
         op: Op = Op.REQUEST,
         space: Hashable = None,
     ) -> None:
-        """A request for `ids`, head of the chain first. Ids of different `space`s are different blocks."""
+        """Add a request for `ids`, head of the chain first. Ids of different `space`s are different blocks."""
         if not (0 <= input_tokens <= _TOKENS_MAX and 0 <= output_tokens <= _TOKENS_MAX):
             raise TraceError(f"lengths are {input_tokens:.4g} and {output_tokens:.4g} tokens; 0 to {_TOKENS_MAX:.4g}")
         if abs(time_ns) > _TIME_NS_MAX:
@@ -181,8 +184,8 @@ class TraceBuilder:
             column.append(value)
 
     def add_hint(self, hint: RecordedHint, ids: Sequence[Hashable], *, space: Hashable = None) -> None:
-        """`hint`, but of the chain of these blocks. Of one whose end no request has asked for yet only that a request
-        is due is kept, which will use what there is of it.
+        """Add `hint` for the chain of the blocks `ids`. If no request has asked for its end yet, only the time of a due
+        request is kept; that request will use the known part of the chain.
         """
         numbers = [self._numbers.get(block_id if space is None else (space, block_id), -1) for block_id in ids]
         if -1 in numbers:
@@ -195,7 +198,7 @@ class TraceBuilder:
         return len(self._times)
 
     def build(self) -> Trace:
-        """The trace. Raises TraceError when there is no request with a block in it."""
+        """Return the trace. Raises TraceError if there is no request with a block in it."""
         if not self._blocks:
             raise TraceError(f"{self._name} has no request with a whole block in it")
         times: npt.NDArray[np.int64] = np.array(self._times, dtype=np.int64)
@@ -229,7 +232,9 @@ class TraceBuilder:
 def _renumbered(
     blocks: npt.NDArray[np.uint32], parents: npt.NDArray[np.int32], depths: npt.NDArray[np.uint32]
 ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int32], npt.NDArray[np.uint32], npt.NDArray[np.int64]]:
-    """The same blocks, numbered by first appearance again; and the new number of each."""
+    """Return the blocks with their parents and depths, numbered again by first appearance; and the new number of
+    each.
+    """
     found, firsts = np.unique(blocks, return_index=True)
     order = found[np.argsort(firsts)]
     new = np.empty(len(parents), dtype=np.int64)

@@ -1,12 +1,12 @@
-"""What a learned model is trained with, and how good it is: rows from recordings, each split by its time.
+"""Training of a learned model, and its quality: rows from recordings, each split by its time.
 
-Boosted trees are fitted with scikit-learn, in a process of its own; this is the one file that needs it. They start from
-session-return's chance, so that no tree is the model that changes nothing; as many are kept as foretell the rows of the
-second part best, none if they gain less than that gain's standard error. Their chances are straightened on the same
-rows: an offset and a factor of the log odds, drawn towards none.
+Boosted trees are fitted with scikit-learn, in a process of its own; only this file needs it. They start from
+session-return's chance, so a model without trees changes nothing. The number of trees is the one that predicts the rows
+of the second part best, none if the gain is below its standard error. The chances are calibrated on these rows too: an
+offset and a factor of the log odds, shrunk towards no change.
 
-The first part of a recording is for fitting, the next chooses how many trees are kept and straightens their chances,
-the last one judges, and nothing of it is seen before. Examples come from the predictor that will use the model.
+The first part of a recording is for fitting, the next chooses the number of trees and calibrates their chances, the
+last one judges, and training never sees it. Examples come from the predictor that will use the model.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ _MARGIN = 0.5  # of a column's range, beyond which a row is unlike those seen
 
 
 class Examples(NamedTuple):
-    """What was known of chains (float32, a row each), and whether each was requested within its horizon."""
+    """The known numbers of chains (float32, a row each), and whether each chain was requested within its horizon."""
 
     rows: Array
     came: Array
 
 
 def need_scikit_learn() -> None:
-    """Raises ValueError that names the extra."""
+    """Check that scikit-learn is installed. Raises ValueError that names the extra."""
     if find_spec("sklearn") is None:
         raise ValueError(f"training needs scikit-learn: pip install 'kvstored[{EXTRA}]'; serving does not")
 
 
 def fitted(first: Examples, second: Examples, progress: Callable[[int, int], None]) -> dict[str, Array]:
-    """The arrays of a model. Raises RuntimeError where the process that fits ended early."""
+    """Return the arrays of a model. Raises RuntimeError if the process that fits ended early."""
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
     process = spawn.Process(target=_work, args=(theirs, first, second), daemon=True)
@@ -74,7 +74,7 @@ def fitted(first: Examples, second: Examples, progress: Callable[[int, int], Non
 
 
 class _FromSessionReturn:
-    """What scikit-learn boosts from."""
+    """The initial estimator for scikit-learn's boosting: session-return's chance."""
 
     def fit(self, rows: Array, came: Array, sample_weight: Array | None = None) -> _FromSessionReturn:
         return self
@@ -136,7 +136,7 @@ def _losses(odds: Floats, came: Array) -> Floats:
 
 
 def _straight(odds: Floats, came: Array) -> Floats:
-    """Offset and factor of log odds under which the loss is least, by Newton's method."""
+    """Return the offset and factor of log odds with the least loss, by Newton's method."""
     start = np.array([0.0, 1.0])
     found, columns = start.copy(), np.stack([np.ones_like(odds), odds], axis=1)
     for _ in range(30):
@@ -157,8 +157,9 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """`arrays`: the model. `learned` and `plain`: by horizon, what the model's predictor and session-return foretold
-    of the parts that judge."""
+    """The result of training. `arrays`: the model. `learned` and `plain`: by horizon, the predictions of the model's
+    predictor and of session-return for the parts that judge.
+    """
 
     arrays: dict[str, Array]
     fitted_rows: int
@@ -169,7 +170,7 @@ class Trained:
 
 
 def train(traces: Sequence[Trace], progress: Progress) -> Trained:
-    """Raises ValueError with one line where there is too little to learn from; RuntimeError."""
+    """Train a model. Raises ValueError with one line if there is too little to learn from; RuntimeError."""
     parts: list[list[Examples]] = [[], []]
     for trace in traces:
         for part, rows in zip(parts, _rows_of(trace, progress), strict=True):
@@ -192,7 +193,7 @@ def train(traces: Sequence[Trace], progress: Progress) -> Trained:
 
 
 def _rows_of(trace: Trace, progress: Progress) -> tuple[Examples, Examples]:
-    """Of the first and of the second part of the recording."""
+    """Return the examples of the first and of the second part of the recording."""
     predictor, uses, chance = Learned(without_trees()), Uses(trace), random.Random(0)
     ask_s = question_times(trace, 0.02, CHOSEN, QUESTIONS)
     times_s = (trace.times_ns - trace.times_ns[0]) / 1e9

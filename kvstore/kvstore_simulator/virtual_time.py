@@ -1,8 +1,8 @@
-"""asyncio in virtual time: the daemon's coroutines, timers and futures run as they are, and waiting takes no time.
+"""asyncio in virtual time: the daemon's coroutines, timers and futures run unchanged, and waiting takes no real time.
 
-Owns a loop whose clock is a `ManualClock`: when nothing is ready it jumps to the next timer. Never reads the operating
-system's clock, opens a socket or starts a thread. Invariants: time only grows, and only while nothing is ready to run;
-the same program does the same things in the same order each time.
+The module owns a loop whose clock is a `ManualClock`: when nothing is ready it jumps to the next timer. It never reads
+the operating system's clock, opens a socket or starts a thread. Invariants: time only grows, and only while nothing is
+ready to run; a program does equal things in equal order each time.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ Arguments = TypeVarTuple("Arguments")
 
 
 class Stuck(RuntimeError):
-    """A task waits, and nothing is left that could happen: a mistake in a model."""
+    """A task waits, and no event is left that could end the wait: a mistake in a model."""
 
 
 class _TimeSelector(selectors.SelectSelector):
-    """Waits for no file: a wait of so long moves the clock on instead."""
+    """A selector that watches no file: a wait moves the clock on instead."""
 
     def __init__(self, clock: ManualClock) -> None:
         super().__init__()
@@ -56,19 +56,19 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def call_soon_threadsafe(
         self, callback: Callable[[*Arguments], object], *args: *Arguments, context: Context | None = None
     ) -> asyncio.Handle:
-        """There is one thread, so no other thread has to be woken."""
+        """Call `callback` soon. There is one thread, so no other thread has to be woken."""
         return self.call_soon(callback, *args, context=context)
 
     def now_ns(self) -> int:
         return self._virtual.monotonic_ns()
 
     def at_ns(self, when_ns: int, callback: Callable[..., object], *args: Any) -> asyncio.TimerHandle:
-        """Call back at that time of the clock, or a nanosecond later."""
+        """Call `callback` at `when_ns` of the clock, or a nanosecond later."""
         return self.call_at(when_ns / NS_PER_S, callback, *args)
 
 
 def run_virtual(clock: ManualClock, main: Callable[[VirtualLoop], Coroutine[Any, Any, Answer]]) -> Answer:
-    """Run `main` to its end, in virtual time. Raises what it raises; Stuck."""
+    """Run `main` to its end, in virtual time. Raises its errors; Stuck."""
     loop = VirtualLoop(clock)
     with asyncio.Runner(loop_factory=lambda: loop) as runner:
         answer = runner.run(main(loop))

@@ -1,5 +1,5 @@
-"""Requests on their way through a simulated node, and what the node has done so far: its visits, its compute, and what
-the tiers held now and then.
+"""Requests on their way through a simulated node, and the node's record: its visits, its compute, and samples of the
+contents of its tiers.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from kvstored.store.policies import Policy, ResidencyClass
 
 @dataclass(slots=True, eq=False)
 class Visit:
-    """Times are the virtual clock's. Of `blocks`, `in_pool` were in the engine's memory and `found[position]` in
-    each of the store's tiers; of those in the store, `recomputed` were computed again because that was faster.
+    """A request in a node. Times are the virtual clock's. Of `blocks`, `in_pool` were in the engine's memory and
+    `found[position]` in each of the store's tiers; of the blocks in the store, `recomputed` were computed again
+    because that was faster.
     """
 
     number: int
@@ -56,7 +57,7 @@ class Visit:
 
     @property
     def hits(self) -> int:
-        """Blocks that did not have to be computed."""
+        """The number of blocks that did not have to be computed."""
         return self.in_pool + sum(self.found) - self.recomputed
 
     @property
@@ -73,13 +74,13 @@ class Visit:
 
     @property
     def exposed_ns(self) -> int:
-        """What bringing blocks back added, by loading or by computing them again."""
+        """The nanoseconds that bringing blocks back added, by loading or by computing them again."""
         return self.end_ns - self.begin_ns - self.overhead_ns - self.prefill_ns
 
 
 @dataclass(slots=True)
 class Sample:
-    """What a tier held at a time, in blocks by how soon its policy expects them to be needed."""
+    """The contents of a tier at a time, in blocks by how soon its policy expects them to be needed."""
 
     at_s: float
     tier: str
@@ -90,8 +91,9 @@ class Sample:
 
 @dataclass(slots=True)
 class Served:
-    """`refused`: requests that are longer than the engine's memory. `streamed_bytes`: from the engine's memory into
-    SRAM, for computing. `lasted_s`: until the last first token."""
+    """The record of a node. `refused`: requests that are longer than the engine's memory. `streamed_bytes`: bytes from
+    the engine's memory into SRAM, for computing. `lasted_s`: seconds until the last first token.
+    """
 
     visits: list[Visit] = field(default_factory=list)
     refused: int = 0
@@ -106,11 +108,11 @@ class Served:
         return [sample for each in self.rounds for sample in each]
 
     def thin(self) -> None:
-        """Keep every second round, and the first."""
+        """Drop every second round of samples; keep the first."""
         self.rounds = self.rounds[::2]
 
     def sample(self, held: Iterable[tuple[str, Policy]], now_ns: int) -> None:
-        """Note what each tier holds now, in the words of its policy."""
+        """Record the contents of each tier now, by the classes of its policy."""
         found: list[Sample] = []
         self.rounds.append(found)
         for name, policy in held:

@@ -1,7 +1,7 @@
-"""What hits are worth: the compute they save, the bytes they are, the money.
+"""The value of hits: the compute they save, their bytes, and money.
 
 Computing n tokens of a prompt costs 2 P n operations in the weights and 2 L H d n² in attention, which looks back at
-every earlier position: a block saved deep in a chain is worth more than one at its head. Never decides anything.
+every earlier position: a block saved deep in a chain is worth more than one at its head. The module decides nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PRICE_KEYS = {"storage_usd_per_gib_hour", "compute_usd_per_hour", "compute_flop
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """`flops(n)`: operations to compute the first n tokens of a prompt."""
+    """A model's size. `flops(n)`: operations to compute the first n tokens of a prompt."""
 
     name: str
     parameters: float
@@ -45,7 +45,7 @@ class Model:
         return int(self.parameters * ELEMENT_BYTES)
 
     def flops_of(self, tokens: float) -> float:
-        """`flops` of one number."""
+        """Return `flops` of one number."""
         return 2.0 * tokens * (self.parameters + self.layers * self.heads * self.head_dim * tokens)
 
     def flops(self, tokens: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
@@ -56,7 +56,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """What a GiB of the tier costs an hour, and a machine that computes so many operations a second."""
+    """Prices: a GiB of the tier for an hour, an hour of a machine, and that machine's operations a second."""
 
     storage_usd_per_gib_hour: float
     compute_usd_per_hour: float
@@ -65,7 +65,7 @@ class Prices:
 
 @dataclass(frozen=True, slots=True)
 class Worth:
-    """Of the requests that were looked at."""
+    """The value of hits, over the counted requests."""
 
     requests: int
     block_accesses: int
@@ -88,7 +88,7 @@ def models() -> dict[str, Model]:
 
 
 def load_prices(path: Path) -> Prices:
-    """Raises ValueError with one line; OSError."""
+    """Return the prices in a file. Raises ValueError with one line; OSError."""
     try:
         table = tomllib.loads(path.read_text())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -104,7 +104,7 @@ def load_prices(path: Path) -> Prices:
 
 
 def worth(trace: Trace, hits: npt.NDArray[np.int64], model: Model, first: int = 0) -> Worth:
-    """Of the requests from `first` on that look blocks up."""
+    """Return the value of the requests from `first` on that look blocks up."""
     asked = np.diff(trace.starts)[first:]
     counts = trace.ops[first:] != Op.PUT
     asked, found = asked[counts], hits[first:][counts]
@@ -120,8 +120,8 @@ def worth(trace: Trace, hits: npt.NDArray[np.int64], model: Model, first: int = 
 
 
 def worth_of_served(visits: Sequence[Visit], block_tokens: int, model: Model) -> Worth:
-    """Of requests that a node has served. What raced and was computed again is behind the engine's own blocks; what
-    was given up is the end of what was there.
+    """Return the value of requests that a node has served. Blocks that were computed in the race follow the
+    engine's own blocks; blocks that were given up are at the end of the stored ones.
     """
     columns = [(each.blocks, each.tokens, each.in_pool, each.hits, each.recomputed - each.given_up) for each in visits]
     blocks, tokens, in_pool, hits, raced = np.array(columns, np.int64).reshape(-1, 5).T
@@ -134,7 +134,7 @@ def worth_of_served(visits: Sequence[Visit], block_tokens: int, model: Model) ->
 
 
 def money(prices: Prices, value: Worth, capacity_bytes: int, held_bytes: int, hours: float) -> dict[str, float]:
-    """US dollars over the time of the trace: where the whole tier is paid for, and where only what it holds is."""
+    """Return US dollars over the time of the trace: for the whole tier, and for the held bytes alone."""
     storage, held = (prices.storage_usd_per_gib_hour * nbytes / _GIB * hours for nbytes in (capacity_bytes, held_bytes))
     saved = value.saved_flops / prices.compute_flops_per_s / 3600 * prices.compute_usd_per_hour
     return {

@@ -1,7 +1,7 @@
-"""Time as an argument: the one place of the daemon that reads the operating system's clocks.
+"""The clock as a parameter: only this file of the daemon reads the operating system's clocks.
 
-Owns the `Clock` protocol and its two implementations. Policies, residency and lanes never hold a clock: they
-are handed `now_ns`, so that the simulator and the tests drive them in virtual time.
+It has the `Clock` protocol and its two implementations. Policies, residency and lanes never hold a clock: their calls
+get `now_ns`, so that the simulator and the tests drive them in virtual time.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ NS_PER_MS = 1_000_000
 
 class Clock(Protocol):
     def monotonic_ns(self) -> int:
-        """Nanoseconds that only grow; the origin means nothing. For leases, deadlines, ages and rates."""
+        """Return nanoseconds that only grow; the origin means nothing. For leases, deadlines, ages and rates."""
 
     def wall_ns(self) -> int:
-        """Nanoseconds since the epoch; may jump. For what people read and what outlives the process."""
+        """Return nanoseconds since the epoch; they may jump. For times that people read and that outlive the
+        process.
+        """
 
 
 class SystemClock:
@@ -45,7 +47,7 @@ class ManualClock:
         return self._monotonic_ns + self._wall_offset_ns
 
     def advance(self, *, s: float = 0.0, ns: int = 0) -> int:
-        """Move on and return the new monotonic time. Raises RuntimeError on a step back."""
+        """Move the clock on and return the new monotonic time. Raises RuntimeError on a step back."""
         return self.set_ns(self._monotonic_ns + round(s * NS_PER_S) + ns)
 
     def set_ns(self, monotonic_ns: int) -> int:

@@ -15,7 +15,7 @@ Ended = TypeVar("Ended")
 
 
 class CompletionQueue:
-    """Made on the loop; `to_loop` is called there, the completion it returns from any thread."""
+    """A queue of completions, made on the loop. Call `to_loop` there; any thread may call the completion it returns."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -25,7 +25,7 @@ class CompletionQueue:
         self.outstanding = 0
 
     def to_loop(self, handler: Callable[[Ended], None]) -> Callable[[Ended], None]:
-        """A completion, of one transfer or of several at once, that runs `handler` on the loop."""
+        """Return a completion, of one transfer or of several at once, that runs `handler` on the loop."""
         self.outstanding += 1
 
         def post(outcome: Ended) -> None:
@@ -37,7 +37,9 @@ class CompletionQueue:
         return post
 
     def outcome_of(self, start: Callable[[Callable[[Ended], None]], object]) -> asyncio.Future[Ended]:
-        """Call `start` with a completion; the future resolves to what that is called with. Raises as `start` does."""
+        """Call `start` with a completion; return a future that resolves to the completion's argument. Raises the errors
+        of `start`.
+        """
         ended: asyncio.Future[Any] = self._loop.create_future()
 
         def settle(outcome: Any) -> None:

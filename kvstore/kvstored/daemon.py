@@ -1,7 +1,7 @@
-"""The daemon: the only file that knows all parts. Puts them together, starts and stops them in order.
+"""The daemon: this file alone knows all parts. It puts them together, and starts and stops them in order.
 
-Start: directories and lock, storage, services, sockets, ready: no client is served from a half-built state.
-Stop: no new clients, everything that was promised durable is written, then the sockets, then the tiers.
+Start: directories and lock, storage, services, sockets, ready: no client is served from a half-built state. Stop: no
+new clients, promised durable writes, then the sockets, then the tiers.
 """
 
 from __future__ import annotations
@@ -162,8 +162,10 @@ class Daemon:
         trim()  # a start with many blocks needs much memory once
 
     async def stop(self) -> None:
-        """Flush, then take everything down in the reverse order of its making. Idempotent. What hangs in the kernel
-        cannot be waited for: after `STOP_LIMIT_S` the process ends as in a crash, which the next start is made for."""
+        """Flush, then close everything in the reverse order of its making. Idempotent. A part that hangs in the kernel
+        cannot be waited for: after `STOP_LIMIT_S` seconds the process ends as in a crash, which the next start can
+        handle.
+        """
         notify("STOPPING=1")
         limit = threading.Timer(STOP_LIMIT_S, end_without_order, (STOP_LIMIT_S,))
         limit.daemon = True
@@ -178,7 +180,7 @@ class Daemon:
             self._fresh.remove()
 
     async def _leave(self) -> None:
-        """Take no new clients, and write what those that wait for it are connected for."""
+        """Take no new clients, and write the blocks that connected clients wait for."""
         store = self.store
         audit_log.info(
             "stopping, as %s asked, with %d blocks: %s",
@@ -192,7 +194,7 @@ class Daemon:
 
 
 async def settle(store: Store, put: Put) -> None:
-    """No client is connected any more: end pending puts, write what waits, leave no transfer in flight."""
+    """End pending puts, write waiting blocks, and leave no transfer in flight. No client is connected any more."""
     await put.finish()
     if store.writeback is not None:
         store.write_again()
@@ -229,7 +231,7 @@ def make_services(
     maintenance = Maintenance(store, watches)
 
     def is_idle() -> bool:
-        """Return whether nothing moves: then the daemon looks after itself."""
+        """Return whether no bytes move: then the daemon does its maintenance."""
         return not store.completions.outstanding and phase.state is State.SERVING
 
     integrity = Integrity(store, is_idle, storage.keeper)
@@ -266,7 +268,7 @@ def _host_sizer(store: Store, stack: AsyncExitStack) -> HostSizer:
 def make_control(
     services: Services, storage: NodeStorage, read: Callable[[], Config], stack: AsyncExitStack
 ) -> Control:
-    """Make what follows the configuration, and the health that the sockets report. Raises ConfigError."""
+    """Make the parts that follow the configuration, and the health that the sockets report. Raises ConfigError."""
     store, tenants, config = storage.store, storage.tenants, storage.store.config
     resizes = {store.host.info.name: services.host_resize}
     if store.nvme is not None:
@@ -284,7 +286,7 @@ def make_control(
 
 
 def start_tasks(services: Services, storage: NodeStorage, memory: NodeMemory, stack: AsyncExitStack) -> None:
-    """Start what runs until `stack` ends it."""
+    """Start the tasks that run until `stack` ends them."""
     maintenance, phase = services.maintenance, services.phase
     runs = {"maintenance": maintenance.run, "tenants": storage.tenants.keyring.run, "state": storage.keeper.run}
     if memory.warm is not None:
@@ -296,7 +298,7 @@ def start_tasks(services: Services, storage: NodeStorage, memory: NodeMemory, st
 
 
 async def _run(name: str, run: Callable[[], Awaitable[None]]) -> None:
-    """Await `run()`. One that fails is logged; the daemon goes on without it."""
+    """Await `run()`. A task that fails is logged; the daemon goes on without it."""
     try:
         await run()
     except Exception:

@@ -1,4 +1,4 @@
-"""Exit statuses of the `kvstored` command, and the one line that a mistake or a failure gets."""
+"""Exit statuses of the `kvstored` command, and the one-line messages for a mistake or a failure."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_DAMAGE, EXIT_HANGS = 0, 1, 2, 3, 4
 
 
 def mistake(message: str) -> int:
-    """Say that the user got something wrong, and return the exit status for that."""
+    """Print a user's mistake, and return its exit status."""
     return _report(message, EXIT_USAGE)
 
 
 def failure(message: str) -> int:
-    """Say that it could not be done, and return the exit status for that."""
+    """Print a failure, and return its exit status."""
     return _report(message, EXIT_FAILED)
 
 

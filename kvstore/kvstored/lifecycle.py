@@ -1,14 +1,13 @@
-"""The life of a copy of a block as one table, and the closed list of why a block is missing.
+"""The life of a copy of a block as one table, and the closed list of causes why a block is missing.
 
-A block has at most one copy in each tier. What the daemon may do to a copy is a `Step`; `advance(state,
-step)` is the only way from one `CopyState` to the next, and a step that the table does not hold is a broken
-invariant and crashes.
+A block has at most one copy in each tier. Each action of the daemon on a copy is a `Step`; `advance(state, step)` is
+the only way from one `CopyState` to the next, and a step that the table does not hold is a broken invariant and
+crashes.
 
-The table ends where the copy leaves the index. Its slot may be in use for longer: in limbo, which the leases
-account for, or in quarantine, which the tier accounts for.
+The table ends where the copy leaves the index. Its slot may be in use for longer: in limbo, which the leases account
+for, or in quarantine, which the tier accounts for.
 
-Never here: which copy should move (policies), when (movement), or what else must hold (residency:
-leaf-first).
+Other modules decide which copy moves (policies), when (movement), and further conditions (residency: leaf-first).
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ _NEXT: tuple[CopyState | None, ...] = tuple(
 
 
 def advance(state: int, step: Step) -> CopyState:
-    """The state after `step`. Raises RuntimeError when the table has no such transition."""
+    """Return the state after `step`. Raises RuntimeError if the table has no such transition."""
     after = _NEXT[state << _STEP_BITS | step]
     if after is None:
         raise RuntimeError(f"illegal transition of a block copy: {step.name} while {CopyState(state).name}")
@@ -55,7 +54,9 @@ def advance(state: int, step: Step) -> CopyState:
 
 
 class Cause(IntEnum):
-    """Why a block is not served. The numbers are the wire's MissReason. The last three: its put was refused."""
+    """The cause why a block is not served. The numbers are the wire's MissReason. The last three: its put was
+    refused.
+    """
 
     NEVER_STORED = 1
     EVICTED = 2

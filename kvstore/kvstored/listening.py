@@ -1,6 +1,7 @@
-"""The daemon's sockets: what is served on each, and who may connect.
+"""The daemon's sockets: the service on each, and who may connect.
 
-Serves what `daemon.py` has made: the gRPC servers and the handshake socket are bound last, when all parts are there.
+It serves the objects that `daemon.py` has made: the gRPC servers and the handshake socket are bound last, when all
+parts are there.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class Control:
 async def listen(
     services: Services, control: Control, lifetime: Lifetime, files: SocketFiles, stack: AsyncExitStack
 ) -> None:
-    """Bind all sockets, and serve what `services` and `control` answer there until `stack` ends that."""
+    """Bind all sockets, and serve the answers of `services` and `control` there until `stack` ends that."""
     handshake, store = services.handshake, services.views.parts.store
     config, limits, group = store.config, store.config.limits, store.config.daemon.socket_group
     names = ("handshake", "admin", "data", *(("unary",) if config.unary.enabled else ()))
@@ -130,7 +131,9 @@ async def listen(
 
 
 def _operators_calls(services: Services, control: Control, lifetime: Lifetime) -> dict[str, Call]:
-    """Return what answers each call of the Admin service: a request in; out, the reply or an awaitable of it."""
+    """Return the functions that answer the calls of the Admin service: each takes a request and returns the reply or an
+    awaitable of it.
+    """
     views, reload, parts = services.views, control.reload, services.views.parts
     store, tenants = parts.store, parts.tenants
     tokens_file = store.config.unary.tokens_in_use

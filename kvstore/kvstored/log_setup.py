@@ -1,7 +1,7 @@
 """The daemon's log: lines for a terminal or a file with the time, lines for the journal with their priority.
 
-The journal takes a line's priority from `<N>` at its beginning (sd-daemon(3)) and has the time itself. Never decides
-what is logged.
+The journal takes a line's priority from `<N>` at its beginning (sd-daemon(3)) and has the time itself. The module does
+not decide what is logged.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _OTHERS = ("asyncio", "grpc")  # what they have to say below a warning is about 
 
 
 class JournalFormatter(PrintableFormatter):
-    """Each line of a record, those of a traceback too, with the record's priority."""
+    """A formatter that gives each line of a record, also the lines of a traceback, the record's priority."""
 
     def format(self, record: logging.LogRecord) -> str:
         prefix = f"<{_PRIORITIES.get(record.levelno, 6)}>"
@@ -26,7 +26,7 @@ class JournalFormatter(PrintableFormatter):
 
 
 def set_up_logging(level: str, stream: TextIO = sys.stderr) -> None:
-    """Log from `level` on to `stream`, where nothing was configured before."""
+    """Log from `level` on to `stream`, unless logging was configured before."""
     handler = logging.StreamHandler(stream)
     if is_journal(stream):
         handler.setFormatter(JournalFormatter("%(name)s: %(message)s"))

@@ -1,6 +1,7 @@
-"""The policies and admissions that there are: each name with the address of what makes it.
+"""The names of policies and admissions, each with the address of its maker.
 
-Outside of `policies`: the configuration allows these names, and is read before that package and numpy are loaded.
+This file is outside of `policies`: the configuration allows these names, and is read before that package and numpy are
+loaded.
 """
 
 from __future__ import annotations
@@ -30,5 +31,5 @@ EVICTED, REUSED, ALL = SHARES = ("evicted", "reused", "all")  # which blocks a r
 
 
 def resolve(name: str) -> str:
-    """The policy that `name` stands for: `best` is what ships, the default of reference.toml for DRAM."""
+    """Return the policy that `name` stands for: `best` is the default of reference.toml for DRAM."""
     return CHAIN_HAZARD if name == BEST else name

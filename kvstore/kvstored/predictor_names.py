@@ -1,6 +1,7 @@
-"""The predictors that there are: each name with the address of what makes it; "" for the one that predicts nothing.
+"""The names of predictors, each with the address of its maker; "" for the one that predicts nothing.
 
-Outside of `store.prefetch`: the configuration allows these names, and is read before that package and numpy are loaded.
+This file is outside of `store.prefetch`: the configuration allows these names, and is read before that package and
+numpy are loaded.
 """
 
 from __future__ import annotations

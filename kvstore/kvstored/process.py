@@ -1,4 +1,4 @@
-"""The daemon's own process, and what the kernel says of processes, files and users."""
+"""The daemon's own process, and the kernel's facts about processes, files and users."""
 
 from __future__ import annotations
 
@@ -18,35 +18,40 @@ _DEFAULT_OVERFLOW = 65534
 
 
 def raise_descriptor_limit() -> None:
-    """A client takes a few descriptors; the usual soft limit of 1024 would not do for `limits.max_clients`."""
+    """Raise the limit of open descriptors: a client takes a few, and the usual soft limit of 1024 is too low for
+    `limits.max_clients`.
+    """
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def connections_within(most: int) -> int:
-    """Return how many connections a listener takes at once: `most`, and at most a sixteenth of the descriptors that
-    this process may have, so that all listeners together leave most of them to engines."""
+    """Return how many connections a listener takes at once: `most`, and at most a sixteenth of this process's
+    descriptors, so that all listeners together leave most of them to engines.
+    """
     return max(LEAST_CONNECTIONS, min(most, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 16))
 
 
 def set_priority(nice: int) -> None:
-    """Set the priority of the calling thread and of the threads it begins from now on, unless the process was given a
-    priority by others. A higher one takes a right (CAP_SYS_NICE) that the daemon may lack: it does without."""
+    """Set the priority of the calling thread and of threads it begins later, unless others gave the process a priority.
+    A higher priority takes a right (CAP_SYS_NICE) that the daemon may lack; then nothing changes.
+    """
     if os.getpriority(os.PRIO_PROCESS, 0) == 0:
         with contextlib.suppress(PermissionError):
             os.setpriority(os.PRIO_PROCESS, 0, nice)
 
 
 def since_process_start_s() -> float:
-    """Seconds since this process was started, by the kernel's account."""
+    """Return the seconds since this process was started, by the kernel's account."""
     started_ticks = start_ticks(os.getpid()) or 0
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started_ticks / os.sysconf("SC_CLK_TCK")
 
 
 def start_ticks(pid: int) -> int | None:
-    """Return when the process `pid` was started: a later one of this number has another value. None if that cannot be
-    seen."""
+    """Return when the process `pid` was started: a later process of this number has another value. None if it cannot be
+    seen.
+    """
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except (OSError, ValueError, IndexError):
@@ -54,7 +59,7 @@ def start_ticks(pid: int) -> int | None:
 
 
 def file_identity(path: str | Path) -> tuple[int, int] | None:
-    """Return device and inode of `path`, which no other file has while it exists; None where there is none."""
+    """Return device and inode of `path`, which no other file has while it exists; None if there is no such file."""
     try:
         found = os.lstat(path)
     except OSError:
@@ -63,7 +68,7 @@ def file_identity(path: str | Path) -> tuple[int, int] | None:
 
 
 def end_without_order(limit_s: float) -> None:
-    """End this process, from a thread of its own: the loop may be what hangs."""
+    """End this process after `limit_s` seconds, from a thread of its own: the loop may hang."""
     try:
         log.critical("stopping hangs for %.0f s, probably on a disk: ending without order", limit_s)
     finally:
@@ -75,8 +80,9 @@ def is_unmapped(kind: str, number: int, proc: Path = Path("/proc")) -> bool:
     map. `proc` is where procfs is mounted; without it the answer is yes for the overflow id.
 
     To a process in a user namespace the kernel shows every user that the namespace does not map as one number, the
-    overflow uid (65534 as a rule); groups likewise. So in a namespace that does not map all users that number is no
-    identity: not even where it is mapped too, since both look the same."""
+    overflow uid (usually 65534); groups likewise. So in a namespace that does not map all users that number is no
+    identity: not even if it is mapped too, since both look alike.
+    """
     return number == _overflow(proc / f"sys/kernel/overflow{kind}") and not _maps_all(proc / f"self/{kind}_map")
 
 

@@ -1,4 +1,4 @@
-"""The socket files of a daemon that serves, and the gRPC servers behind them: a file that was removed is bound again,
+"""The socket files of a serving daemon, and the gRPC servers behind them: a file that was removed is bound again, and
 its clients stay connected.
 
 Invariant: a file that another process put there is left alone.
@@ -35,7 +35,7 @@ class _File:
 
 
 class SocketFiles:
-    """`prepare` makes the directory. `now_s` is a monotonic clock."""
+    """The socket files. `prepare` makes the directory. `now_s` is a monotonic clock."""
 
     def __init__(self, prepare: Callable[[], None], now_s: Callable[[], float]) -> None:
         self._prepare, self._now_s = prepare, now_s
@@ -44,12 +44,12 @@ class SocketFiles:
         self._binding: asyncio.Task[None] | None = None
 
     async def bind(self, path: Path, bind: Bind) -> None:
-        """Bind `path` by `bind`, now and whenever it is found missing. Raises what `bind` raises."""
+        """Bind `path` by `bind`, now and whenever it is found missing. Raises the errors of `bind`."""
         await bind()
         self._files.append(_File(path, bind, file_identity(path)))
 
     def tick(self) -> None:
-        """Look at the files, now and then."""
+        """Check the files, if the last check is long enough ago."""
         if self._now_s() < self._next_s or (self._binding is not None and not self._binding.done()):
             return
         self._next_s = self._now_s() + LOOK_S
@@ -58,7 +58,7 @@ class SocketFiles:
             self._binding = asyncio.get_running_loop().create_task(self._bind_again(missing))
 
     async def close(self) -> None:
-        """Bind nothing more, and remove the files that are ours."""
+        """Bind nothing more, and remove the files that belong to this daemon."""
         if self._binding is not None:
             self._binding.cancel()
             await asyncio.gather(self._binding, return_exceptions=True)
@@ -128,7 +128,8 @@ async def start_server(server: grpc.aio.Server, stack: AsyncExitStack) -> None:
 
 
 def _require_room(path: Path) -> None:
-    """Raise OSError where no file can be made at `path`. gRPC does not say why it cannot bind, but writes a line to
-    stderr each time."""
+    """Raise OSError if no file can be made at `path`. gRPC does not say why it cannot bind, but writes a line to stderr
+    each time.
+    """
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
     path.unlink()

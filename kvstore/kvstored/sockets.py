@@ -60,12 +60,14 @@ def prepare_directory(path: Path, group: str) -> None:
 
 
 def _holds_only_sockets(path: Path) -> bool:
-    """Return whether a directory is ours to close to others: a mistaken `--socket-dir /run` must not change /run."""
+    """Return whether the daemon may close a directory to others: a mistaken `--socket-dir /run` must not change
+    /run.
+    """
     return all(entry.is_socket() for entry in path.iterdir())
 
 
 def clear_stale(path: Path) -> None:
-    """Remove a socket that a dead daemon left. Raises SocketError when a process holds it or that cannot be known."""
+    """Remove a socket that a dead daemon left. Raises SocketError if a process holds it or that cannot be known."""
     if not path.exists() and not path.is_symlink():
         return
     if not path.is_socket():
@@ -88,7 +90,7 @@ def clear_stale(path: Path) -> None:
 
 
 def listen_seqpacket(path: Path, group: str) -> socket.socket:
-    """A bound, listening handshake socket."""
+    """Return a bound, listening handshake socket."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     try:
         listener.bind(str(path))
@@ -108,8 +110,9 @@ def open_to_group(path: Path, group: str) -> None:
 
 
 def remove_socket(path: Path) -> None:
-    """Remove a socket of ours, if that can be done: on a file system that became read-only it stays, and the next
-    start clears it away."""
+    """Remove the daemon's socket, if possible: on a file system that became read-only it stays, and the next start
+    removes it.
+    """
     try:
         path.unlink(missing_ok=True)
     except OSError as error:

@@ -1,7 +1,8 @@
-"""All that a node holds, opened in order: tenants, tiers with what survived in them, residency, and the store over
+"""The contents of a node, opened in order: tenants, tiers with their surviving blocks, residency, and the store over
 them.
 
-Owns the order of a start: identity before tiers, tiers before residency, recovery before policies. Serves no client.
+The module owns the order of a start: identity before tiers, tiers before residency, recovery before policies. It serves
+no client.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class NodeStorage:
-    """`former`: clients of the process before, None without warm restart."""
+    """The opened parts. `former`: clients of the former process, None without warm restart."""
 
     tenants: TenantDirectory
     store: Store
@@ -97,7 +98,9 @@ def open_storage(
 
 
 def _keep_leases(former: FormerClients, memory: NodeMemory, state: State) -> None:
-    """Let a client that leaves while the daemon stops find its leases at the next process, if that has the memory."""
+    """Let a client that leaves while the daemon stops find its leases at the next process, if that process has the
+    memory.
+    """
     former.keeps_leases = state is State.STOPPING and not memory.is_forgotten
 
 

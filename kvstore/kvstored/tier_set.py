@@ -1,7 +1,7 @@
-"""Sets of tiers: where a block has copies, which tiers a client reads in place, which take no new lease.
+"""Sets of tiers: the tiers with copies of a block, the tiers a client reads in place, the tiers that take no new lease.
 
-Owns the arithmetic on their bits, so that no other file has any. A tier is named by its position in the residency, 0
-the fastest. A set is an int whose bit t stands for tier t, the form of the columns `mask` and `filling` of the index.
+All arithmetic on their bits is in this file. A tier is named by its position in the residency, 0 the fastest. A set is
+an int whose bit t stands for tier t, the form of the columns `mask` and `filling` of the index.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ MAX_TIERS = 8
 
 
 class TierSet(int):
-    """A set of tier positions, which may be entered into a column as it is. The operators are those of an int: `one &
-    other` is a quick test for a common member. `TIER_SETS[mask]` is the set for an int, faster than making one."""
+    """A set of tier positions, which can be stored in a column unchanged. It has an int's operators: `one & other` is a
+    quick test for a common member. `TIER_SETS[mask]` is the set for an int, faster than making one.
+    """
 
     __slots__ = ()
 
@@ -29,7 +30,7 @@ class TierSet(int):
 
     @property
     def first(self) -> int:
-        """The fastest of the tiers; -1 where the set is empty."""
+        """The fastest of the tiers; -1 if the set is empty."""
         return next(iter(MEMBERS[self]), -1)
 
     def __contains__(self, tier: int) -> bool:

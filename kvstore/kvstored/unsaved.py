@@ -1,7 +1,7 @@
-"""Files of the daemon's own that could not be written: which, since when, and what that costs.
+"""The daemon's own files that could not be written: their paths, the time, and the consequences.
 
-The daemon goes on without them, and the part that owns such a file tries again. Owns the words: one log line when a
-file cannot be written, one when it can again, a sentence for operators in between. Never writes anything.
+The daemon goes on without them, and the part that owns the file tries again. The module owns the words: one log line
+when a file cannot be written, one when it can again, a sentence for operators in between. It writes no file itself.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ RETRY_S = 30.0  # until a file that could not be written is tried again
 
 
 class Unsaved:
-    """Remembers the files of one daemon. Its calls may come from any thread."""
+    """A record of the unwritten files of one daemon. Any thread may call it."""
 
     def __init__(self) -> None:
         self._sentences: dict[Path, str] = {}
 
     def failed(self, path: Path, error: OSError, cost: str) -> None:
-        """Note that `path` could not be written. `cost`: what follows from that, without a subject of its own."""
+        """Note that `path` could not be written. `cost`: the consequence, as a phrase without a subject."""
         sentence = f"{path} cannot be written ({error.strerror or error}): {cost}"
         if path not in self._sentences:
             log.warning("%s", sentence)
@@ -32,5 +32,5 @@ class Unsaved:
             log.info("%s can be written again", path)
 
     def sentences(self) -> list[str]:
-        """Return one for each file that is behind."""
+        """Return a sentence for each file that is behind."""
         return list(self._sentences.values())

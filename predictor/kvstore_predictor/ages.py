@@ -1,13 +1,14 @@
-"""Chances of return by age: the age bins, ranks, answers about a time ahead, and what few chains or a hint show.
+"""Chances of return by age: age bins, ranks, chances within a time ahead, estimates from few chains, and the effect of
+hints.
 
-A rank is the most uses to be had for each second a block is held. For a chain of age a and a horizon k, the chance of
-its return by then is S(a) - S(k), and the time it would be held is the integral of S from a to k; the rank is the best
-ratio over all horizons (Gittins, JRSS B 41, 1979; as "hits per space-time" in LHD: Beckmann, Chen, Cidon, NSDI 2018).
-So a chain just used, whose return is sure but half a minute away, outranks one that could return this second but
+A rank is the highest number of uses per second that a block is held. For a chain of age a and a horizon k, the chance
+of its return by then is S(a) - S(k), and the time it would be held is the integral of S from a to k; the rank is the
+best ratio over all horizons (Gittins, JRSS B 41, 1979; as "hits per space-time" in LHD: Beckmann, Chen, Cidon, NSDI
+2018). So a chain just used, whose return is sure but half a minute away, outranks one that could return this second but
 probably never does.
 
-Within an age bin the chance is spread evenly; after the last bin nothing returns. Owns what was seen of hints, by value
-and age bin. Never knows chains.
+Within an age bin the chance is spread evenly; after the last bin nothing returns. The module owns the counts about
+hints, by value and age bin. It knows no chains.
 """
 
 from __future__ import annotations
@@ -37,13 +38,14 @@ _ENDS_S: list[float] = [*_INNER_EDGES.tolist(), float(EDGES_S[-1] + WIDTHS_S[-1]
 
 
 def bins_of(ages_s: Floats) -> Ints:
-    """Return the bin of each age; ages beyond the last bin are in it."""
+    """Return the bin of each age; ages beyond the last bin count in it."""
     return np.searchsorted(_INNER_EDGES, ages_s, side="right")
 
 
 def places_of(ages_s: Floats) -> tuple[Ints, Floats]:
-    """The bin of each age, and how far through it: between the ranks at two ends the truth goes on about evenly. Only
-    where bins are some seconds wide, as the pauses of agents are; the ranks of longer ones are not known so well.
+    """Return the bin of each age, and how far through the bin it is, 0 to 1: ranks are interpolated between two bins.
+    Only bins some seconds wide are interpolated, as the pauses of agents need; the ranks of longer ones are not
+    known so well.
     """
     bins = bins_of(ages_s)
     share: Floats = (np.maximum(ages_s, 0.0) - EDGES_S[bins]) * _SHARE_A_S[bins]
@@ -60,20 +62,22 @@ def passed(age_s: float) -> int:
 
 
 def fading(ages_s: Floats) -> Floats:
-    """What is left of the last bin's rank: in bins that grow with age, an even hazard is a rate of 1 / age."""
+    """Return the factor, at each age, by which the rank of the last bin is multiplied. Bins grow with age, so an even
+    hazard means a rate of 1 / age.
+    """
     faded: Floats = EDGES_S[-1] / np.maximum(ages_s, EDGES_S[-1])
     return faded
 
 
 def leaning(ages_s: Floats, lean: float) -> Floats:
-    """What to multiply ranks by, so that they lean to the order of last use: not at all where `lean` is 0."""
+    """Return the factors of ranks that make them lean to the order of last use; 1 throughout if `lean` is 0."""
     found: Floats = (1.0 + np.maximum(ages_s, 0.0) / _LEAN_S) ** -lean
     return found
 
 
 def ranks(hazards: Floats) -> Floats:
-    """For each row of `hazards` (chance of return in each bin, given none before), the rank at the start of each bin,
-    in uses a second.
+    """Return, for each row of `hazards` (chance of return in each bin, given none before), the rank at the start of
+    each bin, in uses a second.
     """
     rows = len(hazards)
     survival = np.ones((rows, BINS + 1))
@@ -111,7 +115,7 @@ def at_age(table: Floats, rows: Ints, ages_s: Floats) -> Floats:
 
 
 def chance(before: Floats, after: Floats) -> Floats:
-    """Return the chance of a return between the ages of two cumulative hazards, given none before."""
+    """Return the chance of a return between the ages of two cumulative hazards, given no return before."""
     found: Floats = -np.expm1(before - after)
     return found
 
@@ -133,10 +137,10 @@ _RETURNS = 1.0
 
 
 def shrunk(exposed: Floats, events: Floats, gain: float) -> Floats:
-    """Return the chance of return by the last step, shrunk towards what the steps above say.
+    """Return the chance of return at the last step, shrunk towards the estimates of the steps above.
 
     `exposed` and `events` have a row for each step, coarse to fine, and count `gain` for each chain. A step's own
-    counts weigh as much as the step above once they have enough exposures, and once the step above lets expect enough
+    counts weigh as much as the step above once they have enough exposures, and once the step above predicts enough
     returns of them: one return in a narrow bin is chance, however many chains were exposed.
     """
     first = gain * SHRINK_FIRST
@@ -160,11 +164,12 @@ HINT_MEANS = (  # of chances to go on, by fifths; of the wire's NextStep
 
 
 class HintFactors:
-    """Learns what a kind of hint is worth: how many times as often its chains return as was predicted without it.
+    """Learned factors of a kind of hint: how many times as often its chains return as was predicted without it.
 
-    It begins with what the values mean, as far as that is known; multiplying keeps what is known of the chain itself,
-    which tables by value would have to learn again. Values are 0 (not said) and up; `means` are the factors of 1 and up
-    before anything was seen."""
+    The factors begin with the meaning of the values, as far as known. A factor keeps the knowledge about the chain
+    itself, which tables by value would have to learn again. Values are 0 (not given) and up; `means` are the factors of
+    1 and up before anything was seen.
+    """
 
     def __init__(self, means: Sequence[float]) -> None:
         self._means: Floats = np.array([1.0, *means])
@@ -178,11 +183,11 @@ class HintFactors:
         self._factors = None
 
     def numbers(self) -> Floats:
-        """Return what was predicted and what was seen, by value and age bin."""
+        """Return the predicted and the counted returns, by value and age bin."""
         return np.stack([self._predicted, self._seen])
 
     def restore(self, numbers: Floats) -> None:
-        """Go on from what `numbers` gave. Raises ValueError for another number of values or bins."""
+        """Go on from the result of `numbers`. Raises ValueError for another number of values or bins."""
         if numbers.shape != (2, *self._seen.shape):
             raise ValueError(f"hints of another kind: {numbers.shape}")
         self._predicted, self._seen = numbers

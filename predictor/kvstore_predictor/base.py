@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 
 class NextStep(IntEnum):
-    """Why an engine stopped; the values are those of the wire."""
+    """The reason why an engine stopped; the values are those on the wire."""
 
     UNSPECIFIED = 0
     TOOL_CALL = 1  # a tool answers
@@ -37,7 +37,8 @@ class NextStep(IntEnum):
 @dataclass(frozen=True, slots=True)
 class Request:
     """One request: `keys` of its blocks (16 bytes each), head first. 0 and "": not known. `number` names it in
-    `answered`."""
+    `answered`.
+    """
 
     tenant: int
     keys: Sequence[bytes]
@@ -48,7 +49,9 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Hint:
-    """What an engine expects of a chain; None and 0: not said. `due_s`: when a request that is foreseen uses it."""
+    """An engine's expectation about a chain; None and 0: not given. `due_s`: the time when an expected request uses
+    it.
+    """
 
     will_continue: float | None = None
     due_s: float | None = None
@@ -58,11 +61,11 @@ class Hint:
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """Tenant `tenant` will request the chain that ends with block `key` and is `blocks` long.
+    """A guess: tenant `tenant` will request the chain that ends with block `key` and is `blocks` long.
 
-    `probability`: of a request within the horizon that was asked for, given what has happened until now. `first_s`:
-    before this time a request has a tenth of that probability; `due_s`: half of it. `confidence`: 0 to 1, how much
-    evidence of its own the guess has; 1 when an engine said so.
+    `probability`: the probability of a request within the given horizon, given all events until now. `first_s`: before
+    this time a request has a tenth of that probability; `due_s`: half of it. `confidence`: 0 to 1, how much evidence of
+    its own the guess has; 1 if an engine said so.
     """
 
     tenant: int
@@ -80,27 +83,28 @@ State = Mapping[str, Array]
 
 
 class Predictor(ABC):
-    """See the module."""
+    """A predictor; the module's text is its contract."""
 
     name: str
 
     @abstractmethod
     def requested(self, request: Request, now_s: float) -> None:
-        """A request for these blocks has arrived, whether or not they are stored."""
+        """Note that a request for these blocks has arrived, whether or not they are stored."""
 
     def answered(self, number: int, output_tokens: int, now_s: float) -> None:  # noqa: B027  # optional
-        """The request `number` has ended with an answer of so many tokens."""
+        """Note that the request `number` has ended with an answer of `output_tokens` tokens."""
 
     def hinted(self, tenant: int, key: bytes, hint: Hint, now_s: float) -> None:  # noqa: B027  # optional
-        """An engine says what it expects of the chain that ends with block `key`."""
+        """Note an engine's expectation about the chain that ends with block `key`."""
 
     @abstractmethod
     def guesses(self, now_s: float, horizon_s: float, limit: int) -> list[Guess]:
-        """At most `limit` chains that may be requested within `horizon_s` from now, the most probable first."""
+        """Return at most `limit` chains that may be requested within `horizon_s` from now, the most probable first."""
 
     def sample(self, now_s: float, horizon_s: float, count: int, turn: int) -> list[Guess]:
-        """About `count` of the guesses, in any order, another part of them with each `turn`; in a time that does not
-        grow with the number of chains. What a calibration is learned from."""
+        """Return about `count` of the guesses, in any order, another part of them with each `turn`. The time does not
+        grow with the number of chains. A calibration learns from these samples.
+        """
         return self.guesses(now_s, horizon_s, count)
 
     @abstractmethod
@@ -109,19 +113,22 @@ class Predictor(ABC):
 
     @abstractmethod
     def export_state(self) -> Iterator[Piece]:
-        """What was learned, in pieces that take at most half a millisecond each. Events may come between two pieces:
-        what they change may be in it or not. Rows that are of a tenant have its number in a column `tenant`; before
-        `import_state` the caller may give them other numbers, or leave them out."""
+        """Yield the learned state, in pieces that take at most half a millisecond each. Events may come between two
+        pieces: their changes may be included or not. Rows that belong to a tenant have its number in a column
+        `tenant`; before `import_state` the caller may change these numbers, or leave rows out.
+        """
 
     @abstractmethod
     def import_state(self, state: dict[str, Array], later_s: float) -> None:
-        """Go on from the joined pieces of a predictor of the same name whose clock is `later_s` behind. Raises
-        ValueError, having changed nothing, for a state that this version cannot use."""
+        """Go on from the joined pieces of a predictor of this name whose clock is `later_s` behind. Raises ValueError,
+        having changed nothing, for a state that this version cannot use.
+        """
 
 
 def parts(rows: Iterable[tuple[Any, ...]], dtype: np.dtype[np.void], most: int) -> Iterator[Array]:
-    """Yield `rows` as arrays of `dtype` and at most `most` rows, each made when it is asked for; an empty one first, so
-    that a table without rows is there, too."""
+    """Yield `rows` as arrays of `dtype` and at most `most` rows, each made when it is asked for. The first array is
+    empty, so that a table without rows appears too.
+    """
     yield np.empty(0, dtype)
     left = iter(rows)
     while part := list(islice(left, most)):

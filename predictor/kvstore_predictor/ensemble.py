@@ -1,11 +1,11 @@
-"""Members' guesses, calibrated and mixed: what each predicted is held against what came.
+"""Members' guesses, calibrated and mixed: the predictions of each are compared with the outcomes.
 
 Now and then the ensemble asks its members for a sample of their guesses, for one of three horizons in turn, and notes
-which of them come true. From that follow, for each member and horizon, a calibration (bins of probability, made
-monotone) and a weight (by the log loss of its calibrated guesses, decayed). A guess of one member alone is its own; of
-several, they are mixed by weight in log odds.
+which of them come true. This gives, for each member and horizon, a calibration (bins of probability, made monotone) and
+a weight (by the log loss of its calibrated guesses, decayed). A guess of one member alone is passed on; guesses of
+several members are mixed by weight in log odds.
 
-Owns calibrations and weights. Bounded: `_NOTED` guesses a member and question, `_OPEN` questions.
+The module owns calibrations and weights. Bounded: `_NOTED` guesses a member and question, `_OPEN` questions.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ _TRUST = 4.0  # how sharply log loss separates members
 
 
 class _Question:
-    """`said`: by guess and member, -1 for nothing. `came`: by guess, whether it came true; None of a deleted chain."""
+    """A question. `said`: the chance for each guess and member, -1 for none. `came`: for each guess, whether it came
+    true; None if its chain was deleted.
+    """
 
     __slots__ = ("came", "due_s", "horizon", "names", "said")
 
@@ -45,7 +47,7 @@ class _Question:
 
 
 class Ensemble(Predictor):
-    """See the module. `members`: what makes each of them."""
+    """A predictor that mixes the guesses of others. `members`: the functions that make them."""
 
     name = "ensemble"
 
@@ -100,7 +102,7 @@ class Ensemble(Predictor):
     # Questions of its own
 
     def _seen(self, request: Request) -> None:
-        """Which awaited chains the request uses."""
+        """Mark the awaited chains that the request uses."""
         tenant, keys = request.tenant, request.keys
         looked_at = reversed(keys) if len(keys) <= LOOKED_BACK else islice(reversed(keys), LOOKED_BACK)
         for question, at in self._questions.taken(tenant, looked_at):
@@ -127,8 +129,9 @@ class Ensemble(Predictor):
             column[:, horizon] *= _DECAY
 
     def _concerns(self, names: Sequence[Name]) -> Iterator[tuple[Name, int]]:
-        """The blocks of which a request makes the guess of a chain come true: its last, and the one before if that is
-        no prefix of many."""
+        """Yield the blocks whose request makes the guess of a chain come true: its last block, and the one before
+        unless it is a prefix of many chains.
+        """
         for at, (tenant, key) in enumerate(names):
             yield (tenant, key), at
             above = self._above.get((tenant, key))
@@ -151,7 +154,7 @@ class Ensemble(Predictor):
                 column[member, horizon] += np.bincount(bins, weights, _BINS)
 
     def _calibrated(self, member: int, horizon: int, chances: Floats) -> Floats:
-        """What came of guesses like these."""
+        """Return the calibrated chances: the outcomes of earlier guesses with such chances."""
         bins = np.searchsorted(_EDGES, chances, side="right")
         predicted, came, guessed = (each[member, horizon] for each in (self._predicted, self._came, self._guessed))
         factors = (came + _PRIOR * _CENTRES) / (predicted + _PRIOR * _CENTRES)
@@ -178,7 +181,7 @@ class Ensemble(Predictor):
         return mixed[:limit]
 
     def weights(self, horizon: int) -> list[float]:
-        """Of each member, for the horizon of this number."""
+        """Return the weight of each member for the horizon with this number."""
         loss = (self._loss[:, horizon, 0] + _PRIOR * 0.3) / (self._loss[:, horizon, 1] + _PRIOR)
         odds = np.exp(-_TRUST * (loss - loss.min()))
         return [float(each) for each in odds / odds.sum()]
@@ -212,7 +215,9 @@ _CENTRES: Floats = (np.concatenate([[0.005], _EDGES]) + np.concatenate([_EDGES, 
 
 
 def _mixed(said: Sequence[tuple[float, float, Guess]]) -> Guess:
-    """One guess of several of the same chain: chances by weight, times of the member that weighs most."""
+    """Return one guess from several about one chain: the chance by weight, the times of the member with the largest
+    weight.
+    """
     if len(said) == 1:
         _, chance, guess = said[0]
     else:

@@ -1,7 +1,7 @@
-"""What is known of a chain when it is used, as small numbers: the classes that hazard tables are kept for.
+"""The features of a chain when it is used, as small numbers: hazard tables are kept for classes of them.
 
-Some come from the structure alone (lengths in blocks, turns, gaps), which every daemon sees; some from what an engine
-reports of a request (tokens of prompt and answer). What is not known is bucket 0 of its own; an answer is AWAITED.
+Some come from the structure alone (lengths in blocks, turns, gaps), which every daemon sees; some from an engine's
+report of a request (tokens of prompt and answer). An unknown feature is bucket 0; an awaited answer is AWAITED.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CHANCES, NEXT_STEPS = 5, 4  # how many values a hint has
 
 
 class Expectation(Protocol):
-    """What an engine expects of a chain, as a `Hint` has it: None and 0 are not said."""
+    """An engine's expectation about a chain, as in a `Hint`: None and 0 mean not given."""
 
     @property
     def will_continue(self) -> float | None: ...
@@ -30,8 +30,9 @@ class Expectation(Protocol):
 
 
 class Features(NamedTuple):
-    """Of one use of a chain. `kind`: 0 new, 1 continued, 2 new but for two blocks or more of others. `chance` and
-    `next_step`: what an engine expects, a chance to go on by fifths and the wire's NextStep; 0 is not said.
+    """The features of one use of a chain. `kind`: 0 new, 1 continued, 2 new but shares two blocks or more with others.
+    `chance` and `next_step`: the engine's expectation, a chance to go on by fifths and the wire's NextStep; 0 is not
+    given.
     """
 
     kind: int
@@ -52,8 +53,8 @@ def continued(
 ) -> Features:
     """Return the features of a chain that continues another one.
 
-    `gap_s`: since that was used; `pace_s`: such gaps, averaged over its turns; `text_tokens`: what the user added. The
-    answer is not known yet, and never will be where no engine reports it.
+    `gap_s`: seconds since that was used; `pace_s`: such gaps, averaged over its turns; `text_tokens`: the tokens that
+    the user added. The answer is not known yet, and never will be if no engine reports it.
     """
     return Features(
         1, bisect_right(_NEW_BLOCKS, new_blocks), bisect_right(_LENGTH, length), bisect_right(_TURNS, turn), AWAITED,
@@ -73,7 +74,7 @@ def begun(
 
 
 def grown(features: Features, new_blocks: int, length: int) -> Features:
-    """The same request has gone on."""
+    """Return the features after the request has gone on to `length` blocks."""
     return features._replace(new_blocks=bisect_right(_NEW_BLOCKS, new_blocks), length=bisect_right(_LENGTH, length))
 
 
@@ -82,7 +83,7 @@ def with_answer(features: Features, output_tokens: int) -> Features:
 
 
 def with_hint(features: Features, hint: Expectation) -> Features:
-    """What a hint leaves out stays as it was."""
+    """Return the features with a hint added; the parts that the hint leaves out stay unchanged."""
     chance, next_step = features.chance, features.next_step
     if hint.will_continue is not None:
         chance = 1 + min(int(hint.will_continue * CHANCES), CHANCES - 1)
@@ -92,7 +93,7 @@ def with_hint(features: Features, hint: Expectation) -> Features:
 
 
 def coarse(features: Features) -> Features:
-    """What nearly every cell of these would be taken for."""
+    """Return the features with gap, pace, text and type unknown: the coarse class."""
     return features._replace(gap=0, pace=0, text=0, type=0)
 
 

@@ -1,4 +1,4 @@
-"""A dict that forgets: what was set or found last is kept, in two generations."""
+"""A dict that forgets old entries: it keeps the entries set or found last, in two generations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ V = TypeVar("V")
 
 
 class Generations(Generic[K, V]):
-    """At least `most` / 2 and at most `most` entries are known. A call takes the same time however many there are."""
+    """A dict that knows at least the last `most` / 2 and at most `most` entries. The time of a call does not grow with
+    their number.
+    """
 
     def __init__(self, most: int) -> None:
         self._half = max(most // 2, 1)
@@ -28,7 +30,7 @@ class Generations(Generic[K, V]):
         return self._old.get(key) if found is None else found
 
     def renewed(self, key: K) -> V | None:
-        """As `get`; it is among the youngest from now on."""
+        """Return the value as `get` does, and make it one of the youngest entries."""
         found = self._young.get(key)
         if found is None and (found := self._old.get(key)) is not None:
             self[key] = found
@@ -45,10 +47,10 @@ class Generations(Generic[K, V]):
             self._old, self._young = self._young, {}
 
     def names(self) -> list[K]:
-        """A copy, the older ones first."""
+        """Return a copy of the keys, the older ones first."""
         return [*self._old, *self._young]
 
     def items(self) -> Iterator[tuple[K, V]]:
-        """The older ones first."""
+        """Yield the entries, the older ones first."""
         yield from self._old.items()
         yield from self._young.items()

@@ -1,17 +1,18 @@
 """Hazard tables: the chance that a chain of some class and age is used again, learnt from every chain seen.
 
-A class is a path of features, coarse to fine; each step of the path has counts of its own for each age bin: how many
+A class is a path of features, coarse to fine. Each step of the path has counts of its own for each age bin: how many
 chains got through the bin or returned in it (exposed), and how many returned (events). The estimate of a step is its
-own counts shrunk towards the step above: rare classes borrow from common ones. Counts decay, so that a workload that
-changes is followed: what is new counts ever more, which spares a pass over what is known. A ladder of no features knows
-ages alone, forgets faster and starts behind; where it is believed, ranks should lean to the order of last use (`lean`).
+own counts shrunk towards the step above: rare classes borrow from common ones. Counts decay, so that the tables follow
+a changing workload; instead of a pass over old counts, new ones weigh ever more. A ladder of no features knows ages
+alone, forgets faster and starts later. The more the estimates trust this ladder, the more ranks should follow the order
+of last use (`lean`).
 
-What is seen is gathered by cell and bin first; `fold` puts a slice of it into the counts, `make` makes the ranks of
-some cells anew. Until then a cell that is new has those of a coarser one, unless an engine gave a hint about it.
+Observations are gathered by cell and bin first; `fold` adds a part of them to the counts, `make` recomputes the ranks
+of some cells. Until then a new cell has the ranks of a coarser one, unless an engine gave a hint about it.
 
-Owns cells (distinct features), their counts and ranks. Never knows rows or time. Bounded: of `_CELLS_MAX` cells those
-that no chain is of any more are given to others; while all are taken, new ones are distinguished by their coarse
-features only. A call takes no longer the more cells there are.
+The module owns cells (distinct features), their counts and ranks. It knows no rows and no time. Bounded: of
+`_CELLS_MAX` cells, those without chains are reused; while all are taken, new ones are distinguished by their coarse
+features only. The time of a call does not grow with the number of cells.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ ROOT = Features(kind=0, new_blocks=0, length=0, turn=0, answer=0, gap=0, pace=0,
 
 
 class Ladder:
-    """One order of features, and what is known of each path through it: exposed and events, by bin."""
+    """One order of features, and the counts of each path through it: exposed and events, by bin."""
 
     def __init__(self, order: Sequence[str], counts: Mapping[tuple[int, ...], Floats] | None = None) -> None:
         self.order = tuple(order)
@@ -58,7 +59,7 @@ class Ladder:
 
 
 def ladders_of(orders: Sequence[Sequence[str]], steps: npt.NDArray[np.void]) -> list[Ladder]:
-    """What `HazardTables.copied` gave of ladders of these `orders`."""
+    """Return the ladders of these `orders` from the `steps` that `HazardTables.copied` gave."""
     found = [Ladder(order) for order in orders]
     for (number, *path), counts in zip(steps["path"].tolist(), steps["counts"].astype(np.float64), strict=True):
         found[number].counts[tuple(at for at in path if at != PADDING)] = counts
@@ -123,8 +124,8 @@ class HazardTables:
         return found
 
     def copied(self) -> Iterator[Piece]:
-        """What is known by now, a step at a time: steps with their counts, cells by number, and what was seen of cells
-        and does not count yet.
+        """Yield the counts so far, a step at a time: steps with their counts, cells by number, and observations of
+        cells that are not counted yet.
         """
         for first in range(0, len(self._names), COPIED):
             names = self._names[first : first + COPIED]
@@ -146,8 +147,8 @@ class HazardTables:
             yield f"factors{number}", factors.numbers()
 
     def restore(self, state: State, numbers: Ints) -> None:
-        """Go on from what `copied` gave beside the steps, which the ladders were made of; `numbers`: what cells were
-        called there have here. Raises ValueError for what other ladders gave.
+        """Go on from the pieces that `copied` gave beside the steps, of which the ladders were made. `numbers`: the
+        number here of each former cell. Raises ValueError for the pieces of other ladders.
         """
         if state["evidence"].shape != self.evidence.shape:
             raise ValueError("other ladders")
@@ -165,7 +166,7 @@ class HazardTables:
             pass
 
     def cell(self, features: Features) -> int:
-        """The cell of these features, new when first seen."""
+        """Return the cell of these features, a new one when first seen."""
         cells = self._cells
         found = cells.get(features)
         if found is None and len(cells) >= _CELLS_MAX - _COARSE_MAX:
@@ -194,8 +195,8 @@ class HazardTables:
         return found
 
     def _ask(self, cell: int, features: Features) -> None:
-        """The cell's ranks are to be made anew; at once where an engine gave a hint, which otherwise comes too
-        late. That is once an epoch.
+        """Ask for the cell's ranks to be recomputed. If an engine gave a hint, that happens at once, at most once an
+        epoch; otherwise it would come too late.
         """
         self._epoch_of[cell] = self._epoch
         if features.chance or features.next_step:
@@ -237,12 +238,12 @@ class HazardTables:
         return node
 
     def exposed(self, cells: Ints, bins: Ints) -> None:
-        """Chains of `cells` got through `bins` without a return."""
+        """Count chains of `cells` that got through `bins` without a return."""
         np.add.at(self._late.reshape(-1), cells * (2 * BINS) + bins, 1.0)
         np.frombuffer(self._is_late, np.uint8)[cells] = 1
 
     def passed(self, cell: int, first: int, last: int) -> None:
-        """One chain got through bins `first` up to `last`."""
+        """Count one chain of `cell` that got through bins `first` up to `last`."""
         self._late[cell, 0, first:last] += 1.0
         self._is_late[cell] = 1
 
@@ -251,15 +252,15 @@ class HazardTables:
         self._is_late[cell] = 1
 
     def in_use(self, cells: npt.NDArray[np.int32]) -> None:
-        """Chains are of `cells`. Those of which none is for long make room for others."""
+        """Mark `cells` as having chains. Cells that have had none for long make room for others."""
         self._used_in[cells] = self._epoch
 
     def want(self, cells: npt.NDArray[np.int32]) -> None:
-        """Ranks of `cells` will be asked for."""
+        """Note that ranks of `cells` will be asked for."""
         np.frombuffer(self._is_wanted, np.uint8)[cells] = 1
 
     def fold(self, most: int = _FOLDED) -> int:
-        """Let some of what was seen count, of so many cells at most; of how many it was."""
+        """Add observations of at most `most` cells to the counts; return the number of cells."""
         is_late = np.frombuffer(self._is_late, np.uint8, len(self._features))
         cells = np.flatnonzero(is_late)[: min(most, _FOLDED)]
         if not len(cells):
@@ -288,7 +289,7 @@ class HazardTables:
         return folded
 
     def renew(self, factor: float) -> None:
-        """Decay the counts; the ranks are to be made anew."""
+        """Decay the counts, and let all ranks be recomputed."""
         self._epoch += 1
         self.evidence *= factor**EVIDENCE_DECAY
         np.maximum(self.evidence, self.evidence.max() - _BEHIND_MAX, out=self.evidence)
@@ -316,7 +317,7 @@ class HazardTables:
             self._free.append(cell)
 
     def make(self, most: int = _MADE) -> int:
-        """Make the ranks of some cells anew, of so many at most; of how many."""
+        """Recompute the ranks of at most `most` cells; return their number."""
         most = min(most, _MADE)
         is_wanted = np.frombuffer(self._is_wanted, np.uint8, len(self._features))
         cells = self._asked[:most]
@@ -340,11 +341,11 @@ class HazardTables:
 
     @property
     def are_many_asked(self) -> bool:
-        """Whether it is worth a call of `make`."""
+        """True if enough ranks were asked for to be worth a call of `make`."""
         return len(self._asked) >= _MADE // 4
 
     def weights(self) -> Floats:
-        """What each ladder's estimate counts, by how well it predicted what came."""
+        """Return the weight of each ladder's estimate, by how well it predicted the outcomes."""
         odds = np.exp(TRUST * (self.evidence - self.evidence.max()))
         weights: Floats = odds / odds.sum()
         return weights
@@ -359,7 +360,7 @@ class HazardTables:
         return any(feature in order for order in self.orders)
 
     def ranks(self, cells: Ints | npt.NDArray[np.int32], ages_s: Floats) -> Floats:
-        """As they were made last."""
+        """Return the ranks at `ages_s`, as `make` computed them last."""
         bins, share = places_of(ages_s)
         found: Floats = self._ranks[cells, bins]
         found += share * (self._ranks[cells, np.minimum(bins + 1, BINS - 1)] - found)
@@ -378,7 +379,7 @@ class HazardTables:
         return mixed
 
     def rank_of_new(self, cell: int) -> float:
-        """At age 0."""
+        """Return the rank of a chain of age 0."""
         return float(self._ranks[cell, 0])
 
     def _estimated(self, cells: Ints | Sequence[int]) -> Floats:

@@ -1,11 +1,11 @@
-"""Session-return's guesses with chances of a learned model, as far as that does better.
+"""Session-return's guesses with chances of a learned model, as far as the model does better.
 
-A guess's chance is a mixture of both, by what each of them has lost on the guesses that were checked lately (log loss,
-decayed, by horizon): where the model foretells worse than session-return, it loses its say. A chain unlike those that
-the model was trained with keeps session-return's chance, and so does one that an engine announced. Which chains are
-guessed, and when they are due, is session-return's.
+A guess's chance is a mixture of both, by the loss of each on the guesses that were checked lately (log loss, decayed,
+by horizon): a model that predicts worse than session-return loses its weight. A chain unlike the training data keeps
+session-return's chance, and so does one that an engine announced. Session-return decides which chains are guessed, and
+when they are due.
 
-Owns losses. Bounded: `_OPEN` questions of `_NOTED` guesses.
+The module owns losses. Bounded: `_OPEN` questions of `_NOTED` guesses.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _OWN = "session-return/"
 
 
 class _Question:
-    """`slots` and `keys`: of the chains; `chances`: of session-return and of the model, a row each."""
+    """A question. `slots` and `keys` of the chains; `chances`: session-return's and the model's, a row each."""
 
     __slots__ = ("chances", "due_s", "horizon", "is_gone", "keys", "slots")
 
@@ -38,7 +38,7 @@ class _Question:
 
 
 class Learned(Predictor):
-    """See the module."""
+    """The predictor that mixes session-return with a learned model."""
 
     name = "learned"
 
@@ -79,8 +79,9 @@ class Learned(Predictor):
             question.is_gone[at] = True
 
     def rows(self, guesses: Sequence[Guess], now_s: float, horizon_s: float) -> Floats:
-        """What is known of each chain: what a model is trained with. The guesses are those of a model without trees,
-        made just now."""
+        """Return the inputs of a model for each chain, also used for training. `guesses` come from a model without
+        trees, made just now.
+        """
         return self._rows.rows(guesses, now_s, horizon_s)
 
     # Questions of its own
@@ -108,7 +109,7 @@ class Learned(Predictor):
         self._questions.ask(question, concerns)
 
     def _count(self, question: _Question) -> None:
-        """The losses of a question that is over. A chain that is known no more has gone on."""
+        """Count the losses of a question that is over. A chain that is no longer known has gone on."""
         last = self._plain.sessions.last
         came = [last[slot] != key for slot, key in zip(question.slots, question.keys, strict=True)]
         sure = np.clip(question.chances, LEAST, 1.0 - LEAST)
@@ -127,7 +128,7 @@ class Learned(Predictor):
         return self._mixed(self._plain.sample(now_s, horizon_s, count, turn), now_s, horizon_s)
 
     def say(self, horizon_s: float) -> float:
-        """The model's share of a chance within `horizon_s`, from 0 to 1; the rest is session-return's."""
+        """Return the model's share of a chance within `horizon_s`, from 0 to 1; the rest is session-return's."""
         plain, model = self._losses[nearest(horizon_s)]
         return float(1.0 / (1.0 + np.exp(np.clip(_TRUST * (model - plain), -30.0, 30.0))))
 

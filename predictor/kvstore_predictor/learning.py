@@ -1,10 +1,10 @@
-"""What is learned from the uses of chains, and when it begins to count: a bounded step at a time.
+"""Learning from the uses of chains, in bounded steps, and the time at which observations begin to count.
 
-Chains age all the time, and what each has got through without a return is counted now and then. After a number of
-requests that grows with those seen, a renewal begins: all chains' ages are counted, what was seen is folded into the
-counts, hazards and ranks are made anew. Each of these goes slice by slice, so that no request waits for a whole one.
+Chains age all the time, and the time that each has passed without a return is counted now and then. After a number of
+requests that grows with the number seen, a renewal begins: all chains' ages are counted, observations are added to the
+counts, hazards and ranks are recomputed. Each of these goes slice by slice, so that no request waits for a whole one.
 
-Owns the tables. Never knows blocks.
+The module owns the tables. It knows no blocks.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _IDLE, _AGEING, _FOLDING, _MAKING = range(4)
 
 
 class Aging(Protocol):
-    """Chains by slot: `cell`, the age bin `bin` up to which their age has been counted, the time `used_s` of their last
-    use, and `live`: a return is awaited. `slots` is the number of slots.
+    """Chains by slot, for the learner: `cell`, the age bin `bin` up to which their age has been counted, the time
+    `used_s` of their last use, and `live`: a return is awaited. `slots` is the number of slots.
     """
 
     cell: array[int]
@@ -59,16 +59,16 @@ class Learner:
         self.renewed, self._renew_at = 0, self._least  # at which request
 
     def numbers(self) -> list[float]:
-        """Return what is known beside the tables. A renewal under way begins anew where it is restored."""
+        """Return the learner's numbers beside the tables. A renewal under way begins anew after they are restored."""
         renew_at = self._renew_at if self._phase == _IDLE else self.requests
         return [self.requests, self.returns, self.renewed, renew_at]
 
     def restore(self, numbers: Sequence[float]) -> None:
-        """Go on from the `numbers` of another one. Raises ValueError where they are too many or too few."""
+        """Go on from the `numbers` of another learner. Raises ValueError if they are too many or too few."""
         self.requests, self.returns, self.renewed, self._renew_at = map(int, numbers)
 
     def returned(self, chain: int, gap_s: float) -> None:
-        """Count a return of `chain`, `gap_s` after its last use. Beyond the last bin it counts as none."""
+        """Count a return of `chain`, `gap_s` after its last use. A return beyond the last bin counts as none."""
         chains = self._chains
         now_bin = self._count_age(chains.cell[chain], chains.bin[chain], gap_s)
         if now_bin < BINS:
@@ -76,7 +76,7 @@ class Learner:
         self.returns += 1
 
     def grew_older(self, chain: int, now_s: float) -> None:
-        """Count the age bins that `chain` has passed, which is of another class from now on."""
+        """Count the age bins that `chain` has passed, before its class changes."""
         chains = self._chains
         age_s = now_s - chains.used_s[chain]
         chains.bin[chain] = self._count_age(chains.cell[chain], chains.bin[chain], age_s)
@@ -93,7 +93,7 @@ class Learner:
         return self._phase != _IDLE or self.requests >= self._renew_at or self.tables.are_many_asked
 
     def step(self, now_s: float, budget_us: float) -> bool:
-        """Do slices that take about `budget_us` together: a whole renewal, where there are few chains and cells. Return
+        """Do slices that take about `budget_us` together; with few chains and cells, that is a whole renewal. Return
         whether there was time for any.
         """
         left_us = budget_us
@@ -102,7 +102,7 @@ class Learner:
         return left_us < budget_us
 
     def _slice(self, now_s: float, budget_us: float) -> float:
-        """Do one piece of work; return about how long it took, 0 when there is no time for it."""
+        """Do one piece of work; return about how long it took, in microseconds, 0 if there is no time for it."""
         tables = self.tables
         if tables.are_many_asked or (self._phase == _FOLDING and tables.is_any_asked):
             return self._make(budget_us)  # what came is held against what is predicted of its own class
@@ -138,7 +138,7 @@ class Learner:
         return MAKING_US + self.tables.make(cells) * CELL_US if cells >= _FEWEST else 0.0
 
     def _age(self, first: int, last: int, now_s: float) -> None:
-        """Count the age bins that live chains have passed since the last time, of the slots from `first` to `last`."""
+        """Count the age bins that live chains in the slots from `first` to `last` have passed since the last time."""
         chains, tables = self._chains, self.tables
         live = first + np.flatnonzero(np.frombuffer(chains.live, np.bool_)[first:last])
         reached, cells = np.frombuffer(chains.bin, np.int32), np.frombuffer(chains.cell, np.int32)

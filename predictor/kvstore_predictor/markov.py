@@ -1,11 +1,12 @@
-"""What is requested again without being a session: documents asked for in a cycle, fixed sequences of prompts.
+"""Repeated requests that form no session: documents asked for in a cycle, fixed sequences of prompts.
 
 A *document* is a prefix that was requested twice: the deepest of depths 1, 2, 4, 8, ... that an earlier request had,
-too, or the end of what two requests in a row had in common, if that is near the last one's end. Two things are learned:
-which document follows which (`Successors`), and how long it is until the same one comes again (log-logistic, its
-mean and spread learned for each). Of the two chances that give, the greater is the guess.
+too, or the end of the common part of two requests in a row, if that is near the last one's end. Two things are learned:
+which document follows which (`Successors`), and the time until a document is requested again (log-logistic, its mean
+and spread learned for each). Of the two chances, the greater is the guess.
 
-Owns documents and their intervals. Bounded: `documents_max` documents, four times as many marks and contexts.
+The module owns documents and their intervals. Bounded: `documents_max` documents, four times as many marks and
+contexts.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ FOLLOWER = np.dtype([("context", "i8", (ORDER,)), ("symbol", "i8"), ("count", "f
 
 
 class Successor(NamedTuple):
-    """`chance`: that it comes next; `gap_s`: how long after."""
+    """A symbol that may come next: `chance` that it does, and `gap_s`, the seconds until then."""
 
     symbol: int
     chance: float
@@ -40,11 +41,11 @@ class Successor(NamedTuple):
 
 
 class Successors:
-    """Counts which symbol follows which, after contexts of one to three symbols, mixed as in PPM.
+    """Counts of which symbol follows which, after contexts of one to three symbols, mixed as in PPM.
 
-    A long context is believed as far as it has been seen (Cleary and Witten, IEEE Trans. Comm. 32, 1984); what is left
-    goes to the next shorter one. Counts decay with every use of their context. Bounded: `contexts_max` contexts with at
-    most `_FOLLOWERS` followers each.
+    A long context is believed as far as it has been seen (Cleary and Witten, IEEE Trans. Comm. 32, 1984); the rest goes
+    to the next shorter one. Counts decay with every use of their context. Bounded: `contexts_max` contexts with at most
+    `_FOLLOWERS` followers each.
     """
 
     def __init__(self, contexts_max: int) -> None:
@@ -74,7 +75,7 @@ class Successors:
                 known[1] += (gap_s - known[1]) / min(known[0], 8.0)
 
     def next(self, history: Sequence[int]) -> list[Successor]:
-        """Return what may come after `history`, by the longest contexts first."""
+        """Return the symbols that may come after `history`, by the longest contexts first."""
         left, found = 1.0, dict[int, tuple[float, float]]()
         for length in range(len(history), 0, -1):
             followers = self._of.get(tuple(history[-length:]))
@@ -88,7 +89,7 @@ class Successors:
         return [Successor(symbol, chance, gap_s) for symbol, (chance, gap_s) in found.items()]
 
     def ahead(self, history: Sequence[int], until_s: float) -> list[Successor]:
-        """Return what may come by `until_s` after the last symbol of `history`, by the likeliest paths."""
+        """Return the symbols that may come by `until_s` after the last symbol of `history`, by the likeliest paths."""
         best: dict[int, Successor] = {}
         paths = [(1.0, 0.0, tuple(history))]
         for _ in range(4 * _BEAM):
@@ -108,7 +109,9 @@ class Successors:
         return list(best.values())
 
     def rows(self) -> Iterator[tuple[tuple[int, ...], int, float, float]]:
-        """Yield all of it (of dtype FOLLOWER), contexts padded with -1. What comes meanwhile may be in it or not."""
+        """Yield all counts (of dtype FOLLOWER), contexts padded with -1. Counts made meanwhile may be included or
+        not.
+        """
         for context in self._of.names():
             padded = (-1,) * (ORDER - len(context)) + context
             for symbol, (count, gap_s) in list((self._of.get(context) or {}).items()):
@@ -142,8 +145,8 @@ Name = tuple[int, bytes]  # tenant and key
 
 
 class _Document:
-    """`mark`: by what it is known; `key`, `depth`: the end of what is requested again. `mean`, `spread`: of the
-    logarithm of the seconds between two requests.
+    """A document. `mark`: the key that identifies it; `key`, `depth`: the end of the part that is requested again.
+    `mean`, `spread`: the mean and the spread of the logarithm of the seconds between two requests.
     """
 
     __slots__ = (
@@ -168,7 +171,7 @@ class _Document:
 
 
 class Markov(Predictor):
-    """See the module."""
+    """A predictor of repeated documents and fixed sequences."""
 
     name = "markov"
 
@@ -208,7 +211,7 @@ class Markov(Predictor):
             del self._history[next(iter(self._history))]
 
     def _name(self, document: _Document, key: bytes, depth: int) -> None:
-        """The end of what is requested again."""
+        """Set the end of the part of `document` that is requested again."""
         if key != document.key:
             self._unname(document)
             if key != document.mark:
@@ -247,7 +250,7 @@ class Markov(Predictor):
         return self._guesses(now_s, horizon_s, count, turn % step, step)
 
     def _guesses(self, now_s: float, horizon_s: float, limit: int, first: int, step: int) -> list[Guess]:
-        """Of one document in `step`, and of one tenant in `step` what follows its last requests."""
+        """Return guesses from every `step`-th document, and from every `step`-th tenant's last requests."""
         if limit < 1:
             return []
         documents = list(islice(self._documents.values(), first, None, step))
@@ -261,7 +264,7 @@ class Markov(Predictor):
         return ranked[:limit]
 
     def _again(self, documents: Sequence[_Document], now_s: float, horizon_s: float, limit: int) -> Iterator[Guess]:
-        """The most probable by the documents' own intervals."""
+        """Yield the most probable guesses by the documents' own intervals."""
         if not documents:
             return
         columns = np.array([(each.mean, each.spread, each.last_s, each.returns, each.uses) for each in documents])
@@ -284,7 +287,7 @@ class Markov(Predictor):
     def _next(
         self, histories: Sequence[tuple[tuple[int, ...], float]], now_s: float, horizon_s: float
     ) -> Iterator[Guess]:
-        """By what follows what was requested last."""
+        """Predict the next documents from the contexts of the tenants' last requests."""
         slope = _SLOPE / _STEP_SPREAD
         for history, last_s in histories:
             waited_s = now_s - last_s
@@ -368,8 +371,9 @@ class Markov(Predictor):
 
 
 def _end(document: _Document, keys: Sequence[bytes], depth: int) -> tuple[bytes, int]:
-    """The deepest block near the ends of this request and the last one of `document` that both have, and its depth; or
-    that at `depth`."""
+    """Return the deepest block near their ends that this request and the last one of `document` share, and its depth;
+    otherwise the block at `depth`.
+    """
     tail = document.tail
     for key in keys[: -2 * _TAIL - 1 : -1]:
         if key in tail:
@@ -379,7 +383,7 @@ def _end(document: _Document, keys: Sequence[bytes], depth: int) -> tuple[bytes,
 
 
 def _come_by(ages_s: Floats, mean: Floats, slope: Floats | float) -> Floats:
-    """The share of intervals that are shorter."""
+    """Return the share of intervals that are shorter than `ages_s`."""
     steps = np.clip(slope * (np.log(np.maximum(ages_s, 1e-3)) - mean), -50.0, 50.0)
     found: Floats = 1.0 / (1.0 + np.exp(-steps))
     return found

@@ -1,8 +1,8 @@
-"""What ships with the policy: counts of hazard tables that were learnt on recorded traces, and their card.
+"""The priors that ship with the policy: counts of hazard tables learnt on recorded traces, and their card.
 
-A JSON file, read once. Each table starts from such counts and goes on learning; which one is believed is decided by
-how well it predicts what follows, so a prior of another workload loses its say within some hundred returns. Made by
-`benchmarks/fit_chain_hazard.py`.
+A JSON file, read once. Each table starts from such counts and goes on learning. Its weight depends on how well it
+predicts new events, so a prior of another workload loses its weight within some hundred returns.
+`benchmarks/fit_chain_hazard.py` makes the file.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Prior(NamedTuple):
 
 @cache
 def shipped() -> tuple[Prior, ...]:
-    """The priors of the model file; none where it is not installed: then every table starts empty."""
+    """Return the priors of the model file; none if it is not installed: then every table starts empty."""
     try:
         text = resources.files("kvstore_predictor").joinpath(FILE).read_text()
     except FileNotFoundError:
@@ -39,7 +39,7 @@ def shipped() -> tuple[Prior, ...]:
 
 
 def read(model: dict[str, Any]) -> tuple[Prior, ...]:
-    """Raises ValueError for a model that was made for other bins."""
+    """Return the priors in `model`. Raises ValueError for a model that was made for other bins."""
     if model.get("format") != FORMAT or not np.allclose(model["edges_s"], EDGES_S, atol=0.01):
         raise ValueError("the model of chain-hazard was made for another version: refit it")
     found = []
@@ -54,7 +54,7 @@ def read(model: dict[str, Any]) -> tuple[Prior, ...]:
 
 
 def write(card: dict[str, Any], priors: list[Prior], *, least: float) -> str:
-    """The model file; paths with fewer than `least` uses are left out."""
+    """Return the text of the model file; paths with fewer than `least` uses are left out."""
     tables = []
     for prior in priors:
         counts = [

@@ -1,6 +1,6 @@
-"""Questions that a predictor asks itself: what it foretold now, held against what came once a horizon is over.
+"""Questions that a predictor asks itself: its present guesses, compared with the outcome once a horizon is over.
 
-Owns which questions are open, and which blocks concern them. Bounded: `most` questions.
+The module owns the open questions, and the blocks that concern them. Bounded: `most` questions.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Name = tuple[int, bytes]  # tenant and block
 
 
 class Dated(Protocol):
-    """A question, whose horizon is over after `due_s`."""
+    """A question whose horizon is over after `due_s`."""
 
     due_s: float
 
@@ -24,12 +24,12 @@ Question = TypeVar("Question", bound=Dated)
 
 
 def nearest(horizon_s: float) -> int:
-    """The number of the horizon that is like this one."""
+    """Return the number of the horizon that is nearest to `horizon_s`."""
     return min(range(len(HORIZONS_S)), key=lambda number: abs(math.log(max(horizon_s, _LEAST_S) / HORIZONS_S[number])))
 
 
 class OpenQuestions(Generic[Question]):
-    """Guesses of a question are named by their places in it."""
+    """The open questions. A guess is named by its place in its question."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -42,7 +42,9 @@ class OpenQuestions(Generic[Question]):
         return len(self._open) < self._most
 
     def ask(self, question: Question, concerns: Iterable[tuple[Name, int]]) -> None:
-        """Open it. `concerns`: a block, and the place of a guess that it says something of."""
+        """Open a question. `concerns`: pairs of a block, and the place of a guess that a request of the block
+        decides.
+        """
         names: list[Name] = []
         for (tenant, key), at in concerns:
             self._by_block.setdefault(tenant, {}).setdefault(key, []).append((question, at))
@@ -51,14 +53,14 @@ class OpenQuestions(Generic[Question]):
         self._due_s = min(self._due_s, question.due_s)
 
     def taken(self, tenant: int, keys: Iterable[bytes] | None) -> Iterator[tuple[Question, int]]:
-        """The open guesses that these blocks (None: all) of a tenant concern. They concern none any more."""
+        """Yield the open guesses that these blocks (None: all) of a tenant concern, and remove the blocks."""
         by_block = self._by_block.get(tenant)
         if by_block:
             for key in list(by_block if keys is None else filter(by_block.__contains__, keys)):
                 yield from by_block.pop(key, ())
 
     def over(self, now_s: float) -> list[Question]:
-        """Close those whose horizon is over."""
+        """Close the questions whose horizon is over, and return them."""
         if now_s <= self._due_s:
             return []
         over = [each for each in self._open if each[0].due_s < now_s]

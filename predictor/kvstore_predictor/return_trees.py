@@ -1,8 +1,8 @@
-"""A learned model of return: boosted trees upon session-return's log odds, as plain arrays. Needs NumPy alone.
+"""A learned model of return: boosted trees on top of session-return's log odds, as plain arrays. Needs NumPy alone.
 
-A row of numbers for each chain, made by `ChainRows`, is what the model judges it by. Without a tree it says what
-session-return says. Checked as a whole when it is made, since it comes from a file: a walk down a tree always ends, and
-never leaves its arrays. Never does I/O; `kvstore_simulator.training` makes models.
+The model judges a chain by a row of numbers from `ChainRows`. Without a tree it gives session-return's chance. Since a
+model comes from a file, it is checked as a whole when it is made: a walk down a tree always ends, and never leaves its
+arrays. The module does no I/O; `kvstore_simulator.training` makes models.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ _TENANT = np.dtype([("tenant", "i8"), *((name, "f8") for name in _COUNTS)])
 
 
 class ChainRows:
-    """Makes the rows of the sessions of a session-return, and changes nothing there.
+    """A maker of rows for the sessions of a session-return, which it only reads.
 
-    Owns how often and how soon each tenant's chains go on. No column grows or falls with the time of day: that would
-    teach when the recording was made. A row has a number for each of COLUMNS: log odds of session-return's chance,
-    logarithms of times and counts, classes of `Features` as they are; -1: not known."""
+    It owns how often and how soon each tenant's chains go on. No column grows or falls with the time of day: a model
+    would learn from it when the recording was made. A row has a number for each of COLUMNS: log odds of
+    session-return's chance, logarithms of times and counts, classes of `Features` unchanged; -1: not known.
+    """
 
     def __init__(self, sessions_of: SessionReturn) -> None:
         self._of = sessions_of
@@ -96,7 +97,9 @@ class ChainRows:
         yield "tenants", np.array([(tenant, *known) for tenant, known in self._tenants.items()], _TENANT)
 
     def import_state(self, state: State, later_s: float) -> None:
-        """Raises ValueError for a state that this version cannot use."""
+        """Go on from `state`, on a clock `later_s` ahead. Raises ValueError for a state that this version cannot
+        use.
+        """
         found: Array | None = state.get("tenants")
         if found is None or found.dtype != _TENANT or not all(np.isfinite(found[name]).all() for name in _COUNTS):
             raise ValueError("the state of another version")
@@ -113,7 +116,9 @@ _NODES: dict[str, type] = {"column": np.int32, "threshold": np.float64, "left": 
 
 
 class ReturnTrees:
-    """`arrays`: by name, as `as_arrays` gives them. Raises ValueError with one line where they make no model."""
+    """A model. `arrays` maps names to arrays, as `as_arrays` returns them. Raises ValueError with one line if they make
+    no model.
+    """
 
     def __init__(self, arrays: Mapping[str, Array]) -> None:
         version = arrays.get("version")
@@ -140,8 +145,10 @@ class ReturnTrees:
         return len(self._roots)
 
     def as_arrays(self) -> dict[str, Array]:
-        """`column` to `value`: of each node of all trees; a leaf is its own child. `roots`: each tree's first node.
-        `straight`: offset and factor of the calibration. `low`, `high`: of each column, what was seen in training."""
+        """Return the arrays. `column` to `value` have an entry for each node of all trees; a leaf is its own child.
+        `roots`: each tree's first node. `straight`: offset and factor of the calibration. `low`, `high`: the range
+        of each column in training.
+        """
         return {
             "version": np.array(VERSION), "columns": np.array(COLUMNS), "column": self._column,
             "threshold": self._threshold, "left": self._left, "right": self._right, "value": self._value,
@@ -149,12 +156,12 @@ class ReturnTrees:
         }  # fmt: skip
 
     def knows(self, rows: Floats) -> Array:
-        """Which rows are like those that it was trained with: no column is outside of what was seen."""
+        """Return which rows resemble the training data: no column is outside its range in training."""
         found: Array = np.all((rows >= self._low) & (rows <= self._high), axis=1)
         return found
 
     def chances(self, rows: Floats) -> Floats:
-        """Of a return, by row."""
+        """Return the chance of a return, by row."""
         offset, factor = self._straight
         odds = offset + factor * np.concatenate(
             [np.empty(0), *(self._odds(rows[first : first + _AT_ONCE]) for first in range(0, len(rows), _AT_ONCE))]
@@ -172,7 +179,7 @@ class ReturnTrees:
         return found
 
     def _checked_depth(self) -> int:
-        """How many steps lead from any root to a leaf."""
+        """Check the arrays, and return the most steps from any root to a leaf. Raises ValueError."""
         nodes = len(self._value)
         if nodes > NODES_MAX or len(self._roots) > TREES_MAX:
             raise ValueError(f"it has {nodes} nodes and {len(self._roots)} trees, over {NODES_MAX} or {TREES_MAX}")
@@ -193,7 +200,7 @@ class ReturnTrees:
 
 
 def without_trees() -> ReturnTrees:
-    """The model that says what session-return says."""
+    """Return a model that gives session-return's chances."""
     ends = {"low": -np.inf, "high": np.inf}
     return ReturnTrees({
         "version": np.array(VERSION), "columns": np.array(COLUMNS), "value": np.empty(0),

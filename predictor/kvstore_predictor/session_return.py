@@ -1,10 +1,11 @@
-"""Which sessions will go on, and when: hazard tables over the sessions' last chains.
+"""Predicts which sessions will go on, and when: hazard tables over the sessions' last chains.
 
-Each live chain has a class (turn, length, gap, pace, what the engine reports), each class a chance of return by age. A
-guess is what is left of that at the chain's age, within the horizon. Starts from the shipped priors, learns on site.
+Each live chain has a class (turn, length, gap, pace, the engine's reports), each class a chance of return by age. A
+guess is the rest of that chance at the chain's age, within the horizon. The tables start from the shipped priors and go
+on learning.
 
-Owns sessions, tables and when what was seen begins to count. Never knows tiers. After END_S without a request a session
-is not guessed any more.
+The module owns sessions, tables and the time when observations begin to count. It knows no tiers. After END_S without a
+request a session is not guessed any more.
 """
 
 from __future__ import annotations
@@ -34,12 +35,14 @@ _LATE_S, _DUE_CHANCE = 30.0, 0.95  # of a request that an engine foresees
 
 
 def starting_ladders() -> list[Ladder]:
-    """The shipped tables and an empty one; what follows decides which are believed."""
+    """Return the shipped tables and an empty one; later events decide which are believed."""
     return [*(Ladder(prior.order, prior.counts) for prior in shipped()), Ladder(_ORDER)]
 
 
 class SessionReturn(Predictor):
-    """Remembers the last `requests_max` requests: one in 16 blocks, for 64 MB a million blocks."""
+    """A predictor of sessions that go on. It remembers the last `requests_max` requests: one in 16 blocks, for 64 MB a
+    million blocks.
+    """
 
     name = "session-return"
 
@@ -104,7 +107,7 @@ class SessionReturn(Predictor):
             self.sessions.due_s[slot] = hint.due_s
 
     def _until_now(self, slot: int, now_s: float) -> Features:
-        """Return the chain's class, for which its age is counted up to now."""
+        """Return the chain's class, after counting its age up to now."""
         features = self.features[slot]
         assert features is not None
         self.learning.grew_older(slot, now_s)
@@ -133,7 +136,7 @@ class SessionReturn(Predictor):
         return self._guesses(now_s, horizon_s, count, turn % step, step)
 
     def _guesses(self, now_s: float, horizon_s: float, limit: int, begin: int, step: int) -> list[Guess]:
-        """Of the slots `begin`, `begin + step`, and so on."""
+        """Return guesses from the slots `begin`, `begin + step`, and so on."""
         sessions = self.sessions
         used_s, due_s = np.frombuffer(sessions.used_s), np.frombuffer(sessions.due_s)
         is_live, used, due = (
@@ -205,7 +208,7 @@ _NO_KEY = bytes(16)
 
 
 def exported(sessions: Sessions, features: Sequence[Features | None], tables: HazardTables) -> Iterator[Piece]:
-    """Yield what was learned, but for requests whose answer is awaited; chains in the order of their last use."""
+    """Yield the learned state, without requests whose answer is awaited; chains in the order of their last use."""
     about = json.dumps({"format": FORMAT, "orders": tables.orders}).encode()
     yield "about", np.frombuffer(about, np.uint8)
     hand, live = sessions.hand, np.frombuffer(sessions.live, np.uint8)
@@ -235,7 +238,7 @@ def _chains(sessions: Sessions, features: Sequence[Features | None], slots: Sequ
 
 
 def restored(state: State, slots: int, later_s: float) -> tuple[Sessions, list[Features | None], Learner]:
-    """Return what `state` holds, with room for `slots` chains, the last ones, on a clock `later_s` ahead. Raises
+    """Return the contents of `state`, with room for `slots` chains, the last ones, on a clock `later_s` ahead. Raises
     ValueError for a state that this version cannot use.
     """
     try:

@@ -1,12 +1,12 @@
-"""The sessions that are known: of each the last chain, by its last two keys.
+"""The known sessions: for each the last chain, by its last two keys.
 
 A request whose known prefix ends at the last block of a chain, or at the last but one (a last block is often partial),
 continues that chain. A block that many different blocks follow (a system prompt) belongs to no session. Every request
-takes the next slot of a ring, so that what is forgotten first is what was used longest ago.
+takes the next slot of a ring, so the chain used longest ago is forgotten first.
 
-Owns slots, the names of chains, and *marks*: keys at depths 2, 4, 8, ..., which show how much a new chain has in common
-with others (at least half of it is seen). Never knows hazards. Bounded: `slots` requests, twice as many marks. A call
-takes no longer the longer a chain is, beyond `LOOKED_BACK` blocks.
+The module owns slots, the names of chains, and *marks*: keys at depths 2, 4, 8, ..., which show how much a new chain
+has in common with others (at least half of it is seen). It knows no hazards. Bounded: `slots` requests, twice as many
+marks. Beyond `LOOKED_BACK` blocks, the time of a call does not grow with the length of a chain.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ LOOKED_BACK = 512  # blocks that a request may add to its session
 
 
 class _Names:
-    """Of one tenant. `ends`: by the key of the last block its slot, by that before it ~slot; each live chain is under
-    both, unless another one has taken the name. `marks`: whether the block is shared by many sessions.
+    """The names of one tenant. `ends`: the key of a chain's last block gives its slot, the key of the block before it
+    gives ~slot; each live chain is under both, unless another one has taken the name. `marks`: whether the block is
+    shared by many sessions.
     """
 
     __slots__ = ("chains", "ends", "marks", "old_marks")
@@ -43,8 +44,9 @@ class _Names:
 
 
 class Sessions:
-    """Columns by slot. `live`: a return is awaited. `tokens`: of prompt and answer, -1 if not known; `answer`: of those
-    the answer's. `bin`: the age bin up to which its age has been counted. `due_s`: a request will use it then; 0: none.
+    """Columns by slot. `live`: a return is awaited. `tokens`: tokens of prompt and answer, -1 if not known; `answer`:
+    the answer's part of them. `bin`: the age bin up to which its age has been counted. `due_s`: a request will use
+    it then; 0: none.
     """
 
     def __init__(self, slots: int) -> None:
@@ -60,11 +62,11 @@ class Sessions:
         self._marks = 0
 
     def wanted(self, live: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the slots among `live` that may be asked about: all."""
+        """Return the slots among `live` that may be asked about: all of them."""
         return live
 
     def find(self, tenant: int, keys: Sequence[bytes]) -> tuple[int, int]:
-        """The slot that a request for `keys` continues and how many of the keys are known by it; or (-1, 0)."""
+        """Return the slot that a request for `keys` continues and how many of the keys it knows; or (-1, 0)."""
         names = self._names.get(tenant)
         if names is None:
             return -1, 0
@@ -79,20 +81,21 @@ class Sessions:
         return -1, 0
 
     def known(self, tenant: int, keys: Sequence[bytes]) -> int:
-        """How many leading `keys` other requests had, as far as marks show it."""
+        """Return how many leading `keys` other requests had, as far as marks show it."""
         names, found, depth = self._names.get(tenant), 0, 2
         while names is not None and depth <= len(keys) and names.is_marked(keys[depth - 1]):
             found, depth = depth, 2 * depth
         return found
 
     def fan_of(self, slot: int, keys: Sequence[bytes]) -> int:
-        """How many blocks have followed the last but one of `keys`, which continue `slot`."""
+        """Return how many different blocks have followed the last but one of `keys`, which continue `slot`."""
         is_same = len(keys) > 1 and self.above[slot] == keys[-2] and self.last[slot] != keys[-1]
         return self.fan[slot] + 1 if is_same else 0
 
     def take(self, tenant: int, keys: Sequence[bytes], fan: int = 0, known: int = 0) -> int:
-        """The next slot, which is named by the end of `keys`; the caller sets every column. The first `known` keys
-        were marked with the chain that is continued."""
+        """Return the next slot, under the names of the end of `keys`; the caller sets every column. The first `known`
+        keys were marked with the chain that is continued.
+        """
         slot = self.hand
         self.hand = slot + 1 if slot + 1 < self.slots else 0
         if self.live[slot]:
@@ -140,7 +143,7 @@ class Sessions:
         names.chains += 1
 
     def drop(self, slot: int) -> None:
-        """The chain is known no more."""
+        """Forget the chain in `slot`."""
         names = self._names[self.tenant[slot]]
         last, above = self.last[slot], self.above[slot]
         if last is not None:
@@ -158,7 +161,7 @@ class Sessions:
             del self._names[tenant]
 
     def by_end(self, tenant: int, key: bytes) -> int:
-        """The slot of the chain that ends with block `key`, or -1."""
+        """Return the slot of the chain that ends with block `key`, or -1."""
         names = self._names.get(tenant)
         return -1 if names is None else max(names.ends.get(key, -1), -1)
 
@@ -176,7 +179,9 @@ class Sessions:
         self._drop_if_empty(tenant)
 
     def marks(self) -> Iterator[tuple[int, bytes, bool]]:
-        """Tenant, key, and whether it is shared. What changes meanwhile may be in it or not."""
+        """Yield the tenant and key of each mark, and whether it is shared. Changes made meanwhile may be included or
+        not.
+        """
         for tenant, names in list(self._names.items()):
             for marks in (names.old_marks, names.marks):
                 for key in list(marks):

@@ -1,4 +1,4 @@
-"""What the three programs show on a terminal and in a report: one form for sizes and times, tables, progress, charts.
+"""Terminal and report output, shared by the three programs: sizes and times as text, tables, progress, charts.
 
-Below all other packages: the standard library alone, nothing of the project. Never measures, never calls a daemon.
+This package imports the standard library alone. It measures nothing and calls no daemon.
 """

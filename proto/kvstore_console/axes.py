@@ -1,7 +1,7 @@
-"""Axes of charts: from where to where they go, which values are marked, and how a value is written beside a mark.
+"""Axes of charts: their ends, the marks between them, and the text beside a mark.
 
 Pure arithmetic and text. Invariants: marks are round numbers of their unit, ascending, inside the axis; an axis that a
-`Unit` makes holds all the values, and its labels differ from each other; a linear one begins at 0.
+`Unit` makes holds all the values, and its labels differ from each other; a linear axis begins at 0.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LEAST = 1e-9  # a value below it is nothing
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """From `low` to `high`, which is above it; on a logarithmic one `low` is over 0."""
+    """An axis from `low` to `high`; `high` is above `low`. On a logarithmic axis `low` is over 0."""
 
     low: float
     high: float
@@ -31,7 +31,7 @@ class Axis:
     is_log: bool = False
 
     def at(self, value: float) -> float:
-        """Return the place on the axis, from 0 to 1; a value outside is at the edge."""
+        """Return the place of `value` on the axis, from 0 to 1; a value outside gets the nearer end."""
         low, high = self.low, self.high
         if self.is_log:
             low, high, value = math.log(low), math.log(high), math.log(max(value, low))
@@ -40,7 +40,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """How a kind of number is written, and in what steps its axis goes."""
+    """A kind of number: `show` writes one as text, and `base` says in what steps its axis goes."""
 
     show: Show
     base: int = 10
@@ -48,7 +48,9 @@ class Unit:
     top: float = 0.0  # the axis ends here for any values
 
     def axis(self, values: Iterable[float], marks: int = 4) -> Axis:
-        """One that holds all values: from 0 to a round number above the highest, or whole decades around them."""
+        """Return an axis that holds all `values`: from 0 to a round number above the highest, or whole decades around
+        them.
+        """
         found = known(list(values))
         if self.is_log:
             positive = [max(value, _LEAST) for value in found if value > 0]
@@ -64,7 +66,7 @@ class Unit:
 
 
 def linear_axis(low: float, high: float, show: Show, label: str = "") -> Axis:
-    """With these ends, and round numbers marked in between."""
+    """Return a linear axis from `low` to `high`, with round numbers marked in between."""
     high = high if high > low else low + 1
     step = _round_step((high - low) / 5)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
@@ -72,7 +74,9 @@ def linear_axis(low: float, high: float, show: Show, label: str = "") -> Axis:
 
 
 def log_axis(low: float, high: float, show: Show, label: str = "", marks: Sequence[float] = ()) -> Axis:
-    """With these ends, and some of 1, 2 and 5 times powers of ten marked, or `marks`."""
+    """Return a logarithmic axis from `low` to `high`. `marks` are the marked values; by default some of 1, 2 and 5
+    times powers of ten.
+    """
     low, high = max(low, _LEAST), max(high, low * 1.0001, _LEAST * 10)
     if not marks:
         decades = range(math.floor(math.log10(low) + 1e-9), math.ceil(math.log10(high) - 1e-9) + 1)
@@ -85,7 +89,7 @@ def log_axis(low: float, high: float, show: Show, label: str = "", marks: Sequen
 
 
 def time_axis(first_s: float, last_s: float, marks: int = 6) -> Axis:
-    """Of wall times, marked at round local times."""
+    """Return an axis of wall times in seconds since the epoch, marked at round local times."""
     last_s = max(last_s, first_s + 1)
     wanted_s = (last_s - first_s) / marks
     step_s = next((step for step in _TIME_STEPS_S if step >= wanted_s), 86400 * math.ceil(wanted_s / 86400))
@@ -104,13 +108,13 @@ def _bytes(value: float) -> str:
 
 
 def _round_step(step: float) -> float:
-    """The next of 1, 2, 2.5, 5 times a power of ten."""
+    """Return the smallest of 1, 2, 2.5, 5 times a power of ten that is not below `step`."""
     power = 10.0 ** math.floor(math.log10(step))
     return next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= step * (1 - 1e-9))
 
 
 def _power(step: float) -> int:
-    """The exponent of the next power of two."""
+    """Return the exponent of the smallest power of two that is not below `step`."""
     return math.ceil(math.log2(step) - 1e-9)
 
 

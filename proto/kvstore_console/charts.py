@@ -27,8 +27,9 @@ _Item = TypeVar("_Item")
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """`mark`: "limit" or "outline" makes it grey, and it is never stacked. `colour` and `dash` say what it has in
-    common with others; no colour is its place among them. `has_dots`: its points were measured and show their values.
+    """One curve of a chart. `mark`: "limit" or "outline" draws it grey and never stacks it. `colour` and `dash`: curves
+    with equal numbers look alike; without a colour the curve's place among the others decides. `has_dots`: its
+    points were measured and show their values.
     """
 
     label: str
@@ -43,7 +44,9 @@ class Curve:
 def line_chart(
     title: str, note: str, curves: Sequence[Curve], x: Axis, y: Axis, point: Show | None = None, over: str = ""
 ) -> str:
-    """Curves in the order of their colours. `point` writes a value of a dot; `over` is drawn upon all."""
+    """Return a chart of `curves`, which get their colours in this order. `point` writes the value of a dot; `over` is
+    SVG drawn on top.
+    """
     placed = [[_place(x, y, each) for each in curve.points] for curve in curves]
     drawn, labels, number, marked = [], [], 0, 0
     for at, curve in enumerate(curves):
@@ -58,7 +61,9 @@ def line_chart(
 
 
 def area_chart(title: str, note: str, curves: Sequence[Curve], x: Axis, y: Axis, over: str = "") -> str:
-    """Curves that have the same x, stacked from the bottom up, under those with a mark."""
+    """Return a chart of `curves`, which share their x values, stacked from the bottom up. Curves with a mark are drawn
+    on top, not stacked.
+    """
     drawn, labels, number = [], [], 0
     below: Points = []
     for curve in curves:
@@ -82,7 +87,9 @@ def area_chart(title: str, note: str, curves: Sequence[Curve], x: Axis, y: Axis,
 def bar_chart(
     title: str, note: str, groups: Sequence[tuple[str, Sequence[float]]], series: Sequence[str], show: Show
 ) -> str:
-    """One group of bars a name, one bar for each of `series`, all from zero to the longest."""
+    """Return a chart with one group of bars for each name and one bar for each of `series`, on one scale from zero to
+    the longest.
+    """
     most = max((value for _, values in groups for value in values), default=0.0) or 1.0
     drawn, down = [], 8.0
     for name, values in groups:
@@ -102,17 +109,17 @@ def bar_chart(
 
 
 def empty_chart(title: str, note: str) -> str:
-    """Return what a chart is while there is nothing to draw."""
+    """Return the figure that stands where a chart has nothing to draw."""
     return _framed(title, note, '<p class="nothing">nothing to show yet</p>')
 
 
 def stacked(below: Points, points: Points) -> list[tuple[float, float]]:
-    """The upper edge of `points` upon `below`; a gap stays one."""
+    """Return the upper edge of `points` stacked on `below`; a gap stays a gap."""
     return [(at, low + value) for (_, low), (at, value) in zip(below, points, strict=True)]
 
 
 def merged(curves: Sequence[Curve], x: Axis, y: Axis) -> list[Curve]:
-    """Curves that look the same are drawn once, with all their names."""
+    """Return `curves` where the curves that look alike are merged into one curve with all their names."""
     groups: dict[tuple[tuple[int, int], ...], list[Curve]] = {}
     for curve in curves:
         pixels = tuple((round(_across(x, at)), round(_down(y, value))) for at, value in curve.points)
@@ -121,7 +128,9 @@ def merged(curves: Sequence[Curve], x: Axis, y: Axis) -> list[Curve]:
 
 
 def columns(x: Axis, at: Sequence[float], texts: Sequence[str]) -> str:
-    """Invisible columns, one from each of `at` to the next, that show a text while the pointer is over them."""
+    """Return invisible columns, one from each of `at` to the next, which show one of `texts` while the pointer is over
+    them.
+    """
     edges = [_across(x, each) for each in [*at, x.high]]
     return "".join(
         f'<rect class="under" x="{first:.1f}" y="{_TOP}" width="{max(last - first, 1.0):.1f}" '
@@ -131,7 +140,9 @@ def columns(x: Axis, at: Sequence[float], texts: Sequence[str]) -> str:
 
 
 def _look(curve: Curve, place: int) -> str:
-    """Classes of colour, dash and width. Curves without a colour of their own go through all colours, then dashed."""
+    """Return the CSS classes of colour, dash and width. Curves without a colour of their own go through all colours,
+    then dashed.
+    """
     if curve.mark:
         return curve.mark + (f" d{1 + place % _DASHES}" if curve.mark == "limit" and place else "")
     rounds, number = divmod(place if curve.colour is None else curve.colour, COLOURS)
@@ -146,7 +157,7 @@ def _dots(curve: Curve, placed: Points, colour: str, at: Show, value: Show) -> I
 
 
 def _is_hidden(points: Points, later: Points) -> bool:
-    """Return whether a curve drawn later covers half of this one or more."""
+    """Return whether the curve `later`, drawn after this one, covers at least half of it."""
     if len(points) != len(later):
         return False
     near = sum(abs(a[0] - b[0]) + abs(a[1] - b[1]) < _SAME for a, b in zip(points, later, strict=True))
@@ -154,7 +165,7 @@ def _is_hidden(points: Points, later: Points) -> bool:
 
 
 def _line(placed: Points) -> str:
-    """With gaps; a value alone between gaps is a dot."""
+    """Return the SVG path through `placed`, broken at gaps; a value alone between gaps is a dot."""
     return "".join(
         "M" + "L".join(f"{across:.1f},{down:.1f}" for across, down in run) + ("h0.1" if len(run) == 1 else "")
         for run in _runs(placed, lambda point: point[1])
@@ -169,7 +180,7 @@ def _area(below: Points, above: Points) -> str:
 
 
 def _runs(items: Sequence[_Item], height: Callable[[_Item], float]) -> list[list[_Item]]:
-    """Those that follow each other without a gap."""
+    """Return the runs of `items` that follow each other without a gap. A gap is an item whose `height` is NaN."""
     runs: list[list[_Item]] = [[]]
     for item in items:
         if math.isnan(height(item)):
@@ -214,7 +225,7 @@ def _square(number: int) -> str:
 
 
 def _figure(title: str, note: str, drawn: str, labels: Sequence[tuple[str, str]], height: int = HEIGHT) -> str:
-    """`labels`: names, each with the mark that stands for it."""
+    """Return the figure as HTML. `labels`: pairs of a curve's name and the markup of the sign that stands for it."""
     legend = "".join(f"<span>{mark}{escape(label)}</span>" for label, mark in labels)
     svg = f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(title)}">{drawn}</svg>'
     return _framed(title, note, f'{svg}<div class="legend">{legend}</div>')

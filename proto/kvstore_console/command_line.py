@@ -1,5 +1,4 @@
-"""Command lines, alike in the three programs: how help looks, how a mistake is reported, what the words of an option
-mean, and how a program ends.
+"""Command lines, alike in the three programs: help, reports of mistakes, types of options, and how a program ends.
 
 Invariant: a mistake of the user and a failure are one line on standard error and an exit status, never a traceback.
 """
@@ -25,7 +24,7 @@ MAX_SECONDS: Final = 86_400
 
 
 class WrongUsage(Exception):
-    """Of the command `program`, which may be a subcommand."""
+    """The user called `program`, which may be a subcommand, with wrong words."""
 
     def __init__(self, program: str, message: str) -> None:
         super().__init__(message)
@@ -33,7 +32,9 @@ class WrongUsage(Exception):
 
 
 class Parser(argparse.ArgumentParser):
-    """Shows descriptions and examples as they are written, and leaves it to `parse` to report what is wrong."""
+    """An argument parser that shows descriptions and examples as they are written, and leaves it to `parse` to report
+    mistakes.
+    """
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **settings)
@@ -52,8 +53,10 @@ def parse(
     *,
     json_errors: bool = False,
 ) -> argparse.Namespace:
-    """The options, which `check` may still refuse by `parser.error`. Wrong usage ends the program with USAGE and one
-    clear line. `json_errors`: where --json is among the words, an object on standard output says the same."""
+    """Return the parsed options. `check` may refuse them by `parser.error`. Wrong usage ends the program with the
+    status USAGE and one clear line on standard error. `json_errors`: if --json is among the words, an object on
+    standard output says the same.
+    """
     given = sys.argv[1:] if argv is None else argv
     try:
         options = parser.parse_args(given)
@@ -69,14 +72,15 @@ def parse(
 
 
 def report_error(program: str, message: str, status: int) -> int:
-    """One line on standard error; `status`, which is to be the program's."""
+    """Print one line on standard error, and return `status`."""
     print(printable_lines(f"{program}: {message}"), file=sys.stderr)
     return status
 
 
 def run_program(program: str, run: Callable[[], int], *, unencodable: str = "backslashreplace") -> int:
-    """The exit status of `run`, also where the reader of its output has gone, the user interrupts or a disk is full.
-    `unencodable`: what becomes of letters that the output's encoding lacks, as `codecs` names it."""
+    """Return the exit status of `run`; a closed output, an interrupt by the user and a full disk get one of their own.
+    `unencodable`: the error handler, as `codecs` names it, for letters that the output's encoding lacks.
+    """
     _prepare_streams(unencodable)
     try:
         status = run()
@@ -94,7 +98,7 @@ def run_program(program: str, run: Callable[[], int], *, unencodable: str = "bac
 
 
 def size(text: str) -> int:
-    """An option's bytes: 4096, 64KiB, 1.5MiB. Raises ArgumentTypeError."""
+    """Return an option's size in bytes: 4096, 64KiB, 1.5MiB. Raises ArgumentTypeError."""
     try:
         return parse_size(text)
     except ValueError as error:
@@ -102,7 +106,7 @@ def size(text: str) -> int:
 
 
 def whole_number(lowest: int, highest: int) -> Callable[[str], int]:
-    """The type of an option; the ends are allowed."""
+    """Return the type of an option that takes a whole number from `lowest` to `highest`, both included."""
 
     def convert(text: str) -> int:
         if not text.isdecimal() or not lowest <= int(text) <= highest:
@@ -113,7 +117,7 @@ def whole_number(lowest: int, highest: int) -> Callable[[str], int]:
 
 
 def seconds(text: str) -> float:
-    """An option's time, above 0 and at most a day."""
+    """Return an option's time in seconds, above 0 and at most a day. Raises ArgumentTypeError."""
     value = _number(text)
     if not 0 < value <= MAX_SECONDS:
         raise argparse.ArgumentTypeError(f"seconds must be above 0 and at most {MAX_SECONDS}, got {text!r}")
@@ -121,12 +125,12 @@ def seconds(text: str) -> float:
 
 
 def words(text: str) -> list[str]:
-    """A list of the command line, separated by commas or blanks."""
+    """Return the words of `text`, a list on the command line, separated by commas or blanks."""
     return text.replace(",", " ").split()
 
 
 def one_of(option: str, text: str, known: Collection[str]) -> str:
-    """Raises ValueError with one line."""
+    """Return `text` if it is among `known`. Raises ValueError with one line that names `option`."""
     names = some_of(option, text, known)
     if len(names) > 1:
         raise ValueError(f"{option} {text}: one of {', '.join(known)}")
@@ -134,7 +138,9 @@ def one_of(option: str, text: str, known: Collection[str]) -> str:
 
 
 def some_of(option: str, text: str, known: Collection[str], every: tuple[str, ...] = ()) -> tuple[str, ...]:
-    """Separated by commas or blanks, each once; `every` is what "all" stands for. Raises ValueError with one line."""
+    """Return the words of `text`, separated by commas or blanks, each once; "all" stands for `every`. Raises ValueError
+    with one line.
+    """
     if text == "all" and every:
         return every
     names = tuple(dict.fromkeys(words(text) or [text]))
@@ -149,7 +155,9 @@ def some_of(option: str, text: str, known: Collection[str], every: tuple[str, ..
 
 
 class ListAction(argparse.Action):
-    """With nargs="+": `1 4 16`, `1,4,16` and `"1, 4"` are the same. `of` makes an item of a word."""
+    """An argparse action for options with nargs="+": `1 4 16`, `1,4,16` and `"1, 4"` are lists. `of` makes an item of a
+    word.
+    """
 
     def __init__(self, *, of: Callable[[str], Any] = str, **settings: Any) -> None:
         super().__init__(nargs="+", **settings)
@@ -181,7 +189,9 @@ def _number(text: str) -> float:
 
 
 def _prepare_streams(unencodable: str) -> None:
-    """Output that was closed before the start is discarded."""
+    """Set how the standard streams write letters they cannot encode; a stream that was closed before the start discards
+    its output.
+    """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
@@ -191,6 +201,6 @@ def _prepare_streams(unencodable: str) -> None:
 
 
 def _discard_output() -> None:
-    """Give up what standard output still holds; without this the interpreter would try once more at its end."""
+    """Discard what standard output still holds; otherwise the interpreter would try to write it again at its end."""
     with suppress(OSError):  # what stands in for it may have no descriptor
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

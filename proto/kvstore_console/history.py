@@ -16,8 +16,9 @@ _POINTER_COLUMNS = 80
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One value for each sample, NaN where there is none. `mark` as that of a `Curve`; `is_peak`: thinned by its
-    highest value instead of the mean."""
+    """One value for each sample, NaN where there is none. `mark`: the mark of its `Curve`. `is_peak`: neighbours are
+    thinned to their highest value instead of their mean.
+    """
 
     label: str
     values: Sequence[float]
@@ -28,7 +29,9 @@ class Series:
 def history_chart(
     title: str, note: str, unit: Unit, at_s: Sequence[float], series: Sequence[Series], *, is_stacked: bool = False
 ) -> str:
-    """A figure; with `is_stacked` of areas upon each other, under the series with a mark."""
+    """Return a chart of `series` over the wall times `at_s`, in seconds. `is_stacked` draws them as areas on top of
+    each other, below the series with a mark.
+    """
     at_s, series = _thinned(at_s, series)
     series = [each for each in series if known(each.values)]
     if len(at_s) < 2 or not series:
@@ -43,7 +46,7 @@ def history_chart(
 
 
 def _moment(at_s: Sequence[float], series: Sequence[Series], unit: Unit, first: int, stride: int) -> str:
-    """All values in the middle of a stride."""
+    """Return the values of all series at the sample in the middle of a stride, one line each."""
     at = min(first + stride // 2, len(at_s) - 1)
     values = [(each.label, each.values[at]) for each in series]
     shown = [f"{label}: {'-' if math.isnan(value) else unit.show(value)}" for label, value in values]
@@ -51,7 +54,7 @@ def _moment(at_s: Sequence[float], series: Sequence[Series], unit: Unit, first: 
 
 
 def _edges(curves: Sequence[Curve]) -> list[Curve]:
-    """The curves with a mark, and the highest edge of the others, stacked."""
+    """Return the curves with a mark, and the highest edge of the others when they are stacked."""
     below = [(at, 0.0) for at, _ in curves[0].points]
     for curve in curves:
         if not curve.mark:
@@ -60,7 +63,7 @@ def _edges(curves: Sequence[Curve]) -> list[Curve]:
 
 
 def _thinned(at_s: Sequence[float], series: Sequence[Series]) -> tuple[Sequence[float], Sequence[Series]]:
-    """At most `MAX_POINTS` samples: neighbours are averaged, peaks kept."""
+    """Return at most `MAX_POINTS` samples: neighbours are averaged; a series of peaks keeps the highest."""
     stride = math.ceil(len(at_s) / MAX_POINTS)
     if stride <= 1:
         return at_s, series

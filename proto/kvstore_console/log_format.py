@@ -1,4 +1,4 @@
-"""Log records on one line each, with nothing in them that a terminal would obey."""
+"""Log records on one line each, free of terminal escape sequences."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _Raised: TypeAlias = (
 
 
 def log_to_stderr(level: int | str, layout: str) -> None:
-    """Let this process log its lines by `layout`, where nothing was configured before."""
+    """Log to standard error in the format `layout`, unless logging was configured before."""
     handler = logging.StreamHandler()
     handler.setFormatter(PrintableFormatter(layout))
     logging.basicConfig(level=level, handlers=[handler])
 
 
 class PrintableFormatter(logging.Formatter):
-    """A log record is one line, and no argument of it reaches the terminal unescaped; a traceback keeps its lines."""
+    """A formatter that writes a log record on one line and escapes its arguments; a traceback keeps its lines."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # the standard library's name
         return printable(super().formatMessage(record))

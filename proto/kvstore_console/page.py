@@ -1,7 +1,6 @@
-"""A report as one HTML document with its style inside: headings, figures, tables, lists of facts. Knows markup, not
-what is reported.
+"""A report as one HTML document with its style inside: headings, figures, tables, lists of facts.
 
-Owns the look, light and dark. Every text is escaped here. Invariant: the page loads nothing and runs no script.
+The module owns the look, light and dark, and escapes every text. Invariant: the page loads nothing and runs no script.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ CURVES
 
 
 def page(title: str, subtitle: str, body: Sequence[str], footer: str = "") -> str:
-    """The whole document."""
+    """Return the whole document."""
     foot = f"\n<footer>{escape(footer)}</footer>" if footer else ""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -69,13 +68,13 @@ def page(title: str, subtitle: str, body: Sequence[str], footer: str = "") -> st
 
 
 def section(title: str, body: str, note: str = "") -> str:
-    """`body`, which is markup, below a heading; without a title `body` alone."""
+    """Return the markup `body` below the heading `title`; without a title, `body` alone."""
     head = f"<h2>{escape(title)}</h2>" if title else ""
     return head + (paragraph(note) if note else "") + body
 
 
 def charts(figures: Sequence[str]) -> str:
-    """Figures side by side."""
+    """Return markup that shows `figures` side by side."""
     return f'<div class="charts">{"".join(figures)}</div>'
 
 
@@ -88,13 +87,15 @@ def warning(text: str) -> str:
 
 
 def tiles(figures: Sequence[tuple[str, str]]) -> str:
-    """Figures to see at once: (value, what it is)."""
+    """Return markup for `figures`, pairs of a value and its name, shown large."""
     each = (f'<div class="tile"><b>{escape(value)}</b><span>{escape(what)}</span></div>' for value, what in figures)
     return f'<div class="tiles">{"".join(each)}</div>'
 
 
 def html_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """As `render_table`: a heading that begins with ">" is that of numbers. Text may have several lines, and wraps."""
+    """Return a table. A heading that begins with ">" makes its column right-aligned, for numbers. Text may have several
+    lines, and wraps.
+    """
     is_number = [heading.startswith(">") for heading in headings]
 
     def line(cells: Sequence[str], tag: str, text: str) -> str:
@@ -107,7 +108,7 @@ def html_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def pairs(groups: Sequence[tuple[str, Sequence[tuple[str, str]]]]) -> str:
-    """Names and values, a card a group."""
+    """Return markup for names and values, one card for each group."""
     cards = []
     for name, facts in groups:
         heading = f"<h3>{escape(name)}</h3>" if name else ""

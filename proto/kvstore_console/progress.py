@@ -1,5 +1,5 @@
-"""How far a long piece of work has come, on standard error: on a terminal nothing for two seconds, then one line that
-is overwritten, and wiped in the end; anywhere else a line every ten seconds.
+"""Progress of a long piece of work on standard error. A terminal shows nothing for two seconds, then one line that is
+overwritten and finally wiped; any other output gets a line every ten seconds.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ _BAR_WIDTH: Final = 30
 
 
 class Progress:
-    """`say` or `advance` as often as you like; a context manager, or `clear` in the end. `clock` and `out` are for
-    tests."""
+    """A progress display. Call `say` or `advance` as often as needed. Use it as a context manager, or call `clear` in
+    the end. `clock` and `out` are for tests.
+    """
 
     def __init__(self, prefix: str, *, clock: Callable[[], float] = time.monotonic, out: TextIO | None = None) -> None:
         self._prefix = prefix
@@ -43,14 +44,15 @@ class Progress:
         self._out.flush()
 
     def advance(self, label: str, done: int, total: int) -> None:
-        """A part of the work, called `label`, of which `done` of `total` steps are behind us: a bar, on a terminal
-        alone."""
+        """Show a bar for the part of the work called `label`, of which `done` of `total` steps are finished. Only a
+        terminal shows bars.
+        """
         if self._overwrites:
             share = done / total if total else 1.0
             self.say(f"{label} {bar(share, _BAR_WIDTH)} {share:.0%}")
 
     def clear(self) -> None:
-        """Take the line away, so that what follows begins on an empty one."""
+        """Remove the line, so that the next output begins on an empty one."""
         if self._is_shown:
             self._is_shown = False
             self._out.write(WIPE_LINE)

@@ -1,4 +1,4 @@
-"""Aligned columns of text for a terminal or a pipe. Knows strings only; no colour, no wrapping."""
+"""Aligned columns of text for a terminal or a pipe, without colour or wrapping."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ _GAP = "  "
 
 
 def render_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, empty: str = "") -> str:
-    """A line of headings and one a row, or `empty` where there are no rows. A heading that begins with ">" is that of
-    numbers: its column is set to the right."""
+    """Return a line of headings and one line for each row, or `empty` if there are no rows. A heading that begins with
+    ">" aligns its column right, for numbers.
+    """
     if not rows:
         return empty
     is_number = [heading.startswith(">") for heading in headings]
@@ -27,6 +28,6 @@ def render_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, empt
 
 
 def render_facts(pairs: Sequence[tuple[str, str]], indent: str = "") -> str:
-    """Name and value, one pair a line, values aligned."""
+    """Return one line for each pair of name and value, with the values aligned."""
     width = max((len(name) for name, _ in pairs), default=0)
     return "\n".join(f"{indent}{name.ljust(width)}{_GAP}{printable(value)}" for name, value in pairs)

@@ -1,7 +1,7 @@
-"""What a terminal can show: colour, its size, pieces of text with a style, bars, sparklines.
+"""Terminal output: colour, the size of the screen, pieces of text with a style, bars, sparklines.
 
-Owns escape codes. Invariant: the width of a `Line` on the screen never depends on its colours and is never above the
-width that it was cut to.
+The module owns the escape codes. Invariant: the width of a `Line` on the screen never depends on its colours and is
+never above the width that it was cut to.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def is_terminal(stream: TextIO) -> bool:
 
 
 def wants_colour(stream: TextIO) -> bool:
-    """Colour only on a terminal, and not where the user said no (https://no-color.org)."""
+    """Return whether to use colour: only on a terminal, and not if the user said no (https://no-color.org)."""
     return is_terminal(stream) and not os.environ.get("NO_COLOR")
 
 
 def size_of(stream: TextIO) -> tuple[int, int]:
-    """Columns and lines; 80 by 24 where `stream` has no size."""
+    """Return columns and lines; 80 by 24 if `stream` has no size."""
     with suppress(OSError, ValueError):
         size = os.get_terminal_size(stream.fileno())
         if size.columns and size.lines:
@@ -57,7 +57,7 @@ class Line:
         return sum(len(text) for text, _ in self.spans)
 
     def render(self, width: int, *, colour: bool) -> str:
-        """At most `width` characters, with escape codes where there is colour."""
+        """Return at most `width` characters, with escape codes if `colour`."""
         parts: list[str] = []
         left = width
         for text, style in self.spans:
@@ -73,7 +73,9 @@ def plain_line(text: str, style: str = "") -> Line:
 
 
 def bar(share: float, width: int) -> str:
-    """A bar with eighths of a character, always `width` wide; one eighth for anything above nothing."""
+    """Return a bar `width` characters wide, filled in eighths of a character; any share above 0 fills at least one
+    eighth.
+    """
     eighths = round(min(max(share, 0.0), 1.0) * width * 8)
     if share > 0:
         eighths = max(1, eighths)
@@ -82,8 +84,8 @@ def bar(share: float, width: int) -> str:
 
 
 def sparkline(values: Sequence[float], width: int, *, top: float = 0.0) -> str:
-    """All values as bars of one character, neighbours averaged where there is no room for each, scaled to the highest,
-    or to `top`; a gap for NaN.
+    """Return `values` as bars of one character, scaled to the highest or to `top`. If there are more values than
+    characters, neighbours are averaged; NaN is a gap.
     """
     if width <= 0:
         return ""
@@ -95,12 +97,12 @@ def sparkline(values: Sequence[float], width: int, *, top: float = 0.0) -> str:
 
 
 def known(values: Sequence[float]) -> list[float]:
-    """Without the gaps, which are NaN."""
+    """Return the values that are not NaN."""
     return [value for value in values if not math.isnan(value)]
 
 
 def mean(values: Sequence[float]) -> float:
-    """Of the values that are known; NaN where none is."""
+    """Return the mean of the values that are not NaN; NaN if there are none."""
     numbers = known(values)
     return sum(numbers) / len(numbers) if numbers else math.nan
 

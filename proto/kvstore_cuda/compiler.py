@@ -1,7 +1,7 @@
-"""Compiles a program of kernels for one architecture with NVRTC, once, into the user's cache directory.
+"""Compile a program of kernels for one architecture with NVRTC, once, into the user's cache directory.
 
-Owns the process of a compilation and the cached file's name, which holds a digest of the source, of every header beside
-it, the options and NVRTC's version. It needs no device.
+The module owns the process of a compilation and the cached file's name, which holds a digest of the source, of every
+header beside it, the options and NVRTC's version. It needs no device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LONGEST_S = 300.0  # a compilation takes seconds
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A translation unit: `source` is a file of `folder`, `defines` are its macros."""
+    """A translation unit: `source` is the name of a file in `folder`, `defines` are its macros."""
 
     folder: Path
     source: str
@@ -33,8 +33,9 @@ class Program:
 def compile_program(
     program: Program, architecture: str, folder: Path | None = None, *, longest_s: float = LONGEST_S
 ) -> bytes:
-    """Return the cubin of `program` for `architecture`, such as "sm_90". Raises CompileError. A compiler that takes
-    `longest_s` is given up, one that crashes is tried once more."""
+    """Return the cubin of `program` for `architecture`, such as "sm_90". Raises CompileError. A compiler that runs for
+    `longest_s` seconds is stopped; one that crashes is tried once more.
+    """
     target = (folder or cache_folder()) / f"cuda-{program_digest(program, architecture)}.cubin"
     try:
         return target.read_bytes()
@@ -52,7 +53,9 @@ def load_program(
     driver_call: Callable[..., Any], program: Program, architecture: str, *, longest_s: float = LONGEST_S
 ) -> Any:
     """Return `program` as a module of the current context. `driver_call` gets the name of the driver's function and its
-    arguments. Raises CompileError, also where the driver is too old for what NVRTC makes, and what that raises."""
+    arguments. Raises CompileError, also if the driver is too old for NVRTC's output, and the errors of
+    `driver_call`.
+    """
     cubin = compile_program(program, architecture, longest_s=longest_s)
     try:
         return driver_call("cuModuleLoadData", cubin)
@@ -64,8 +67,9 @@ def load_program(
 def compile_with_log(
     program: Program, architecture: str, *extra: str, longest_s: float = LONGEST_S
 ) -> tuple[bytes, str]:
-    """Return the cubin, for a virtual architecture ("compute_80") the PTX, and what the compiler says; `extra` are
-    further options. Nothing is cached. Raises CompileError."""
+    """Return the compiled code and the compiler's log. The code is a cubin, or PTX for a virtual architecture
+    ("compute_80"). `extra` are further options. Nothing is cached. Raises CompileError.
+    """
     library()  # says what to install where it is missing
     what = f"{program.source} for {architecture}"
     command = [
@@ -88,7 +92,7 @@ def compile_with_log(
 
 
 def signal_name(number: int) -> str:
-    """Return the name of a signal that ended a process; real-time ones have no names of their own."""
+    """Return the name of a signal that ended a process, also of real-time signals, which Python has no names for."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -100,7 +104,9 @@ def _options(program: Program) -> list[str]:
 
 
 def program_digest(program: Program, architecture: str) -> str:
-    """Return a digest of all that its cubin depends on. Raises CompileError where there is no NVRTC."""
+    """Return a digest of everything that the cubin of `program` depends on. Raises CompileError if there is no
+    NVRTC.
+    """
     digest = hashlib.blake2b(digest_size=12)
     for path in (*sorted(program.folder.glob("*.h")), program.folder / program.source):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())

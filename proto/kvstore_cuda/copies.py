@@ -1,8 +1,10 @@
-"""Copies as the CUDA driver takes them: neighbours in one, then all in one call where the driver has batches.
+"""Copies in the form that the CUDA driver takes: neighbours merged into one, then all in one call if the driver has
+batches.
 
-A copy is a row of arrays, since each of thousands has to cost far less than its bytes take on the bus: 32 KiB take
-0.65 us at 50 GB/s. So the driver's cuMemcpyBatchAsync gets these arrays themselves; cuda-bindings would make an object
-and a list entry of each number. Addresses are those of mapped device memory and of registered host memory.
+A copy is a column of arrays, not an object: there are thousands, and each must cost far less than its bytes take on the
+bus (32 KiB take 0.65 us at 50 GB/s). cuMemcpyBatchAsync of the driver's library gets these arrays directly;
+cuda-bindings would make an object and a list entry of each number. Addresses are in mapped device memory or in
+registered host memory.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ _FirstBatchCall = ctypes.CFUNCTYPE(ctypes.c_int, _ANY, _ANY, _ANY, _SIZE, _ANY, 
 
 
 class CopyRun(NamedTuple):
-    """A row of `Runs`: `nbytes` to copy from the address `source` to the address `to`."""
+    """A copy of `Runs`: `nbytes` bytes from the address `source` to the address `to`."""
 
     to: int
     source: int
@@ -39,7 +41,9 @@ class CopyRun(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Runs:
-    """Copies, in no order among them. `columns`: uint64[3, n], where each copies to, where from, and how many bytes."""
+    """A set of copies without an order. `columns`: uint64[3, n], the destination, the source and the bytes of each
+    copy.
+    """
 
     columns: Numbers
 
@@ -61,14 +65,14 @@ class Runs:
         return count
 
     def __getitem__(self, chosen: slice | npt.NDArray[Any]) -> Runs:
-        """Return the copies that a slice, a mask or an array of positions names."""
+        """Return the copies that `chosen`, a slice, a mask or an array of positions, selects."""
         return Runs(self.columns[:, chosen])
 
     def rows(self) -> Iterator[CopyRun]:
         return map(CopyRun, *self.columns.tolist())
 
     def slices(self, nbytes: int) -> list[Runs]:
-        """Return these copies in parts of `nbytes`, or of a single larger copy."""
+        """Return these copies in parts of at most `nbytes` bytes each; a larger copy is a part of its own."""
         parts, begin, ends = [], 0, np.cumsum(self.nbytes)
         while begin < len(self):
             before = int(ends[begin - 1]) if begin else 0
@@ -78,12 +82,14 @@ class Runs:
         return parts
 
     def merged(self) -> Runs:
-        """Return these copies with neighbours in one: the driver merges none, and small ones are slow."""
+        """Return these copies with neighbours merged: the driver merges none, and small copies are slow."""
         (merged,) = self.merged_groups((0, len(self)))
         return merged
 
     def merged_groups(self, bounds: Sequence[int]) -> list[Runs]:
-        """Return the copies from each bound to the next, merged among themselves: many batches in the time of one."""
+        """Return one group of copies from each of `bounds` to the next, each merged as by `merged`, in about the time
+        of one call.
+        """
         columns, edges = self.columns, [bound - 1 for bound in bounds if 0 < bound < len(self)]
         steps = columns[:2, 1:] - columns[:2, :-1]
         is_back = steps[0].view(np.int64) < 0
@@ -104,7 +110,7 @@ class Runs:
 
 
 class CopyQueue:
-    """Queues copies by the functions of a driver, which are looked for once. Raises DriverError."""
+    """Queues copies by functions of the driver, which are looked up once. Raises DriverError."""
 
     def __init__(self, cuda: ModuleType) -> None:
         self._cuda = cuda
@@ -123,7 +129,7 @@ class CopyQueue:
             self._which = self._attributes.getPtr(), ctypes.addressof(self._first), 1, *failed
 
     def add(self, runs: Runs, way: Way, stream: Any) -> None:
-        """Queue copies on `stream`, in no order among them. Raises DriverError."""
+        """Queue the copies of `runs` on `stream`, in any order. Raises DriverError."""
         if self._batch is not None and len(runs) > 1:
             columns = np.ascontiguousarray(runs.columns, np.uint64)
             to, each = columns.__array_interface__["data"][0], columns.strides[0]

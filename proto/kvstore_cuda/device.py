@@ -1,7 +1,7 @@
-"""A CUDA device, for all that use one: the GPU tier's worker, a client that reads device memory, the engine's kernels.
+"""A CUDA device, for the GPU tier's worker, for a client that reads device memory, and for the engine's kernels.
 
-Owns a share of the device's primary context, the one that torch and CuPy use too; handles of memory, streams, events
-and modules are the caller's. Never decides what is copied or launched.
+The module owns a share of the device's primary context, which torch and CuPy use too. Handles of memory, streams,
+events and modules belong to the caller. It never decides what is copied or launched.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ _never_unmapped: list[object] = []  # host memory that could not be unregistered
 
 
 class CudaDevice:
-    """CUDA device `index`, as the driver counts in this process. `identity` is a number of 64 bits, not 0, that no
-    other device has: the same in each process, and after a restart of the machine. `missing` says what to install where
-    there is no library. Raises NoDriver, DriverError. No context is made current: see `use_in_this_thread`,
-    `current`."""
+    """CUDA device `index`, as the driver counts in this process. `identity` is a number of 64 bits, not 0, that names
+    this device alone; every process sees it, also after a restart of the machine. `missing` says what to install if
+    there is no library. Raises NoDriver, DriverError. The constructor makes no context current: see
+    `use_in_this_thread`, `current`.
+    """
 
     def __init__(self, index: int, missing: str = LIBRARY_MISSING) -> None:
         self.index = index
@@ -46,26 +47,28 @@ class CudaDevice:
         self.context = self.call("cuDevicePrimaryCtxRetain", self.handle)
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Return what a function of the driver answers beside its code: nothing, one thing or a tuple. Raises
-        DriverError."""
+        """Call the driver's function `name`, and return its results without the code: None, one value or a tuple.
+        Raises DriverError.
+        """
         return call(self.driver, name, *arguments)
 
     def quietly(self, name: str, *arguments: Any) -> None:
-        """Make a call whose failure changes nothing."""
+        """Call the driver's function `name`, and ignore a failure."""
         quietly(self.driver, name, *arguments)
 
     def use_in_this_thread(self) -> Self:
-        """Make the context that of this thread, for good."""
+        """Make the context current in this thread, for good."""
         self.call("cuCtxSetCurrent", self.context)
         return self
 
     def current(self) -> contextlib.AbstractContextManager[None]:
-        """Make the context that of this thread meanwhile. No capture of a CUDA graph forbids it a call: what is called
-        here is no part of any graph."""
+        """Return a context manager that makes the context current in this thread. Calls inside it work also during the
+        capture of a CUDA graph, and do not become part of that graph.
+        """
         return current(self.driver, self.context)
 
     def attribute(self, number: int) -> int:
-        """Return a CUdevice_attribute of the device."""
+        """Return the CUdevice_attribute `number` of the device."""
         return int(self.call("cuDeviceGetAttribute", self.driver.CUdevice_attribute(number), self.handle))
 
     @property
@@ -75,7 +78,7 @@ class CudaDevice:
 
     @property
     def version(self) -> int:
-        """The CUDA of the driver: 13000 for 13.0."""
+        """The CUDA version of the driver: 13000 for 13.0."""
         return int(self.call("cuDriverGetVersion"))
 
     @property
@@ -94,18 +97,18 @@ class CudaDevice:
         return int(free), int(total)
 
     def close(self) -> None:
-        """Give the share of the context back."""
+        """Release the share of the context."""
         self.call("cuDevicePrimaryCtxRelease", self.handle)
 
     # Device memory by descriptor
 
     def require_descriptors(self) -> None:
-        """Raise NoDriver where memory of the device cannot be exported."""
+        """Raise NoDriver if memory of the device cannot be exported."""
         if not self.attribute(_DESCRIPTORS):
             raise NoDriver(f"CUDA device {self.index} cannot export memory as a file descriptor")
 
     def granularity_bytes(self) -> int:
-        """Return the size that memory of the device should be a multiple of."""
+        """Return the number of bytes that sizes of device memory should be a multiple of."""
         option = self.driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
         return int(self.call("cuMemGetAllocationGranularity", self._properties, option))
 
@@ -118,12 +121,15 @@ class CudaDevice:
         return int(self.call("cuMemExportToShareableHandle", handle, self._by_descriptor, 0))
 
     def import_descriptor(self, descriptor: int) -> Any:
-        """Return a handle of memory that some process exported; the descriptor stays the caller's."""
+        """Return a handle of memory that another process exported as `descriptor`; the caller keeps and closes the
+        descriptor.
+        """
         return self.call("cuMemImportFromShareableHandle", descriptor, self._by_descriptor)
 
     def map(self, handle: Any, nbytes: int, *, read_only: bool = False) -> int:
-        """Map memory, give this device the right to use it, and return its address. Nothing is mapped where it
-        raises."""
+        """Map `nbytes` of memory, give this device the right to use it, and return its address. If it raises, nothing
+        is mapped.
+        """
         cuda, rights = self.driver, self.driver.CUmemAccess_flags
         access = cuda.CUmemAccessDesc()
         access.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
@@ -141,16 +147,16 @@ class CudaDevice:
         return int(address)
 
     def unmap(self, address: int, nbytes: int) -> None:
-        """End a mapping. Where the first of its calls fails, the second is not made."""
+        """End a mapping. If the first driver call fails, the second is not made."""
         self.call("cuMemUnmap", self.driver.CUdeviceptr(address), nbytes)
         self.call("cuMemAddressFree", self.driver.CUdeviceptr(address), nbytes)
 
     def release(self, handle: Any) -> None:
-        """Let go of memory, which is there as long as a mapping or a descriptor of it is."""
+        """Release a handle of memory. The memory stays until its last mapping and descriptor are gone."""
         self.call("cuMemRelease", handle)
 
     def clear(self, address: int, nbytes: int) -> None:
-        """Fill device memory with zeros, and wait until that is done."""
+        """Fill device memory with zeros, and wait for the end."""
         stream = self.stream()
         try:
             self.call("cuMemsetD8Async", self.driver.CUdeviceptr(address), 0, nbytes, stream)
@@ -166,8 +172,9 @@ class CudaDevice:
 
     @cached_property
     def _properties(self) -> Any:
-        """The properties of memory that can be exported, and that direct storage may write to where the device has that
-        (GPUDirect calls it RDMA with CUDA VMM)."""
+        """The properties of memory that can be exported. Direct storage may write to it if the device supports that
+        (GPUDirect calls it RDMA with CUDA VMM).
+        """
         cuda = self.driver
         wanted = cuda.CUmemAllocationProp()
         wanted.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
@@ -197,28 +204,32 @@ class CudaDevice:
         self.call("cuMemHostUnregister", address)
 
     def forget(self, address: int, memory: object) -> None:
-        """Unregister host memory that `memory` owns, in this context. Where that fails it is kept for good."""
+        """Unregister host memory that `memory` owns, in this context. If that fails, keep `memory` for the life of the
+        process.
+        """
         forget(self.driver, self.context, address, memory)
 
     def device_pointer(self, address: int) -> int:
-        """Return where kernels find host memory that is registered for them."""
+        """Return the address at which kernels see host memory that is registered for them."""
         return int(self.call("cuMemHostGetDevicePointer", address, 0))
 
     # Kernels
 
     def load(self, program: Program, longest_s: float = LONGEST_S) -> Any:
-        """Return `program` as a module of the current context, compiled for this device. Raises as `load_program`."""
+        """Return `program` as a module of the current context, compiled for this device. Raises the errors of
+        `load_program`.
+        """
         return load_program(self.call, program, self.architecture, longest_s=longest_s)
 
     def function(self, module: Any, kernel: str) -> Any:
-        """Return a kernel of a module."""
+        """Return the kernel named `kernel` of a module."""
         return self.call("cuModuleGetFunction", module, kernel.encode())
 
     def start(
         self, function: Any, grid: tuple[int, int, int], threads: int, argument: ctypes.Structure,
         *, shared_bytes: int = 0, stream: Any,
     ) -> None:  # fmt: skip
-        """Queue a kernel that has one argument, which is copied before this returns."""
+        """Queue a kernel that has one argument, `argument`, which is copied before this returns."""
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
         size = (*grid, threads, 1, 1)
         self.call("cuLaunchKernel", function, *size, shared_bytes, stream, ctypes.addressof(parameters), 0)
@@ -226,37 +237,41 @@ class CudaDevice:
     # Streams, events, copies
 
     def stream(self, priority: int = 0) -> Any:
-        """Return a new stream that waits for no other. Its kernels come before those of streams of a higher number; the
-        driver takes the next `priority` that there is."""
+        """Return a new stream that waits for no other. Kernels of a stream with a lower `priority` number start first;
+        the driver rounds it to one it supports.
+        """
         if priority:
             return self.call("cuStreamCreateWithPriority", NON_BLOCKING, priority)
         return self.call("cuStreamCreate", NON_BLOCKING)
 
     def synchronize(self, stream: Any = None) -> None:
-        """Wait until what is queued on a stream has run; None: on any of the current context. Raises DriverError where
-        it failed."""
+        """Wait until the work queued on `stream` has run; None: on all streams of the current context. Raises
+        DriverError if that work failed.
+        """
         self.call("cuCtxSynchronize") if stream is None else self.call("cuStreamSynchronize", stream)
 
     def event(self) -> Any:
-        """Return a new event without a time; a thread that waits for it sleeps."""
+        """Return a new event without timing; a thread that waits for it sleeps."""
         return self.call("cuEventCreate", NO_TIMING_BLOCKING_SYNC)
 
     def record(self, event: Any, stream: Any) -> None:
-        """Let `event` pass when what is queued on `stream` by now has run."""
+        """Record `event` on `stream`: it passes when the work queued so far has run."""
         self.call("cuEventRecord", event, stream)
 
     def wait(self, event: Any) -> None:
-        """Wait until `event` has passed. Raises DriverError when what it stands behind failed."""
+        """Wait until `event` has passed. Raises DriverError if the work before it failed."""
         self.call("cuEventSynchronize", event)
 
     def copy(self, runs: Runs, way: Way, stream: Any) -> None:
-        """Queue copies, in no order among them: one call for all where the driver has batches. On the device no run may
-        overlap with where it comes from."""
+        """Queue copies, in any order: one call for all if the driver has batches. On the device, no copy's destination
+        may overlap its source.
+        """
         self._copies.add(runs, way, stream)
 
     def ended_after(self, error: DriverError, stream: Any) -> DriverError:
-        """Wait for what is queued on the stream, whose memory is used anew then, and return what to report of a call
-        that failed: `error`, or Unsettled where that cannot be waited for."""
+        """Wait for the work queued on `stream`, whose memory is reused afterwards, and return the error to report for a
+        failed call: `error`, or Unsettled if waiting fails.
+        """
         try:
             self.synchronize(stream)
         except DriverError as worse:
@@ -265,7 +280,7 @@ class CudaDevice:
 
 
 class Unsettled(DriverError):
-    """Work of the device may be under way, and nothing says when it has ended."""
+    """Work of the device may still be running, and nothing can show when it ends."""
 
     def __init__(self, error: DriverError) -> None:
         super().__init__(str(error), error.code, "nothing says what is under way")
@@ -279,14 +294,14 @@ class Unsettled(DriverError):
 
 
 def quietly(driver: ModuleType, name: str, *arguments: Any) -> None:
-    """Make a call of the driver whose failure changes nothing."""
+    """Call the driver's function `name`, and ignore a failure."""
     with contextlib.suppress(DriverError):
         call(driver, name, *arguments)
 
 
 @contextlib.contextmanager
 def current(driver: ModuleType, context: Any) -> Iterator[None]:
-    """Make `context` that of this thread meanwhile: see `CudaDevice.current`."""
+    """Make `context` current in this thread inside the block: see `CudaDevice.current`."""
     relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
     before, mode = call(driver, "cuCtxGetCurrent"), call(driver, "cuThreadExchangeStreamCaptureMode", relaxed)
     try:
@@ -307,5 +322,7 @@ def forget(driver: ModuleType, context: Any, address: int, memory: object) -> No
 
 
 def never_unmap(memory: object) -> None:
-    """Keep host memory for good: the driver may know it, and other memory at its address could not be registered."""
+    """Keep host memory for the life of the process: the driver may still know it, and other memory at its address could
+    not be registered.
+    """
     _never_unmapped.append(memory)

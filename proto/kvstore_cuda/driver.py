@@ -1,6 +1,6 @@
-"""The CUDA driver as the library `cuda-bindings` shows it, loaded when it is first needed.
+"""The CUDA driver through the library `cuda-bindings`, loaded on first use.
 
-The library finds libcuda.so.1 by LD_LIBRARY_PATH, then in the system.
+The library looks for libcuda.so.1 in LD_LIBRARY_PATH, then in the system.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ class DriverError(OSError):
 
     @property
     def is_final(self) -> bool:
-        """Return whether the context is of no more use."""
+        """Return whether the error has made the context unusable."""
         return self.code in BROKEN_CONTEXT
 
 
 class NoDriver(OSError):
-    """There is no driver, no library for it or no such device; the message says what to do."""
+    """The driver, its library or the device is missing; the message says what to do."""
 
 
 def cuda_driver(missing: str = LIBRARY_MISSING) -> ModuleType:
-    """Return the library, which finds a driver. Raises NoDriver; `missing` says what to install where the library is
-    not there."""
+    """Return the library, which looks for a driver. Raises NoDriver; `missing` says what to install if the library is
+    not there.
+    """
     try:
         from cuda.bindings import driver
     except ImportError:
@@ -49,8 +50,9 @@ def cuda_driver(missing: str = LIBRARY_MISSING) -> ModuleType:
 
 
 def call(driver: ModuleType, name: str, *arguments: Any) -> Any:
-    """Return what a function of the driver answers beside its code: nothing, one thing or a tuple. Raises
-    DriverError."""
+    """Call the driver's function `name`, and return its results without the code: None, one value or a tuple. Raises
+    DriverError.
+    """
     try:
         code, *answers = getattr(driver, name)(*arguments)
     except RuntimeError as error:  # this driver is too old to have the function
@@ -60,7 +62,7 @@ def call(driver: ModuleType, name: str, *arguments: Any) -> Any:
 
 
 def check(driver: ModuleType, name: str, code: int) -> None:
-    """Raises DriverError where `code` says that the call failed."""
+    """Raise DriverError if `code` says that the call `name` failed."""
     if code != 0:
         found, text = driver.cuGetErrorName(code)
         raise DriverError(name, int(code), text.decode() if found == 0 and text else f"error {int(code)}")

@@ -1,6 +1,6 @@
-"""Compiled kernels, and what was measured of them, in the user's cache directory for the next process that needs them.
+"""Compiled kernels, and measurements of them, in the user's cache directory for the next process that needs them.
 
-Owns the folder, and that a reader never sees half a file. Never decides what is kept, nor what a file is called.
+The module owns the folder, and makes sure that a reader never sees half a file. The caller chooses names and contents.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ STALE_S = 3600.0  # no compilation takes so long: its process was killed
 
 
 def cache_folder() -> Path:
-    """$XDG_CACHE_HOME/kvstored/kernels; what systemd gave a service; else in ~/.cache, where the user has a home."""
+    """Return the folder: $XDG_CACHE_HOME/kvstored/kernels, or the cache directory that systemd gave a service, or one
+    in ~/.cache if the user has a home.
+    """
     root, of_service = os.environ.get("XDG_CACHE_HOME"), os.environ.get("CACHE_DIRECTORY")
     if not root and of_service:
         return Path(of_service) / "kernels"
@@ -28,7 +30,9 @@ def cache_folder() -> Path:
 
 
 def keep(target: Path, content: bytes) -> None:
-    """Replace `target` by `content`. A full disk, or no such folder, costs the next start time."""
+    """Replace `target` by `content`. If the disk is full or the folder is missing, nothing is kept, and the next
+    process compiles again.
+    """
     with contextlib.suppress(OSError):
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         sweep(target.parent)
@@ -37,7 +41,7 @@ def keep(target: Path, content: bytes) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what processes that were killed left half made."""
+    """Remove unfinished files of processes that were killed."""
     for path in folder.glob(f"*{BESIDE}"):
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_mtime < STALE_S:

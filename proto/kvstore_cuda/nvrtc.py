@@ -20,16 +20,16 @@ EXTRA = "pip install 'kvstored[cuda]'"
 
 
 class CompileError(RuntimeError):
-    """A kernel cannot be compiled here; the message says why and, where it can, what to do."""
+    """A kernel cannot be compiled here; the message says why and, if possible, what to do."""
 
 
 class CompilerCrash(CompileError):
-    """NVRTC's process died, as it does now and then; the next one may not."""
+    """NVRTC's process died, as it does sometimes; another try may succeed."""
 
 
 @cache
 def library() -> ModuleType:
-    """Raises CompileError."""
+    """Return the NVRTC library. Raises CompileError."""
     try:
         from cuda.bindings import nvrtc
     except ImportError:
@@ -43,7 +43,7 @@ def library() -> ModuleType:
 
 
 def check_loadable(driver_version: int) -> None:
-    """Raises CompileError where a driver of this version (12080: of CUDA 12.8) is too old to load what NVRTC makes."""
+    """Raise CompileError if a driver of `driver_version` (12080: of CUDA 12.8) is too old to load what NVRTC makes."""
     major, minor = call("nvrtcVersion")
     if driver_version // 1000 < major:
         driver = f"{driver_version // 1000}.{driver_version % 1000 // 10}"
@@ -52,8 +52,9 @@ def check_loadable(driver_version: int) -> None:
 
 
 def call(name: str, *arguments: Any) -> Any:
-    """Return what a function of the library answers beside its code: nothing, one thing or a tuple. Raises
-    CompileError."""
+    """Call the library's function `name`, and return its results without the code: None, one value or a tuple. Raises
+    CompileError.
+    """
     code, *answers = getattr(library(), name)(*arguments)
     if code != 0:
         raise CompileError(f"{name}: error {int(code)}")
@@ -61,8 +62,9 @@ def call(name: str, *arguments: Any) -> Any:
 
 
 def compiled(source: Path, architecture: str, options: list[str]) -> tuple[bytes, bytes]:
-    """The cubin, or PTX where the architecture is virtual, and the log. Raises CompileError; where the source does not
-    compile its message is the log."""
+    """Return the cubin, or PTX for a virtual architecture, and the log. Raises CompileError; if the source does not
+    compile, the log is its message.
+    """
     words = [option.encode() for option in (f"--gpu-architecture={architecture}", *options)]
     handle = call("nvrtcCreateProgram", source.read_bytes(), source.name.encode(), 0, [], [])
     try:

@@ -1,4 +1,4 @@
-"""What two processes must agree on, byte for byte: the wire, block identity, fingerprints, the shared-memory layout.
+"""Contracts between processes, byte for byte: the wire, block identity, fingerprints, the shared-memory layout.
 
-The ground floor: imports nothing of ours, and is imported by everything.
+The lowest package: it imports none of the project's others, and all of them may import it.
 """

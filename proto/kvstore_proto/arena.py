@@ -5,7 +5,7 @@
     4       2     version (2)
     6       2     flags
     8       16    key
-    24      16    parent key
+    24      16    parent: a key
     40      16    extra
     56      32    fingerprint digest
     88      16    tenant digest
@@ -14,7 +14,7 @@
     108     4     token count
     112     8     payload bytes
     120     8     generation of the slot
-    128     8     xxh3_64 of the payload
+    128     8     checksum: xxh3_64 of the payload
     136     8     created, ns since the epoch
     144     4     depth: blocks before it in its chain
     148     4     reserved
@@ -58,7 +58,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def slot_bytes(payload_bytes: int) -> int:
-    """Bytes that a block with this payload takes in any tier."""
+    """Return the bytes that a block with a payload of `payload_bytes` takes in any tier."""
     return HEADER_BYTES + -(-payload_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
@@ -112,7 +112,7 @@ class BlockHeader:
         return self.checksum if self.coded is None else self.coded.checksum
 
     def pack(self) -> bytes:
-        """The 4096 header bytes. Raises ValueError for fields of a wrong size."""
+        """Return the 4096 header bytes. Raises ValueError for fields of a wrong size."""
         if len(self.tokens) > MAX_TOKENS * 4 or len(self.tokens) % 4:
             raise ValueError(f"{len(self.tokens)} bytes of token ids; at most {MAX_TOKENS} ids of 4 bytes fit")
         if (len(self.key), len(self.parent), len(self.extra), len(self.tenant)) != (16, 16, 16, 16):
@@ -126,7 +126,7 @@ class BlockHeader:
         return bytes(raw)
 
     def stamped(self, generation: int, checksum: int) -> BlockHeader:
-        """The same with another generation and checksum; five times as fast as `dataclasses.replace`."""
+        """Return a copy with another generation and checksum; five times as fast as `dataclasses.replace`."""
         other = object.__new__(BlockHeader)
         other.__dict__.update(self.__dict__, generation=generation, checksum=checksum)
         return other
@@ -146,7 +146,9 @@ class BlockHeader:
 
 
 def read_header(raw: bytes | memoryview | Bytes) -> BlockHeader | str:
-    """Parse 4096 header bytes; a string says what is wrong with them (never raises on damaged bytes)."""
+    """Return the header that 4096 bytes hold, or a string that says what is wrong with them. It never raises on damaged
+    bytes.
+    """
     data = bytes(raw[:HEADER_BYTES])
     if len(data) < HEADER_BYTES:
         return f"header cut short: {len(data)} of {HEADER_BYTES} bytes"

@@ -1,6 +1,6 @@
-"""The closed list of error kinds, and their one mapping to gRPC status.
+"""The closed list of error kinds, and their mapping to gRPC status.
 
-A miss, a throttle, a corrupt block are results inside a reply; these are for a request that failed as a whole.
+A kind is for a request that failed as a whole. A miss, a throttle and a corrupt block are results inside a reply.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from enum import IntEnum
 
 
 class ErrorKind(IntEnum):
-    """Numbers are those of kvstore.v1.ErrorKind (tested)."""
+    """The kinds of errors, with the numbers of kvstore.v1.ErrorKind."""
 
     UNSPECIFIED = 0
     INVALID = 1
@@ -24,12 +24,12 @@ class ErrorKind(IntEnum):
 
     @property
     def is_permanent(self) -> bool:
-        """Return whether the same request would fail again: decides retry."""
+        """Return whether a repeated request would fail again; a client does not retry it."""
         return self in _PERMANENT
 
     @property
     def grpc_status(self) -> str:
-        """Name of the grpc.StatusCode for calls that end with this kind."""
+        """The name of the grpc.StatusCode for calls that end with this kind."""
         return _GRPC_STATUS[self]
 
 

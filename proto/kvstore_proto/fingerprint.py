@@ -1,7 +1,7 @@
-"""The fingerprint: everything but the tokens that K/V bytes depend on.
+"""The fingerprint of a model's state: everything but the tokens that K/V bytes depend on.
 
-Two engines share blocks only if their fingerprints have the same digest; any difference is a miss with a reason, never
-garbage. Owns the canonical form (sorted compact JSON) and its digest. Never does: read a model.
+Two engines share blocks only if their fingerprints have equal digests; any difference is a miss with a reason. The
+module owns the canonical form (sorted compact JSON) and its digest. It reads no model.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class LayerGroup:
     heads: int = 0
 
     def split(self, ranges: int) -> tuple[LayerGroup, ...]:
-        """The same layers as `ranges` groups of consecutive layers, numbered from `group_id` on, the sizes as equal as
-        they can be. Each has blocks of its own, so that one range can be loaded and used before the next. Raises
+        """Return these layers as `ranges` groups of consecutive layers, numbered from `group_id` on, of nearly equal
+        size. Each group has blocks of its own, so that one range can be loaded and used before the next. Raises
         FingerprintError for more ranges than layers.
         """
         count = len(self.layers)
@@ -58,10 +58,11 @@ class LayerGroup:
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """See the module. `layout` names the order of bytes in a payload; the default is the one our engine writes.
+    """A model's state, as two engines must agree on it to share blocks. `layout` names the order of bytes in a payload;
+    the default is the order of the project's engine.
 
-    `account` is for an engine that serves several users as one tenant: whom the blocks were computed for. Blocks of two
-    accounts never mix.
+    `account` is for an engine that serves several users as one tenant: the user for whom blocks were computed. Blocks
+    of two accounts never mix.
     """
 
     model_name: str
@@ -83,11 +84,11 @@ class Fingerprint:
         _check(self)
 
     def canonical(self) -> bytes:
-        """The bytes that are digested and sent in the handshake."""
+        """Return the bytes that are digested and sent in the handshake."""
         return _compact(self._fields())
 
     def digest(self) -> bytes:
-        """32 bytes. The model's name is a label for people and not part of it."""
+        """Return the digest, 32 bytes. The model's name is a label for people and no part of it."""
         identity = self._fields()
         del identity["model_name"]
         return hashlib.blake2b(_compact(identity), digest_size=32, person=b"kvstore.v1 fp").digest()
@@ -105,7 +106,9 @@ class Fingerprint:
         return next((group for group in self.groups if group.group_id == group_id), None)
 
     def payload_bytes(self, group_id: int = 0) -> int:
-        """Size of one storage block of a group; 0 when the fingerprint leaves it open (opaque payloads)."""
+        """Return the payload bytes of one storage block of a group; 0 if the fingerprint leaves the size open (opaque
+        payloads).
+        """
         group = self.group(group_id)
         if group is None:
             raise FingerprintError(f"no layer group {group_id}; groups are {[g.group_id for g in self.groups]}")
@@ -163,7 +166,9 @@ def _check(fp: Fingerprint) -> None:
 
 
 def _check_values(record: Fingerprint | LayerGroup) -> None:
-    """Raise FingerprintError unless each field has a value of its own type, which no other value is written like."""
+    """Raise FingerprintError unless each field has a value of its own type, so that two different records never have
+    one canonical form.
+    """
     for item in fields(record):
         value, wanted = getattr(record, item.name), _SCALARS.get(str(item.type))
         if wanted is not None:
@@ -185,7 +190,9 @@ def _check_scalar(name: str, value: object, wanted: type) -> None:
 
 
 def parse_fingerprint(canonical: bytes) -> Fingerprint:
-    """The inverse of `Fingerprint.canonical`. Raises FingerprintError on anything else, saying what is wrong."""
+    """Return the fingerprint whose `Fingerprint.canonical` is `canonical`. Raises FingerprintError, which says what is
+    wrong.
+    """
     if len(canonical) > MAX_FINGERPRINT_BYTES:
         raise FingerprintError(f"fingerprint of {len(canonical)} bytes is over {MAX_FINGERPRINT_BYTES}")
     try:
@@ -210,7 +217,9 @@ def _parse_group(raw: Any) -> LayerGroup:
 
 
 def _typed(kind: type, raw: Any, needed: str) -> dict[str, Any]:
-    """The fields of a JSON object that is to become a `kind`: none unknown, none missing that must be there."""
+    """Return the fields of the JSON object `raw` for a `kind`. Raises FingerprintError for an unknown field or a
+    missing one.
+    """
     what = f"fingerprint has a wrong shape: {'it' if kind is Fingerprint else 'a layer group'}"
     if not isinstance(raw, dict):
         raise FingerprintError(f"{what} must be a JSON object, got {type(raw).__name__}")

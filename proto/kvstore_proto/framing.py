@@ -1,7 +1,7 @@
-"""Messages on a byte stream: each behind its length, 4 bytes, little-endian.
+"""Messages on a byte stream, each behind its length: 4 bytes, little-endian.
 
-What a direct stream carries in both directions. Never looks into a message. Invariant: messages come out whole, in the
-order and with the bounds they went in with, however the stream was cut.
+A direct stream carries them in both directions. The module does not look into a message. Invariant: messages come out
+whole and in order, however the stream was cut.
 """
 
 from __future__ import annotations
@@ -13,31 +13,31 @@ _LENGTH: Final = struct.Struct("<I")
 
 
 class FrameTooLarge(ValueError):
-    """The next message is longer than this side takes; what follows cannot be found any more."""
+    """The next message is longer than the limit; the messages behind it cannot be found any more."""
 
 
 def frame(message: bytes) -> bytes:
-    """`message` as it is sent."""
+    """Return `message` with its length in front, ready to send."""
     return _LENGTH.pack(len(message)) + message
 
 
 class Frames:
-    """Cuts a received stream into messages. Not thread-safe. `limit_bytes` bounds one message."""
+    """A cutter of a received stream into messages. `limit_bytes` bounds one message. Not thread-safe."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
         self._buffer = bytearray()  # grows and shrinks in place: a peer that sends byte by byte costs no more
 
     def __len__(self) -> int:
-        """Bytes received and not yet taken."""
+        """Return the bytes received and not yet taken."""
         return len(self._buffer)
 
     def feed(self, data: bytes) -> None:
-        """The next bytes of the stream, of any length."""
+        """Add the next bytes of the stream, of any length."""
         self._buffer += data
 
     def take(self) -> bytes | None:
-        """The next message; None until all of it was received. Raises FrameTooLarge."""
+        """Return the next message, or None until all of it was received. Raises FrameTooLarge."""
         if len(self._buffer) < _LENGTH.size:
             return None
         (length,) = _LENGTH.unpack_from(self._buffer)

@@ -37,7 +37,7 @@ HASHES: dict[str, Callable[[bytes], bytes]] = {"xxh3": xxhash.xxh3_128_digest, "
 
 
 class BlockKeys:
-    """An immutable run of packed keys: `len(keys)` keys, `keys[i]` one of 16 bytes, `keys[a:b]` a sub-run."""
+    """An immutable run of packed keys: `keys[i]` is a key of 16 bytes, `keys[a:b]` a shorter run."""
 
     __slots__ = ("packed",)
 
@@ -78,25 +78,25 @@ class BlockKeys:
         return f"BlockKeys({len(self)})"
 
     def parents(self, first_parent: bytes = NO_PARENT) -> bytes:
-        """Packed parents of a chained run whose first block continues `first_parent`."""
+        """Return the packed parents of a chained run whose first block continues `first_parent`."""
         return first_parent + self.packed[:-KEY_BYTES] if self.packed else b""
 
 
 def split_keys(packed: bytes) -> list[bytes]:
-    """The keys of a packed run. The caller has checked that the length is a multiple of 16."""
+    """Return the keys of a packed run. The caller has checked that the length is a multiple of 16."""
     return [packed[i : i + KEY_BYTES] for i in range(0, len(packed), KEY_BYTES)]
 
 
 def root_key(tenant_secret: bytes, fingerprint_digest: bytes, group_id: int) -> bytes:
-    """The 16-byte key that every chain of this tenant, model state and layer group starts from."""
+    """Return the 16-byte key that every chain of this tenant, model state and layer group starts from."""
     message = _ROOT_LABEL + fingerprint_digest + group_id.to_bytes(4, "little")
     return hmac.new(tenant_secret, message, hashlib.sha256).digest()[:KEY_BYTES]
 
 
 def pack_tokens(tokens: TokenIds) -> bytes:
-    """Return token ids as little-endian int32, the form that is hashed and that is in a block's header.
+    """Return token ids as little-endian int32, the form that is hashed and stored in a block's header.
 
-    Raises KVStoreError(INVALID) as `kvstore_proto.token_ids.checked_tokens` does, which all token ids pass.
+    Raises KVStoreError(INVALID) for the inputs that `kvstore_proto.token_ids.checked_tokens` refuses.
     """
     return checked_tokens(tokens).astype("<i4", copy=False).tobytes()
 
@@ -109,9 +109,9 @@ def chain(
     extra: bytes = NO_EXTRA,
     hash_name: str = "xxh3",
 ) -> bytes:
-    """Extend `parent` over whole engine blocks of packed tokens; the key after the last of them.
+    """Return the key after the last engine block of `packed_tokens`, in a chain that continues `parent`.
 
-    Raises ValueError when the tokens do not fill whole engine blocks.
+    Raises ValueError if the tokens do not fill whole engine blocks.
     """
     step = engine_block_tokens * 4
     if len(packed_tokens) % step:
@@ -132,9 +132,9 @@ def block_keys(
     extras: Sequence[bytes] = (),
     hash_name: str = "xxh3",
 ) -> BlockKeys:
-    """Keys of the full storage blocks of a prefix; the tail that fills none is left out.
+    """Return the keys of the full storage blocks of a prefix. Tokens at the end that fill no block get no key.
 
-    `extras[i]`, where given, is mixed into storage block i (an image's digest and offset, an adapter's digest).
+    `extras[i]`, if given, is mixed into storage block i (an image's digest and offset, an adapter's digest).
     """
     packed = pack_tokens(tokens)
     step = block_tokens * 4

@@ -1,6 +1,6 @@
-"""The process that holds the lock of a directory, as /proc/locks shows it.
+"""The process that holds the lock of a directory, read from /proc/locks.
 
-Takes no lock: a daemon that starts meanwhile would take the caller for another one.
+The module takes no lock itself: a daemon that starts at that moment would take the caller for another daemon.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ LOCKS = Path("/proc/locks")
 
 
 def lock_holder(*paths: Path, locks: Path = LOCKS) -> int:
-    """Return the process that has locked one of `paths` for itself alone, `UNSEEN` for one that cannot be seen from
-    here, `UNLOCKED` where none has. `locks`: the kernel's list. Raises OSError where that cannot be read."""
+    """Return the id of the process that has an exclusive lock on one of `paths`, `UNSEEN` if its process cannot be seen
+    from here, `UNLOCKED` if none has. `locks`: the kernel's list. Raises OSError if it cannot be read.
+    """
     found = []
     for path in paths:
         with suppress(FileNotFoundError):
@@ -28,8 +29,9 @@ def lock_holder(*paths: Path, locks: Path = LOCKS) -> int:
 
 
 def _is_file(device_and_inode: str, status: os.stat_result) -> bool:
-    """Return whether major:minor:inode, as the kernel lists it, is the file of `status`. Where devices are anonymous
-    (btrfs, overlay) a file's is not its file system's; the inode must do there."""
+    """Return whether `device_and_inode`, major:minor:inode in the kernel's list, is the file of `status`. On anonymous
+    devices (btrfs, overlay) a file's device number differs from its file system's; there the inode alone decides.
+    """
     major, minor, inode = device_and_inode.split(":")
     device, own = (int(major, 16), int(minor, 16)), (os.major(status.st_dev), os.minor(status.st_dev))
     return int(inode) == status.st_ino and (device == own or device[0] == own[0] == 0)

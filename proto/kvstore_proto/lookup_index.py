@@ -7,18 +7,18 @@
     8       4     bytes of this header (4096): the first bucket follows
     12      4     number of buckets, a power of two
     16      8     seed of the tags
-    24      16    tenant digest
-    40      16    reserved, zero
+    24      16    tenant: its digest
+    40      16    reserved: zero
     56      8     xxh3_64 of the 56 bytes before
     64      8     state: 0 closed, 1 building, 2 serving
     72      8     keys that have a slot
     80      8     keys that found their bucket full
     88      8     changes: how often a bucket was written
-    96            reserved, zero
+    96            reserved: zero
     4096          buckets
 
     in a bucket
-    0       8     xxh3_64 of the 56 bytes after, xor that of 56 zero bytes
+    0       8     xxh3_64 of the 56 bytes after, xor the xxh3_64 of 56 zero bytes
     8       6     for each slot, the tier code of the fastest readable copy (kvstore.v1.TierCode)
     14      2     overflow: how many keys found this bucket full, saturating
     16      48    six slots: the tag of a key, or 0
@@ -74,7 +74,7 @@ class IndexState(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class IndexLayout:
-    """What the header says once and for all."""
+    """The fields of the header that never change."""
 
     buckets: int
     seed: int
@@ -85,13 +85,13 @@ class IndexLayout:
         return HEADER_BYTES + self.buckets * BUCKET_BYTES
 
     def pack(self) -> bytes:
-        """The 64 bytes of the header that never change."""
+        """Return the 64 bytes of the header that never change."""
         raw = _FIXED.pack(MAGIC, VERSION, BUCKET_BYTES, HEADER_BYTES, self.buckets, self.seed, self.tenant, 0)[:-8]
         return raw + _digest(raw).to_bytes(8, "little")
 
 
 def read_layout(raw: Buffer) -> IndexLayout | str:
-    """The layout of a table of `len(raw)` bytes; a string says why this code cannot read it."""
+    """Return the layout of a table of `len(raw)` bytes, or a string that says why this code cannot read it."""
     if len(raw) < HEADER_BYTES:
         return f"cut short: {len(raw)} bytes"
     magic, version, bucket_bytes, header_bytes, buckets, seed, tenant, checksum = _FIXED.unpack_from(raw)
@@ -108,12 +108,14 @@ def read_layout(raw: Buffer) -> IndexLayout | str:
 
 
 def read_state(raw: Buffer) -> int:
-    """An `IndexState`, or a number that this code does not know."""
+    """Return an `IndexState`, or a number that this code does not know."""
     return int(_STATE.unpack_from(raw, LIVE_OFFSET)[0])
 
 
 def buckets_for(slots: int, most_bytes: int) -> int:
-    """Buckets of a table with room for `slots` keys within `most_bytes`; 0 when not even one fits."""
+    """Return the number of buckets for a table with room for `slots` keys within `most_bytes`; 0 if not even one
+    fits.
+    """
     wanted = -(-slots // SLOTS_A_BUCKET)
     buckets = 1 << max(wanted - 1, 0).bit_length()
     affordable = (most_bytes - HEADER_BYTES) // BUCKET_BYTES
@@ -131,16 +133,16 @@ def bucket_offset(tag: int, buckets: int) -> int:
 
 
 def pack_bucket(tags: Sequence[int], tiers: Sequence[int], overflow: int) -> tuple[int, bytes]:
-    """(checksum, body), to be written by `BUCKET.pack_into`."""
+    """Return the checksum and the body of a bucket, for `BUCKET.pack_into`."""
     control = int.from_bytes(bytes(tiers), "little") | min(overflow, MAX_OVERFLOW) << 48
     body = BODY.pack(control, *tags)
     return _digest(body) ^ _EMPTY_DIGEST, body
 
 
 def find(raw: Buffer, mask: int, seed: int, key: bytes) -> int:
-    """The tier code of one key, ABSENT, or UNKNOWN. `mask` is the number of buckets less one.
+    """Return the tier code of `key`, ABSENT, or UNKNOWN. `mask` is the number of buckets less one.
 
-    UNKNOWN: the bucket overflowed, is being written just now, or is damaged.
+    UNKNOWN: the bucket overflowed, is being written at this moment, or is damaged.
     """
     tag = _digest(key, seed) or 1
     checksum, body = BUCKET.unpack_from(raw, HEADER_BYTES + (tag & mask) * BUCKET_BYTES)

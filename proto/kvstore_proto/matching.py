@@ -1,5 +1,5 @@
-"""How far a chain can be restored, from which of its blocks are present: one rule for the daemon, which answers by it,
-and for clients, which read the lookup index by it.
+"""The rule for how far a chain can be restored when some of its blocks are present. The daemon answers by it, and
+clients use it when they read the lookup index.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ _MATCHES = {"sliding": pb.MATCH_WINDOW, "recurrent": pb.MATCH_EXACT}
 
 
 def match_of(kind: str) -> pb.Match.ValueType:
-    """The matching rule of a kind of layer group."""
+    """Return the matching rule of a kind of layer group."""
     return _MATCHES.get(kind, pb.MATCH_PREFIX)
 
 
 def restorable_blocks(present: Sequence[bool], match: int, window_blocks: int) -> int:
-    """Return how many leading blocks count as there; `match` is a `Match` of the wire.
+    """Return how many leading blocks can be restored; `match` is a `Match` of the wire.
 
     prefix: the leading run. window: the longest prefix whose last `window_blocks` are all present (sliding-window
     layers need no more, as in Gemma and Mistral). exact: up to the last block that is present (a recurrent snapshot
-    stands alone). A match that is not known counts as prefix.
+    needs no other block). An unknown match counts as prefix.
     """
     if match == pb.MATCH_EXACT:
         return next((i + 1 for i in range(len(present) - 1, -1, -1) if present[i]), 0)

@@ -1,17 +1,17 @@
 """Named objects: bytes that are no K/V, under a name of the user's choice, as a chain of blocks like any other.
 
-Owns how a name becomes keys and how bytes become payloads, for every client and for the daemon's unary calls:
+Owns the ways from a name to keys and from bytes to payloads, for every client and for the daemon's unary calls:
 
-    fingerprint   `OBJECTS`: blocks of eight token ids, payload size open
-    token ids     of block i: BLAKE2b-256 of (i as 8 bytes little-endian, name in UTF-8) as eight int32
-    keys          those of these token ids under this fingerprint, from the tenant's root: `kvstore_proto.identity`
-    payload       a 32-byte head and then the bytes, cut every `block_bytes`; the last block may be shorter
+    fingerprint   `OBJECTS`: blocks of eight token ids, payload size open.
+    token ids     of block i: BLAKE2b-256 of (i as 8 bytes little-endian, name in UTF-8) as eight int32.
+    keys          the keys of these token ids under this fingerprint, from the tenant's root: `kvstore_proto.identity`.
+    payload       a 32-byte head and then the bytes, cut every `block_bytes`; the last block may be shorter.
     head          little-endian: "KVO1", version u16, kind of checksum u16, block_bytes u32, zero u32, size in bytes
-                  u64, checksum u64 of all bytes
+                  u64, checksum u64 of all bytes.
 
-So a name needs no catalogue, two tenants may use the same names and never share a key, and the daemon checks these
-token ids against their keys as it checks an engine's. No block is to be trusted before the checksum over the whole
-object, since blocks of two puts under one name could meet. docs/objects.md says the same for other languages.
+So a name needs no catalogue, two tenants may use equal names and never share a key, and the daemon checks these
+token ids against their keys as it checks an engine's. No block may be trusted before the checksum over the whole
+object, since blocks of two puts under one name could meet. docs/objects.md describes this for other languages.
 """
 
 from __future__ import annotations
@@ -50,14 +50,16 @@ HEAD_BYTES: Final = _HEAD.size
 
 
 class ChecksumKind(IntEnum):
-    """Readers take both. SHA-256 is for writers without xxh3: its first eight bytes count."""
+    """The kind of checksum in an object's head; readers accept both. SHA-256 is for writers without xxh3: its first
+    eight bytes count.
+    """
 
     XXH3 = 0
     SHA256 = 1
 
 
 class ObjectChecksum:
-    """The checksum of an object whose bytes are given in pieces."""
+    """The checksum of an object whose bytes are added in pieces."""
 
     def __init__(self, kind: ChecksumKind = ChecksumKind.XXH3) -> None:
         self._kind = kind
@@ -75,7 +77,7 @@ class ObjectChecksum:
 
 @dataclass(frozen=True, slots=True)
 class ObjectHead:
-    """What the first block says about the whole object."""
+    """The head in the first block, which describes the whole object."""
 
     size_bytes: int
     block_bytes: int
@@ -87,14 +89,14 @@ class ObjectHead:
         return -(-(HEAD_BYTES + self.size_bytes) // self.block_bytes)
 
     def payload_bytes(self, block: int) -> int:
-        """Of one block: all but the last have the same size."""
+        """Return the payload bytes of block number `block`: all but the last have one size."""
         return min(self.block_bytes, HEAD_BYTES + self.size_bytes - block * self.block_bytes)
 
     def pack(self) -> bytes:
         return _HEAD.pack(_MAGIC, _VERSION, self.checksum_kind, self.block_bytes, 0, self.size_bytes, self.checksum)
 
     def is_of(self, content: Buffer) -> bool:
-        """Return whether these are the object's bytes."""
+        """Return whether `content` has the size and the checksum of this head."""
         return self.size_bytes == len(content) and self.checksum == checksum_of(content, self.checksum_kind)
 
 
@@ -107,13 +109,13 @@ def checksum_of(content: Buffer, kind: ChecksumKind = ChecksumKind.XXH3) -> int:
 def head_of(
     content: Buffer, block_bytes: int = DEFAULT_BLOCK_BYTES, kind: ChecksumKind = ChecksumKind.XXH3
 ) -> ObjectHead:
-    """The head for an object of these bytes. A small object gets one block of its own size."""
+    """Return the head for an object of these bytes. A small object gets one block of its own size."""
     size = min(block_bytes, HEAD_BYTES + len(content))
     return ObjectHead(len(content), max(size, HEAD_BYTES + 1), checksum_of(content, kind), kind)
 
 
 def read_head(payload: Buffer) -> ObjectHead | None:
-    """The head at the front of a first block; None for bytes that are no head, or of an unknown version."""
+    """Return the head at the front of a first block, or None for bytes that are no head or have an unknown version."""
     if len(payload) < HEAD_BYTES:
         return None
     magic, version, kind, block_bytes, _, size_bytes, checksum = _HEAD.unpack(bytes(payload[:HEAD_BYTES]))
@@ -124,8 +126,9 @@ def read_head(payload: Buffer) -> ObjectHead | None:
 
 
 def object_tokens(name: str, blocks: int, first: int = 0) -> npt.NDArray[np.int32]:
-    """Token ids of `blocks` blocks, from block `first` on, of the object called `name`. Hashes the name once a block:
-    10 us for a name of 4096 bytes. Raises KVStoreError(INVALID) for what is no name."""
+    """Return the token ids of `blocks` blocks, from block `first` on, of the object called `name`. The name is hashed
+    once for each block: 10 us for a name of 4096 bytes. Raises KVStoreError(INVALID) if `name` is not a valid name.
+    """
     encoded = _encoded(name)
     digests = (
         hashlib.blake2b(block.to_bytes(8, "little") + encoded, digest_size=4 * NAME_TOKENS, person=b"kvstore object")
@@ -145,13 +148,13 @@ def _encoded(name: str) -> bytes:
 
 
 def payloads_of(content: bytes, head: ObjectHead) -> list[bytes]:
-    """The payloads of an object's blocks, as copies."""
+    """Return the payloads of an object's blocks, as copies."""
     whole = head.pack() + content
     return [whole[start : start + head.block_bytes] for start in range(0, len(whole), head.block_bytes)]
 
 
 def content_of(payloads: Sequence[bytes] | Iterable[bytes]) -> bytes | None:
-    """The bytes of an object by the payloads of all of its blocks; None where they are not one whole object."""
+    """Return the bytes of an object from the payloads of all its blocks, or None if they are not one whole object."""
     whole = b"".join(payloads)
     head = read_head(whole)
     content = whole[HEAD_BYTES:]

@@ -1,7 +1,7 @@
-"""Files that are replaced as a whole: written beside the old one, synced where that matters, renamed.
+"""Files that are replaced as a whole: written beside the old one, synced if needed, renamed.
 
-The one place that does this. A crash leaves the old file or the new one. A write that fails leaves the old one and
-nothing beside it, and names the file: also where the system call that failed knew a descriptor only.
+A crash leaves the old file or the new one. A failed write leaves the old file and nothing beside it, and its error
+names the file, even if the system call that failed knew only a descriptor.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ def replaced_file(
     is_shared: bool = False,
     before_rename: Callable[[], None] = _nothing,
 ) -> Iterator[BufferedWriter]:
-    """Yield a file that takes the place of `path` once it is written. `durable`: over a crash of the machine too.
-    `is_shared`: other processes may write this file at the same moment, and each writes beside it under a name of its
-    own. Raises OSError that names `path`."""
+    """Yield a file that takes the place of `path` when the block ends. `durable`: the file survives a crash of the
+    machine too. `is_shared`: other processes may write this file at that moment, and each writes beside it under a
+    name of its own. Raises OSError that names `path`.
+    """
     temporary = path.with_name(path.name + BESIDE)
     try:
         if is_shared:
@@ -61,14 +62,14 @@ def replaced_file(
 
 
 def usual_mode() -> int:
-    """Return the mode that this process gives to a file that it makes and that others may read."""
+    """Return the permissions that this process gives to a new file that others may read."""
     mask = os.umask(0o077)
     os.umask(mask)
     return 0o666 & ~mask
 
 
 def sync_directory(path: Path) -> None:
-    """Make names in a directory durable. Raises OSError."""
+    """Make the names in a directory durable. Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -77,7 +78,7 @@ def sync_directory(path: Path) -> None:
 
 
 def remove_leftover(path: Path) -> None:
-    """Remove what a process that was killed left beside `path`, if that can be done."""
+    """Remove the file that a killed process left beside `path`; a failure is ignored."""
     temporary = path.with_name(path.name + BESIDE)
     if temporary.exists():  # on a read-only file system even the removal of what is not there fails
         with suppress(OSError):

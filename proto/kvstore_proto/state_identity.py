@@ -1,12 +1,14 @@
-"""Which secret the blocks of a state directory and an NVMe directory depend on: read by a start and by doctor.
+"""The secret that the blocks of a state directory and an NVMe directory depend on.
+
+The daemon's start and doctor read it:
 
     STATE/secret           32 random bytes; every key starts from them
-    STATE/identity.json    a check value of that secret, and which tenant's name stands for which identity
+    STATE/identity.json    a check value of that secret, and the identity of each tenant's name
     NVME/identity.json     a copy
 
-Blocks carry no trace of the secret, so a lost or exchanged one would make all of them unreachable and leave their space
-taken: the check value shows it. It is an HMAC of a constant and reveals nothing about the secret.
-Reads only. Invariant: a directory that has no check value yet is accepted.
+Blocks carry no trace of the secret. If it is lost or exchanged, no key reaches them, and they still take space:
+the check value shows it. It is an HMAC of a constant and reveals nothing about the secret.
+The module only reads. Invariant: a directory that has no check value yet is accepted.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ _NEW_SECRET = (
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """`tenants`: the identity that a tenant's name stands for, where that is not the name itself."""
+    """The contents of an identity file. `tenants`: the identity behind each tenant name that is not its own
+    identity.
+    """
 
     secret_check: str
     tenants: dict[str, str] = field(default_factory=dict)
@@ -38,13 +42,15 @@ class Identity:
 
 
 class DamagedIdentity(ValueError):
-    """A file is there and says nothing that can be read."""
+    """An identity file exists and cannot be understood."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ownership:
-    """What two directories say. `problem`: why a daemon must not start, in one sentence with the ways on; "" where it
-    may. `dram_is_lost`, `nvme_is_lost`: nothing reaches what is there, whether the daemon starts or not."""
+    """The findings about a state directory and an NVMe directory. `problem`: why a daemon must not start and what the
+    user can do, in one sentence; "" if it may start. `dram_is_lost`, `nvme_is_lost`: the blocks there can no longer
+    be reached, even if the daemon starts.
+    """
 
     secret: bytes | None  # None: none yet, or none that is whole
     tenants: dict[str, str]
@@ -58,7 +64,7 @@ def secret_check(secret: bytes) -> str:
 
 
 def read_ownership(state_dir: Path, nvme_dir: Path | None) -> Ownership:
-    """Look at both directories; `nvme_dir` None: there is no NVMe tier. Raises OSError."""
+    """Return the findings about both directories; `nvme_dir` None: there is no NVMe tier. Raises OSError."""
     raw = _read(state_dir / SECRET_FILE, SECRET_BYTES + 1)
     secret = raw if raw is not None and len(raw) == SECRET_BYTES else None
     check = secret_check(secret) if secret is not None else None
@@ -116,7 +122,7 @@ def _read_or_damaged(path: Path) -> tuple[Identity | None, bool]:
 
 
 def read_identity(path: Path) -> Identity | None:
-    """None where there is no file. Raises DamagedIdentity, OSError."""
+    """Return the identity in the file `path`, or None if there is no file. Raises DamagedIdentity, OSError."""
     raw = _read(path, MAX_IDENTITY_BYTES)
     if raw is None:
         return None

@@ -1,7 +1,7 @@
-"""Token ids as they are given: the one way in, for every container.
+"""Token ids from any container, checked.
 
-Owns the check that nothing is cut or rounded: a cast would give two prompts one key, and the block's header, which has
-the cast ids too, could not distinguish them. Never hashes. Invariant: the result has the given numbers, each an int32.
+A cast would cut or round ids and so give two prompts one key; the block's header holds the cast ids too and could not
+distinguish them. The module does not hash. Invariant: the result has the given numbers, each an int32.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LONGEST_REASON: Final = 300  # characters
 
 
 def checked_tokens(tokens: TokenIds) -> npt.NDArray[np.int32]:
-    """Return `tokens` as int32[n], a view where they are that already.
+    """Return `tokens` as int32[n], a view if they have that type already.
 
     Raises KVStoreError(INVALID) unless each of them is an integer that an int32 can hold.
     """
@@ -37,13 +37,13 @@ def checked_tokens(tokens: TokenIds) -> npt.NDArray[np.int32]:
 
 
 def _refused(why: str) -> KVStoreError:
-    """An error whose message is one line, whatever a foreign library wrote."""
+    """Return an error whose message is one line, even if `why` comes from a foreign library."""
     why = " ".join(why.split())[:_LONGEST_REASON]
     return KVStoreError(ErrorKind.INVALID, f"tokens must be a flat run of int32 token ids: {why}")
 
 
 def _of_numbers(tokens: Sequence[Any]) -> npt.NDArray[np.int32]:
-    """The ids of a sequence of Python's numbers, or of NumPy's."""
+    """Return the ids of a sequence of Python or NumPy numbers."""
     try:
         ids = np.frombuffer(array.array("i", tokens), np.intc)  # takes what has __index__: no float, no text
         like_bools = (ids.view(np.uintc) < 2).nonzero()[0]
@@ -62,7 +62,7 @@ def _is_bool(value: object) -> bool:
 
 
 def _array(tokens: Any) -> npt.NDArray[Any]:
-    """The numbers of an array, a tensor, a buffer or another sequence, of the type that they have there."""
+    """Return the numbers of an array, a tensor, a buffer or another sequence, with the type they have there."""
     what = type(tokens).__name__
     if isinstance(tokens, (str, bytes, bytearray)):
         raise _refused(f"{what} (packed ids: numpy.frombuffer(packed, '<i4'))")

@@ -1,4 +1,4 @@
-"""The version of kvstored, one for all its packages. setup.py makes it, of the tag or the commit."""
+"""The version of kvstored, one for all its packages. setup.py writes it from the tag or the commit."""
 
 from __future__ import annotations
 

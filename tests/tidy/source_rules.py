@@ -14,6 +14,21 @@ MAX_FUNCTION_LINES = 70
 FORBIDDEN_NAMES = frozenset({"utils", "util", "common", "helpers", "helper", "manager", "managers", "misc"})
 HEAVY_IMPORTS = frozenset({"torch", "cuda", "cupy", "kvikio", "sklearn", "redis", "xllamacpp", "tokenizers"})
 _LEFTOVERS = re.compile(r"\b(TODO|FIXME|XXX|HACK|NotImplementedError)\b")
+_BARE_OPENING = re.compile(
+    r"(of|as|by|with|without|in|into|at|on|to|from|under|between|among|after|before|past|beside|behind|beyond"
+    r"|they|them|it|its|he)\b(?![-/`(])(?! [0-9])"
+    r"|(this|these|those) (is|are|was|were|has|have|of|that|which)\b"
+    r"|(one|ones|all|both|each|none) (of (them|these|those)\b|[,.:;])",
+    re.IGNORECASE,
+)
+_QUESTION_OPENING = re.compile(
+    r"(what|whether|how|why|when|where|which|who|whose)\b|see (the (module|class)\b|above|`[^`]*`[.,])", re.IGNORECASE
+)
+_VAGUE_REFERENCE = re.compile(
+    r"\b(so (many|much|long)(?! (as|that)\b)|th(at|ose) of|those (that|who)|as (there|here)|or at all"
+    r"|such an?|the same (as|for|of)|to be had|what is to be)\b",
+    re.IGNORECASE,
+)
 VIEW_MAKERS = frozenset({"memoryview", "cast", "mmap", "getbuffer", "toreadonly"})
 
 
@@ -38,6 +53,31 @@ def leftovers(source: str) -> list[str]:
 
 def missing_docstring(tree: ast.Module) -> list[str]:
     return [] if not tree.body or ast.get_docstring(tree) else ["no module docstring"]
+
+
+def bare_openings(tree: ast.Module) -> list[str]:
+    """Docstrings that open with a preposition or a pronoun: a reader has to find the noun or the verb elsewhere."""
+    return [
+        f"{place}: opens with {match[0]!r}" for place, text in _docstrings(tree) if (match := _BARE_OPENING.match(text))
+    ]
+
+
+def question_openings(tree: ast.Module) -> list[str]:
+    """Docstrings that open as a question does, or send the reader to another place, instead of saying what is done."""
+    return [
+        f"{place}: opens with {match[0]!r}"
+        for place, text in _docstrings(tree)
+        if (match := _QUESTION_OPENING.match(text))
+    ]
+
+
+def vague_references(tree: ast.Module) -> list[str]:
+    """Docstrings with a pronoun in the place of a noun: "that of the other", "as there", "such a one"."""
+    return [
+        f"{place}: {match[0]!r} in place of a noun"
+        for place, text in _docstrings(tree)
+        if (match := _VAGUE_REFERENCE.search(text))
+    ]
 
 
 def long_functions(tree: ast.Module) -> list[str]:
@@ -90,6 +130,16 @@ def memoryview_copies(tree: ast.Module) -> list[str]:
         for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
         if isinstance(target, ast.Subscript) and isinstance(target.slice, ast.Slice) and _is_view(target.value, views)
     ]
+
+
+def _docstrings(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """Yield the place and the text of each docstring, the text in one line."""
+    for node in ast.walk(tree):
+        if not isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        if text := ast.get_docstring(node):
+            place = "module" if isinstance(node, ast.Module) else f"line {node.lineno}, {node.name}"
+            yield place, " ".join(text.split())
 
 
 def _functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:

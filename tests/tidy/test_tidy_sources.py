@@ -18,6 +18,7 @@ _NAMES_THE_RULES = {"tests/tidy/source_rules.py", "tests/tidy/test_tidy_sources.
 
 GIL_FREE = ("kvstored", "kvstore_tiers", "kvstore_client")
 OF_TREES = (rules.long_functions, rules.missing_docstring, rules.relative_imports)
+OF_DOCSTRINGS = (rules.bare_openings, rules.question_openings, rules.vague_references)
 
 
 def _findings(paths: Iterable[Path], rule: Callable[[str], list[str]]) -> list[str]:
@@ -52,6 +53,14 @@ def test_functions_are_short_modules_say_what_they_are_and_imports_are_absolute(
             chosen.append(rules.memoryview_copies)
         for rule in chosen:
             found += [f"{relative(path)}: {finding}" for finding in rule(tree)]
+    assert found == []
+
+
+def test_docstrings_of_the_packages_are_clear_by_themselves() -> None:
+    """A docstring is read alone, in a help text or an editor, and often in a second language."""
+    trees = [(path, ast.parse(path.read_text())) for path in modules()]
+    assert len(trees) > 500
+    found = [f"{relative(path)}: {finding}" for path, tree in trees for rule in OF_DOCSTRINGS for finding in rule(tree)]
     assert found == []
 
 
@@ -94,6 +103,28 @@ def test_the_rules_of_texts_find_what_they_forbid(rule: Callable[[str], object],
     [
         (rules.long_functions, "def f():\n" + "    x = 1\n" * 70, "def f():\n" + "    x = 1\n" * 69),
         (rules.missing_docstring, "import os\n", '"""What it owns."""\nimport os\n'),
+        (
+            rules.bare_openings,
+            'def f():\n    """Of the tenant the blocks."""\n',
+            'def f():\n    """Return blocks."""\n',
+        ),
+        (
+            rules.bare_openings,
+            'class A:\n    """As `B`, without a lock."""\n',
+            'class A:\n    """Like `B`, but no lock."""\n',
+        ),
+        (rules.bare_openings, '"""These are kept: blocks."""\n', '"""These blocks are kept."""\n'),
+        (rules.bare_openings, '"""It keeps the blocks."""\n', '"""On-disk format of blocks."""\n'),
+        (rules.question_openings, '"""What the daemon does."""\n', '"""Say what the daemon does."""\n'),
+        (rules.question_openings, 'async def f():\n    """Whether it ended."""\n', '"""Return whether it ended."""\n'),
+        (rules.question_openings, 'class A:\n    """See the module."""\n', '"""Seeds of the tags."""\n'),
+        (rules.vague_references, '"""Keep as many as there are."""\n', '"""Keep all blocks."""\n'),
+        (
+            rules.vague_references,
+            '"""The key and that of the\n    parent."""\n',
+            '"""Say that offsets are sorted."""\n',
+        ),
+        (rules.vague_references, '"""Those that wait are dropped."""\n', '"""Waiting calls are dropped."""\n'),
         (rules.relative_imports, "from . import x\n", "from kvstored import x\n"),
         (rules.heavy_imports, "def f():\n    import torch\n", "if TYPE_CHECKING:\n    import torch\n"),
         (rules.memoryview_copies, "v = memoryview(b)\nv[0:4] = data\n", "v = np.zeros(4)\nv[0:4] = data\n"),

@@ -1,10 +1,10 @@
-"""An arena of a process that has ended, taken over with the blocks that it holds.
+"""An arena of a process that has ended, taken over with its blocks.
 
-Owns what is believed of its slots' headers, read as one table: a header must be whole, name the arena's owner and fit
-its slot. A header is written after its payload, so one that holds vouches for the bytes behind it. Never reads a
-payload, knows no capacity, nor what becomes of the blocks.
-Invariants: a slot whose header does not hold is free, without a header, and will have a generation that none had
-before; retired slots are listed apart, since a reader of the process that ended may still look at them.
+The module decides which slots' headers are believed, reading them as one table: a header must be whole, name the
+arena's owner and fit its slot. A header is written after its payload, so a valid one vouches for the bytes behind it.
+It reads no payload, and knows no capacity, nor what happens to the blocks. Invariants: a slot with an invalid header is
+free, without a header, and will have a generation that none had before; retired slots are listed apart, since a reader
+of the ended process may still look at them.
 """
 
 from __future__ import annotations
@@ -53,8 +53,10 @@ Headers = npt.NDArray[np.void]
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """`headers[i]` is the header of slot `slots[i]`, for blocks; `retired` are slots whose block is gone, with their
-    generations; `damaged` counts headers that began like one and do not hold."""
+    """The result of reading an arena's headers: `headers[i]` is the header of slot `slots[i]`, for blocks; `retired`
+    are slots whose block is gone, with their generations; `damaged` counts headers that began like one and are
+    invalid.
+    """
 
     slots: npt.NDArray[np.int64]
     headers: Headers
@@ -63,7 +65,7 @@ class Walk:
 
 
 def walk(address: int, slot_bytes: int, slots: int, owner: bytes, max_generation: int) -> Walk:
-    """The first `slots` slots of `slot_bytes` at `address`, whose blocks must be those of the tenant `owner`."""
+    """Read the first `slots` slots of `slot_bytes` at `address`, whose blocks must belong to the tenant `owner`."""
     if not slots:
         return Walk(np.zeros(0, np.int64), np.zeros(0, HEADER), {}, 0)
     memory = view_at(address, slots * slot_bytes).reshape(slots, slot_bytes)
@@ -99,8 +101,9 @@ def walk(address: int, slot_bytes: int, slots: int, owner: bytes, max_generation
 
 
 def _checksum(page: npt.NDArray[np.uint8]) -> int:
-    """Return what the header's checksum field must say: xxh3_64 of the page with that field, and the retired flag,
-    zero."""
+    """Return the right value of the header's checksum field: xxh3_64 of the page with that field, and the retired flag,
+    zero.
+    """
     raw = bytearray(page.data)
     raw[152:160] = bytes(8)
     raw[6:8] = bytes(2)
@@ -109,8 +112,9 @@ def _checksum(page: npt.NDArray[np.uint8]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class AdoptedArena:
-    """The blocks that an arena of a former process holds. In `slots[i]` is the block that `headers[i]` names; in
-    `retired` are bytes of blocks that are gone. All are allocated; the caller frees those it has no use for."""
+    """The blocks in an arena of a former process. In `slots[i]` is the block that `headers[i]` names; in `retired` are
+    bytes of blocks that are gone. All are allocated; the caller frees the ones it has no use for.
+    """
 
     container: int
     slots: list[Slot]
@@ -120,7 +124,9 @@ class AdoptedArena:
 
 
 def take_over(record: ArenaRecord, descriptor: int, witness: ArenaWitness | None) -> tuple[Arena, AdoptedArena]:
-    """Takes the descriptor unless it raises ForeignMemory or OSError."""
+    """Take over an arena and its descriptor. If it raises ForeignMemory or OSError, the descriptor stays the
+    caller's.
+    """
     arena = Arena.adopt(record, descriptor, witness)
     handed_out = min(record.handed_out, arena.slots)
     found = walk(arena.address, record.slot_bytes, handed_out, bytes.fromhex(record.owner), record.high_generation)

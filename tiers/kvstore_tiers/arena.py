@@ -1,15 +1,14 @@
 """One arena of the host tier: shared memory, cut into slots of one size for one owner.
 
-Owns which slots are out. Never decides where a block goes (host.py) and never copies payload; `arena_memory` has the
-descriptor and the mapping. Clients map an arena whole, so one arena never serves two owners.
+The module owns which slots are in use. It does not decide where a block goes (host.py) and does not copy payload;
+`arena_memory` has the descriptor and the mapping. Clients map an arena whole, so one arena never serves two owners.
 
-An arena of a `writable_owner` is handed out writable too, to clients that put blocks in place. Nothing in it is
-believed that this process did not write: the header of each block is kept here as well (`vouch`), with the payload's
-checksum.
+An arena of a `writable_owner` is handed out writable too, to clients that put blocks in place. Only bytes that this
+process wrote are believed: the header of each block is kept here as well (`vouch`), with the payload's checksum.
 
-Invariants: the number of an arena is never reused; slots are handed out for the first time in ascending order; a
-slot's generation only grows, across changes of slot size and of the daemon too; of the slots handed out, those and only
-those that hold a block have a header that holds.
+Invariants: the number of an arena is never reused; slots are handed out for the first time in ascending order; a slot's
+generation only grows, across changes of slot size and of the daemon too; among the slots handed out, exactly the ones
+with a block have a valid header.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _NO_BLOCK = BlockHeader(bytes(16), bytes(16), bytes(32), bytes(16), 0)
 
 @dataclass(frozen=True, slots=True)
 class ArenaRecord:
-    """All that a process must know of an arena, beyond its bytes, to take it over from one that has ended."""
+    """The facts about an arena, beyond its bytes, that a process needs to take it over from one that has ended."""
 
     number: int
     nbytes: int
@@ -44,37 +43,44 @@ class ArenaRecord:
 
 
 class ArenaWitness(Protocol):
-    """Receives what a later process must know of each arena. Raises nothing; quick."""
+    """A receiver of the facts that a later process must know of each arena. Raises nothing; quick."""
 
     def made(self, arena: Arena) -> None: ...
 
     def changed(self, arena: Arena) -> None:
-        """It was cut, or a slot of it was used for the first time or reached its highest generation."""
+        """Note that the arena was cut, or a slot of it was used for the first time or reached its highest
+        generation.
+        """
         ...
 
     def given_up(self, number: int) -> None:
-        """It is no longer the tier's; another arena inherits the rest of its memory, or that is freed at once."""
+        """Note that an arena is no longer the tier's; another arena inherits the rest of its memory, or that is freed
+        at once.
+        """
         ...
 
     def released(self, number: int) -> None:
-        """Its memory is given back. May be called on the thread that prefaults."""
+        """Note that an arena's memory is given back. May be called on the thread that prefaults."""
         ...
 
 
 class ChunkWitness(ArenaWitness, Protocol):
-    """Receives the shadow of each chunk of device memory too, and a descriptor of that memory."""
+    """A witness that receives the shadow of each chunk of device memory too, and a descriptor of that memory."""
 
     def has_memory(self, number: int, descriptor: int) -> None:
-        """The chunk is there now, before any block is in it. The descriptor stays the tier's. May be called on another
-        thread."""
+        """Note that the chunk exists now, before any block is in it. The descriptor stays the tier's. May be called on
+        another thread.
+        """
         ...
 
     def worker_started(self, process: int) -> None:
-        """A process of the tier's has begun, which will write to arenas and chunks. On a thread of the tier's."""
+        """Note that a process of the tier has begun, which will write to arenas and chunks. Called on a thread of the
+        tier's.
+        """
         ...
 
     def worker_ended(self, process: int) -> None:
-        """It is gone. On a thread of the tier's."""
+        """Note that a process of the tier is gone. Called on a thread of the tier's."""
         ...
 
 
@@ -84,14 +90,18 @@ def writable_owner(owner: str) -> str:
 
 
 class ArenaHome(NamedTuple):
-    """`numa_node`: the memory is bound to it, -1: to none. `device`: what has the blocks, 0 for DRAM."""
+    """The home of an arena. `numa_node`: the memory is bound to it, -1: to none. `device`: the device that has the
+    blocks, 0 for DRAM.
+    """
 
     numa_node: int = -1
     device: int = 0
 
 
 class Arena(ArenaMemory):
-    """`nbytes` of shared memory for `owner`, as `ArenaMemory`. `slot_bytes` is 0 until the first slot is asked for."""
+    """An arena: `nbytes` of shared memory for `owner`, see `ArenaMemory`. `slot_bytes` is 0 until the first slot is
+    asked for.
+    """
 
     def __init__(
         self,
@@ -124,9 +134,10 @@ class Arena(ArenaMemory):
 
     @classmethod
     def adopt(cls, record: ArenaRecord, descriptor: int, witness: ArenaWitness | None) -> Arena:
-        """The arena of a process that has ended, with no slot out yet: `occupy` follows. Takes the descriptor.
+        """Return the arena of a process that has ended, with no slot in use yet: call `occupy` next. Takes the
+        descriptor.
 
-        Raises ForeignMemory, and OSError where it cannot be mapped; the descriptor is the caller's then.
+        Raises ForeignMemory, and OSError if it cannot be mapped; the descriptor is the caller's then.
         """
         require_arena(descriptor, record.number, record.nbytes)
         if not 0 <= record.slot_bytes <= record.nbytes:
@@ -144,8 +155,9 @@ class Arena(ArenaMemory):
         return arena
 
     def occupy(self, generations: Mapping[int, int], handed_out: int) -> None:
-        """Say of an adopted arena which slots are out, in which generation. All others that were ever handed out are
-        free, without a header, and will have generations that no slot had before."""
+        """Set which slots of an adopted arena are in use, and in which generation. All others that were ever handed out
+        are free, without a header, and will have generations that no slot had before.
+        """
         self.high_generation = max(self.high_generation, max(generations.values(), default=0))
         self._first_generation = self.high_generation + 1
         self._generations = array("Q", [self._first_generation]) * handed_out
@@ -188,7 +200,7 @@ class Arena(ArenaMemory):
             self._witness.changed(self)
 
     def allocate(self) -> Slot:
-        """A free slot; the caller has looked at `has_room`."""
+        """Return a free slot; the caller has checked `has_room`."""
         index = self._returned.pop() if self._returned else self._hand_out()
         self._out[index] = 1
         self.used_slots += 1
@@ -228,34 +240,36 @@ class Arena(ArenaMemory):
 
     @property
     def is_writable(self) -> bool:
-        """Return whether clients may write to it."""
+        """True if clients may write to it."""
         return self.owner.endswith(_WRITABLE)
 
     def vouch(self, slot: Slot, header: BlockHeader) -> None:
-        """This process has written `header` to the slot, for a payload that has its checksum. May be called on the
-        thread that did, before the outcome is delivered."""
+        """Remember that this process has written `header` to the slot, for a payload that has its checksum. May be
+        called on the thread that wrote, before the outcome is delivered.
+        """
         if self.is_writable:
             self._vouched[slot.offset] = header
 
     def view(self, slot: Slot) -> Bytes:
-        """A writable uint8[slot.nbytes] over the slot. It must not outlive the slot."""
+        """Return a writable uint8[slot.nbytes] over the slot. It must not outlive the slot."""
         return view_at(self.address + slot.offset, slot.nbytes)
 
     def writable_fd(self) -> int:
-        """A new descriptor for a client that may write here; the caller closes it. Raises RuntimeError for an arena of
-        which clients must not write a byte."""
+        """Return a new descriptor for a client that may write here; the caller closes it. Raises RuntimeError for an
+        arena in which clients must not write.
+        """
         if not self.is_writable or self.mode == "sealed":
             raise RuntimeError(f"arena {self.number} is not to be written by clients")
         return os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
 
     @property
     def is_whole(self) -> bool:
-        """Return whether all of its memory is its own, and is there or will be at once."""
+        """True if all of its memory is its own, and is there or will be at once."""
         is_in_use = self.slot_bytes > 0 and len(self._generations) == self.slots
         return self._donor is None and (is_in_use or self.populated_bytes == self.nbytes)
 
     def _hand_out(self) -> int:
-        """The next slot that was never in use since the arena was cut."""
+        """Return the next slot that was never in use since the arena was cut."""
         index = len(self._generations)
         self._inherit((index + 1) * self.slot_bytes)
         if self._first_generation > 1:  # cut before: bytes of an old payload must not pass for a header

@@ -1,16 +1,16 @@
-"""The memory of one arena: a sealed memfd, its mapping, and who else has it mapped.
+"""The memory of one arena: a sealed memfd, its mapping, and the other processes that have it mapped.
 
-Owns the descriptor and the mapping. Never knows what is in it. Clients get the memory as a read-only descriptor and map
-it whole.
+The module owns the descriptor and the mapping. It does not know the content. Clients get the memory as a read-only
+descriptor and map it whole.
 
 Two modes. `owned`: mode 0600, sealed against resizing; another uid can map it only through the read-only descriptor it
 was handed, and the daemon can still punch memory out of it. `sealed`: F_SEAL_FUTURE_WRITE on top, for clients that
-share the daemon's uid or are root; the price is that the daemon too can never give its memory back before the last
-client unmaps it, so a sealed arena stays with its owner for ever.
+share the daemon's uid or are root; then the daemon too can never give its memory back before the last client unmaps it,
+so a sealed arena stays with its owner for ever.
 
-Memory that is lent (`loan`) is mapped by a device's process too, and the device copies from and to it. What `release`
-and an heir would give back to the system stays until the last borrower has let go of it; neither waits for that.
-Invariants: prefaulting never changes a byte; memory and its donor's together never exceed the size of one.
+Memory that is lent (`loan`) is mapped by a device's process too, and the device copies from and to it. Memory that
+`release` and an heir would give back to the system stays until the last borrower has returned it; neither waits for
+that. Invariants: prefaulting never changes a byte; memory and its donor's together never exceed the size of one.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c
 
 
 class ForeignMemory(ValueError):
-    """A descriptor is not the arena it is said to be; the message says why."""
+    """The descriptor is not the expected arena; the message says why."""
 
 
 class Loan:
-    """Any thread may call anything here."""
+    """The loan of memory to other processes. Any thread may call it."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -59,12 +59,14 @@ class Loan:
         self._waiting: list[Callable[[], None]] = []
 
     def lend(self, borrowers: int) -> None:
-        """So many others have it mapped until each has called `returned`."""
+        """Lend the memory to `borrowers` more others, until each has called `returned`."""
         with self._changed:
             self._borrowers += borrowers
 
     def returned(self) -> None:
-        """A borrower has let go. What waits for the last one runs here, and may take its time."""
+        """Note that a borrower has returned the memory. Actions that wait for the last one run here, and may take their
+        time.
+        """
         with self._changed:
             self._borrowers -= 1
             waiting: list[Callable[[], None]] = []
@@ -75,7 +77,7 @@ class Loan:
             then()
 
     def defers(self, then: Callable[[], None]) -> bool:
-        """Return whether another has it mapped: then `then` is called when that has ended."""
+        """Return whether another has it mapped; if so, `then` is called when that has ended."""
         with self._changed:
             if self._borrowers:
                 self._waiting.append(then)
@@ -88,13 +90,13 @@ class Loan:
 
 
 class ArenaMemory:
-    """`nbytes` of shared memory with a number of its own. `descriptor`: of memory that is there already; -1 makes it.
-    `numa_node`: the memory is bound to it, -1: to none. `released` is called with the number when its memory is given
-    back.
+    """Shared memory of `nbytes` with a number of its own. `descriptor` is that existing memory's descriptor; -1 makes
+    new memory. `numa_node`: the memory is bound to it, -1: to none. `released` is called with the number when its
+    memory is given back.
 
-    `donor` is memory in no use any more that this one inherits: bytes of the donor are punched out before the same
-    range is handed out here, so that both together never hold more than `nbytes`. Raises OSError, with nothing left
-    behind, where the system has no memory, no mapping or no descriptor for it.
+    `donor` is unused memory that this one inherits: bytes of the donor are punched out before the same range is handed
+    out here, so that both together never hold more than `nbytes`. Raises OSError, with nothing left behind, if the
+    system has no memory, no mapping or no descriptor for it.
     """
 
     def __init__(
@@ -126,11 +128,13 @@ class ArenaMemory:
             raise
 
     def readonly_fd(self) -> int:
-        """A new O_RDONLY descriptor of this arena for a client; the caller closes it."""
+        """Return a new O_RDONLY descriptor of this arena for a client; the caller closes it."""
         return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
 
     def populate(self, budget_bytes: int) -> int:
-        """Fault the next pages in, without changing a byte; bytes now populated. May run on any one thread."""
+        """Fault the next pages in, without changing a byte; return the bytes now populated. May run on any one
+        thread.
+        """
         nbytes = min(budget_bytes, self.nbytes - self.populated_bytes)
         if nbytes <= 0:
             return 0
@@ -142,8 +146,9 @@ class ArenaMemory:
         return nbytes
 
     def release(self) -> None:
-        """Give the memory back, even while clients still map it (`owned`), and close the descriptor: of an arena that
-        is lent, when it has been returned. Idempotent."""
+        """Give the memory back, even while clients still map it (`owned`), and close the descriptor; for an arena that
+        is lent, when it has been returned. Idempotent.
+        """
         with self._inheriting:
             if self._donor is not None:
                 self._donor.release()
@@ -178,7 +183,7 @@ class ArenaMemory:
 
     @property
     def held_bytes(self) -> int:
-        """Memory that it takes now, by the kernel's account."""
+        """The bytes that it takes now, by the kernel's account."""
         return os.fstat(self.fd).st_blocks * 512
 
     def _inherit(self, upto_bytes: int) -> None:
@@ -195,7 +200,7 @@ class ArenaMemory:
             self._take_from(donor, upto_bytes)
 
     def _catch_up(self) -> None:
-        """The donor has been returned: take what was handed out here meanwhile."""
+        """Take the donor's memory for ranges handed out here meanwhile: the donor has been returned."""
         while self._owed_bytes:
             with self._inheriting:
                 donor, owed_bytes = self._donor, self._owed_bytes
@@ -218,8 +223,9 @@ class ArenaMemory:
 
 
 def bind_to_node(address: int, nbytes: int, node: int) -> None:
-    """Let pages of a mapping that are touched from now on come from `node` alone. For shared memory that holds in
-    every process that maps it. Raises OSError: there is no such node, or the system has no mbind."""
+    """Bind a mapping to a NUMA node: pages touched from now on come from `node` alone. For shared memory that holds in
+    every process that maps it. Raises OSError: there is no such node, or the system has no mbind.
+    """
     number = _MBIND.get(platform.machine())
     if number is None:
         raise OSError(0, f"memory cannot be bound to a NUMA node on {platform.machine()}")
@@ -268,8 +274,9 @@ def require_arena(descriptor: int, number: int, nbytes: int) -> None:
 
 
 def empty_memory(descriptor: int) -> None:
-    """Give back the memory of an arena that is not wanted, even while former clients map it. Anything else that the
-    descriptor may be is left as it is."""
+    """Give back the memory of an unwanted arena, even while former clients map it. Any other kind of descriptor is left
+    unchanged.
+    """
     with contextlib.suppress(OSError):
         found = os.fstat(descriptor)
         if found.st_uid == os.geteuid() and os.readlink(f"/proc/self/fd/{descriptor}").startswith(_OUR_MEMORY):

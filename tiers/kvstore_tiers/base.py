@@ -1,7 +1,7 @@
 """The contract of a tier: a place where blocks' bytes live.
 
-A tier knows slots and bytes. It never knows what is worth keeping, which tenant owns a block or whether a client reads
-it: that is the daemon's. A slot holds one block in the layout of kvstore_proto.arena (4096-byte header, then payload).
+A tier knows slots and bytes. The daemon knows what is worth keeping, which tenant owns a block and whether a client
+reads it. A slot holds one block in the layout of kvstore_proto.arena (4096-byte header, then payload).
 
 Obligations
 - The caller allocates, writes once, then may read many times, then frees; it never frees a slot with a transfer in
@@ -129,19 +129,20 @@ class TierInfo:
 
     @property
     def is_in_memory(self) -> bool:
-        """Return whether another tier may read and fill its slots in place, by `slot_segment`."""
+        """True if another tier may read and fill its slots in place, by `slot_segment`."""
         return self.memory is MemoryKind.SYSTEM
 
     @property
     def is_memory(self) -> bool:
-        """Return whether it is memory of this machine, by which a block is faster than from any medium."""
+        """True if it is memory of this machine, from which a block comes faster than from any medium."""
         return self.memory is not MemoryKind.FILE
 
 
 @dataclass(frozen=True, slots=True)
 class ContainerReport:
-    """One arena or slab: it holds slots of `slot_bytes` for `owner` until it is empty. `owner` is empty where a tier
-    does not separate owners."""
+    """One arena or slab: it holds slots of `slot_bytes` for `owner` until it is empty. `owner` is "" if a tier does not
+    separate owners.
+    """
 
     container: int
     owner: str
@@ -161,7 +162,7 @@ class TierState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TierStatistics:
-    """A frozen report. `used_by` splits `used_bytes` by what holds it (blocks, free, quarantine...)."""
+    """A frozen report. `used_by` splits `used_bytes` by holder (blocks, free, quarantine...)."""
 
     state: TierState
     capacity_bytes: int
@@ -188,16 +189,16 @@ def require_fits(slot: Slot, header: BlockHeader, segments: Sequence[Segment]) -
 
 
 class Tier(ABC):
-    """A place for blocks; the module says what both sides owe each other."""
+    """A place for blocks; the module has the obligations of both sides."""
 
     info: TierInfo
 
     @abstractmethod
     def allocate(self, nbytes: int, owner: str = "") -> Slot | None:
-        """A slot of at least `nbytes` (a multiple of 4096), or None when there is no room within the capacity.
+        """Return a slot of at least `nbytes` (a multiple of 4096), or None if there is no room within the capacity.
 
-        `owner` separates memory that may be mapped by different tenants; tiers that are never mapped ignore it.
-        Raises ValueError for a size that is not a positive multiple of 4096.
+        `owner` separates memory that may be mapped by different tenants; tiers that are never mapped ignore it. Raises
+        ValueError for a size that is not a positive multiple of 4096.
         """
 
     @abstractmethod
@@ -205,16 +206,19 @@ class Tier(ABC):
         """Give a slot back. Raises RuntimeError when it is not allocated (a broken invariant, not a result)."""
 
     def makes_room(self, container: int, nbytes: int, owner: str = "") -> bool:
-        """Return whether freeing a slot of `container` helps `allocate(nbytes, owner)`. False where it holds slots of
-        another size or owner: then the whole container has to be emptied."""
+        """Return whether freeing a slot of `container` helps `allocate(nbytes, owner)`. False if it holds slots of
+        another size or owner: then the whole container has to be emptied.
+        """
         return True
 
     def containers(self) -> list[ContainerReport]:
-        """All containers; empty where room is not given out by containers."""
+        """Return all containers; an empty list if room is not given out by containers."""
         return []
 
     def convertible(self, nbytes: int, owner: str = "") -> list[ContainerReport]:
-        """The containers of another size or owner that could serve `allocate(nbytes, owner)` once they are empty."""
+        """Return the containers of another size or owner that could serve `allocate(nbytes, owner)` once they are
+        empty.
+        """
         return []
 
     def set_aside(self, container: int) -> None:
@@ -222,7 +226,7 @@ class Tier(ABC):
         return
 
     def put_back(self, container: int) -> bool:
-        """End `set_aside`; whether the container is empty now, and so open to any size or owner."""
+        """End `set_aside`; return whether the container is empty now, and so open to any size or owner."""
         return False
 
     @abstractmethod
@@ -237,7 +241,7 @@ class Tier(ABC):
 
     @abstractmethod
     def read(self, slot: Slot, expect_key: bytes, segments: Sequence[Segment], done: Completion) -> None:
-        """Fill `segments` with the payload of the block in `slot`; what they hold beyond it is left as it is or zeroed.
+        """Fill `segments` with the payload of the block in `slot`; bytes of them beyond it are unchanged or zeroed.
 
         Magic, key, generation and checksums are checked before DONE is reported; CORRUPT says that the destination
         holds garbage, UNREADABLE that it does and that nothing is wrong with the block. Segments shorter than the
@@ -245,14 +249,15 @@ class Tier(ABC):
         """
 
     def slot_segment(self, slot: Slot) -> Segment:
-        """The slot's memory, for another tier's `move_in` and `move_out`. Raises RuntimeError when the slot is not
-        allocated, and in a tier that is not in this process's memory."""
+        """Return the slot's memory, for another tier's `move_in` and `move_out`. Raises RuntimeError if the slot is not
+        allocated, and in a tier that is not in this process's memory.
+        """
         raise RuntimeError(f"the tier {self.info.name} is not in memory")
 
     def move_in(self, slot: Slot, source: Segment, expect_key: bytes, done: Completion) -> None:
-        """Store a whole slot image (header and payload) that is in another tier's memory.
+        """Store a whole slot image (header and payload) from another tier's memory.
 
-        The header is stored with this slot's generation. CORRUPT when `source` does not hold the block `expect_key`.
+        The header is stored with this slot's generation. CORRUPT if `source` does not hold the block `expect_key`.
         """
         header = image_header(source, expect_key)
         if isinstance(header, str):
@@ -262,7 +267,8 @@ class Tier(ABC):
 
     def move_out(self, slot: Slot, destination: Segment, expect_key: bytes, done: Completion) -> None:
         """Fill `destination` with the slot image, verified as in `read`; its header is written last and carries
-        `destination.generation`."""
+        `destination.generation`.
+        """
 
         def stamp(outcome: Outcome) -> None:
             if outcome.header is not None and outcome.ok:
@@ -272,34 +278,37 @@ class Tier(ABC):
         self.read(slot, expect_key, [destination.part(HEADER_BYTES, destination.nbytes - HEADER_BYTES)], stamp)
 
     def lend(self, slot: Slot, load: Load, done: Completion) -> None:
-        """Have another tier, whose `loader` it is, read the image in `slot` from its file: `load(image, ended)` is
-        called once, and the descriptor is its to close. How it ends is judged as the end of a `read`, and passed on."""
+        """Let another tier, whose `loader` it is, read the image in `slot` from its file: `load(image, ended)` is
+        called once, and closes the descriptor. Its end is judged as the end of a `read`, and passed on.
+        """
         raise RuntimeError(f"the tier {self.info.name} lends no files")
 
     def loader(self, slot: Slot, expect_key: bytes) -> Load:
-        """Return what stores in `slot` an image that this tier reads from a file by itself, from any thread; it closes
-        the descriptor, after a failure too.
+        """Return a function that stores in `slot` an image that this tier reads from a file by itself, from any thread;
+        it closes the descriptor, after a failure too.
 
-        The header is stored with this slot's generation. CORRUPT when the file does not hold the block `expect_key`
-        whole. FAILED with an `errno` says that the file cannot be read, without one that it is not the file's fault.
+        The header is stored with this slot's generation. CORRUPT if the file does not hold the block `expect_key`
+        whole. FAILED with an `errno` says that the file cannot be read; without one, the file is not at fault.
         """
         raise RuntimeError(f"the tier {self.info.name} loads no files")
 
     def share(self, descriptor: int, address: int, nbytes: int) -> int:
-        """Have transfers copy from and to this memory in place, soon: `nbytes` of a memfd, mapped here at `address`. A
-        number for `unshare`. The descriptor stays the caller's, open until that has ended. From any thread."""
+        """Let transfers copy from and to this memory in place, soon: `nbytes` of a memfd, mapped here at `address`.
+        Return a number for `unshare`. The descriptor stays the caller's, open until that has ended. From any thread.
+        """
         raise RuntimeError(f"the tier {self.info.name} has no memory shared with it")
 
     def unshare(self, number: int, ended: Callable[[], None]) -> None:
-        """Take memory back in which no transfer is under way. Returns at once; no later transfer uses it in place.
-        `ended` is called when no process has it mapped for this tier: from then on it may be given back to the system.
-        It may take its time, and be called on the caller's thread."""
+        """Take back memory in which no transfer is under way. Returns at once; no later transfer uses it in place.
+        `ended` is called when no process has it mapped for this tier: from then on it may be given back to the
+        system. `ended` may take its time, and be called on the caller's thread.
+        """
         raise RuntimeError(f"the tier {self.info.name} has no memory shared with it")
 
     def relocate(self, source: Slot, target: Slot, expect_key: bytes, done: Completion) -> None:
-        """Copy the block `expect_key` from one slot of this tier to another, verified as in `read`. `source` stays as
-        it is. Durable tiers make the copy durable with the next `sync`: sync before, so that it is known which of two
-        records is newer, and free `source` after it.
+        """Copy the block `expect_key` from one slot of this tier to another, verified as in `read`. `source` stays
+        unchanged. Durable tiers make the copy durable with the next `sync`: call `sync` before, so that it is known
+        which of two records is newer, and free `source` after it.
         """
         buffer = AlignedBuffer(source.nbytes)
 
@@ -321,62 +330,69 @@ class Tier(ABC):
 
     @property
     def keeps_recovered(self) -> bool:
-        """Return whether what `recover` found is known to be on the medium. Where it is not, none of those blocks may
-        be called durable before a probe or a `sync` went well, which brings it there."""
+        """True if the blocks that `recover` found are known to be on the medium. If not, none of them may be called
+        durable before a probe or a `sync` succeeded, which brings them there.
+        """
         return True
 
     def probe(self, done: Completion, *, thorough: bool = True) -> None:
         """Find out whether the medium can be trusted, without touching a block; FAILED says why not.
 
         `thorough`: write, sync, read back and compare scratch bytes; a tier that had shed itself takes work again when
-        that went well. Else only whether its place (directory, peer) is still there. Volatile tiers answer at once.
+        that succeeds. Otherwise only check whether its place (directory, peer) is still there. Volatile tiers answer at
+        once.
         """
         done(Outcome(OutcomeKind.DONE))
 
     def quarantine(self, slot: Slot, reason: str) -> None:
-        """Take a corrupt slot out of use and keep its bytes for inspection, within a bound; else it is freed."""
+        """Take a corrupt slot out of use and keep its bytes for inspection, within a bound; beyond it, free the
+        slot.
+        """
         self.free(slot)
 
     def quarantined(self) -> dict[Slot, str]:
-        """Slots out of use and why. `free` ends their quarantine."""
+        """Return the slots out of use, with the reasons. `free` ends their quarantine."""
         return {}
 
     def explain_quarantined(self, reasons: Mapping[Slot, str]) -> None:  # noqa: B027  # optional
-        """Return why slots are in quarantine, as another process knew; of slots that are not, or whose reason is known,
-        it means nothing.
+        """Set the reasons of slots in quarantine, as another process knew them; slots that are not in quarantine, or
+        whose reason is known, are ignored.
         """
 
     def describe_quarantined(self, slot: Slot) -> BlockHeader | None:
-        """Return what is still known of the block in a quarantined slot, without token ids. Reads the medium: may
-        wait."""
+        """Return the remaining knowledge of the block in a quarantined slot, without token ids. Reads the medium: may
+        wait.
+        """
         return None
 
     def check_books(self) -> list[str]:
-        """Broken invariants of the tier's own books; empty when all hold."""
+        """Return broken invariants of the tier's own records; an empty list if all hold."""
         return []
 
     def check_held(self, containers: Column, offsets: Column, generations: Column) -> list[str]:
-        """Return what is wrong with slots that the caller holds, named by columns."""
+        """Return the faults of slots that the caller holds, named by columns."""
         return []
 
     def publish_again(self, slot: Slot, header: BlockHeader) -> None:
-        """Name the verified block in `slot` on the medium again with the next `sync`: what names it is damaged, or
-        names a copy that is given up."""
+        """Name the verified block in `slot` on the medium again with the next `sync`: its present record is damaged, or
+        names a copy that is given up.
+        """
         return
 
     def location(self, slot: Slot) -> str:
-        """Return where an operator finds the slot's bytes: FILE:OFFSET where there is a file."""
+        """Return the place of the slot's bytes for an operator: FILE:OFFSET if there is a file."""
         return f"{self.info.name}:{slot.container}+{slot.offset}"
 
     def recover(self) -> Iterator[tuple[Slot, BlockHeader]]:
-        """Return what survived the last process, each block once, with its slot allocated. Headers carry no token ids.
+        """Yield the blocks that survived the last process, each once, with its slot allocated. Headers carry no token
+        ids.
 
         A durable tier allocates only from containers that were recovered; a volatile one recovers nothing.
         """
         return iter(())
 
     def recover_columns(self) -> RecoveredBlocks:
-        """The blocks of `recover` as columns: for a caller that takes over a great many."""
+        """Return the blocks of `recover` as columns, for a caller that takes over very many."""
         return as_columns(self.recover())
 
     @abstractmethod

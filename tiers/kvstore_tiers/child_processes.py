@@ -1,8 +1,8 @@
-"""Ways to a helper process: its environment, and descriptors over Unix sockets, with the flags that are asked for.
+"""Ways to a helper process: its environment, and descriptors over Unix sockets, with the requested flags.
 
 `socket.send_fds` and `socket.recv_fds` take flags and, in Python 3.11 at least, do not pass them on: a call that must
-not wait waits, and a descriptor that must not be inherited is. For the holder and systemd; clients get theirs by
-`clients/handshake.py`. Imports little beside the standard library.
+not wait waits, and a descriptor that must not be inherited is. These functions serve the holder and systemd; clients
+get their descriptors by `clients/handshake.py`. Imports little beside the standard library.
 """
 
 from __future__ import annotations
@@ -29,21 +29,23 @@ _UCRED = struct.Struct("3i")
 
 
 def is_of_our_user(connection: socket.socket) -> bool:
-    """Return whether the other end of a Unix socket belongs to our user or root, by the kernel's word. Raises
-    OSError."""
+    """Return whether the other end of a Unix socket belongs to this user or root, by the kernel's word. Raises
+    OSError.
+    """
     _, uid, _ = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
     return uid in (os.geteuid(), 0)
 
 
 def send_packet(sock: socket.socket, packet: bytes, descriptors: Sequence[int] = (), flags: int = 0) -> None:
-    """One packet with descriptors. Raises OSError."""
+    """Send one packet with descriptors. Raises OSError."""
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
     sock.sendmsg([packet], rights, flags)
 
 
 def receive_packet(sock: socket.socket, nbytes: int, flags: int = 0) -> tuple[bytes, list[int]]:
-    """One packet of at most `nbytes` and the descriptors that came with it, few of them; not inheritable. Empty at the
-    end. Raises OSError."""
+    """Return one packet of at most `nbytes` and the descriptors that came with it, few of them; not inheritable. Empty
+    at the end. Raises OSError.
+    """
     found = array.array("i")
     room = socket.CMSG_SPACE(4 * found.itemsize)
     packet, ancillary, _, _ = sock.recvmsg(nbytes, room, flags | socket.MSG_CMSG_CLOEXEC)

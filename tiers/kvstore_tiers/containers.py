@@ -1,9 +1,9 @@
-"""The books of a tier: containers, arenas or slabs, each cut into slots of one size for one owner; or slots one by one,
-each a container by itself, of any size.
+"""The accounting of a tier's slots: containers, arenas or slabs, each cut into slots of one size for one owner; or
+slots one by one, each a container by itself, of any size.
 
-Owns which slot is handed out next, and what the capacity is. Never makes a container.
-Invariants: a container hands out slots to one owner; none is handed out of a container that is set aside or barred; a
-place that is used again has a higher generation; slots one by one never exceed their capacity.
+The module owns which slot is handed out next, and the capacity. It does not make a container. Invariants: a container
+hands out slots to one owner; none is handed out of a container that is set aside or barred; a place that is used again
+has a higher generation; slots one by one never exceed their capacity.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvstore_tiers.base import ContainerReport, Slot, Tier
 
 
 class Container(Protocol):
-    """Is an arena or a slab of the tier; `owner` is empty where slots are never mapped by clients."""
+    """An arena or a slab of the tier; `owner` is "" if slots are never mapped by clients."""
 
     number: int
     nbytes: int
@@ -36,9 +36,10 @@ Of = TypeVar("Of", bound=Container)
 
 
 class Containers(Generic[Of]):
-    """Containers within `capacity_bytes`; `ceiling_bytes` is what may be used of it for now. `charges` count against it
-    too, by label. `empty` are the containers of which no slot is out, by number: such a container is open to any size.
-    For one thread."""
+    """The containers within `capacity_bytes`; `ceiling_bytes` is the part that may be used for now. `charges` count
+    against it too, by label. `empty` are the containers without a used slot, by number: slots of any size may be
+    made in it. For one thread.
+    """
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = self.ceiling_bytes = capacity_bytes
@@ -57,11 +58,11 @@ class Containers(Generic[Of]):
         return self.by_number[number]
 
     def get(self, number: int) -> Of | None:
-        """Return a container; None where there is none of this number."""
+        """Return a container; None if there is none of this number."""
         return self.by_number.get(number)
 
     def of(self, slot: Slot) -> Of:
-        """Return the container of a slot. Raises RuntimeError where there is none."""
+        """Return the container of a slot. Raises RuntimeError if there is none."""
         container = self.by_number.get(slot.container)
         if container is None:
             raise RuntimeError(f"{slot} is in no container")
@@ -97,13 +98,12 @@ class Containers(Generic[Of]):
         self.barred.discard(container.number)
 
     def clear(self) -> None:
-        """List none any more."""
+        """Remove all containers from the list."""
         for container in list(self):
             self.remove(container)
 
     def take(self, nbytes: int, owner: str, make: Callable[[], Of | None]) -> Slot | None:
-        """Return a free slot, of a container that `make` cuts to this size where none has room; None where it does
-        not."""
+        """Return a free slot, of a container that `make` cuts to this size if none has room; None if it does not."""
         candidates = self.with_room[owner, nbytes]
         if not candidates:
             made = make()
@@ -131,7 +131,7 @@ class Containers(Generic[Of]):
         return container
 
     def makes_room(self, number: int, nbytes: int, owner: str) -> bool:
-        """See `Tier.makes_room`."""
+        """Return whether freeing a slot helps, see `Tier.makes_room`."""
         container, is_open = self.by_number[number], number not in self.aside and number not in self.barred
         return is_open and (container.owner, container.slot_bytes) == (owner, nbytes)
 
@@ -140,7 +140,7 @@ class Containers(Generic[Of]):
         return [ContainerReport(a.number, a.owner, a.nbytes, a.slot_bytes, a.slots, a.used_slots) for a in self]
 
     def convertible(self, nbytes: int, owner: str) -> list[ContainerReport]:
-        """See `Tier.convertible`."""
+        """Return the containers that could be converted, see `Tier.convertible`."""
         unfit = self.aside | self.barred
         return [
             report
@@ -151,14 +151,15 @@ class Containers(Generic[Of]):
         ]
 
     def set_aside(self, number: int) -> None:
-        """See `Tier.set_aside`."""
+        """Hand out no slot of a container for now, see `Tier.set_aside`."""
         self.aside.add(number)
         self.forget_room(self.by_number[number])
         self.empty.pop(number, None)
 
     def put_back(self, number: int) -> bool:
-        """See `Tier.put_back`. A container that is empty by now is open first of all to the size for which it was
-        emptied."""
+        """End `set_aside`, see `Tier.put_back`. A container that is empty by now is open first of all to the size for
+        which it was emptied.
+        """
         self.aside.discard(number)
         container = self.by_number.get(number)
         if container is None:
@@ -187,7 +188,7 @@ class Containers(Generic[Of]):
 
 
 class ContainerTier(Tier):
-    """A tier whose room is given out by containers; `_containers` are its books."""
+    """A tier whose room is given out by containers; `_containers` accounts for them."""
 
     _containers: Containers[Any]
 
@@ -197,7 +198,7 @@ class ContainerTier(Tier):
 
     @property
     def capacity_bytes(self) -> int:
-        """The capacity that was configured; `ceiling_bytes`, what may be used of it for now."""
+        """The configured capacity in bytes; `ceiling_bytes` is the part that may be used for now."""
         return self._containers.capacity_bytes
 
     @property
@@ -205,12 +206,13 @@ class ContainerTier(Tier):
         return self._containers.ceiling_bytes
 
     def set_ceiling(self, nbytes: int) -> None:
-        """Grow no further than this. What is beyond it stays until the caller takes it away."""
+        """Grow no further than `nbytes`. Slots beyond it stay until the caller frees them."""
         self._containers.ceiling_bytes = min(nbytes, self.capacity_bytes)
 
     def resize(self, capacity_bytes: int) -> None:
-        """Set another capacity, which is the ceiling too. Raises ValueError for less than is used: `set_ceiling` comes
-        first then."""
+        """Set another capacity, which is the ceiling too. Raises ValueError for less than is used: call `set_ceiling`
+        first then.
+        """
         if capacity_bytes < self.used_bytes:
             raise ValueError(f"{self.used_bytes} bytes are used, the capacity cannot be {capacity_bytes}")
         self._containers.capacity_bytes = self._containers.ceiling_bytes = capacity_bytes
@@ -232,8 +234,9 @@ class ContainerTier(Tier):
 
 
 class SingleSlots:
-    """Room of `capacity_bytes` for slots of any size, in containers numbered after `last_number`; `len` is how many are
-    taken."""
+    """Room of `capacity_bytes` for slots of any size, in containers numbered after `last_number`; `len` is the number
+    of taken slots.
+    """
 
     def __init__(self, capacity_bytes: int, last_number: int = 0) -> None:
         self.capacity_bytes = capacity_bytes
@@ -246,7 +249,7 @@ class SingleSlots:
         return len(self._taken)
 
     def take(self, nbytes: int) -> Slot | None:
-        """A slot of this size, or None when there is no room."""
+        """Return a slot of this size, or None if there is no room."""
         if self.used_bytes + nbytes > self.capacity_bytes:
             return None
         free = self._free.get(nbytes)
@@ -261,7 +264,7 @@ class SingleSlots:
         return slot
 
     def free(self, slot: Slot) -> None:
-        """Raises RuntimeError when it is not taken."""
+        """Free a slot. Raises RuntimeError if it is not taken."""
         if self._taken.get(slot.container) != slot:
             raise RuntimeError(f"{slot} is freed but not allocated")
         del self._taken[slot.container]

@@ -1,6 +1,7 @@
 """Counts of a tier's transfers, kept from many threads.
 
-Owns the numbers and their lock; never judges them. Invariant: each transfer counts once, by how it ended.
+The module owns the numbers and their lock; it does not judge them. Invariant: each transfer counts once, by how it
+ended.
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ from kvstore_tiers.base import Outcome, OutcomeKind, TierStatistics
 
 
 class TransferCounters:
-    """Reads, writes, bytes, errors, corrupt blocks since the tier was opened."""
+    """Counts of reads, writes, bytes, errors, corrupt blocks since the tier was opened."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
 
     def watch(self) -> TransferCounters:
-        """`with counters.watch() as count:` counts what is raised inside as an error, and lets it pass."""
+        """Return a context manager, `with counters.watch() as count:`, that counts exceptions inside as errors, and
+        lets them pass.
+        """
         return self
 
     def __enter__(self) -> TransferCounters:
@@ -56,7 +59,7 @@ class TransferCounters:
         return outcome
 
     def report(self, space: TierStatistics) -> TierStatistics:
-        """Return these counts together with what the tier says of its space."""
+        """Return these counts together with the tier's report of its space."""
         with self._lock:
             counts: dict[str, Any] = dict(self._counts)
         return replace(space, **counts)

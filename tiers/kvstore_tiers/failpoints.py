@@ -1,9 +1,9 @@
 """Named fault injection: places in the source where a test can make the process die, fail or wait.
 
-Owns the list of names and what is armed. Never acts unless armed; a `hit` then costs one look at a module global.
-Arming: `arm("nvme.after-slot-write=kill@3")` in a test, or the environment variable KVSTORED_FAILPOINTS, a list like
-`name=kill;name2=error:ENOSPC;name3=delay:0.1@3`. Actions: `kill` (SIGKILL to this process), `error:ERRNO` (an
-OSError), `delay:SECONDS`. `@N`: at the N-th hit alone; `@N-M`: from the N-th to the M-th; without it at every hit.
+The module owns the list of names and the armed ones. It acts only when armed; an unarmed `hit` takes one look at a
+module global. Arming: `arm("nvme.after-slot-write=kill@3")` in a test, or the environment variable KVSTORED_FAILPOINTS,
+a list like `name=kill;name2=error:ENOSPC;name3=delay:0.1@3`. Actions: `kill` (SIGKILL to this process), `error:ERRNO`
+(an OSError), `delay:SECONDS`. `@N`: at the N-th hit alone; `@N-M`: from the N-th to the M-th; without it at every hit.
 Invariants: each declared name occurs in the source (tested); an unknown name in `arm` is an error, since a failpoint
 that never fires makes a test that cannot fail.
 """
@@ -59,13 +59,13 @@ _counting = threading.Lock()
 
 
 def declare(name: str, description: str) -> None:
-    """Add a name of another package. Raises ValueError when it is taken with another meaning."""
+    """Add a name of another package. Raises ValueError if it is taken with another meaning."""
     if REGISTRY.setdefault(name, description) != description:
         raise ValueError(f"failpoint {name!r} is declared twice")
 
 
 def hit(name: str) -> None:
-    """A place that can fail. Raises OSError, waits or dies only where a test armed it."""
+    """Mark a place that can fail. Raises OSError, waits or dies only if a test armed it."""
     if _armed:
         _fire(name)
 
@@ -90,7 +90,7 @@ def disarm() -> None:
 
 
 def unknown_names() -> list[str]:
-    """Armed names that no module declared: for a program to check once all its modules are imported."""
+    """Return armed names that no module declared: for a program to check once all its modules are imported."""
     return sorted(set(_armed) - set(REGISTRY))
 
 

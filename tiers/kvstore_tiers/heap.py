@@ -1,8 +1,8 @@
 """The C heap during a start, which allocates large columns and frees many of them: reused meanwhile, then returned.
 
-For glibc; elsewhere nothing happens. It owns nothing: both are advice, and memory means the same with or without them.
-Huge pages are left to the system's own choice: they save a tenth of a second at a million blocks where memory is there,
-and cost three where a virtual machine has given it back to its host, which brings it page by page.
+It is for glibc; elsewhere nothing happens. Both functions are advice: they change no results. Huge pages are left to
+the system's own choice: they save a tenth of a second at a million blocks if memory is there, and cost three if a
+virtual machine has given it back to its host, which brings it page by page.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ _MOST_BYTES = 1 << 30
 
 
 def expect(nbytes: int) -> None:
-    """So many bytes are about to be allocated, some of them more than once: what is freed is kept for what comes next,
-    since every page that the kernel gives takes time. Until `trim`."""
+    """Prepare for allocating `nbytes`, some of them more than once: freed memory is kept for later allocations until
+    `trim`, since every page that the kernel gives takes time.
+    """
     with contextlib.suppress(AttributeError, OSError):
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
@@ -27,8 +28,9 @@ def expect(nbytes: int) -> None:
 
 
 def trim() -> None:
-    """Give memory that was freed back to the kernel: glibc keeps it for the next allocation, which may never come.
-    Takes some milliseconds for a large heap; releases the GIL."""
+    """Give freed memory back to the kernel: glibc keeps it for the next allocation, which may never come. Takes some
+    milliseconds for a large heap; releases the GIL.
+    """
     with contextlib.suppress(AttributeError, OSError):
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_TRIM_THRESHOLD, 2 * _LARGE_BYTES)

@@ -1,16 +1,16 @@
 """The host tier: blocks in DRAM, in arenas that clients map read-only.
 
-Owns arenas and their capacity; `host_transfers` owns the copy threads. Never knows which client maps what, nor what a
-lease is. Capacity is hard and counts whole arenas (their free slots too, since touched memory stays touched) and what
-the daemon `charge`s: staging, the ledger. Arenas of a process that has ended, whose descriptors were kept, can be taken
-over (`adopt`, by way of `adoption`). Arenas are lent to tiers of device memory (`lend_to`), which copy from and to them
-in place, and asked back before their memory is given back. A device registers all of an arena, which has the system
-provide its memory: so one is lent when all of it is in use or prefaulted, and nothing of it is inherited from another
-arena any more. A payload that a client has written into its slot (`arena.writable_owner`) is stored by a `write` whose
-only segment is the slot's own payload: nothing is copied, and from then on the block is what the checksum says.
-Invariants: one owner and one slot size an arena; a container number is never reused; an arena is lent once, and its
-memory is not given back before each borrower has let go of it (`Arena.release`); no header in memory that clients can
-write is believed.
+The module owns arenas and their capacity; `host_transfers` owns the copy threads. It does not know which client maps
+what, nor leases. Capacity is hard and counts whole arenas (their free slots too, since touched memory stays touched)
+and the daemon's `charge`s: staging, the ledger. Arenas of a process that has ended, whose descriptors were kept, can be
+taken over (`adopt`, by way of `adoption`). Arenas are lent to tiers of device memory (`lend_to`), which copy from and
+to them in place, and asked back before their memory is given back. A device registers all of an arena, which makes the
+system provide its memory: so one is lent when all of it is in use or prefaulted, and nothing of it is inherited from
+another arena any more. A payload that a client has written into its slot (`arena.writable_owner`) is stored by a
+`write` whose only segment is the slot's own payload: nothing is copied, and from then on the checksum identifies the
+block. Invariants: one owner and one slot size an arena; a container number is never reused; an arena is lent once, and
+its memory is not given back before each borrower has returned it (`Arena.release`); no header in memory that clients
+can write is believed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ MAPPED_NAME = "host"
 
 
 class Borrower(Protocol):
-    """Is a tier that copies from and to memory of others (`TierInfo.shares_memory`); see `Tier.share`."""
+    """A tier that copies from and to memory of others (`TierInfo.shares_memory`); see `Tier.share`."""
 
     def share(self, descriptor: int, address: int, nbytes: int) -> int: ...
 
@@ -56,7 +56,7 @@ class Borrower(Protocol):
 
 
 class Lending:
-    """Any thread may `offer`; the others are the control thread's."""
+    """The loans of arenas. Any thread may call `offer`; the control thread calls the others."""
 
     def __init__(self) -> None:
         self._borrowers: list[Borrower] = []
@@ -64,7 +64,7 @@ class Lending:
         self._lock = threading.Lock()
 
     def begin(self, borrowers: Sequence[Borrower]) -> None:
-        """Lend to these tiers, from now on, what is offered."""
+        """Lend to these tiers, from now on, the arenas that are offered."""
         self._borrowers = list(borrowers)
 
     def offer(self, arena: Arena) -> None:
@@ -150,9 +150,9 @@ class HostTier(ContainerTier):
         return [report for report in found if report.owner == owner or self._mode == "owned"]
 
     def charge(self, nbytes: int, label: str) -> bool:
-        """Count `nbytes` of memory outside the arenas against the capacity; False when there is no room.
+        """Count `nbytes` of memory outside the arenas against the capacity; return False if there is no room.
 
-        Empty arenas are given back first where that makes the room (some 20 ms for 64 MiB).
+        Empty arenas are given back first if that makes the room (some 20 ms for 64 MiB).
         """
         if self._closed:
             return False
@@ -169,9 +169,10 @@ class HostTier(ContainerTier):
         return self._arenas.charges.total()
 
     def take_empty(self) -> Callable[[], None] | None:
-        """Take an empty arena out of the books; the answer gives its memory back, on any thread (20 ms for 64 MiB, and
-        as long as a device's process needs to let go of it). None when there is none, or when they are sealed and
-        cannot be given back."""
+        """Remove an empty arena from the tier, and return a function that gives its memory back, on any thread (20 ms
+        for 64 MiB, and the time until a device's process returns it). None if there is none, or if they are sealed
+        and cannot be given back.
+        """
         arena = next((arena for arena in self._arenas.empty.values() if arena.mode == "owned"), None)
         if arena is None:
             return None
@@ -185,30 +186,33 @@ class HostTier(ContainerTier):
         return give_back
 
     def lend_to(self, borrowers: Sequence[Borrower]) -> None:
-        """Have other tiers copy from and to the arenas in place, from when all of an arena's memory is there. They must
-        be closed before this one `leave`s."""
+        """Let other tiers copy from and to the arenas in place, once all of an arena's memory is there. Close them
+        before this tier `leave`s.
+        """
         self._lending.begin(borrowers)
         for arena in self._arenas:
             self._lending.offer(arena)
 
     def view(self, slot: Slot) -> Bytes:
-        """A writable uint8[slot.nbytes] over header and payload. It must not outlive the slot."""
+        """Return a writable uint8[slot.nbytes] over header and payload. It must not outlive the slot."""
         return self._arenas.of(slot).view(slot)
 
     def slot_segment(self, slot: Slot) -> Segment:
         return segment_of(self._arenas.of(slot), slot)
 
     def arena(self, container: int) -> Arena:
-        """Return an arena, for its size and its descriptors. Raises KeyError when there is no such arena."""
+        """Return an arena, for its size and its descriptors. Raises KeyError if there is no such arena."""
         return self._arenas[container]
 
     def owner(self, container: int) -> str | None:
-        """Whose an arena is; None when there is no such arena."""
+        """Return the owner of an arena; None if there is no such arena."""
         arena = self._arenas.get(container)
         return arena.owner if arena is not None else None
 
     def precreate(self, owner: str, nbytes: int) -> int:
-        """Make empty arenas for `owner` until `nbytes` are reserved or the capacity is spent; bytes reserved."""
+        """Make empty arenas for `owner` until `nbytes` are reserved or the capacity is spent; return the bytes
+        reserved.
+        """
         reserved_bytes = 0
         while reserved_bytes < nbytes:
             arena = self._fresh_arena(ALIGNMENT_BYTES, owner)
@@ -218,10 +222,10 @@ class HostTier(ContainerTier):
         return reserved_bytes
 
     def prefault_slice(self, budget_bytes: int) -> tuple[int, int]:
-        """Fault in up to `budget_bytes` of arena memory; (populated, total) bytes of all arenas.
+        """Fault in up to `budget_bytes` of arena memory; return (populated, total) bytes of all arenas.
 
-        May be called from one background thread at a time; the page faults run without the GIL. A first touch costs
-        five times a copy, so this keeps it out of puts.
+        May be called from one background thread at a time; the page faults run without the GIL. A first touch takes
+        five times as long as a copy, so this keeps it out of puts.
         """
         with self._reshaping:
             for arena in list(self._arenas):
@@ -242,9 +246,10 @@ class HostTier(ContainerTier):
         self._transfers.store(slot, header, segments, done)
 
     def write_many(self, writes: Sequence[Write], done: Callable[[Sequence[Outcome]], None]) -> None:
-        """`write` for a batch, over all copy threads where it is large; `done` gets the outcomes in the order of
+        """Do `write` for a batch, over all copy threads if it is large; `done` gets the outcomes in the order of
         `writes`, once, when the last of them has ended. A batch that takes less time than waking a thread is written
-        before this returns."""
+        before this returns.
+        """
         self._transfers.store_many(writes, done)
 
     def read(self, slot: Slot, expect_key: bytes, segments: Sequence[Segment], done: Completion) -> None:
@@ -262,13 +267,14 @@ class HostTier(ContainerTier):
         self._transfers.move(self.slot_segment(source), target, expect_key, done)
 
     def verify(self, slot: Slot, expect_key: bytes, done: Completion) -> None:
-        """Return whether the slot still holds the block as it was stored: DONE or CORRUPT. Moves nothing, counts no
-        read."""
+        """Verify that the slot still holds the block as it was stored; `done` gets DONE or CORRUPT. Moves nothing,
+        counts no read.
+        """
         self._transfers.verify(slot, expect_key, done)
 
     def adopt(self, record: ArenaRecord, descriptor: int) -> AdoptedArena | None:
-        """Take over an arena of a process that has ended, with the blocks that it holds; None where the capacity has no
-        room for it. Takes the descriptor unless it returns None or raises ForeignMemory or OSError.
+        """Take over an arena of a process that has ended, with its blocks; return None if the capacity has no room for
+        it. Takes the descriptor unless it returns None or raises ForeignMemory or OSError.
         """
         if self._closed or self._mode != "owned" or self.used_bytes + record.nbytes > self.capacity_bytes:
             return None
@@ -279,11 +285,11 @@ class HostTier(ContainerTier):
         return found
 
     def retire(self, slot: Slot) -> None:
-        """The block in a slot is gone, its bytes stay until `free`: no later process takes it for a block."""
+        """Mark the block in a slot as gone; its bytes stay until `free`, and no later process takes it for a block."""
         self._arenas.of(slot).retire(slot)
 
     def leave(self) -> None:
-        """`close`, but leave the arenas' memory to the other holders of their descriptors."""
+        """Close the tier, but leave the arenas' memory to the other holders of their descriptors."""
         self._end(Arena.leave)
 
     def statistics(self) -> TierStatistics:
@@ -319,7 +325,9 @@ class HostTier(ContainerTier):
     # -- arenas ------------------------------------------------------------------------------------------------------
 
     def _arena_for(self, nbytes: int, owner: str) -> Arena | None:
-        """An arena with room, by falling cost: an empty one of this owner, new memory, another owner's empty one."""
+        """Return an arena with room, in the order of falling preference: an empty one of this owner, new memory,
+        another owner's empty one.
+        """
         empty = [arena for arena in self._arenas.empty.values() if arena.nbytes >= nbytes]
         own = next((arena for arena in empty if arena.owner == owner), None)
         if own is not None:
@@ -343,8 +351,9 @@ class HostTier(ContainerTier):
         return self._add(nbytes, owner) if nbytes >= at_least_bytes else None
 
     def _inherit(self, donor: Arena, owner: str) -> Arena | None:
-        """A new arena in the place of an empty one of another owner, whose clients may still map the old one. None when
-        the system gives none: then the old one stays."""
+        """Return a new arena in the place of an empty one of another owner, whose clients may still map the old one.
+        None if the system gives none: then the old one stays.
+        """
         with self._reshaping:
             arena = self._add(donor.nbytes, owner, donor)
             if arena is not None:
@@ -352,7 +361,9 @@ class HostTier(ContainerTier):
             return arena
 
     def _add(self, nbytes: int, owner: str, donor: Arena | None = None) -> Arena | None:
-        """None when the system has no memory or no descriptor left: that is a full tier, not a broken one."""
+        """Return a new arena; None if the system has no memory or no descriptor left: that is a full tier, not a broken
+        one.
+        """
         try:
             arena = Arena(
                 self._next_number, nbytes, owner, mode=self._mode, donor=donor, witness=self._witness,

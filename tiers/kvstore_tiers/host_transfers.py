@@ -1,9 +1,9 @@
-"""Work of the copy threads of the host tier: copies into slots, out of them and between them, and verification.
+"""The work of the host tier's copy threads: copies into slots, out of them and between them, and verification.
 
-Owns the threads, and the order of the steps of a copy. Never allocates or frees a slot, never decides when.
+The module owns the threads, and the order of the steps of a copy. It does not allocate or free a slot, or decide when.
 Invariants: a payload is copied first and the copy is checksummed, because staging memory stays writable by the client;
-one that its client wrote in place is checksummed in place, and judged by that from then on; the header is written
-last; nothing raises for bytes that do not hold, the outcome says so.
+a payload that its client wrote in place is checksummed in place, and judged by that from then on; the header is written
+last; damaged bytes raise nothing, the outcome says so.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvstore_tiers.threads import ResidentThreads, Transfer, TransferBatch
 
 
 def is_in_place(target: Segment, segments: Sequence[Segment]) -> bool:
-    """Return whether the payload that is to be stored in the slot `target` is there already."""
+    """Return whether the payload to store in the slot `target` is there already."""
     return len(segments) == 1 and segments[0].address == target.address + HEADER_BYTES
 
 
@@ -56,8 +56,9 @@ class ImageCopies:
         return judge_stored(header, [stored]) or Outcome(OutcomeKind.DONE, header, header.stored_bytes)
 
     def relocate(self, source: Segment, target: Segment, expect_key: bytes) -> Outcome:
-        """Copy a block from one slot to another; what is in `target` has the checksum that its header says, or no
-        header."""
+        """Copy a block from one slot to another. Afterwards `target` has a block with a right checksum, or no
+        header.
+        """
         with self._counters.watch() as count:
             header = image_header(source, expect_key)
             if isinstance(header, str):
@@ -93,13 +94,15 @@ Write = tuple[Slot, BlockHeader, Sequence[Segment]]
 
 
 def segment_of(arena: Arena, slot: Slot) -> Segment:
-    """Return where an allocated slot is in this process. Raises RuntimeError for one that is not allocated."""
+    """Return the segment of an allocated slot in this process. Raises RuntimeError for one that is not allocated."""
     arena.require_out(slot)
     return arena.segment(slot)
 
 
 class HostTransfers:
-    """`arena_of` names the arena of a slot, or raises RuntimeError. `name` is that of the threads."""
+    """The transfers of the host tier. `arena_of` returns the arena of a slot, or raises RuntimeError. `name` is the
+    prefix of the threads' names.
+    """
 
     def __init__(
         self, name: str, copy_threads: int, counters: TransferCounters, arena_of: Callable[[Slot], Arena]
@@ -114,7 +117,7 @@ class HostTransfers:
         self._threads.submit(self._storing(arena, slot, segment_of(arena, slot), header, segments), done)
 
     def store_many(self, writes: Sequence[Write], done: Callable[[Sequence[Outcome]], None]) -> None:
-        """See `HostTier.write_many`."""
+        """Write a batch, see `HostTier.write_many`."""
         transfers: list[Transfer] = []
         nbytes = 0  # as if all were copied
         for slot, header, segments in writes:
@@ -160,7 +163,7 @@ class HostTransfers:
 
 
 def _vouching(arena: Arena, slot: Slot, transfer: Transfer) -> Transfer:
-    """`transfer` into `slot`; afterwards the arena knows the header that was written."""
+    """Return `transfer` into `slot`, extended so that the arena afterwards knows the header that was written."""
     if not arena.is_writable:
         return transfer
 

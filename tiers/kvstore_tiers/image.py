@@ -1,8 +1,8 @@
 """Slots, and slot images in host memory or a file: a header page and a payload, whole.
 
-Owns what makes an image valid: how its header is judged, how the payload is checked against it, and that the header is
-written last. Never moves payload bytes.
-Invariant: an image whose header passes `image_header` had its whole payload in place before that header was written.
+The module owns the rules of a valid image: the check of its header, the check of the payload against it, and that the
+header is written last. It does not move payload bytes. Invariant: an image whose header passes `image_header` had its
+whole payload in place before that header was written.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FileImage:
-    """Names an image that a tier may read by itself: from `offset` on a header page with this `generation`, then
+    """An image that a tier may read by itself: from `offset` on a header page with this `generation`, then
     `payload_bytes` of payload and zeros up to the end of the page. `descriptor` can read the file and not write it,
-    past the page cache where the file system has that."""
+    past the page cache if the file system supports that.
+    """
 
     descriptor: int
     offset: int
@@ -59,7 +60,7 @@ RETIRED = (1).to_bytes(2, "little")  # in the flags: the block is gone, the byte
 
 
 def judge_header(raw: bytes, expect_key: bytes, room_bytes: int, generation: int | None = None) -> BlockHeader | str:
-    """The header in 4096 raw bytes, or a sentence on what is wrong with it.
+    """Return the header in 4096 raw bytes, or a sentence about its fault.
 
     It must hold its own checksum, name `expect_key`, describe at most `room_bytes` stored bytes and, where
     `generation` is given, belong to that use of the slot.
@@ -77,8 +78,9 @@ def judge_header(raw: bytes, expect_key: bytes, room_bytes: int, generation: int
 
 
 def image_header(image: Segment, expect_key: bytes) -> BlockHeader | str:
-    """The header of a slot image in host memory, or what is wrong with it, a wrong generation included, and any byte
-    that differs from what is vouched for."""
+    """Return the header of a slot image in host memory, or its fault, which includes a wrong generation and any
+    difference from the vouched header.
+    """
     raw = buffer_at(image.address, HEADER_BYTES).raw
     if image.vouched is not None and raw != image.vouched.pack():
         return "the header was written to"
@@ -93,7 +95,8 @@ def false_checksum(header: BlockHeader) -> str:
 
 def stamp_header(image: Segment, header: BlockHeader, checksum: int | None = None) -> BlockHeader:
     """Write `header` to the front of an image with the image's own generation (and the payload's checksum, if given),
-    and return it so stamped."""
+    and return the stamped header.
+    """
     stamped = header.stamped(image.generation, header.checksum if checksum is None else checksum)
     put_bytes(image.address, stamped.pack())
     return stamped
@@ -105,6 +108,7 @@ def erase_header(image: Segment) -> None:
 
 
 def mark_retired(image: Segment) -> None:
-    """Set the retired flag of a header in place. Its checksum does not hold afterwards, and should not: only a reader
-    with a lease, which compares key and generation, still sees a block here."""
+    """Set the retired flag of a header in place. Its checksum does not match afterwards, and should not: only a reader
+    with a lease, which compares key and generation, still sees a block here.
+    """
     put_bytes(image.address + FLAGS_OFFSET, RETIRED)

@@ -1,14 +1,14 @@
 """A tier over a store that knows objects by name: another machine, an object store, a cache server.
 
-Owns the names of the blocks in its slots, what they take of the capacity, and the order of operations on one name. A
-name is the tenant's digest and the block's key, so that equal keys of two tenants are two objects. An object says by
-itself whether it is whole: the store may forget, delay and damage objects, and is never believed. The tier has no
-containers: each slot is one by itself.
+The module owns the names of the blocks in its slots, their part of the capacity, and the order of operations on one
+name. A name is the tenant's digest and the block's key, so that equal keys of two tenants are two objects. An object
+shows by itself whether it is whole: the store may forget, delay and damage objects, and is never believed. The tier has
+no containers: each slot is one by itself.
 
 Beyond the contract of a tier: `find` asks for blocks that this tier has no slot for (another process wrote them),
-`adopt` gives a slot to one that was found, and `remove` deletes blocks whether it has slots for them or not.
-Freeing a slot evicts its object, which the store may keep for others; quarantine removes it, so that a damaged object
-is not found again and the block can be stored anew.
+`adopt` gives a slot to a found one, and `remove` deletes blocks whether it has slots for them or not. Freeing a slot
+evicts its object, which the store may keep for others; quarantine removes it, so that a damaged object is not found
+again and the block can be stored anew.
 """
 
 from __future__ import annotations
@@ -50,9 +50,10 @@ READERS = 2  # each serves what waits together. No more wait behind each other i
 
 
 class KeyedTier(Tier):
-    """`capacity_bytes` bounds the slots; so many threads, `readers` and `writers`, wait for the store. Objects may
-    outlive this process, or be forgotten: nothing that is only here is durable. `refuses(digest)`: whether a tenant's
-    blocks must not be in this store; the caller neither writes them nor asks for them."""
+    """A key-addressed tier. `capacity_bytes` bounds the slots; `readers` and `writers` threads wait for the store.
+    Objects may outlive this process, or be forgotten: a block that is only here is not durable. `refuses(digest)`:
+    whether a tenant's blocks must not be in this store; the caller neither writes them nor asks for them.
+    """
 
     def __init__(
         self, store: ObjectStore, capacity_bytes: int, *, readers: int = READERS, writers: int = WRITERS,
@@ -97,7 +98,7 @@ class KeyedTier(Tier):
         self.discard(slot)
 
     def _unname(self, slot: Slot) -> bytes | None:
-        """Free the slot; the name that no slot has any more."""
+        """Free the slot; return the name that no slot has any more."""
         self._slots.free(slot)
         with self._lock:
             name = self._names.pop(slot.container, None)
@@ -153,7 +154,7 @@ class KeyedTier(Tier):
         self._submit(job)
 
     def _read_some(self, reads: Sequence[_Read]) -> int:
-        """End the leading ones of these, as many as the store has memory for: how many."""
+        """End the leading ones of these reads, as many as the store has memory for; return their number."""
         ended = 0
 
         def fetch() -> Outcome:
@@ -180,8 +181,9 @@ class KeyedTier(Tier):
         return _unpack(image, read.slot, read.name, read.segments)
 
     def sync(self, done: Completion) -> None:
-        """The store has what was written before this call, and no longer what was removed; FAILED where it refuses to
-        remove something. The next sync tries that again, for the last `MOST_UNREMOVED` names."""
+        """Make the store have everything written before this call, and nothing removed before it; FAILED if it refuses
+        to remove something. The next sync tries that again, for the last `MOST_UNREMOVED` names.
+        """
         with self._lock:
             again, self._unremoved = [name for name in self._unremoved if name not in self._holders], {}
         if again:
@@ -204,12 +206,13 @@ class KeyedTier(Tier):
 
     @property
     def is_ready(self) -> bool:
-        """Return whether a question would not wait for the store to start."""
+        """True if a question would not wait for the store to start."""
         return self._store.is_ready
 
     def find(self, tenant: bytes, keys: Sequence[bytes], done: Callable[[list[int]], None]) -> None:
-        """Payload bytes of each block of the tenant that the store has; -1 where it has none, `UNKNOWN` for all of them
-        where it could not be asked. `done` is called from a thread of the tier's own."""
+        """Call `done` with the payload bytes of each block of the tenant that the store has; -1 for a missing one,
+        `UNKNOWN` for all of them if it could not be asked. `done` is called from a thread of the tier's own.
+        """
         names = [object_name(tenant, key) for key in keys]
 
         def ask() -> Outcome:
@@ -220,12 +223,13 @@ class KeyedTier(Tier):
         self._questions.submit(ask, lambda outcome: done(found if outcome.ok else [UNKNOWN] * len(names)))
 
     def adopt(self, slot: Slot, tenant: bytes, key: bytes) -> None:
-        """Let an allocated slot be that of a block that `find` found."""
+        """Give an allocated slot to a block that `find` found."""
         self._name(slot, object_name(tenant, key))
 
     def remove(self, tenant: bytes, keys: Sequence[bytes]) -> None:
-        """Delete blocks of the tenant from the store by order, whether this tier has slots for them or not; `sync` says
-        whether that went well."""
+        """Delete blocks of the tenant from the store by order, whether this tier has slots for them or not; `sync`
+        reports the success.
+        """
         self._remove(list(dict.fromkeys(object_name(tenant, key) for key in keys)))
 
     # Reports
@@ -262,7 +266,7 @@ class KeyedTier(Tier):
     # Order
 
     def _submit(self, job: _Operation) -> None:
-        """Begin `job` after those before it on any of the same names."""
+        """Begin `job` after earlier jobs on any of its names."""
         if self._closed:
             deliver(Outcome(OutcomeKind.CANCELLED, message="the tier is closed"), job.done)
             return
@@ -329,7 +333,9 @@ class KeyedTier(Tier):
 
 @dataclass(slots=True)
 class _Operation:
-    """`begin` hands it to a thread, once no operation is before it; `waits_for`: so many of its names have one."""
+    """An operation. `begin` hands it to a thread, once no operation is before it; `waits_for`: the number of its names
+    that have one before it.
+    """
 
     names: Sequence[bytes]
     done: Completion

@@ -1,7 +1,7 @@
-"""Parts of a memory that several threads share for a while: who has which.
+"""Parts of a memory that several threads share for a while: which caller has which.
 
-Never touches the memory. Invariants: two parts that are out never overlap; callers have their parts in the order in
-which they asked, so that large ones are not passed by small ones for ever.
+The module never touches the memory. Invariants: two parts in use never overlap; callers get their parts in the order in
+which they asked, so that small ones do not pass large ones for ever.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ PART_ALIGNMENT = 4096
 
 
 class Parts:
-    """Gives out parts of the bytes `begin` to `end`, the first that fits; a caller waits for its turn and for one."""
+    """The parts of the bytes `begin` to `end`: a caller gets the first that fits, and waits for its turn and for
+    one.
+    """
 
     def __init__(self, begin: int, end: int) -> None:
         self.largest_bytes = end - begin
@@ -24,11 +26,13 @@ class Parts:
 
     @property
     def waiting(self) -> int:
-        """Callers that have no part yet."""
+        """The number of callers that have no part yet."""
         return len(self._waiting)
 
     def take(self, nbytes: int) -> tuple[int, int]:
-        """Offset and bytes of a part of at least `nbytes`, at most `largest_bytes`. Raises OSError once closed."""
+        """Return offset and bytes of a part of at least `nbytes`, at most `largest_bytes`. Raises OSError once
+        closed.
+        """
         turn = object()
         with self._changed:
             self._waiting.append(turn)
@@ -45,7 +49,7 @@ class Parts:
                 self._changed.notify_all()
 
     def take_now(self, nbytes: int) -> tuple[int, int] | None:
-        """`take`, if that need not wait."""
+        """Return a part as `take` does, if that need not wait; otherwise None."""
         with self._changed:
             is_free = not self._waiting and not self._closed
             return self._first_fit(nbytes) if is_free else None
@@ -59,7 +63,7 @@ class Parts:
         return None
 
     def give_back(self, *parts: tuple[int, int]) -> None:
-        """Together, so that a caller who waits for several may have them all."""
+        """Give parts back together, so that a caller who waits for several may have them all."""
         with self._changed:
             merged: list[tuple[int, int]] = []
             for begin, end in sorted([*self._free, *((begin, begin + nbytes) for begin, nbytes in parts)]):

@@ -1,8 +1,8 @@
 """The blocks that a tier kept over a restart, as columns: a million blocks in a few arrays instead of a million
 objects.
 
-Owns nothing but the columns. Keys are two little-endian words each, the bytes of the key as on the medium.
-Invariant: all columns have one entry a block; no key occurs twice.
+Keys are two little-endian words each, the bytes of the key as on the medium. Invariant: all columns have one entry a
+block; no key occurs twice.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KEY_WORDS = 2
 
 
 class BlockOrigin(NamedTuple):
-    """Whose a block is and what its bytes depend on: shared by many blocks."""
+    """The tenant of a block and the inputs that its bytes depend on: shared by many blocks."""
 
     tenant: bytes
     fingerprint: bytes
@@ -63,7 +63,7 @@ class RecoveredBlocks:
         )
 
     def take(self, chosen: Column) -> RecoveredBlocks:
-        """Only these blocks, by position or by mask."""
+        """Return only these blocks, chosen by position or by mask."""
         columns = {name: getattr(self, name)[chosen] for name in _COLUMNS}
         for name in ("codec", "stored_bytes", "kept"):
             column = getattr(self, name)
@@ -83,7 +83,7 @@ _COLUMNS = (
 
 
 def as_columns(blocks: Iterable[tuple[Slot, BlockHeader]]) -> RecoveredBlocks:
-    """The columns of blocks that are listed one by one."""
+    """Return the columns of blocks that are listed one by one."""
     listed = list(blocks)
     origins: dict[BlockOrigin, int] = {}
     origin = [origins.setdefault(BlockOrigin(h.tenant, h.fingerprint, h.group), len(origins)) for _, h in listed]
@@ -111,5 +111,5 @@ def as_columns(blocks: Iterable[tuple[Slot, BlockHeader]]) -> RecoveredBlocks:
 
 
 def as_words(packed_keys: bytes) -> Column:
-    """Packed keys as a column of keys."""
+    """Return packed keys as a column of keys."""
     return np.frombuffer(packed_keys, dtype="<u8").reshape(-1, KEY_WORDS)

@@ -20,12 +20,13 @@ for _name, _what in _FILES.items():
 
 
 def replace_file(path: Path, content: bytes, *, durable: bool = True) -> None:
-    """Replace `path`, mode 0600, by `content`. `durable`: over a crash of the machine too. Raises OSError that names
-    `path`."""
+    """Replace `path`, mode 0600, by `content`. `durable`: also over a crash of the machine. Raises OSError that names
+    `path`.
+    """
     with replaced_file(path, durable=durable) as file:
         file.write(content)
 
 
 def replaced_file(path: Path, *, durable: bool = True) -> AbstractContextManager[BufferedWriter]:
-    """Return a file to write that takes the place of `path`; otherwise as `replace_file`."""
+    """Return a file to write that takes the place of `path`. For the parameters see `replace_file`."""
     return whole.replaced_file(path, durable=durable, before_rename=lambda: failpoints.hit(f"file.{path.name}"))

@@ -1,11 +1,11 @@
 """Memory that a transfer reads or fills, named by address.
 
-Owns the `Segment` record and the few operations on raw addresses that every host-memory tier shares: copy, view,
-checksum. Never allocates payload memory and never follows an address that is not SYSTEM.
-Invariants: every copy and checksum of payload here releases the GIL (ctypes.memmove is a foreign call; python-xxhash
-releases it above 100 KiB, and hashes less in microseconds), because a copy that holds it stalls the control thread for
-milliseconds. Headers are copied with the GIL held: that takes a tenth of a microsecond, and getting the GIL back from a
-busy thread up to a switch interval.
+The module owns the `Segment` record and the few operations on raw addresses that every host-memory tier shares: copy,
+view, checksum. It does not allocate payload memory and never follows an address that is not SYSTEM. Invariants: every
+copy and checksum of payload here releases the GIL (ctypes.memmove is a foreign call; python-xxhash releases it above
+100 KiB, and hashes less in microseconds), because a copy that holds it stalls the control thread for milliseconds.
+Headers are copied with the GIL held: that takes a tenth of a microsecond, and getting the GIL back from a busy thread
+up to a switch interval.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class MemoryKind(Enum):
 class Segment:
     """A run of bytes that a transfer reads or fills. `owner` keeps the memory alive while the transfer runs.
 
-    `generation` is that of the slot this memory is, where it is a slot of a mapped tier: a transfer that fills such a
-    segment with a slot image stamps it into the image's header. `vouched` is the header that an image here must have,
-    where clients can write the memory: what they wrote there is believed only if it is the same.
+    `generation` is the slot's, if the memory is a slot of a mapped tier: a transfer that fills the segment with a
+    slot image stamps it into the image's header. `vouched` is the header that an image here must have, if clients can
+    write the memory; another header is not believed.
     """
 
     address: int
@@ -56,7 +56,7 @@ class Segment:
     vouched: BlockHeader | None = None
 
     def part(self, offset: int, nbytes: int) -> Segment:
-        """The `nbytes` bytes from `offset`. Raises ValueError outside the segment."""
+        """Return the `nbytes` bytes from `offset`. Raises ValueError outside the segment."""
         if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
             raise ValueError(f"bytes {offset}..{offset + nbytes} are outside a segment of {self.nbytes}")
         return Segment(self.address + offset, nbytes, self.memory, self.owner, self.generation)
@@ -75,7 +75,7 @@ class AlignedBuffer:
 
 
 def segment_of(array: Bytes) -> Segment:
-    """The memory of a contiguous array, which the segment keeps alive."""
+    """Return the memory of a contiguous array, which the segment keeps alive."""
     if not array.flags.c_contiguous:
         raise ValueError("a segment needs contiguous memory")
     return Segment(array.ctypes.data, array.nbytes, owner=array)
@@ -86,22 +86,22 @@ def total_bytes(segments: Sequence[Segment]) -> int:
 
 
 def buffer_at(address: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:
-    """A writable buffer over `nbytes` at `address`. The caller keeps that memory alive."""
+    """Return a writable buffer over `nbytes` at `address`. The caller keeps that memory alive."""
     return (ctypes.c_char * nbytes).from_address(address)
 
 
 def view_at(address: int, nbytes: int) -> Bytes:
-    """A writable uint8[nbytes] over `address`. The caller keeps that memory alive."""
+    """Return a writable uint8[nbytes] over `address`. The caller keeps that memory alive."""
     return np.frombuffer(memoryview(buffer_at(address, nbytes)).cast("B"), dtype=np.uint8)
 
 
 def checksum_at(address: int, nbytes: int) -> int:
-    """xxh3_64 of the bytes at `address`."""
+    """Return xxh3_64 of the bytes at `address`."""
     return xxhash.xxh3_64_intdigest(buffer_at(address, nbytes))
 
 
 def checksum_of(segments: Sequence[Segment], nbytes: int) -> int:
-    """xxh3_64 of the first `nbytes` of a scatter list."""
+    """Return xxh3_64 of the first `nbytes` of a scatter list."""
     if len(segments) == 1:
         return checksum_at(segments[0].address, nbytes)
     digest = xxhash.xxh3_64()
@@ -111,7 +111,7 @@ def checksum_of(segments: Sequence[Segment], nbytes: int) -> int:
 
 
 def clipped(segments: Sequence[Segment], nbytes: int) -> Iterator[Segment]:
-    """The first `nbytes` of a scatter list."""
+    """Yield the first `nbytes` of a scatter list."""
     left = nbytes
     for segment in segments:
         if left <= 0:
@@ -128,10 +128,10 @@ def gather(destination: int, segments: Sequence[Segment]) -> None:
 
 
 def gather_and_checksum(destination: int, segments: Sequence[Segment], nbytes: int) -> int:
-    """`gather`, and the xxh3_64 of the first `nbytes` that are at `destination` then.
+    """Copy a scatter list to `destination`, and return the xxh3_64 of the first `nbytes` there.
 
-    Piece by piece: what was just copied is hashed out of the processor's own cache, which takes a tenth off both
-    together. Larger pieces leave that cache, smaller ones cost more calls and more hand-overs of the GIL.
+    It works piece by piece: bytes just copied are hashed out of the processor's own cache, which takes a tenth off both
+    together. Larger pieces leave that cache, smaller ones need more calls and more hand-overs of the GIL.
     """
     digest = xxhash.xxh3_64()
     for segment in segments:

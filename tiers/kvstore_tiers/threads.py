@@ -1,12 +1,11 @@
-"""Resident threads that run transfers, one by one or in batches, and what waits for the end of transfers.
+"""Resident threads that run transfers, one by one or in batches, and ways to wait for the end of transfers.
 
-Owns the promise that each transfer's completion is called exactly once. Never decides order or priority: first in,
-first out. A SimpleQueue hand-over costs about 10 us; ThreadPoolExecutor's futures cost up to a third of the
-throughput at NVMe speeds.
-The threads step a little behind the rest of the process (nice 5): each has milliseconds of copying before it, the
-thread that answers clients microseconds. Beside two clients at full load on two cores that took the p50 of a lookup
-from 3.2 to 1.9 ms and its p99 from 10 to 7, with no fewer blocks moved.
-Invariants: an OSError of a transfer is its outcome, never a dead thread; after `close` nothing runs any more.
+The module promises that each transfer's completion is called exactly once. It does not decide order or priority: first
+in, first out. A SimpleQueue hand-over costs about 10 us; ThreadPoolExecutor's futures cost up to a third of the
+throughput at NVMe speeds. The threads have a slightly lower priority than the rest of the process (nice 5): each has
+milliseconds of copying before it, the thread that answers clients microseconds. Beside two clients at full load on two
+cores that took the p50 of a lookup from 3.2 to 1.9 ms and its p99 from 10 to 7, with no fewer blocks moved. Invariants:
+an OSError of a transfer is its outcome, never a dead thread; after `close` nothing runs any more.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class ResidentThreads:
-    """`count` threads that run what `submit` hands them until `close`."""
+    """A pool of `count` threads that run the transfers of `submit` until `close`."""
 
     def __init__(self, name: str, count: int) -> None:
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -55,8 +54,7 @@ class ResidentThreads:
             done(Outcome(OutcomeKind.CANCELLED, message="the tier is closed"))
 
     def begin(self, job: Callable[[], None], done: Completion) -> None:
-        """Run `job`, which has `done` called by itself unless it raises, on some thread. After `close`: CANCELLED, at
-        once."""
+        """Run `job` on some thread; it calls `done` by itself unless it raises. After `close`: CANCELLED, at once."""
 
         def attempt() -> Outcome:
             job()
@@ -71,7 +69,7 @@ class ResidentThreads:
             done(Outcome(OutcomeKind.CANCELLED, message="the tier is closed"))
 
     def post(self, job: Callable[[], None]) -> bool:
-        """Run `job`, which must not raise, on some thread. False after `close`."""
+        """Run `job`, which must not raise, on some thread. Return False after `close`."""
         with self._closing:
             if self._closed:
                 return False
@@ -79,7 +77,7 @@ class ResidentThreads:
             return True
 
     def close(self) -> None:
-        """Finish what is queued, then end the threads. Idempotent; not to be called from one of them."""
+        """Finish queued transfers, then end the threads. Idempotent; not to be called from one of them."""
         with self._closing:
             if self._closed:
                 return
@@ -98,7 +96,7 @@ class ResidentThreads:
 
 
 def run_transfer(transfer: Transfer) -> Outcome:
-    """The outcome of a transfer; what it raises becomes FAILED."""
+    """Return the outcome of a transfer; an error that it raises becomes FAILED."""
     try:
         return transfer()
     except OSError as error:
@@ -109,7 +107,7 @@ def run_transfer(transfer: Transfer) -> Outcome:
 
 
 def deliver(outcome: Ended, done: Callable[[Ended], None]) -> None:
-    """Hand an outcome (or those of a batch) over; a completion that raises is logged, not passed on."""
+    """Pass an outcome (or a batch's outcomes) to `done`; a completion that raises is logged, not passed on."""
     try:
         done(outcome)
     except Exception:
@@ -117,13 +115,14 @@ def deliver(outcome: Ended, done: Callable[[Ended], None]) -> None:
 
 
 def complete(transfer: Transfer, done: Completion) -> None:
-    """Run a transfer and hand its outcome over."""
+    """Run a transfer and pass its outcome to `done`."""
     deliver(run_transfer(transfer), done)
 
 
 class TransferBatch:
     """Transfers that up to `parts` threads take one by one, so that a thread that starts late, or loses its core,
-    delays one transfer and not its share of all. The thread that ends the last part delivers all outcomes."""
+    delays one transfer and not its share of all. The thread that ends the last part delivers all outcomes.
+    """
 
     def __init__(self, transfers: Sequence[Transfer], parts: int, done: Callable[[Sequence[Outcome]], None]) -> None:
         self._transfers = transfers
@@ -144,7 +143,7 @@ class TransferBatch:
         self.end_part()
 
     def end_part(self) -> None:
-        """One part is over, with the outcomes it has; without a run, it was cancelled."""
+        """End one part, with the outcomes it has; if it never ran, it was cancelled."""
         with self._ending:
             self._parts_left -= 1
             is_last = not self._parts_left
@@ -157,8 +156,9 @@ Read = TypeVar("Read")
 
 
 class WaitingReads(Generic[Read]):
-    """`serve(reads)`, on one of so many threads, ends the leading ones, one at least, and returns how many; it must not
-    raise. The others wait on, before those that came later."""
+    """Reads that wait. `serve(reads)`, on one of `threads` threads, ends the leading ones, at least one, and returns
+    their number; it must not raise. The others wait on, before later ones.
+    """
 
     def __init__(self, name: str, threads: int, serve: Callable[[Sequence[Read]], int]) -> None:
         self._threads = ResidentThreads(name, threads)
@@ -173,7 +173,7 @@ class WaitingReads(Generic[Read]):
             self._call()
 
     def close(self) -> None:
-        """Ends the threads. Nothing may wait."""
+        """End the threads. Nothing may wait."""
         self._threads.close()
 
     def _call(self) -> None:
@@ -202,7 +202,7 @@ class _Wait:
 
 
 class PendingWrites:
-    """`begin` is called for each write; any thread may end one."""
+    """The writes that have not ended. `begin` is called for each write; any thread may end one."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -211,8 +211,9 @@ class PendingWrites:
         self._waiting: list[_Wait] = []
 
     def begin(self, done: Completion, *, must_succeed: bool = False) -> Completion:
-        """The completion that the write calls in place of `done`. `must_succeed`: where it fails, actions that waited
-        for it get False."""
+        """Return the completion that the write calls in place of `done`. `must_succeed`: if it fails, actions that
+        waited for it get False.
+        """
         with self._lock:
             self._last += 1
             number = self._last
@@ -227,8 +228,9 @@ class PendingWrites:
         return ended
 
     def when_ended(self, action: Action) -> None:
-        """Call `action` when the writes that are pending now have ended, in the thread that ends the last of them. It
-        gets whether those that had to succeed did."""
+        """Call `action` when the present pending writes have ended, in the thread that ends the last of them. It gets
+        True if the writes that must succeed did.
+        """
         with self._lock:
             if self._numbers:
                 self._waiting.append(_Wait(set(self._numbers), action))
@@ -249,14 +251,14 @@ class PendingWrites:
 
 
 class UnderWay:
-    """Any thread may begin or end a transfer."""
+    """A count of transfers under way. Any thread may begin or end one."""
 
     def __init__(self) -> None:
         self._transfers = 0
         self._changed = threading.Condition()
 
     def begin(self, done: Completion) -> Completion:
-        """The completion that the transfer calls in place of `done`."""
+        """Return the completion that the transfer calls in place of `done`."""
         with self._changed:
             self._transfers += 1
 

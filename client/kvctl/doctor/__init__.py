@@ -1,1 +1,3 @@
-"""kvctl doctor: checks everything around a daemon that can be wrong, and says how to repair it. Changes nothing."""
+"""kvctl doctor: checks a daemon and everything around it that can be wrong, and says how to repair it. It changes
+nothing.
+"""

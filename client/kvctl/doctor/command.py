@@ -1,4 +1,4 @@
-"""kvctl doctor: runs the checks area by area and shows what they found. Works with the daemon up or down."""
+"""kvctl doctor: runs the checks area by area and shows what they found, with the daemon running or not."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Areas = list[tuple[str, list[Finding]]]
 
 
 def doctor(directory: Path, arguments: argparse.Namespace) -> Output:
-    """Every check. The exit code is FAILED when one of them failed; warnings alone are OK."""
+    """Run every check. The exit code is FAILED if a check failed; with only warnings it is OK."""
     clock = machine.ClockWatch()
     around, trouble = look_around(directory, arguments)
     with Progress("kvctl doctor") as progress:
@@ -36,7 +36,7 @@ def doctor(directory: Path, arguments: argparse.Namespace) -> Output:
 
 
 def look_around(directory: Path, arguments: argparse.Namespace) -> tuple[Surroundings, CommandError | None]:
-    """What can be known beforehand, and why the daemon did not answer, if it did not."""
+    """Return what the checks measure against, and the error of asking the daemon; None if it answered."""
     status: wire.StatusReply | None = None
     try:
         with AdminSocket(directory, arguments.timeout) as admin:
@@ -55,7 +55,9 @@ def _checks(
     arguments: argparse.Namespace,
     progress: Progress,
 ) -> Iterator[tuple[str, list[tuple[str, Check]]]]:
-    """Areas in the order in which things go wrong; (name for a check that cannot be made, check)."""
+    """Yield each area with its checks, in the order in which things go wrong. A check is a pair: the name to report if
+    it cannot be made, and the function.
+    """
     installed = _version()
     yield "sockets", [
         ("directory", partial(sockets.directory, around)), ("sockets", partial(sockets.sockets, around)),
@@ -104,7 +106,7 @@ def _findings(checks: Iterable[tuple[str, Check]]) -> Iterator[Finding]:
 
 
 def _settings(around: Surroundings) -> Iterator[Finding]:
-    """Say where the settings come from that the checks measure against."""
+    """Report the source of the settings that the checks measure against."""
     if around.settings.problem:
         advice = "see `kvstored config` for every setting; checks against settings are left out"
         yield fail("settings", f"{around.settings.source}: {around.settings.problem}", advice)
@@ -114,7 +116,7 @@ def _settings(around: Surroundings) -> Iterator[Finding]:
 
 
 def render(areas: Areas, width: int) -> str:
-    """Return the text for people: a line a finding, what to do below it."""
+    """Return the text for people: one line for each finding, with the advice below it."""
     colour = wants_colour(sys.stdout)
     name_width = max((len(finding.name) for _, found in areas for finding in found), default=0)
     lines: list[str] = []
@@ -135,7 +137,7 @@ def render(areas: Areas, width: int) -> str:
 
 
 def _advice(text: str, room: int) -> list[str]:
-    """Wrapped on a terminal; in a pipe one line, which can be searched and copied."""
+    """Return the advice as lines: wrapped on a terminal, one line in a pipe, where it can be searched and copied."""
     if not text:
         return []
     pieces = textwrap.wrap(text, max(40, room), break_on_hyphens=False) if is_terminal(sys.stdout) else [text]

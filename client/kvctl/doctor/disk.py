@@ -1,8 +1,8 @@
-"""The NVMe tier's directory: there, the daemon's own, with room, on a disk, with direct I/O; and how fast that disk is,
-by writing and reading one temporary file, bounded in bytes and time.
+"""The NVMe tier's directory: whether it exists, belongs to the daemon, has room, is on a disk and takes direct I/O; and
+the disk's speed, measured by writing and reading one temporary file, bounded in bytes and time.
 
-The speed is measured the way that the NVMe tier works: O_DIRECT where it works, several threads, large transfers, a
-sync at the end. The daemon may be at work meanwhile; then both are slower.
+The speed is measured with the NVMe tier's kind of I/O: O_DIRECT if it works, several threads, large transfers, a sync
+at the end. A running daemon makes the measurement slower, and the measurement makes the daemon slower.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _ownership(around: Surroundings, path: Path, status: os.stat_result) -> Find
 
 
 def room(around: Surroundings) -> Iterator[Finding]:
-    """Free space against what the tier may still grow by."""
+    """Compare the free space with the bytes that the tier may still grow by."""
     path = _tier_path(around)
     if path is None:
         return
@@ -153,12 +153,12 @@ def direct(around: Surroundings) -> Iterator[Finding]:
 
 
 def _tier_path(around: Surroundings) -> Path | None:
-    """Return where the NVMe tier is; None where there is none, or no settings are known."""
+    """Return the directory of the NVMe tier; None if there is no such tier, or no settings are known."""
     return around.settings.path("nvme.path") if around.settings.flag("nvme.enabled") else None
 
 
 def existing(path: Path) -> Path:
-    """The path, or the nearest directory above it that exists and can be seen."""
+    """Return `path`, or the nearest directory above it that exists and can be seen."""
     for candidate in (path, *path.parents):
         with suppress(OSError):
             if candidate.is_dir():
@@ -167,7 +167,7 @@ def existing(path: Path) -> Path:
 
 
 def kind_of(around: Surroundings, path: Path) -> str:
-    """The file system's type, by the mount that is nearest above the path."""
+    """Return the type of the file system that holds `path`."""
     best, kind = -1, ""
     real = path.resolve()
     for line in (around.read(around.proc / "self/mountinfo") or "").splitlines():
@@ -179,7 +179,7 @@ def kind_of(around: Surroundings, path: Path) -> str:
 
 
 def unnamed_file(directory: Path, flags: int = 0) -> int:
-    """A descriptor of a file that vanishes with it, however this process ends."""
+    """Return a descriptor of a file without a name: the file vanishes when the process ends in any way."""
     try:
         return os.open(directory, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC | flags, 0o600)
     except OSError as error:
@@ -218,7 +218,7 @@ def _direct_works(directory: Path) -> bool:
 
 
 def _allocated_bytes(path: Path) -> int:
-    """What the tier's files take; 0 where we may not look."""
+    """Return the bytes on disk of the tier's files; files that cannot be seen count as 0."""
     total_bytes = 0
     with suppress(OSError):
         for file in path.rglob("*"):
@@ -292,7 +292,7 @@ def judge(measured: Measured) -> Iterator[Finding]:
 
 
 def measure(directory: Path, nbytes: int, progress: Progress) -> Measured:
-    """Raises OSError. The file has no name, so nothing is left behind."""
+    """Return the disk's measured speed. The file has no name, so nothing is left behind. Raises OSError."""
     try:
         fd, is_direct = unnamed_file(directory, os.O_DIRECT), True
     except OSError:
@@ -319,7 +319,9 @@ def measure(directory: Path, nbytes: int, progress: Progress) -> Measured:
 
 
 def _run(nbytes: int, transfer: Callable[[int], None], report: Callable[[int, int], None]) -> int:
-    """Transfers from the front, several at once, until all or the time is over; bytes done."""
+    """Transfer `nbytes` from the front, several parts at once, until all are done or the time is over; return the bytes
+    done.
+    """
     until_s = time.monotonic() + MAX_S
     done_bytes = 0
     with ThreadPoolExecutor(_THREADS) as threads:
@@ -338,12 +340,12 @@ def _write(fd: int, pattern: mmap.mmap, offset: int) -> None:
 
 
 def _read(fd: int, buffers: list[mmap.mmap], offset: int) -> None:
-    """Neighbours that are read at once have a buffer each."""
+    """Read one part into a buffer of its own: neighbouring parts are read at once."""
     os.preadv(fd, [buffers[offset // _TRANSFER_BYTES % _THREADS]], offset)
 
 
 def _sync(fd: int) -> float:
-    """Seconds for one page and its sync."""
+    """Write one page and sync it, and return the seconds that took."""
     with mmap.mmap(-1, mmap.PAGESIZE) as page:
         began_s = time.monotonic()
         os.pwritev(fd, [page], 0)

@@ -1,5 +1,5 @@
-"""Limits of the daemon, or of this process where none runs: descriptors, locked memory, memory of its cgroup; and
-memory for the DRAM tier: whether it fits, may be swapped out, has large pages, and works as a memfd.
+"""Limits of the daemon, or of this process if no daemon runs: descriptors, locked memory, memory of its cgroup; and the
+memory of the DRAM tier: whether it fits, may be swapped out, has large pages, and works as a memfd.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ def descriptors(around: Surroundings) -> Iterator[Finding]:
 
 
 def _containers(capacity_bytes: int, each_bytes: int, auto_bytes: int) -> int:
-    """Arenas or slabs of a tier; `each_bytes` 0: "auto", which makes 64 at most, or larger ones of `auto_bytes`."""
+    """Return the number of arenas or slabs of a tier. `each_bytes` 0 means "auto": at most 64, or larger ones of
+    `auto_bytes`.
+    """
     return capacity_bytes // each_bytes if each_bytes else max(64, capacity_bytes // auto_bytes)
 
 
@@ -64,7 +66,7 @@ def locked_memory(around: Surroundings) -> Iterator[Finding]:
 
 
 def cgroup_memory(around: Surroundings) -> Iterator[Finding]:
-    """Arenas are shared memory and count against the daemon's memory limit."""
+    """Check the memory limit of the daemon's cgroup. Arenas are shared memory and count against it."""
     process = str(around.status.pid) if around.status is not None else "self"
     place = around.read(around.proc / process / "cgroup") or ""
     limits = list(_limits_of_groups(around, place))
@@ -83,8 +85,9 @@ def cgroup_memory(around: Surroundings) -> Iterator[Finding]:
 
 
 def _limits_of_groups(around: Surroundings, place: str) -> Iterator[int | None]:
-    """The tightest limit in each hierarchy that knows memory; None where a hierarchy has none. `place` is what
-    /proc/PID/cgroup says: version 2, version 1, or both on a machine that mixes them."""
+    """Yield the tightest limit in each hierarchy that controls memory; None if a hierarchy has no limit. `place` is the
+    text of /proc/PID/cgroup: version 2, version 1, or both on a machine that mixes them.
+    """
     root = around.sys / "fs/cgroup"
     for line in place.splitlines():
         number, controllers, group = [*line.split(":", 2), "", ""][:3]
@@ -96,7 +99,7 @@ def _limits_of_groups(around: Surroundings, place: str) -> Iterator[int | None]:
 
 
 def _least_limit(around: Surroundings, root: Path, group: str, name: str) -> int | None:
-    """The tightest limit from the group up to the root."""
+    """Return the tightest limit from `group` up to the root, in bytes; None if there is none."""
     parts = [part for part in group.split("/") if part]
     found = []
     for depth in range(len(parts), -1, -1):
@@ -107,7 +110,7 @@ def _least_limit(around: Surroundings, root: Path, group: str, name: str) -> int
 
 
 def _limits(around: Surroundings) -> tuple[str, dict[str, tuple[str, str]]]:
-    """Whose limits, and (soft, hard) by name."""
+    """Return the process whose limits they are, and the pairs (soft, hard) by name."""
     if around.status is not None:
         text = around.read(around.proc / str(around.status.pid) / "limits")
         whose = "the daemon"
@@ -131,7 +134,9 @@ def _shown(limit: int) -> str:
 
 
 def capacity(around: Surroundings) -> Iterator[Finding]:
-    """Against what the machine has; swap makes a cache slower than no cache."""
+    """Compare the DRAM tier's capacity with the machine's memory, and warn of swap: a cache in swap is slower than no
+    cache.
+    """
     memory = around.table(around.proc / "meminfo")
     total_bytes, swap_bytes = _kib(memory.get("MemTotal")), _kib(memory.get("SwapTotal"))
     wanted_bytes = around.settings.nbytes("host.capacity")
@@ -158,7 +163,7 @@ def capacity(around: Surroundings) -> Iterator[Finding]:
 
 
 def shared(around: Surroundings) -> Iterator[Finding]:
-    """A memfd made, sealed and touched the way that arenas are."""
+    """Make, seal and touch a memfd, as the daemon does for arenas."""
     try:
         fd = os.memfd_create("kvctl-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as error:
@@ -209,5 +214,5 @@ def _populate(mapped: mmap.mmap) -> bool:
 
 
 def _kib(text: str | None) -> int:
-    """Bytes of "123 kB"; 0 of nothing."""
+    """Return the bytes of "123 kB"; 0 for None."""
     return int(text.split()[0]) * 1024 if text else 0

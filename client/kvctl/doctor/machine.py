@@ -72,7 +72,7 @@ def processors(around: Surroundings) -> Iterator[Finding]:
 
 
 def user_namespace(around: Surroundings) -> Iterator[Finding]:
-    """Look whether the daemon's user namespace maps every user and group: it knows callers by what it maps."""
+    """Check that the daemon's user namespace maps every user and group; the daemon knows its callers by these ids."""
     if around.status is None:
         return
     for kind, what in (("uid", "users"), ("gid", "groups")):
@@ -91,7 +91,7 @@ def user_namespace(around: Surroundings) -> Iterator[Finding]:
 
 
 def unit(around: Surroundings) -> Iterator[Finding]:
-    """The systemd unit, where there is systemd."""
+    """Check the systemd unit, if the machine has systemd."""
     if not around.systemd.is_dir():
         yield ok("systemd", "not running here")
         return
@@ -113,7 +113,9 @@ def unit(around: Surroundings) -> Iterator[Finding]:
 
 
 class ClockWatch:
-    """Made when the checks begin, asked when they end: has the wall clock jumped in between?"""
+    """A watch for jumps of the wall clock between its construction, when the checks begin, and the check at their
+    end.
+    """
 
     def __init__(self) -> None:
         self._apart_ns = time.time_ns() - time.monotonic_ns()
@@ -146,7 +148,7 @@ def steps(step_s: float) -> Iterator[Finding]:
 
 
 def _is_synchronised() -> bool | None:
-    """Ask adjtimex(2), reading only; None where it is not allowed."""
+    """Return whether adjtimex(2) says that the clock is synchronised; None if the call is not allowed."""
     timex = (ctypes.c_long * 32)()  # struct timex; modes = 0 reads; status is its sixth word on 64-bit
     if ctypes.sizeof(ctypes.c_long) != 8 or ctypes.CDLL(None).adjtimex(timex) < 0:
         return None
@@ -183,6 +185,6 @@ def _package(name: str, least: str, installed: Callable[[str], str]) -> Finding:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """The leading numbers of a version: "6.33.0rc1" -> (6, 33, 0)."""
+    """Return the leading numbers of a version: "6.33.0rc1" -> (6, 33, 0)."""
     match = re.match(r"\d+(?:\.\d+)*", text)
     return tuple(map(int, match[0].split("."))) if match else ()

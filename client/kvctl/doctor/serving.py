@@ -1,5 +1,5 @@
-"""The daemon itself: whether it answers an operator and an engine, is the version that is installed, has the secret
-that its blocks were stored under, and serves a certificate that does not end soon.
+"""The daemon itself: whether it answers an operator and an engine, has the installed version, has the secret that its
+blocks were stored under, and serves a certificate that does not end soon.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _EXPIRED = 10  # X509_V_ERR_CERT_HAS_EXPIRED
 
 
 def answering(around: Surroundings, trouble: CommandError | None) -> Iterator[Finding]:
-    """Judge the answer on the admin socket. `trouble` is why there was none."""
+    """Judge the answer on the admin socket. `trouble` is the error if there was no answer."""
     status = around.status
     if status is None:
         if trouble is not None and trouble.exit_code == DENIED:
@@ -80,7 +80,7 @@ def versions(around: Surroundings, installed: str) -> Iterator[Finding]:
 
 
 def as_an_engine(around: Surroundings, timeout_s: float) -> Iterator[Finding]:
-    """Handshake and stream, the way that engines take."""
+    """Make a handshake and open a stream, as engines do."""
     if around.status is None and not os.path.exists(around.socket_dir / HANDSHAKE_SOCKET):
         return
     try:
@@ -131,7 +131,7 @@ def secret(around: Surroundings) -> Iterator[Finding]:
 
 
 def certificate(around: Surroundings) -> Iterator[Finding]:
-    """Look at what is served. Nothing without a daemon or without TLS."""
+    """Check the certificate that the daemon serves. Without a daemon or without TLS there is no finding."""
     listen, path = around.settings.values.get("unary.listen", ""), around.settings.path("unary.tls_cert")
     if around.status is None or not listen or path is None:
         return
@@ -154,8 +154,9 @@ def certificate(around: Surroundings) -> Iterator[Finding]:
 
 
 def _end_of(served: str, host: str, port: int) -> float:
-    """Return when a certificate ends, in seconds of the wall clock, 0 for one that has: by trusting it alone, since
-    Python says what is in a certificate only of one that it trusts."""
+    """Return when a certificate ends, in seconds since the epoch; 0 if it has ended. The certificate is the only one
+    trusted here, since Python shows the fields of trusted certificates only.
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
@@ -175,7 +176,9 @@ def _end_of(served: str, host: str, port: int) -> float:
 
 
 def _is_in(served: str, path: Path) -> bool:
-    """Return whether the file at `path` has the certificate `served`; one closed to us counts as having it."""
+    """Return whether the file at `path` has the certificate `served`; a file that this user cannot read counts as
+    having it.
+    """
     try:
         text = path.read_text()
     except OSError:

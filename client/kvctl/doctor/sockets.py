@@ -1,5 +1,5 @@
-"""The socket directory and the sockets in it: there, not open to all users, not stale, open to this user. Finds a
-daemon whose sockets do not show it by the lock of its state directory.
+"""The socket directory and its sockets: whether they exist, are closed to other users, answer, and are open to this
+user. If the sockets show no daemon, the lock of the state directory may.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def directory(around: Surroundings) -> Iterator[Finding]:
 
 
 def sockets(around: Surroundings) -> Iterator[Finding]:
-    """Each socket by itself; nothing when the directory cannot be entered, which `directory` reports."""
+    """Check each socket by itself; report nothing if the directory cannot be entered, which `directory` reports."""
     if not os.access(around.socket_dir, os.X_OK):
         return
     for name in _KINDS:
@@ -110,7 +110,7 @@ def _socket(around: Surroundings, name: str) -> Finding:
 
 
 def _connect(path: Path, kind: int) -> OSError | None:
-    """Why no daemon can be reached there; None when one can."""
+    """Return the error of connecting to the socket at `path`; None if it works."""
     with socket.socket(socket.AF_UNIX, kind) as probe:
         probe.settimeout(_PROBE_S)
         try:
@@ -140,7 +140,7 @@ def _group_name(gid: int) -> str:
 
 
 def _is_member(uid: int, gid: int) -> bool:
-    """Ask the group database, which may be newer than this login."""
+    """Return whether the group database lists the user `uid` in the group `gid`; it may be newer than this login."""
     try:
         return user_name(uid) in grp.getgrgid(gid).gr_mem
     except KeyError:
@@ -154,8 +154,9 @@ def _join(group: str) -> str:
 
 
 def holder_of_lock(around: Surroundings) -> int:
-    """Return the pid of the daemon that has the state directory, as `lock_holder` does. Raise OSError where that cannot
-    be known."""
+    """Return the pid of the daemon that holds the state directory, as `lock_holder` does. Raises OSError if that cannot
+    be known.
+    """
     if around.status is not None:
         return around.status.pid
     state_dir = around.settings.path("daemon.state_dir")
@@ -166,7 +167,9 @@ def holder_of_lock(around: Surroundings) -> int:
 
 
 def how_to_start(around: Surroundings, more: str = "") -> str:
-    """Return what to do where no daemon answers: never what would start a second one. `more` follows the command."""
+    """Return the advice for a daemon that does not answer: never one that would start a second daemon. `more` follows
+    the command.
+    """
     start = f"kvstored serve --socket-dir {around.socket_dir}{more}"
     try:
         pid = holder_of_lock(around)

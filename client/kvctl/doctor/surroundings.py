@@ -1,8 +1,9 @@
-"""What the checks look at, a daemon's directories and settings and the system's files; and what they find.
+"""The surroundings that the checks look at (a daemon's directories and settings, the system's files), and the form of
+their findings.
 
-Everything that a test wants to stand in for is here: roots of /proc, /sys and /dev, who the caller is, how commands are
-run. Settings come without importing the daemon: as it says itself, or as `kvstored config` and a file say; a file
-that the daemon would refuse is refused with the daemon's own words.
+Everything that a test replaces is here: the roots of /proc, /sys and /dev, the caller's identity, and how commands are
+run. Settings are read without importing the daemon: from the running daemon, or from `kvstored config` and a file. If
+the daemon would refuse a file, the finding has the daemon's own message.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ _TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class DaemonSettings:
-    """`values` by SECTION.KEY; sizes are bytes under KEY_bytes. `problem` is why there are none to trust."""
+    """The daemon's settings: `values` by SECTION.KEY, sizes as bytes under KEY_bytes. `problem` says why there are no
+    reliable values.
+    """
 
     source: str
     values: Mapping[str, str] = field(default_factory=dict)
@@ -40,7 +43,7 @@ class DaemonSettings:
         return Path(value) if value else None
 
     def nbytes(self, key: str) -> int:
-        """0 when unknown."""
+        """Return the bytes of the setting `key`; 0 if unknown."""
         value = self.values.get(f"{key}_bytes", "0")
         return int(value) if value.isdecimal() else 0
 
@@ -52,8 +55,9 @@ class DaemonSettings:
         return self.values.get(key, "").lower() == "true"
 
     def tiers(self, kind: str, *, mark: str) -> list[str]:
-        """Names of the tiers of a kind. Only a file's settings have the kind; only a daemon's have every default, so
-        that a tier without a kind is known by `mark`, a setting that no other kind has."""
+        """Return the names of the tiers of `kind`. A file's settings have the kind; a running daemon's settings may
+        not, but have every default: there a tier is recognised by `mark`, a setting that no other kind has.
+        """
         names = dict.fromkeys(key.rpartition(".")[0] for key in self.values if key.endswith((".kind", f".{mark}")))
         return [name for name in names if self.values.get(f"{name}.kind", kind) == kind]
 
@@ -63,7 +67,7 @@ def of_daemon(values: Mapping[str, str]) -> DaemonSettings:
 
 
 def of_file(config: Path | None, state_dir: str | None) -> DaemonSettings:
-    """The defaults, overlaid with a configuration file and a state directory."""
+    """Return the defaults, overlaid with a configuration file and a state directory."""
     chosen = config or (SYSTEM_CONFIG if SYSTEM_CONFIG.exists() else None)
     source = str(chosen) if chosen else "the defaults"
     asked = [] if chosen is None else ["--config", str(chosen)]
@@ -85,7 +89,9 @@ def of_file(config: Path | None, state_dir: str | None) -> DaemonSettings:
 
 
 def size_of(text: str, whole_bytes: int) -> int | None:
-    """Bytes of "64MiB" or "25%"; None of a text that is no size: the daemon has checked the file already."""
+    """Return the bytes of "64MiB" or "25%" of `whole_bytes`; None if `text` is no size. The daemon has checked the file
+    already.
+    """
     try:
         return parse_size(text, whole_bytes)
     except ValueError:
@@ -93,7 +99,7 @@ def size_of(text: str, whole_bytes: int) -> int | None:
 
 
 def _kvstored(*arguments: str) -> tuple[bool, str]:
-    """Whether the daemon's command was content, and what it said."""
+    """Run the daemon's command with `arguments`; return whether it succeeded, and its output or error."""
     command = [sys.executable, "-m", "kvstored", *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
@@ -107,7 +113,7 @@ def _kvstored(*arguments: str) -> tuple[bool, str]:
 
 
 def _flat(document: Mapping[str, Any]) -> dict[str, str]:
-    """SECTION.KEY to text, of each `[[tier]]` under its name; tenants are left out."""
+    """Return the settings as SECTION.KEY to text, each `[[tier]]` under its name; tenants are left out."""
     tiers = [(tier["name"], tier) for tier in document.get("tier", [])]
     return {
         f"{section}.{key}": str(value)
@@ -139,7 +145,7 @@ def _file_system_bytes(path: Path) -> int:
 
 
 def run_command(command: Sequence[str]) -> str:
-    """Standard output of a command that must not hang or complain. Raises OSError when it cannot be had."""
+    """Return the standard output of a command. Raises OSError if the command cannot run, fails or takes too long."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
@@ -151,7 +157,9 @@ def run_command(command: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """`status` is the daemon's, when it answers on its admin socket; `settings` are its own then, else a file's."""
+    """The inputs of all checks. `status` is the daemon's, if it answers on its admin socket; then `settings` are its
+    own too, otherwise a file's.
+    """
 
     socket_dir: Path
     settings: DaemonSettings
@@ -165,14 +173,14 @@ class Surroundings:
     run: Run = run_command
 
     def read(self, path: Path) -> str | None:
-        """A small file of the system; None when there is no such thing or it is not for us."""
+        """Return the text of a small system file; None if it does not exist or this user may not read it."""
         try:
             return path.read_text().strip()
         except (OSError, UnicodeDecodeError):
             return None
 
     def table(self, path: Path) -> Mapping[str, str]:
-        """Lines of `NAME: VALUE`."""
+        """Return the lines `NAME: VALUE` of a system file."""
         lines = (self.read(path) or "").splitlines()
         return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
@@ -185,7 +193,7 @@ class Level(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the result. `advice` of an OK is what could be better still."""
+    """One line of the result. The `advice` of an OK finding is an optional improvement."""
 
     name: str
     level: Level
@@ -209,7 +217,7 @@ def fail(name: str, seen: str, advice: str) -> Finding:
 
 
 def guarded(name: str, check: Check) -> Iterator[Finding]:
-    """The findings of a check; one that the system does not let us make is a warning, not an end."""
+    """Yield the findings of `check`; if the system does not permit the check, yield a warning instead."""
     try:
         yield from check()
     except OSError as error:

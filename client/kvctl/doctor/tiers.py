@@ -1,6 +1,6 @@
-"""The tiers that need more than this machine's memory and disk. GPU tiers: the library for the driver, NVIDIA's
-devices, and whether the daemon's unit may open them. Remote tiers: their packages, what the daemon says of the store,
-encryption, and the files with their secrets.
+"""Checks of GPU tiers and remote tiers. GPU tiers: the library for the driver, NVIDIA's devices, and whether the
+daemon's unit may open them. Remote tiers: their packages, the daemon's report about the store, encryption, and the
+files with their secrets.
 
 NVIDIA's driver is never started: that would load modules and take device memory.
 """
@@ -51,7 +51,7 @@ def remote_tier(around: Surroundings, name: str) -> Iterator[Finding]:
 
 
 def cluster(around: Surroundings) -> Iterator[Finding]:
-    """Check the secret that makes nodes find each other's blocks."""
+    """Check the secret by which nodes find each other's blocks."""
     path = _file(around.settings, "cluster.secret_file")
     if path is None:
         seen = "cluster.secret_file is not set: no other node finds this node's blocks"
@@ -97,7 +97,9 @@ def _encryption(settings: DaemonSettings, name: str) -> Iterator[Finding]:
 
 
 def _private(around: Surroundings, setting: str, least_bytes: int = 1) -> Iterator[Finding]:
-    """A file of secrets as the daemon wants it: its own or root's, and closed to all others."""
+    """Check that a file of secrets belongs to the daemon or root and is closed to all others, with at least
+    `least_bytes`.
+    """
     path = _file(around.settings, setting)
     if path is None:
         return
@@ -123,7 +125,7 @@ def _private(around: Surroundings, setting: str, least_bytes: int = 1) -> Iterat
 
 
 def _file(settings: DaemonSettings, setting: str) -> Path | None:
-    """A daemon says "None" where no file is set."""
+    """Return the path in a setting; None if no file is set, for which a daemon reports "None"."""
     path = settings.path(setting)
     return None if path is None or str(path) == "None" else path
 
@@ -146,14 +148,14 @@ def library() -> Iterator[Finding]:
 
 
 def devices(around: Surroundings) -> Iterator[Finding]:
-    """The nodes that the driver opens, from here: a unit or a container may see others."""
+    """Check the device nodes that the driver opens, as this process sees them: a unit or a container may see others."""
     gpus = sorted(path.name for path in around.dev.glob("nvidia[0-9]*"))
     for name in (_CONTROL, _MEMORY, *(gpus or ["nvidia0"])):
         yield _device(around.dev / name)
 
 
 def unit(around: Surroundings) -> Iterator[Finding]:
-    """The sandbox of the systemd unit, where there is one."""
+    """Check the sandbox of the systemd unit, if there is one."""
     if not around.systemd.is_dir():
         return
     properties = "LoadState,PrivateDevices,DevicePolicy,DeviceAllow,MemoryDenyWriteExecute"

@@ -1,11 +1,11 @@
 """The chunks of device memory that one session of the daemon may read.
 
-Owns which chunks are mapped, and how long: from when a lease first names one until no lease of this process refers to
-it and none has named it for `IDLE_S`. The daemon does not say when it gives a chunk up, and a mapping keeps the memory
-on the device, beyond the tier's capacity; mapping a chunk again takes well under a millisecond.
-Never copies a payload. Invariants: a place outside its chunk is never read; after an import failed or was refused none
-is tried for `RETRY_S`, and the session gets its blocks in host memory meanwhile. A grant that is late is no failure: it
-is kept for the next lease (`Handshake`).
+The module owns which chunks are mapped, and for how long: from when a lease first names one until no lease of this
+process refers to it and none has named it for `IDLE_S`. The daemon does not say when it gives a chunk up, and a mapping
+keeps the memory on the device, beyond the tier's capacity; mapping a chunk again takes well under a millisecond. It
+copies no payload. Invariants: a place outside its chunk is never read; after an import failed or was refused none is
+tried for `RETRY_S`, and the session gets its blocks in host memory meanwhile. A late grant is no failure: it is kept
+for the next lease (`Handshake`).
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ RETRY_S = 30.0  # a failed import costs a round trip and a second request
 
 
 class ChunkSource(Protocol):
-    """Imports chunks and reads their headers: `DeviceMemory`."""
+    """The part of `DeviceMemory` that imports chunks and reads their headers."""
 
     def import_chunk(self, descriptor: int, nbytes: int) -> DeviceChunk: ...
     def read(self, places: Sequence[tuple[int, int]]) -> list[Bytes]: ...
 
 
 class DeviceArenas:
-    """Chunks that a session of the daemon may read. A new session begins without any chunk: numbers of another daemon
-    may mean other memory."""
+    """The chunks that a session of the daemon may read. A new session begins without any chunk: numbers of another
+    daemon may mean other memory.
+    """
 
     def __init__(self, grants: Handshake, memory: ChunkSource, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._grants = grants
@@ -49,14 +50,15 @@ class DeviceArenas:
 
     @property
     def is_off(self) -> bool:
-        """Return whether chunks cannot be imported now, so that leases should name host memory alone."""
+        """True if chunks cannot be imported now, so that leases should name host memory alone."""
         return self._clock() < self._off_until
 
     def headers(
         self, arena_ids: Sequence[int], offsets: Sequence[int], timeout_s: float
     ) -> Mapping[int, tuple[DeviceChunk, Bytes]] | None:
         """Return, by position in a lease, chunk and header page of each block on the device. A place that no chunk has
-        is left out. None when a chunk is not granted in time, or cannot be had: then the device is off for a while."""
+        is left out. None if a chunk is not granted in time, or cannot be had: then the device is off for a while.
+        """
         until = self._clock() + timeout_s
         found: dict[int, DeviceChunk] = {}
         for at, (arena_id, offset) in enumerate(zip(arena_ids, offsets, strict=True)):
@@ -77,7 +79,9 @@ class DeviceArenas:
         return {at: (chunk, page) for (at, chunk), page in zip(found.items(), pages, strict=True)}
 
     def drop_idle(self) -> None:
-        """Refer no more to chunks that no lease has named for `IDLE_S`; they are unmapped once no lease does either."""
+        """Drop references to chunks that no lease has named for `IDLE_S`; they are unmapped once no lease refers to
+        them either.
+        """
         dropped = []  # they end outside of the lock: unmapping takes a while
         with self._lock:
             now = self._clock()

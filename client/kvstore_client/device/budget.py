@@ -1,11 +1,10 @@
-"""A limit on what copies of an engine's process take of the link to its device while the engine decodes: decode comes
-first.
+"""A limit on the share of an engine's copies of the link to its device while the engine decodes: decode comes first.
 
-Stores keep to a rate, since no request waits for them; loads, whose requests wait for a first token, only if they are
-given one. Without a decode step nothing is limited, nor is what a step waits for (`lifted`).
-Owns the rates, what is seen to move, and what was spent. Never copies, and knows neither blocks nor streams.
-Invariants: a store that waits here holds no lock of copies, a load that of its own stream and buffer; while the engine
-decodes, copies of a flow take no more in any time than its rate allows, SLICE_BYTES and the last of them.
+Stores keep to a rate, since no request waits for them; loads, whose requests wait for a first token, only if they have
+one. Without a decode step nothing is limited, nor are copies that a step waits for (`lifted`). The module owns the
+rates, the observed speed, and the spent bytes. It copies nothing, and knows neither blocks nor streams. Invariants: a
+store that waits here holds no lock of copies, and a load only the lock of its own stream and buffer; while the engine
+decodes, copies of a flow take no more in any time than its rate allows, plus SLICE_BYTES and the last copy.
 """
 
 from __future__ import annotations
@@ -32,7 +31,9 @@ LAPSE_S = 1.0  # an engine that says no more that it decodes has stopped
 
 @dataclass(slots=True)
 class _Pace:
-    """`free_at_s`: until then what was begun is paid for. `lifts`: of those who wait for this flow."""
+    """The state of one flow. `free_at_s`: the time until which begun copies are paid for. `lifts`: the number of steps
+    that wait for this flow.
+    """
 
     rate: Rate
     free_at_s: float = -math.inf
@@ -41,7 +42,8 @@ class _Pace:
 
 class LinkBudget:
     """The budget of all copies of an engine on one device, both ways. `stores`, `loads`: their rates. For any
-    thread."""
+    thread.
+    """
 
     def __init__(
         self,
@@ -60,8 +62,9 @@ class LinkBudget:
         self.waits: Counter[Flow] = Counter()  # how often copies had to
 
     def decoding(self, is_decoding: bool) -> None:
-        """The engine says it before each step: whether it computes next tokens of running answers. True holds until it
-        says something else, for LAPSE_S at most."""
+        """Say before each step whether it computes next tokens of running answers. True holds until the next call, for
+        at most LAPSE_S.
+        """
         with self._changed:
             self._decodes_until_s = self._clock() + LAPSE_S if is_decoding else -math.inf
             if not is_decoding:
@@ -73,8 +76,9 @@ class LinkBudget:
             return self._rate(self._paces[flow]) is not None
 
     def wait(self, flow: Flow, nbytes: int) -> bool:
-        """Wait until the rate allows more; `nbytes` are spent then. False: nothing limits them, and they do not count.
-        The caller holds no lock that a copy of the other flow needs."""
+        """Wait until the rate allows more; then `nbytes` are spent. Return False if nothing limits them, and they do
+        not count. The caller holds no lock that a copy of the other flow needs.
+        """
         pace, has_waited = self._paces[flow], False
         with self._changed:
             while (rate := self._rate(pace)) is not None:
@@ -89,7 +93,7 @@ class LinkBudget:
 
     @contextlib.contextmanager
     def lifted(self, flow: Flow) -> Iterator[None]:
-        """Nothing of this flow waits meanwhile: a step does, for it."""
+        """Lift the limit of this flow inside the block, since a step waits for it."""
         pace = self._paces[flow]
         with self._changed:
             pace.lifts += 1
@@ -101,7 +105,7 @@ class LinkBudget:
                 pace.lifts -= 1
 
     def seen(self, nbytes: int, seconds: float) -> None:
-        """Copies over the link, with nothing to wait for between them, took so long."""
+        """Note that copies over the link, without waiting between them, moved `nbytes` in `seconds`."""
         if nbytes < LEAST_SEEN_BYTES or seconds <= 0:
             return
         with self._changed:
@@ -117,13 +121,13 @@ class LinkBudget:
             return self._link_bytes_s()
 
     def close(self) -> None:
-        """Nothing is limited from now on, and those that wait go on. Idempotent."""
+        """Limit nothing from now on, and let waiting threads go on. Idempotent."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
 
     def _rate(self, pace: _Pace) -> float | None:
-        """Bytes a second to keep to now; None: no limit."""
+        """Return the bytes a second to keep to now; None: no limit."""
         if self._is_closed or pace.lifts or pace.rate is None or self._clock() >= self._decodes_until_s:
             return None
         return AUTO_SHARE * self._link_bytes_s() if pace.rate == AUTO else float(pace.rate)

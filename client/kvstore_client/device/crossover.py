@@ -1,8 +1,8 @@
-"""Up to which size runs are copied by the kernel rather than in a batch: measured, for each way, when copies begin.
+"""The largest run that is copied by the kernel rather than in a batch: measured, for each way, when copies begin.
 
-The kernel is compiled and measured by a thread; until it has ended, and where that fails, every copy is in a batch.
-KVSTORED_GATHER_BYTES in the environment says the size instead; 0 keeps the kernel away.
-Owns the thread, the kernel and the memory that is measured with. What was measured of a device counts for the process.
+The kernel is compiled and measured by a thread; until it has ended, and if that fails, every copy is in a batch.
+KVSTORED_GATHER_BYTES in the environment sets the size instead; 0 turns the kernel off. The module owns the thread, the
+kernel and the memory for measuring. A measurement of a device counts for the process.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _measured: dict[int, dict[Way, int]] = {}  # by device
 
 
 class Crossover:
-    """Decides which copies are the kernel's. After `close` none are."""
+    """The choice of copies for the kernel. After `close` there are none."""
 
     def __init__(self, device: DeviceMemory) -> None:
         self._device = device
@@ -48,7 +48,7 @@ class Crossover:
         self._thread.start()
 
     def queue_small(self, runs: Runs, way: Way, stream: Any) -> Runs:
-        """Queue those that the kernel copies faster; the others. Raises DeviceError."""
+        """Queue the runs that the kernel copies faster; return the others. Raises DeviceError."""
         found = self._found
         if found is None:
             return runs
@@ -61,12 +61,14 @@ class Crossover:
         return Runs.joined([kernel.queue(runs[is_small], stream), runs[~is_small]])
 
     def settled(self) -> Mapping[Way, int]:
-        """Bytes of the largest runs that the kernel copies; empty where there is none. Waits until that is known."""
+        """Return the bytes of the largest runs that the kernel copies, by way; empty if there is no kernel. Waits until
+        that is known.
+        """
         self._thread.join()
         return {} if self._found is None else self._found[1]
 
     def close(self) -> None:
-        """It waits neither for the thread, which may be compiling, nor for copies. Idempotent."""
+        """Close the kernel, without waiting for the thread, which may be compiling, or for copies. Idempotent."""
         with self._lock:
             self._is_closed, self._found = True, None
 
@@ -96,7 +98,7 @@ def _limits(device: DeviceMemory, kernel: GatherKernel) -> dict[Way, int]:
 
 
 class _Scratch:
-    """Memory on the device and on the host, and a stream, to measure with."""
+    """Memory on the device and on the host, and a stream, for measuring."""
 
     def __init__(self, device: DeviceMemory) -> None:
         self._device = device
@@ -120,7 +122,7 @@ class _Scratch:
         self._ending.close()
 
     def largest(self, kernel: GatherKernel, way: Way) -> int:
-        """The largest size at which, as at all smaller ones, the kernel is clearly faster; 0: none."""
+        """Return the largest size at which, as at all smaller ones, the kernel is clearly faster; 0: none."""
         found = 0
         for nbytes in _SIZES:
             runs = self._runs(nbytes, way)
@@ -135,7 +137,7 @@ class _Scratch:
         return found
 
     def _runs(self, nbytes: int, way: Way) -> Runs:
-        """Between packed memory and pages with gaps between them, so that no two runs are neighbours."""
+        """Return runs between packed memory and pages with gaps between them, so that no two runs are neighbours."""
         packed = self._packed if way == "on device" else self._host.ctypes.data
         runs = []
         for number in range(MOVED_BYTES // nbytes):
@@ -144,7 +146,7 @@ class _Scratch:
         return Runs.of(runs)
 
     def _seconds(self, queue: Callable[[], object]) -> float:
-        """Return the time from the call until the copies have ended."""
+        """Return the seconds from the call until the copies have ended."""
         begin = time.perf_counter()
         queue()
         self._device.synchronize(self._stream)

@@ -1,8 +1,8 @@
 """Copies of many small runs by a kernel: the driver takes half a microsecond for each run of a batch, however small.
 
-Owns the kernel, the host memory that it finds its runs in (sheets), and an event for each sheet. The kernel comes from
-NVRTC (extra `cuda`). Never decides which runs are small. One thread at a time calls `queue`.
-Invariants: a sheet is not written again before the kernel that reads it has ended, and no thread waits for that.
+The module owns the kernel, the host memory that holds its runs (sheets), and an event for each sheet. NVRTC compiles
+the kernel (extra `cuda`). The caller decides which runs are small. One thread at a time calls `queue`. Invariants: a
+sheet is not written again before the kernel that reads it has ended, and no thread waits for that.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ LONGEST_COMPILATION_S = 60.0
 
 
 class Argument(ctypes.Structure):
-    """`runs`: the address of `count` records of _RUN."""
+    """The kernel's argument. `runs`: the address of `count` records of _RUN."""
 
     _fields_ = (("runs", ctypes.c_void_p), ("count", ctypes.c_uint64))
 
 
 class GatherKernel:
-    """Raises CompileError where the kernel cannot be compiled, DeviceError. The device's context has to be current,
-    here and in `queue`."""
+    """The kernel. Raises CompileError if it cannot be compiled, DeviceError. The device's context has to be current,
+    here and in `queue`.
+    """
 
     def __init__(self, device: DeviceMemory) -> None:
         self._device = device
@@ -68,8 +69,9 @@ class GatherKernel:
         weakref.finalize(self, _end, device, ending, self._rows, self._events).atexit = False  # the driver may be gone
 
     def queue(self, runs: Runs, stream: Any) -> Runs:
-        """Queue copies of any memory that the device may use, in no order among them; those for which no sheet is free
-        are returned. Each address and length is a multiple of ALIGNED_BYTES. Raises DeviceError."""
+        """Queue copies of any memory that the device may use, in any order; return the copies for which no sheet is
+        free. Each address and length is a multiple of ALIGNED_BYTES. Raises DeviceError.
+        """
         for start in range(0, len(runs), MOST_RUNS):
             if not self._has_ended(self._events[self._next]):
                 return runs[start:]
@@ -97,7 +99,7 @@ class GatherKernel:
 
 
 def _end(device: DeviceMemory, ending: contextlib.ExitStack, rows: object, events: Sequence[Any]) -> None:
-    """`rows` live until the device does not know them any more."""
+    """Free the kernel. `rows` stays alive until the device does not know it any more."""
     try:
         with device.current():
             for event in events:

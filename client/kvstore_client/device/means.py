@@ -1,12 +1,11 @@
-"""Means that all copies of a session to and from its device share: a stream, a pinned buffer, registered host memory,
-and the budget that they have on the link.
+"""The shared means of a session's copies to and from its device: a stream, a pinned buffer, registered host memory, and
+the budget of the link.
 
-Registrations are a process's: two of these would each try to register the same arenas, unless they are given the same
-`registered`, which is then their maker's to close, after them. A `budget` that is given is its maker's, too, to close
-before them. Owns all four otherwise, until `close`.
-Where nothing refers to them any more, they end without it: the buffer is never unmapped while registered.
-Never decides what is copied. One thread at a time uses stream and buffer: the one that holds `using`. No store waits
-for its rate in there.
+Memory is registered once per process. Pass one `registered` to every `CopyMeans` of a process; you own it and close it
+last. You also own a `budget` that you pass, and close it first. A `CopyMeans` owns the other parts until `close`. If
+nothing refers to them any more, they end without it: the buffer is never unmapped while registered. The module does not
+decide what is copied. One thread at a time uses stream and buffer: the one that holds `using`. No store waits for its
+rate while it holds `using`.
 """
 
 from __future__ import annotations
@@ -33,8 +32,9 @@ BUFFER_BYTES = 8 << 20
 
 
 class CopyMeans:
-    """`least_bytes`: of the buffer, for host memory that is not registered yet. `priority`: of the stream. Raises
-    DeviceError."""
+    """The means. `least_bytes`: the buffer's least size, for host memory that is not registered yet. `priority`: the
+    stream's. Raises DeviceError.
+    """
 
     def __init__(
         self,
@@ -88,13 +88,13 @@ class CopyMeans:
                 self._ending()
 
     def check_open(self) -> None:
-        """Raises KVStoreError after `close`; for the thread that holds `using`."""
+        """Raise KVStoreError after `close`; for the thread that holds `using`."""
         if self._is_closed:
             raise invalid("these transfers are closed")
 
 
 def _end(device: DeviceMemory, stream: Any, buffer: Bytes, owned: RegisteredMemory | None) -> None:
-    """`buffer` lives until the device does not know it any more."""
+    """End the means. `buffer` stays alive until the device does not know it any more."""
     with contextlib.suppress(DeviceError), device.current():
         device.quietly("cuStreamSynchronize", stream)
         device.quietly("cuStreamDestroy", stream)

@@ -1,12 +1,11 @@
-"""Device memory of the daemon's GPU tier, imported to be read in place by an engine that computes on that device.
+"""Device memory of the daemon's GPU tier, imported for reading in place by an engine that computes on that device.
 
-Owns the mappings: each has the right to read alone, and ends when nothing refers to its `DeviceChunk` any more. Knows,
-by weak references, the arenas in host memory that sessions of the device have mapped, for what copies from them. Never
-copies a payload unless it is asked for one in host memory.
-Invariants: a mapping never has the right to write; a place outside its chunk is never read, since that would break the
-engine's context; the caller's context is current again after each call; no call spoils a CUDA graph that the engine
-captures on another stream meanwhile; host memory is not unmapped as long as the driver may know it: other memory at its
-address could not be registered.
+The module owns the mappings: each is read-only, and ends when nothing refers to its `DeviceChunk` any more. It knows,
+by weak references, the arenas in host memory that sessions of the device have mapped, for copies from them. It copies a
+payload only if asked for one in host memory. Invariants: a mapping is never writable; a place outside its chunk is
+never read, since that would break the engine's context; the caller's context is current again after each call; no call
+spoils a CUDA graph that the engine captures on another stream meanwhile; host memory is not unmapped as long as the
+driver may know it: other memory at its address could not be registered.
 
 The library is `cuda-bindings`: pip install 'kvstored[gpu]'.
 """
@@ -34,14 +33,14 @@ from kvstore_proto.arena import HEADER_BYTES
 
 
 class Follower(Protocol):
-    """Is called with the array over a whole mapping. Never waits."""
+    """A receiver of arrays, each over a whole mapping. It never waits."""
 
     def mapped(self, memory: Bytes) -> None: ...
     def given_up(self, memory: Bytes) -> None: ...
 
 
 class HostMappings:
-    """Arenas in host memory that sessions of the device have mapped. May be used from any thread."""
+    """The arenas in host memory that sessions of the device have mapped. May be used from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -49,14 +48,14 @@ class HostMappings:
         self._followers: list[Follower] = []
 
     def add(self, memory: Bytes) -> None:
-        """A session has mapped it, or goes on using it."""
+        """Add memory that a session has mapped, or goes on using."""
         with self._lock:
             self._known[_address(memory)] = memory
             for follower in self._followers:
                 follower.mapped(memory)
 
     def drop(self, memory: Bytes) -> None:
-        """Its session has ended."""
+        """Drop memory whose session has ended."""
         with self._lock:
             self._known.pop(_address(memory), None)
             for follower in self._followers:
@@ -86,7 +85,7 @@ __all__ = ["DeviceChunk", "DeviceError", "DeviceMemory"]
 
 @dataclass(frozen=True, eq=False)
 class DeviceChunk:
-    """`nbytes` of device memory at `address`, to read. Kept mapped as long as something refers to it."""
+    """Read-only device memory: `nbytes` at `address`. It stays mapped as long as something refers to it."""
 
     address: int
     nbytes: int
@@ -97,7 +96,7 @@ class DeviceChunk:
         return self.memory.index
 
     def read(self, offset: int, nbytes: int) -> Bytes:
-        """A copy in host memory, read-only. Raises DeviceError."""
+        """Return a read-only copy in host memory. Raises DeviceError."""
         if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
             raise ValueError(f"bytes {offset}..{offset + nbytes} are outside a chunk of {self.nbytes}")
         (copy,) = self.memory.read([(self.address + offset, nbytes)])
@@ -105,8 +104,9 @@ class DeviceChunk:
 
 
 class DeviceMemory(CudaDevice):
-    """CUDA device `index`, as the driver counts in this process. Raises KVStoreError where there is no driver, no
-    library for it or no such device. `identity` names the device to every process."""
+    """CUDA device `index`, as the driver counts in this process. Raises KVStoreError if there is no driver, no library
+    for it or no such device. `identity` names the device to every process.
+    """
 
     def __init__(self, index: int) -> None:
         self._lock = threading.Lock()  # of the buffer
@@ -128,7 +128,7 @@ class DeviceMemory(CudaDevice):
         weakref.finalize(self, ending.close).atexit = False  # the driver may be gone already then
 
     def import_chunk(self, descriptor: int, nbytes: int) -> DeviceChunk:
-        """Map memory to read it, by its descriptor, which is the caller's to close. Raises DeviceError."""
+        """Map memory for reading, by its descriptor, which the caller closes. Raises DeviceError."""
         with self.current(), contextlib.ExitStack() as undo:
             handle = self.import_descriptor(descriptor)
             undo.callback(self.quietly, "cuMemRelease", handle)
@@ -140,8 +140,9 @@ class DeviceMemory(CudaDevice):
         return chunk
 
     def read(self, places: Sequence[tuple[int, int]]) -> list[Bytes]:
-        """Copies of device memory (address and bytes of each), read-only: one batch for each `_BUFFER_BYTES`. Raises
-        DeviceError."""
+        """Return read-only copies of device memory (address and bytes of each), one batch for each `_BUFFER_BYTES`.
+        Raises DeviceError.
+        """
         copies = [np.empty(nbytes, np.uint8) for _, nbytes in places]
         with self._lock, self.current():
             parts: list[tuple[Bytes, int]] = []  # of what fits into the buffer: destination, and address on the device

@@ -1,7 +1,7 @@
 """An engine's paged pool on its device, described by addresses: where the bytes of a block are, layer by layer.
 
-Owns nothing: the memory is the engine's, and has to live as long as copies to or from it run; `memory` can keep it.
-Invariant: no page that a pool names is outside of what it was made of.
+The module owns nothing: the memory is the engine's, and must live as long as copies to or from it run; `memory` can
+keep it. Invariant: no page that a pool names is outside of the memory it was made of.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class PoolPart:
 
 
 class DevicePool:
-    """`layers[i]` are the parts of layer i, in the order in which its bytes are stored; `layer_bytes` is of the largest
-    layer, in a block. The pool has pages 0 to `pages` - 1. A block has `block_pages` of them, anywhere in the pool; its
-    payload has for each part the bytes of all its pages, in order. `memory` is kept as long as something refers to the
-    pool, as all copies do that are under way. Raises KVStoreError for parts that cannot be.
+    """A pool. `layers[i]` are the parts of layer i, in the order in which its bytes are stored; `layer_bytes` is the
+    size of the largest layer, in a block. The pool has pages 0 to `pages` - 1. A block has `block_pages` of them,
+    anywhere in the pool; its payload has for each part the bytes of all its pages, in order. `memory` is kept as
+    long as something refers to the pool, as all copies under way do. Raises KVStoreError for invalid parts.
     """
 
     def __init__(
@@ -63,9 +63,10 @@ class DevicePool:
 
     @classmethod
     def from_tensors(cls, layers: Sequence[Any]) -> DevicePool:
-        """Make a pool of arrays with `__cuda_array_interface__` (torch CUDA tensors, CuPy), for each layer one or a
+        """Return a pool of arrays with `__cuda_array_interface__` (torch CUDA tensors, CuPy), for each layer one or a
         sequence of them (K, V): [page, ...], any dtype, each page without gaps; all layers of one size. Raises
-        KVStoreError."""
+        KVStoreError.
+        """
         parts = [[_part(array) for array in (each if isinstance(each, (tuple, list)) else [each])] for each in layers]
         pages = {count for each in parts for _, count in each}
         if len(pages) != 1:
@@ -101,8 +102,9 @@ class DevicePool:
         return pages
 
     def to_pages(self, blocks: BlockPages, payloads: Integers, layers: range | None = None) -> list[Runs]:
-        """Return by layer, of all or of consecutive ones, copies out of payloads that begin at these addresses, each
-        into the pages of a block, neighbours in one. Raises IndexError for a page that is not the pool's."""
+        """Return, for all layers or consecutive `layers`, copies out of payloads that begin at these addresses, each
+        into the pages of a block, with neighbours merged. Raises IndexError for a page that is not the pool's.
+        """
         layers = range(len(self.layers)) if layers is None else layers
         first, end = self._first_parts[layers.start], self._first_parts[layers.stop]
         columns = np.empty((3, end - first, len(payloads) * self.block_pages), np.uint64)
@@ -110,13 +112,13 @@ class DevicePool:
         return self._by_layer(columns, layers)
 
     def from_pages(self, blocks: BlockPages, payloads: Integers) -> list[Runs]:
-        """Return by layer, of all, copies out of the pages of blocks into payloads."""
+        """Return for each layer copies out of the pages of blocks into payloads."""
         columns = np.empty((3, self.parts, len(payloads) * self.block_pages), np.uint64)
         self._fill(columns[2], columns[1], columns[0], 0, blocks, payloads)
         return self._by_layer(columns, range(len(self.layers)))
 
     def from_pages_at_once(self, blocks: BlockPages, payloads: Integers) -> Runs:
-        """Return the copies of `from_pages`, neighbours of different layers in one too."""
+        """Return the copies of `from_pages`, with neighbours of different layers merged too."""
         # In this order payloads one after the other need no sorting.
         columns = np.empty((3, len(payloads) * self.block_pages, self.parts), np.uint64)
         self._fill(columns[2].T, columns[1].T, columns[0].T, 0, blocks, payloads)
@@ -147,7 +149,7 @@ class DevicePool:
 
 
 def _part(array: Any) -> tuple[PoolPart, int]:
-    """An array's pages, and how many it has."""
+    """Return an array's pages, and their number."""
     try:
         interface = array.__cuda_array_interface__
     except AttributeError:

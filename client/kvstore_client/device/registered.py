@@ -1,10 +1,10 @@
 """Host memory that the driver may copy from and to: arenas from when they are mapped, staging memory from its first use
 on, registered while they are in use.
 
-Owns the registrations and the thread that makes and ends them: registering takes about 0.1 s a GB, and no copy waits
-for it. What is not registered yet goes by a pinned buffer (`transfers`).
-Invariants: memory is unregistered before it can be unmapped, and not while a copy uses it; memory that this process may
-only read is registered with the right to read alone, where the device can do that, and not at all elsewhere.
+The module owns the registrations and the thread that makes and ends them: registering takes about 0.1 s a GB, and no
+copy waits for it. Memory that is not registered yet is copied by way of a pinned buffer (`transfers`). Invariants:
+memory is unregistered before it can be unmapped, and not while a copy uses it; memory that this process may only read
+is registered as read-only, if the device can do that, and otherwise not at all.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ EARLY_S = 300.0  # for memory that was not used yet: an engine that starts loads
 
 @dataclass(slots=True, eq=False)
 class Registration:
-    """A part of a mapping, which it keeps. `users` copies need it now; without any it ends `keep_s` after
-    `used_at`."""
+    """A part of a mapping, which it keeps alive. `users` copies need it now; without any it ends `keep_s` after
+    `used_at`.
+    """
 
     memory: Bytes
     address: int
@@ -39,7 +40,7 @@ class Registration:
 
 
 class RegisteredMemory:
-    """Registrations of a process on `device`, until `close`. Implements `Follower`."""
+    """The registrations of a process on `device`, until `close`. Implements `Follower`."""
 
     def __init__(self, device: DeviceMemory, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._device, self._clock = device, clock
@@ -78,7 +79,9 @@ class RegisteredMemory:
                     self._parts[address].keep_s = 0.0
 
     def take(self, memory: Bytes, offset: int, nbytes: int) -> Registration | None:
-        """The registration of these bytes of a mapping, for a copy, until `give_back`. None where there is none yet."""
+        """Return the registration of these bytes of a mapping, for a copy, until `give_back`. None if there is none
+        yet.
+        """
         start = offset // REGISTER_BYTES * REGISTER_BYTES
         address = memory.__array_interface__["data"][0] + start
         with self._changed:
@@ -91,13 +94,13 @@ class RegisteredMemory:
         return None
 
     def give_back(self, taken: Registration) -> None:
-        """The copies that needed it have ended."""
+        """Note that the copies that needed it have ended."""
         with self._changed:
             taken.users -= 1
             taken.used_at, taken.keep_s = self._clock(), min(taken.keep_s, IDLE_S)
 
     def settle(self, timeout_s: float) -> bool:
-        """Wait until nothing waits to be registered; False when that took longer."""
+        """Wait until nothing waits to be registered; return False if that took longer than `timeout_s` seconds."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._wanted, timeout_s)
 
@@ -126,8 +129,9 @@ class RegisteredMemory:
                 return
 
     def _look(self) -> tuple[Registration | None, bool]:
-        """Return the part to register, once there is something or a while has passed, and whether this is closed. What
-        is over ends."""
+        """Return the part to register, once there is one or a while has passed, and whether this is closed. Expired
+        registrations end.
+        """
         with self._changed:
             self._changed.wait_for(lambda: bool(self._wanted) or self._is_closed, IDLE_S / 2)
             is_closed = self._is_closed
@@ -142,14 +146,14 @@ class RegisteredMemory:
         return self._is_closed or (not part.users and self._clock() - part.used_at >= part.keep_s)
 
     def _end_unused(self) -> None:
-        """Unregister what is used no more. What fails is tried again: the mapping is kept until then."""
+        """Unregister memory that is used no more. A failure is retried: the mapping is kept until then."""
         for each in list(self._ending):
             with contextlib.suppress(DeviceError), self._device.current():
                 self._device.unregister(each.address)
                 self._ending.remove(each)
 
     def _register(self, part: Registration) -> None:
-        """One that fails stays unmade for `IDLE_S`: until it is tried again its bytes go by the buffer."""
+        """Register a part. After a failure its bytes use the buffer for `IDLE_S`, until it is tried again."""
         read_only = not part.memory.flags.writeable
         is_made = False
         with contextlib.suppress(DeviceError), self._device.current():

@@ -1,9 +1,9 @@
 """Payloads on their way from pages of a pool to host memory: the copies of many are queued and waited for at once.
 
-Owns which are under way, and which parts of the buffer they have. Takes no lock and makes no context current: the
-caller has done both.
-Invariants: a part of the buffer is given out anew only once its bytes have been taken; a registration is given back
-once, when the copies have ended; each payload knows then whether they went well. Nothing here waits for a rate.
+The module owns the payloads under way, and their parts of the buffer. It takes no lock and makes no context current:
+the caller has done both. Invariants: a part of the buffer is reused only once its bytes have been taken; a registration
+is given back once, when the copies have ended; then each payload knows whether they succeeded. Nothing here waits for a
+rate.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ BATCH_RUNS = 256  # as many copies are worth a call of their own; fewer wait for
 
 @dataclass(slots=True, eq=False)
 class Storing:
-    """A payload on its way to `destination`: straight there (`taken`), or to `at` in the buffer. `error`: of its
-    copies, once `is_over`."""
+    """A payload on its way to `destination`: straight there (`taken`), or to `at` in the buffer. `error`: the error of
+    its copies, once `is_over`.
+    """
 
     destination: Bytes
     taken: Registration | None
@@ -36,7 +37,8 @@ class Storing:
 
 class _Collected:
     """Payloads whose copies are not queued yet: `addresses`, and for each the pages of its block in `pool`, behind
-    events `after`."""
+    events `after`.
+    """
 
     def __init__(self, pool: DevicePool, after: Sequence[int]) -> None:
         self.pool, self.after = pool, tuple(after)
@@ -44,7 +46,7 @@ class _Collected:
         self.addresses: list[int] = []
 
     def queue(self, stream: CopyStream) -> None:
-        """Each layer behind its event, all behind a single one. Raises DeviceError."""
+        """Queue each layer behind its event, or all behind a single one. Raises DeviceError."""
         if len(self.after) > 1:
             batches = self.pool.from_pages(self.blocks, self.addresses)
         else:
@@ -61,8 +63,9 @@ class _Collected:
 
 
 class Stores:
-    """Queues stores on `stream`; what is not registered goes by `buffer`, which holds a payload of any pool at least.
-    `seen` hears how long so many bytes took, where nothing else is in that time."""
+    """The stores, queued on `stream`; payloads for unregistered memory use `buffer`, which holds at least a payload of
+    any pool. `seen` is called with bytes and seconds of copies whose time includes nothing else.
+    """
 
     def __init__(
         self,
@@ -85,9 +88,11 @@ class Stores:
     def begin(
         self, pool: DevicePool, destination: Bytes, block: Pages, after: Sequence[int], *, slice_bytes: int = 0
     ) -> Storing:
-        """Begin the copies of a block of `pool`, each layer's behind its event in `after`, all behind a single one, to
-        a slot of staging memory or of an arena. With `slice_bytes` they begin when so many are under way, and this
-        waits for them: the device has no more than that before it. Raises DeviceError."""
+        """Begin the copies of a block of `pool` to a slot of staging memory or of an arena, each layer's behind its
+        event in `after`, or all behind a single one. With `slice_bytes` they begin when this many bytes are
+        collected, and this call waits for them, so that the device's queue has no more than that. Raises
+        DeviceError.
+        """
         whole = destination.base if isinstance(destination.base, np.ndarray) else destination
         address = destination.__array_interface__["data"][0]
         start = address - whole.__array_interface__["data"][0]
@@ -105,7 +110,7 @@ class Stores:
         return storing
 
     def settle(self, error: BaseException | None = None) -> None:
-        """Wait for the copies of all that was begun, which `error` has met already if it is given."""
+        """Wait for all begun copies; `error`, if given, is an error that they have met already."""
         settled, self._under_way = self._under_way, []
         if not settled:
             return
@@ -143,7 +148,9 @@ class Stores:
             collected.queue(self._stream)
 
     def _room(self, nbytes: int) -> int:
-        """Return the place of `nbytes` free bytes in the buffer, after its payloads have been stored if it is full."""
+        """Return the place of `nbytes` free bytes in the buffer. If the buffer is full, its payloads are stored
+        first.
+        """
         if self._used + nbytes > self._buffer.nbytes:
             self.settle()
         self._used += nbytes

@@ -1,8 +1,8 @@
-"""A stream of this process for copies, small ones by a kernel where that is faster, the others in a batch; and an event
-behind what an engine has queued on a stream of its own.
+"""A stream of this process for copies, small ones by a kernel if that is faster, the others in a batch; and an event
+behind the work that an engine has queued on a stream of its own.
 
-Owns the stream until its user destroys it. Never decides what is copied, or when it must have ended.
-The device's context has to be current (`DeviceMemory.current`).
+The user of the stream destroys it. The module does not decide what is copied, or when it must have ended. The device's
+context has to be current (`DeviceMemory.current`).
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ Small = Callable[[Runs, Way, Any], Runs]
 
 
 class CopyStream:
-    """`queue_small` queues what the kernel shall copy and returns the others (`Crossover`). The stream's kernels come
-    before those of streams of less `priority`, such as an engine's: few as they are, they would wait for a whole
-    prefill. Raises DeviceError."""
+    """A stream for copies. `queue_small` queues the kernel's copies and returns the others (`Crossover`). The stream's
+    kernels come before kernels of streams with lower `priority`, such as an engine's: they are few, and would
+    otherwise wait for a whole prefill. Raises DeviceError.
+    """
 
     def __init__(self, device: DeviceMemory, queue_small: Small, priority: int = HIGHEST_PRIORITY) -> None:
         self._device, self._queue_small = device, queue_small
         self.handle: Any = device.stream(priority)
 
     def queue(self, runs: Runs, way: Way) -> None:
-        """Queue copies, in no order among them."""
+        """Queue copies, in any order."""
         if len(runs):
             self._device.copy(self._queue_small(runs, way, self.handle), way, self.handle)
 
     def wait(self, event: int) -> None:
-        """Let what is queued from now on run after this event (a CUevent's address) has passed."""
+        """Let work queued from now on run after this event (a CUevent's address) has passed."""
         self._device.call("cuStreamWaitEvent", self.handle, self._device.driver.CUevent(event), 0)
 
     def synchronize(self) -> None:
-        """Wait until all that is queued has ended, also where a call says that something failed: its memory is used
-        anew then."""
+        """Wait until all queued work has ended, also if a call reports a failure: its memory is reused afterwards."""
         try:
             self._device.synchronize(self.handle)
         except DeviceError:
@@ -51,7 +51,7 @@ _BLOCKING = 1  # a thread that waits for the event sleeps
 
 
 class DeviceMoment:
-    """Behind what is queued on a stream (a CUstream's address) now. Raises DeviceError."""
+    """A moment behind the work that is queued on a stream (a CUstream's address) now. Raises DeviceError."""
 
     def __init__(self, device: DeviceMemory, stream: int) -> None:
         self._device = device
@@ -62,7 +62,7 @@ class DeviceMoment:
 
     @property
     def event(self) -> int:
-        """The CUevent's address; good as long as the moment is kept."""
+        """The CUevent's address; valid as long as the moment is kept."""
         return int(self._event)
 
     def wait(self) -> None:
@@ -70,7 +70,7 @@ class DeviceMoment:
             self._device.wait(self._event)
 
     def seconds_since(self, earlier: DeviceMoment) -> float | None:
-        """None until both have come."""
+        """Return the seconds since an earlier moment; None until both have come."""
         with contextlib.suppress(DeviceError), self._device.current():  # CUDA_ERROR_NOT_READY until then
             return float(self._device.call("cuEventElapsedTime", earlier._event, self._event)) / 1e3
         return None

@@ -1,11 +1,11 @@
 """Copies between leases and puts of a session and the engine's paged pool, on a stream of their own.
 
-Owns the loads and the registrations that they have taken; stream, buffer and registrations are in its `means`. Never
-touches the engine's streams but to let them wait.
-Invariants: a lease's place is read only inside the memory that it is in; the buffer is not written again before the
-copies out of it have ended; what is loaded counts only if the lease was valid after the copies had ended.
-While the engine decodes, stores keep to the rate of the means' budget, and loads if they have one. A store waits for it
-before it takes the buffer, so that no load waits for a store's rate; a load that the engine waits for waits no more.
+The module owns the loads and the registrations that they have taken; stream, buffer and registrations are in its
+`means`. It only lets the engine's streams wait. Invariants: a lease's place is read only inside its memory; the buffer
+is not written again before the copies out of it have ended; loaded blocks count only if the lease was valid after the
+copies had ended. While the engine decodes, stores keep to the rate of the means' budget, and loads if they have one. A
+store waits for it before it takes the buffer, so that no load waits for a store's rate; a load that the engine waits
+for waits no more.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _Payload = tuple[tuple[int, ...], int]  # its pages, its address
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Payloads:
-    """`addresses`, and for each the pages that it is for, in ascending order: uint64[n, pages of a block]."""
+    """The payloads of a copy: `addresses`, and for each its pages, in ascending order: uint64[n, pages of a block]."""
 
     pages: Numbers
     addresses: Numbers
@@ -50,8 +50,9 @@ class Payloads:
 
 
 class Sources:
-    """Finds the payloads of blocks, with their pages. Their get has seen that the payloads are inside of their
-    memory."""
+    """The sources of a load: it finds the payloads of blocks, with their pages. Their get has checked that the payloads
+    are inside of their memory.
+    """
 
     def __init__(self, blocks: Sequence[tuple[LeasedBlock, tuple[int, ...]]], registered: RegisteredMemory) -> None:
         self._registered = registered
@@ -72,7 +73,9 @@ class Sources:
         self.on_device, self.on_host, self.elsewhere = map(_payloads, (on_device, on_host, elsewhere))
 
     def _take(self, arena: Bytes, start: int) -> tuple[int, int]:
-        """The address of an arena, and the end of what is registered there from `start` on; 0: nothing is."""
+        """Return the address of an arena, and the end of the part that is registered there from `start` on; 0: nothing
+        is.
+        """
         begin = int(arena.__array_interface__["data"][0])
         taken = self._registered.take(arena, start, 1)
         if taken is None:
@@ -81,7 +84,7 @@ class Sources:
         return begin, taken.address + taken.memory.nbytes
 
     def give_back(self) -> None:
-        """The copies have ended."""
+        """Give the registrations back: the copies have ended."""
         for taken in self._taken:
             self._registered.give_back(taken)
 
@@ -93,8 +96,10 @@ def _payloads(found: Sequence[_Payload]) -> Payloads:
 
 
 class TwoWayTransfers:
-    """`loads` copies into pages of `pool`, `stores` out of them: kernels of stores come behind those of the engine.
-    `budget` is closed with it. `close` it once all loads have been finished. Raises DeviceError."""
+    """The transfers of both directions: `loads` copies into pages of `pool`, `stores` out of them; kernels of stores
+    come behind the engine's. `budget` is closed with it. `close` it once all loads have been finished. Raises
+    DeviceError.
+    """
 
     def __init__(self, device: DeviceMemory, pool: DevicePool, budget: LinkBudget | None = None) -> None:
         self.budget = budget or LinkBudget()
@@ -122,9 +127,9 @@ class DeviceTransfers:
     """Copies to and from one pool. Use it as a context manager, or `close` it, once all loads have been finished.
     Raises DeviceError.
 
-    `device` is that of the session (`Session.device`). The arenas that its sessions have mapped are registered in the
-    background from now on, other host memory from when it is first used; `registered.want` does it earlier. An engine
-    that has several pools gives all their transfers the same `means`, which are then its own to close.
+    `device` is the session's (`Session.device`). The arenas that its sessions have mapped are registered in the
+    background from now on, other host memory from its first use on; `registered.want` does it earlier. If an engine has
+    several pools, pass one `means` to all their transfers, and close it yourself.
     """
 
     def __init__(self, device: DeviceMemory, pool: DevicePool, *, means: CopyMeans | None = None) -> None:
@@ -143,13 +148,13 @@ class DeviceTransfers:
         self, lease: Lease, pages: Sequence[Pages], first_block: int = 0, *, after: int = 0, keep: object = None
     ) -> LayerLoad:
         """Copy blocks first_block, first_block + 1, ... of a lease into these pages, layer by layer, in the background.
-        `pages`: of each block its page, or its pages where it spans several.
+        `pages`: for each block its page, or its pages if it spans several.
 
         `after`: a CUevent (its address) that the engine recorded behind its last use of these pages; 0: none. It must
-        exist until all copies have ended: `keep`, what owns it, is referred to as long, also if the load is dropped.
-        The lease must not be released before `LayerLoad.finish`. Its headers were verified by the get, and payloads by
-        the daemon whenever they came from a slower tier, as for `Lease.payload`. Raises KVStoreError for blocks of
-        another size than the pool's, IndexError for blocks or pages that are not there.
+        exist until all copies have ended: `keep`, its owner, is kept alive until then, also if the load is dropped. The
+        lease must not be released before `LayerLoad.finish`. The get has verified its headers, and the daemon verified
+        payloads when they came from a slower tier, as for `Lease.payload`. Raises KVStoreError for blocks of another
+        size than the pool's, IndexError for blocks or pages that do not exist.
         """
         return self.load_all([(lease, first_block, pages)], after=after, keep=keep)
 
@@ -157,7 +162,8 @@ class DeviceTransfers:
         self, sources: Sequence[tuple[Lease, int, Sequence[Pages]]], *, after: int = 0, keep: object = None
     ) -> LayerLoad:
         """Begin a `load` of several leases, each with its first block and its pages: a layer of all of them comes
-        before the next one of any."""
+        before the next layer of any.
+        """
         blocks: list[tuple[LeasedBlock, tuple[int, ...]]] = []
         for lease, first_block, pages in sources:
             for block, page in enumerate(pages, first_block):
@@ -167,9 +173,9 @@ class DeviceTransfers:
         return LayerLoad(self, [lease for lease, _, _ in sources], blocks, after, keep)
 
     def payload_of(self, page: Pages, after: Sequence[int] = ()) -> FillSlot:
-        """A payload for `Session.put`, copied from a block's page or pages into the put's staging memory, or with
-        `put.in_place` straight into the slot where it is stored.
-        The put waits for the copies of all blocks that it sends together at once.
+        """Return a payload for `Session.put`, copied from a block's page or pages into the put's staging memory, or
+        with `put.in_place` straight into the slot where it is stored. The put waits for the copies of all blocks
+        that it sends together at once.
 
         `after`: CUevents (addresses) that the engine recorded, one for each layer, or one for all: a layer is copied
         once its event has passed. The page must not change until the put has returned. Raises IndexError.
@@ -180,7 +186,7 @@ class DeviceTransfers:
         return lambda destination: self._store(destination, page, after)
 
     def close(self) -> None:
-        """Wait for copies, unregister all memory. Idempotent. Means that were given stay open."""
+        """Wait for copies, unregister all memory. Idempotent. Means that were passed in stay open."""
         if self._owns_means:
             self.means.close()
 
@@ -224,8 +230,9 @@ class DeviceTransfers:
             raise storing.error
 
     def _settle_stores(self) -> None:
-        """However the driver answers: the slots may be given to others afterwards. A call that fails once is made
-        again; then nothing of it counts."""
+        """Wait for all stores, for every answer of the driver: the slots may be given to others afterwards. A call that
+        fails once is made again; then its results do not count.
+        """
         failed: DeviceError | None = None
         with contextlib.ExitStack() as undo:
             for _ in range(2):
@@ -238,8 +245,9 @@ class DeviceTransfers:
 
 
 class LayerLoad:
-    """Blocks on their way into pages, layer by layer. As a context manager it finishes. `seconds`: what that took, from
-    the call to the end of the last copy; None until then."""
+    """Blocks on their way into pages, layer by layer. As a context manager it finishes. `seconds`: the time from the
+    call to the end of the last copy; None until then.
+    """
 
     def __init__(
         self,
@@ -263,9 +271,10 @@ class LayerLoad:
         self._thread.start()
 
     def wait(self, layer: int, stream: int) -> None:
-        """Let what is queued on the engine's stream (a CUstream's address) from now on run after this layer has come.
-        Waits itself until the layer's copies are queued. Raises what kept them from it, such as DeviceError. Another
-        thread may call `finish` meanwhile."""
+        """Let work queued on the engine's stream (a CUstream's address) from now on run after this layer has come. The
+        call waits until the layer's copies are queued. Raises the error that prevented them, such as DeviceError.
+        Another thread may call `finish` meanwhile.
+        """
         device = self._transfers.device
         if not 0 <= layer < len(self._transfers.pool.layers):
             raise IndexError(f"layer {layer} of a pool of {len(self._transfers.pool.layers)}")
@@ -280,8 +289,9 @@ class LayerLoad:
                 device.call("cuStreamWaitEvent", device.driver.CUstream(stream), self._events[layer], 0)
 
     def wait_quietly(self, layer: int, stream: int) -> None:
-        """Call `wait` for an engine at which nothing may be raised: where its stream cannot wait for the layer, this
-        thread waits for all copies. Whether they came is `finish`'s to say."""
+        """Call `wait` for an engine into which nothing may be raised: if its stream cannot wait for the layer, this
+        thread waits for all copies. `finish` says whether they came.
+        """
         try:
             self.wait(layer, stream)
         except Exception:  # of the load, or of this wait alone
@@ -289,8 +299,9 @@ class LayerLoad:
                 self.finish()
 
     def finish(self) -> bool:
-        """Wait until all copies have ended. Whether all leases were valid then: otherwise the pages hold nothing of
-        use. Raises what went wrong, such as DeviceError."""
+        """Wait until all copies have ended. Return whether all leases were valid then; otherwise the content of the
+        pages is undefined. Raises the copies' error, such as DeviceError.
+        """
         self._thread.join()
         device = self._transfers.device
         with self._ending:

@@ -99,7 +99,7 @@ class Child:
             StagedPut._send = send  # type: ignore[method-assign,assignment]
 
     def _pass(self, point: Point) -> None:
-        """The first time only: say that it is reached, and wait."""
+        """Report the first time that the point is reached, and wait."""
         if self._armed == point:
             self._armed = None
             self._send("reached")

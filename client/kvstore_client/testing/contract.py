@@ -1,4 +1,4 @@
-"""What every connector must do, as tests. Subclass `ConnectorContract` and name your engine.
+"""The contract that every connector must keep, as tests. Subclass `ConnectorContract` and name your engine.
 
 Owns the obligations, one test each: right answers despite failures of daemon, disk, leases and other engines, and hits
 where there must be hits. Never knows an engine. Each test has a daemon of its own; the reference for an answer is the
@@ -31,10 +31,10 @@ _TRUTHS: dict[tuple[type, str, tuple[int, ...]], Restored] = {}
 
 
 class ConnectorContract:
-    """Obligations of a connector. Name `engine`, or define `open_engine` for one that has processes of its own.
+    """Obligations of a connector. Name `engine`, or define `open_engine` for an engine that has processes of its own.
 
-    `block_tokens`: of the engine's stored blocks. `vocabulary`: token ids 1..vocabulary-1 may be used in prompts.
-    `fills_gaps`: the engine computes a block that cannot be loaded, and uses those behind it.
+    `block_tokens` is the number of tokens of the engine's stored blocks. Token ids 1 to `vocabulary` - 1 may be used in
+    prompts. `fills_gaps` says that the engine computes a block that cannot be loaded, and uses the blocks behind it.
     """
 
     engine: ClassVar[str] = ""
@@ -43,7 +43,7 @@ class ConnectorContract:
     fills_gaps: ClassVar[bool] = False
 
     def open_engine(self, setting: EngineSetting) -> EngineUnderTest:
-        """The engine, running, with this setting."""
+        """Start the engine with this setting and return it."""
         if not self.engine:
             raise TypeError("a subclass of ConnectorContract must name `engine` or define `open_engine`")
         return EngineProcess(self.engine, setting)
@@ -232,7 +232,9 @@ class ConnectorContract:
             self.must_be_restored_whole(engine, tokens)
 
     def test_a_gap_that_corruption_on_disk_makes_ends_the_prefix(self) -> None:
-        """For an engine that fills gaps, it is the damaged block alone that cannot be had."""
+        """A damaged block ends the restored prefix. In an engine that fills gaps, only the damaged block is not
+        restored.
+        """
         tokens, blocks = self.prompt(1), PROMPT_BLOCKS - 1 if self.fills_gaps else DAMAGED_BLOCK
         with DaemonProcess() as daemon, self.opened(daemon) as engine:
             engine.store(tokens)
@@ -246,7 +248,7 @@ class ConnectorContract:
     # How a case is written
 
     def prompt(self, number: int, blocks: int = PROMPT_BLOCKS) -> list[int]:
-        """Token ids that no other number shares: whole blocks and a tail."""
+        """Return token ids that no other number shares: whole blocks and a tail."""
         length = blocks * self.block_tokens + self.block_tokens // 2
         return [int(token) for token in np.random.default_rng([number, 77]).integers(1, self.vocabulary, length)]
 
@@ -256,7 +258,7 @@ class ConnectorContract:
             yield engine
 
     def computed(self, tokens: list[int], model: str = "first") -> Restored:
-        """What the engine answers without a store: the truth. Asked for once for each prompt."""
+        """Return the engine's answer without a store, which is the right one. It is computed once for each prompt."""
         question = (type(self), model, tuple(tokens))
         if question not in _TRUTHS:
             with _closing(self.open_engine(EngineSetting(None, model))) as engine:
@@ -266,11 +268,13 @@ class ConnectorContract:
     def must_answer_right(
         self, engine: EngineUnderTest, tokens: list[int], *, most: int | None = None, model: str = "first"
     ) -> None:
-        """The answer is that without a store, and at most `most` tokens of it were restored."""
+        """Check that the answer is equal to the one without a store, and that at most `most` tokens of it were
+        restored.
+        """
         self._must_be_right(engine.restore(tokens), tokens, most=most, model=model)
 
     def must_be_restored_whole(self, engine: EngineUnderTest, tokens: list[int], *, model: str = "first") -> None:
-        """All full blocks but for the last token come from the store: soon, for other work may be going on."""
+        """Check that all full blocks but for the last token come from the store, soon: other work may delay them."""
         usable = (len(tokens) - 1) // self.block_tokens * self.block_tokens
         best = Restored(0, None)
 
@@ -284,7 +288,7 @@ class ConnectorContract:
 
     @contextmanager
     def _copying(self) -> Iterator[tuple[DaemonProcess, EngineUnderTest, list[int]]]:
-        """An engine that is about to read the first leased block of a prompt that it stored."""
+        """Yield an engine that is about to read the first leased block of a prompt that it stored."""
         tokens = self.prompt(1)
         with DaemonProcess() as daemon, self.opened(daemon) as engine:
             engine.store(tokens)
@@ -312,7 +316,7 @@ class ConnectorContract:
 
 @contextmanager
 def _closing(engine: EngineUnderTest) -> Iterator[EngineUnderTest]:
-    """`close` at the end; after a failure, `kill`."""
+    """Close the engine at the end of the block; after a failure, kill it."""
     try:
         yield engine
     except BaseException:

@@ -45,8 +45,9 @@ class DaemonFailed(AssertionError):
 
 
 class DaemonProcess:
-    """`with DaemonProcess() as daemon:`. `settings` are `--set` arguments of kvstored and win over `SMALL`; `config`
-    is the text of a configuration file, `failpoints` where and how it is to fail (the daemon's KVSTORED_FAILPOINTS).
+    """A daemon as a context manager: `with DaemonProcess() as daemon:`. `settings` are `--set` arguments of kvstored
+    and override `SMALL`; `config` is the text of a configuration file; `failpoints` says where and how the daemon
+    must fail (its KVSTORED_FAILPOINTS).
     """
 
     def __init__(self, *settings: str, config: str = "", failpoints: str = "") -> None:
@@ -68,7 +69,7 @@ class DaemonProcess:
         return (self.directory / "log").read_text(errors="replace")
 
     def start(self) -> None:
-        """Returns when the daemon serves; also again after `kill`. Raises DaemonFailed."""
+        """Start the daemon, also again after `kill`. Returns when the daemon serves. Raises DaemonFailed."""
         command = [sys.executable, "-m", "kvstored", "serve"]
         command += ["--socket-dir", str(self.socket_dir), "--state-dir", str(self.state_dir)]
         if self._config:
@@ -95,14 +96,14 @@ class DaemonProcess:
         raise DaemonFailed(f"`{' '.join(command)}` is not ready (exit status {self._process.poll()}):\n{self.log}")
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Kill the daemon with SIGKILL."""
         assert self._process is not None, "not started"
         self._process.kill()
         self._process.wait()
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """Stopped by SIGSTOP inside the block: its sockets accept, and it does not answer."""
+        """Stop the daemon by SIGSTOP inside the block: its sockets accept, and it does not answer."""
         os.kill(self.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, self.pid, os.WSTOPPED)  # returns once its last thread has stopped
         try:
@@ -111,7 +112,7 @@ class DaemonProcess:
             os.kill(self.pid, signal.SIGCONT)
 
     def stop(self) -> None:
-        """SIGTERM; the daemon must end in order and have complained of nothing. Raises DaemonFailed."""
+        """End the daemon with SIGTERM. Raises DaemonFailed if it did not end in order or logged a traceback."""
         if self._process is None or self._process.poll() is not None:
             return
         self._process.terminate()
@@ -127,25 +128,27 @@ class DaemonProcess:
         return int(self.status().counters[name])
 
     def drop_host(self) -> admin_pb2.DropReply:
-        """Write what DRAM holds to NVMe and let go of it; what is leased stays."""
+        """Write what DRAM holds to NVMe and drop it from DRAM; leased blocks stay."""
         with self._admin() as admin:
             reply: admin_pb2.DropReply = admin.Drop(admin_pb2.DropRequest(tier="host"), timeout=ADMIN_TIMEOUT_S)
             return reply
 
     def drop_all(self) -> admin_pb2.DropReply:
-        """Let go of all blocks, in every tier, but those under lease."""
+        """Drop all blocks but the leased ones, in every tier."""
         with self._admin() as admin:
             request = admin_pb2.DropRequest(all=True, discard=True)
             reply: admin_pb2.DropReply = admin.Drop(request, timeout=ADMIN_TIMEOUT_S)
             return reply
 
     def flush(self) -> None:
-        """Returns when everything that waits to be written is on NVMe."""
+        """Write everything that waits to NVMe. Returns when all of it is there."""
         with self._admin() as admin:
             admin.Flush(admin_pb2.FlushRequest(timeout_ms=int(ADMIN_TIMEOUT_S * 1000)), timeout=ADMIN_TIMEOUT_S)
 
     def damage_on_disk(self, depth: int) -> int:
-        """Flip one payload byte of every block on NVMe that has `depth` blocks before it; how many there were."""
+        """Flip one payload byte of every block on NVMe that has `depth` blocks before it. Return the number of these
+        blocks.
+        """
         damaged = 0
         for slab in sorted((self.state_dir / "nvme").rglob("*.slab")):
             with open(slab, "r+b", buffering=0) as file:
@@ -192,7 +195,9 @@ class DaemonProcess:
 
 
 def eventually(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> bool:
-    """Whether `condition` comes true in time; looks every few milliseconds."""
+    """Wait until `condition` is true, and look every few milliseconds. Return False if it was not true within
+    `timeout_s`.
+    """
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:

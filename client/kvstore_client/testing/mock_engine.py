@@ -29,7 +29,7 @@ Page = npt.NDArray[np.uint64]
 
 
 class MockEngine:
-    """See the module. `session` None: every prompt is computed."""
+    """A small engine without a model, as the text above describes. With `session` None every prompt is computed."""
 
     def __init__(self, model: str, session: Session | None) -> None:
         self._seed = int.from_bytes(hashlib.blake2b(model.encode(), digest_size=8).digest(), "little")
@@ -62,7 +62,7 @@ class MockEngine:
             self._session.close()
 
     def _load(self, table: list[int], tokens: Sequence[int]) -> int:
-        """Copy what the store has into the pool; how many tokens of it can be relied on."""
+        """Copy what the store has into the pool. Return the number of its tokens that are valid."""
         if self._session is None:
             return 0
         most = (len(tokens) - 1) // BLOCK_TOKENS  # the last token is computed in any case: it starts the answer
@@ -72,7 +72,7 @@ class MockEngine:
             return lease.tokens if lease.valid else 0  # asked after the copy: what was read before it counts
 
     def _compute(self, table: list[int], tokens: Sequence[int], start: int) -> None:
-        """Rows of tokens[start:], each from the row before it."""
+        """Compute the rows of tokens[start:], each from the row before it."""
         for position in range(start, len(tokens)):
             before = int(self._row(table, position - 1)[-1, 1, -1]) if position else self._seed
             state = ((before ^ int(tokens[position])) * _PRIME + position) & _MASK
@@ -80,7 +80,7 @@ class MockEngine:
             self._row(table, position)[...] = row ^ (row >> np.uint64(29))
 
     def _row(self, table: list[int], position: int) -> Page:
-        """uint64 [layers, 2, width] of one token, in place."""
+        """Return the row of one token, uint64 [layers, 2, width], in place."""
         return self._pool[table[position // PAGE_TOKENS], :, :, position % PAGE_TOKENS]
 
     def _gather(self, table: list[int], block: int) -> npt.NDArray[np.uint8]:
@@ -120,7 +120,7 @@ def mock_fingerprint(model: str) -> Fingerprint:
 
 
 def open_mock_engine(setting: EngineSetting) -> MockEngine:
-    """A mock engine as the suite wants it."""
+    """Make a mock engine as the suite needs it."""
     if setting.socket_dir is None:
         return MockEngine(setting.model, None)
     session = connect(

@@ -22,7 +22,9 @@ MOST_CHAINS = 4096
 
 @contextmanager
 def filled(socket_dir: Path) -> Iterator[None]:
-    """Inside the block nothing more can be stored, and nothing be evicted to make room. AssertionError if not."""
+    """Fill the daemon's DRAM: inside the block nothing more can be stored, and nothing can be evicted. Raises
+    AssertionError if that fails.
+    """
     group = LayerGroup(0, layers=(0,), bytes_per_token_per_layer=BLOCK_BYTES // BLOCK_TOKENS)
     fingerprint = Fingerprint("pressure", weights_digest="pressure", groups=(group,))
     payloads = [np.zeros(BLOCK_BYTES, np.uint8)] * CHAIN_BLOCKS

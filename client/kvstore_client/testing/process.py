@@ -22,7 +22,7 @@ PATIENCE_S = 60.0  # far beyond every deadline of the client
 
 
 class EngineProcess:
-    """Runs `factory` ("module:function", called with the setting) in a child. Raises EngineFailed.
+    """Runs `factory` ("module:function", called with the setting) in a child process. Raises EngineFailed.
 
     `gid`: the child's group, which makes it another tenant where the daemon's configuration says so; needs root.
     """
@@ -73,7 +73,7 @@ class EngineProcess:
         self._connection.close()
 
     def close(self) -> None:
-        """End the engine in order, if it still runs. EngineFailed when it does not end well."""
+        """End the engine in order, if it still runs. Raises EngineFailed when it does not end well."""
         if self._connection.closed:
             return
         try:
@@ -93,7 +93,7 @@ class EngineProcess:
         return self._expect("done", PATIENCE_S)
 
     def _expect(self, wanted: str, timeout_s: float) -> Any:
-        """The child's next message, which must be of this kind."""
+        """Return the child's next message, which must be of the kind `wanted`."""
         try:
             if not self._connection.poll(timeout_s):
                 self.kill()

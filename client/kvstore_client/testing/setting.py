@@ -1,6 +1,6 @@
-"""What the suite and an engine agree on: how an engine is set up, and what it answers.
+"""The types that the suite and an engine share: how an engine is set up, and what it answers.
 
-Only types. `Engine` is what most authors write: it lives in a child process that the suite makes, so that it can be
+Only types. `Engine` is what most authors write: it runs in a child process that the suite makes, so that it can be
 killed and paused. `EngineUnderTest` is what the suite drives; an engine with processes of its own implements that.
 """
 
@@ -17,7 +17,9 @@ Point = Literal["reading", "writing"]
 
 @dataclass(frozen=True, slots=True)
 class EngineSetting:
-    """`socket_dir` None: run without a store. Engines of two `model` names must have different fingerprints."""
+    """The setting of an engine. With `socket_dir` None the engine runs without a store. Engines of two `model` names
+    must have different fingerprints.
+    """
 
     socket_dir: Path | None
     model: str = "first"
@@ -25,7 +27,7 @@ class EngineSetting:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What came of a prompt: `tokens` of it were restored, and `output` followed.
+    """The result of a prompt: `tokens` of it were restored, and `output` followed.
 
     `output` can be anything that is equal for equal K/V state of the whole prompt and differs otherwise, and that can
     be pickled: token ids generated greedily, or a digest of the state.
@@ -42,13 +44,13 @@ class Engine(Protocol):
         """Run the prompt and store its blocks; on return other clients can find what was stored."""
 
     def restore(self, tokens: Sequence[int], /) -> Restored:
-        """Run the prompt, restoring what the store has of it. Need not store anything."""
+        """Run the prompt and restore what the store has of it. Need not store anything."""
 
     def close(self) -> None: ...
 
 
 class EngineFailed(AssertionError):
-    """The engine raised, ended by itself, or hangs: none of which a connector may do."""
+    """The engine raised, ended by itself, or hangs. A connector may cause none of these."""
 
 
 class EngineUnderTest(Protocol):
@@ -58,15 +60,15 @@ class EngineUnderTest(Protocol):
     def restore(self, tokens: Sequence[int], /) -> Restored: ...
 
     def pause_at(self, point: Point, /) -> None:
-        """Let the engine stop at the next such point. unittest.SkipTest where that cannot be done."""
+        """Let the engine stop when it reaches the point next. Raises unittest.SkipTest where that cannot be done."""
 
     def begin(self, operation: Literal["store", "restore"], tokens: Sequence[int], /) -> None:
-        """Start an operation that will reach the point, and return when it has."""
+        """Start an operation that will reach the point. Returns when it has reached it."""
 
     def go_on(self) -> Restored | None:
-        """Let the paused operation go on; its result."""
+        """Let the paused operation go on. Return its result."""
 
     def kill(self) -> None:
-        """SIGKILL to every process of the engine, without warning."""
+        """Kill every process of the engine with SIGKILL."""
 
     def close(self) -> None: ...

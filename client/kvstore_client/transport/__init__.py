@@ -1,1 +1,1 @@
-"""How the messages of a stream travel: over a socket of our own (`direct`), or through gRPC (`over_grpc`)."""
+"""The transports of a stream's messages: a socket of the client's own (`direct`), or gRPC (`over_grpc`)."""

@@ -1,7 +1,7 @@
-"""The contract of a transport, and what all of them do to messages: bytes and back, counted.
+"""The contract of a transport, and the common treatment of messages: bytes and back, counted.
 
 A transport carries requests to the daemon in the order in which they were sent, and hands each response to its
-receiver, one at a time. It never judges, retries or reconnects.
+receiver, one at a time. It does not judge, retry or reconnect.
 """
 
 from __future__ import annotations
@@ -15,25 +15,27 @@ MAX_MESSAGE_BYTES: Final = 4 * 1024 * 1024
 
 
 class Receiver(Protocol):
-    """What a transport calls: from a thread of its own, and from `read_until`. Never with two responses at a time."""
+    """The receiver of a transport's calls: from a thread of its own, and from `read_until`. Never with two responses at
+    a time.
+    """
 
     @property
     def awaits_late_answers(self) -> bool:
-        """Whether an answer must be read though no thread waits for it."""
+        """True if an answer must be read though no thread waits for it."""
         ...
 
     def received(self, response: wire.Response) -> None: ...
 
     def reading_ended(self) -> None:
-        """The thread that was reading has stopped: another one may read."""
+        """Note that the reading thread has stopped: another one may read."""
         ...
 
     def alarm(self) -> None:
-        """The delay given to `call_in` is over."""
+        """Note that the delay given to `call_in` is over."""
         ...
 
     def transport_ended(self, reason: str) -> None:
-        """Once, after the last response: nothing is carried any more. Not after `close`."""
+        """Note, once, after the last response, that nothing is carried any more. Not called after `close`."""
         ...
 
 
@@ -41,22 +43,26 @@ class Transport(Protocol):
     codec: Codec
 
     def start(self, receiver: Receiver) -> None:
-        """Begin to carry. Once, before anything is sent. Raises RuntimeError where there is no thread for it."""
+        """Begin to carry messages. Call it once, before anything is sent. Raises RuntimeError if there is no thread for
+        it.
+        """
         ...
 
     def send(self, request: wire.Request) -> None:
-        """Never blocks and never raises: what cannot be carried any more is dropped, and `transport_ended` follows."""
+        """Send a request. Never blocks and never raises: a request that cannot be carried any more is dropped, and
+        `transport_ended` follows.
+        """
         ...
 
     def read_until(self, is_done: Callable[[], bool], deadline: float) -> bool:
         """Hand over responses, in the calling thread, until `is_done` or the monotonic `deadline`.
 
-        False at once when another thread is reading, which hands over what arrives until `reading_ended`.
+        Return False at once if another thread is reading, which hands over responses until `reading_ended`.
         """
         ...
 
     def is_read(self) -> bool:
-        """Whether some thread is reading now."""
+        """Return whether some thread is reading now."""
         ...
 
     def attend(self) -> None:
@@ -64,16 +70,16 @@ class Transport(Protocol):
         ...
 
     def call_in(self, delay_s: float) -> None:
-        """Have `alarm` called once, after a delay. A call before that replaces the delay. Never blocks."""
+        """Call `alarm` once, after a delay. A second call before that replaces the delay. Never blocks."""
         ...
 
     def close(self) -> None:
-        """From any thread. Idempotent."""
+        """Close the transport, from any thread. Idempotent."""
         ...
 
 
 class Codec:
-    """Messages to bytes and back. Counts the bytes, and those of them that are opaque payload.
+    """A codec of messages to bytes and back. It counts the bytes, and the opaque payload among them.
 
     One thread at a time serializes, and one at a time parses.
     """

@@ -1,9 +1,9 @@
 """A direct stream: messages, each after its length, on a socket that the handshake handed over.
 
 The calling thread writes its request, and reads the stream while it waits, so a call wakes no other thread here. That
-matters on a busy node, where a hand-over between two threads of one process takes as long as it takes to get a core. An
-attendant thread does what no call waits for: it reads late answers, writes the rest of a request that the socket had no
-room for (of a daemon that is stopped or overloaded), keeps the alarm, and notices the end.
+matters on a busy node, where a hand-over between two threads of one process takes as long as getting a core. An
+attendant thread does the rest: it reads late answers, writes the rest of a request that the socket had no room for (of
+a daemon that is stopped or overloaded), keeps the alarm, and notices the end.
 
 Invariants: one thread reads at a time; the attendant does not poll for data while another thread reads. A thread that
 is interrupted while it reads ends the stream, because part of a message may be lost; the next stream begins with whole
@@ -33,7 +33,9 @@ _HANGUP = select.POLLRDHUP | select.POLLHUP | select.POLLERR | select.POLLNVAL
 
 
 class DirectTransport:
-    """Implements `Transport` over a connected stream socket, which it owns. Raises OSError without a descriptor."""
+    """The transport over a connected stream socket, which it owns. Implements `Transport`. Raises OSError without a
+    descriptor.
+    """
 
     def __init__(self, connected: socket.socket) -> None:
         try:
@@ -112,7 +114,9 @@ class DirectTransport:
     # Writing
 
     def _write(self, data: bytes) -> int:
-        """How much of it the socket takes now. The reader will find an end."""
+        """Write as much as the socket takes now, and return its bytes. After an error, all counts as written: the
+        reader will find the end.
+        """
         try:
             return self._socket.send(data, socket.MSG_NOSIGNAL)
         except BlockingIOError:
@@ -136,7 +140,7 @@ class DirectTransport:
 
     @contextlib.contextmanager
     def _as_reader(self, *, waits: bool = False) -> Iterator[bool]:
-        """Whether this thread is the reader from here on; if it `waits`, once another reader has stopped."""
+        """Yield whether this thread is the reader inside the block; if it `waits`, once another reader has stopped."""
         if not self._reading.acquire(blocking=waits):
             yield False
             return
@@ -149,7 +153,7 @@ class DirectTransport:
                 self.attend()
 
     def _receive(self) -> bool:
-        """Hand over what has arrived; False when there was nothing. Under `_reading`."""
+        """Hand over arrived responses; return False if there were none. The caller holds `_reading`."""
         try:
             return self._receive_now()
         except BaseException:
@@ -226,7 +230,7 @@ class DirectTransport:
             return True
 
     def _events(self, attends: bool) -> int:
-        """Which events wake the attendant, apart from the end, which always does."""
+        """Return which events wake the attendant, apart from the end, which always does."""
         return select.POLLRDHUP | (select.POLLIN if attends else 0) | (select.POLLOUT if self._unsent else 0)
 
     def _patience_ms(self) -> float | None:
@@ -234,6 +238,6 @@ class DirectTransport:
         return None if alarm_at is None else max(alarm_at - time.monotonic(), 0.0) * 1000
 
     def _wake(self) -> None:
-        """Wake the attendant. Under the lock."""
+        """Wake the attendant. The caller holds the lock."""
         if self._wake_fd >= 0:
             os.eventfd_write(self._wake_fd, 1)

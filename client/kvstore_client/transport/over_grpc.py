@@ -1,10 +1,10 @@
-"""The gRPC stream: what every daemon speaks, and every language can. Imported only where it is used.
+"""The gRPC stream, which every daemon and every language supports. Imported only if it is used.
 
 A reader thread hands over each response, and gRPC's own thread fetches requests from a queue. The alternatives were
 measured on an idle 2-core machine, p50 / p99 of an empty echo in two runs: the calling thread itself in `next()` on the
 response iterator 510 / 909 and 580 / 902 us; the reader thread 555 / 823 and 539 / 725 us; answering from the response
-deserializer, on gRPC's own thread, 606 / 904 and 583 / 1856 us. There is nothing to gain, and `next()` cannot time out,
-so a stopped daemon would hold the engine. Hence the reader thread.
+deserializer, on gRPC's own thread, 606 / 904 and 583 / 1856 us. The alternatives gain nothing, and `next()` cannot time
+out, so a stopped daemon would hold the engine. Hence the reader thread.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _STOP = object()
 
 
 class GrpcTransport:
-    """Implements `Transport` on the daemon's `data.sock`, under a session's token."""
+    """The transport on the daemon's `data.sock`, under a session's token. Implements `Transport`."""
 
     def __init__(self, data_socket: Path, token: bytes) -> None:
         self.codec = Codec()
@@ -70,7 +70,7 @@ class GrpcTransport:
         self._channel.close()
 
     def _outgoing(self, receiver: Receiver) -> Iterator[wire.Request]:
-        """Runs on gRPC's sending thread, which keeps the alarm too."""
+        """Yield the requests to send; it runs on gRPC's sending thread, which keeps the alarm too."""
         alarm_at: float | None = None
         while True:
             try:

@@ -1,8 +1,8 @@
 """SGLang on kvstored: a storage backend behind HiCache's host pools, and a linker of its device pools.
 
-The door: SGLang loads either class by name, `module_path` (or `linker_module_path`) "kvstore_connectors.sglang" and
-the class's name. SGLang and torch are imported when one of them is asked for: the other modules hold what can be tested
-without. docs/sglang.md is the manual.
+SGLang loads either class by name: `module_path` (or `linker_module_path`) "kvstore_connectors.sglang" and the class's
+name. SGLang and torch are imported on first use; the other modules can be tested without them. docs/sglang.md is the
+manual.
 """
 
 from __future__ import annotations

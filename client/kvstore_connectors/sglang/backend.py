@@ -4,10 +4,10 @@
       "module_path": "kvstore_connectors.sglang", "class_name": "KVStoreHiCache", "interface_v1": 1,
       "hicache_storage_pass_prefix_keys": true}'
 
-Owns the calls of SGLang's controller; what is stored of which page is `stored_pages`'s. Each byte of a page is copied
-once, between its host pool and shared memory, in the layout that the pool has. Of a hit as many leading pages are
-reported as are expected to be faster to load than to compute (`choice`). Never does: raise for an absent daemon, a full
-store or a missing page (False, None and 0 say so), or evict: what is kept is the daemon's to decide.
+The module serves the calls of SGLang's controller; `stored_pages` decides what is stored of a page. Each byte of a page
+is copied once, between its host pool and shared memory, in the pool's layout. A hit reports as many leading pages as
+are expected to be faster to load than to compute (`choice`). An absent daemon, a full store or a missing page raises
+nothing (the results are False, None and 0). The daemon decides about eviction.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no types
-    """See the module. Keys of the extra config, all optional: `socket` (directory of the daemon's sockets),
-    `weights_digest`, `adapter_digest`, `kv_dtype`, `deadline_s`, `staging_bytes`, `always_load`.
+    """The storage backend that SGLang loads. Keys of the extra config, all optional: `socket` (directory of the
+    daemon's sockets), `weights_digest`, `adapter_digest`, `kv_dtype`, `deadline_s`, `staging_bytes`, `always_load`.
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None) -> None:
@@ -71,7 +71,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no typ
     # Set-up and end
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Only now type, layout and page size are known, and with them what we may share."""
+        """Connect to the daemon: only now are type, layout and page size known, which the fingerprint needs."""
         super().register_mem_pool_host(mem_pool_host)
         self.register_mem_host_pool_v2(mem_pool_host, KV)
         fingerprint = namespace(
@@ -110,8 +110,9 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no typ
         self._host[str(host_pool_name)] = HostPages(host_pool)
 
     def _form(self, name: str) -> str:
-        """KV is what the fingerprint describes; another pool's form, its rank where that differs, and the draft model
-        that has layers in it, go in here."""
+        """Return the text that goes into the page names of a pool beside the fingerprint, which describes the KV pool:
+        another pool's form, its rank if that differs, and the draft model that has layers in it.
+        """
         draft = f"/{self._draft}" if self._draft and (self._is_packed or is_drafts(name)) else ""
         if name == KV:
             return name + draft
@@ -127,12 +128,14 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no typ
             self._session = self._stored = None
 
     def clear(self) -> bool:
-        """False: the pages are shared with other engines, and `kvctl drop` is the operator's."""
+        """Return False: the pages are shared with other engines, and the operator clears them with `kvctl drop`."""
         log.warning("kvstored keeps its blocks: they are shared; `kvctl drop` removes them")
         return False
 
     def get_stats(self) -> Any:
-        """Pages moved since the last call, in SGLang's form; None where SGLang does not collect them."""
+        """Return the number of pages moved since the last call, in SGLang's form; None if SGLang does not collect
+        it.
+        """
         if not self._config.enable_storage_metrics:
             return None
         from sglang.srt.observability.metrics_collector import StorageMetrics
@@ -149,7 +152,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no typ
         return self._stored is not None and self._stored.present([key]) == [True]
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        """How many leading pages are there and worth loading; the first gap ends them."""
+        """Return how many leading pages are stored and worth loading; the first gap ends them."""
         before, found = _prefix(extra_info), self._leading(keys, extra_info)
         return 0 if found is None else self._choice.pages(keys, found, before, found.blocks)
 
@@ -159,7 +162,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no typ
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        """The longest prefix that all pools can restore, each by its own rule, and that is worth loading."""
+        """Return the longest prefix that all pools can restore, each by its own rule, and that is worth loading."""
         before, found = _prefix(extra_info), self._leading(keys, extra_info)
         if found is None or self._stored is None:
             return PoolTransferResult(0, {}, [])
@@ -171,7 +174,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no typ
         return PoolTransferResult(max(usable, default=0), hits, sorted(usable))
 
     def _leading(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None) -> Lookup | None:
-        """What is there of KV; None while there is no daemon."""
+        """Return which KV pages are stored; None while there is no daemon."""
         names = None if self._stored is None else self._stored.names(keys)
         if names is None or self._stored is None:
             return None
@@ -212,7 +215,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no typ
         return results
 
     def _store_states(self, name: str, keys: list[str], indices: torch.Tensor | None) -> list[bool]:
-        """States at ends of prefixes: none of them needs another."""
+        """Store states at ends of prefixes; each of them can be restored without another."""
         host = self._host.get(str(name))
         if host is None or indices is None:
             return [False] * len(keys)
@@ -229,7 +232,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no typ
     def batch_get(
         self, keys: list[str], target_locations: list[torch.Tensor] | None = None, target_sizes: Any = None
     ) -> list[torch.Tensor | None]:
-        """Fills contiguous CPU tensors of just a page's size; None for each page that is not there."""
+        """Fill contiguous CPU tensors of one page's size; return None for each page that is not stored."""
         targets = list(target_locations or [])
         if len(targets) != len(keys):
             return [None] * len(keys)
@@ -242,7 +245,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no typ
     def batch_set(
         self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
     ) -> bool:
-        """Consecutive pages, as SGLang's controller hands them over; True when all are stored."""
+        """Store consecutive pages, as SGLang's controller hands them over; return True if all are stored."""
         if values is None or len(values) != len(keys):
             return False
         self._choice.stored(keys, None)
@@ -311,12 +314,12 @@ def _has_draft_layers(host_pool: Any) -> bool:
 
 
 def _prefix(extra_info: HiCacheStorageExtraInfo | None) -> list[str] | None:
-    """The pages before those of a call; None where SGLang does not name them."""
+    """Return the page names before this call's pages; None if SGLang does not give them."""
     return None if extra_info is None else extra_info.prefix_keys
 
 
 class HostPages:
-    """Of one pool, each by the token index at which it begins."""
+    """The pages of one host pool; each page is addressed by its first token index."""
 
     def __init__(self, pool: Any) -> None:
         self.pool = pool
@@ -325,13 +328,15 @@ class HostPages:
         self.nbytes, self._dtype = int(dummy.numel() * dummy.element_size()), dummy.dtype
 
     def starts(self, indices: torch.Tensor | None, count: int) -> list[int] | None:
-        """Where `count` pages begin: every page_size-th of their token indices. None if there are not so many."""
+        """Return the first token indices of `count` pages: every page_size-th one. None if the number of indices does
+        not fit.
+        """
         if indices is None or indices.numel() != count * self.tokens:
             return None
         return [int(index) for index in indices[:: self.tokens].tolist()]
 
     def payload(self, start: int) -> FillSlot:
-        """Writes one page straight into shared memory, when and if it is wanted."""
+        """Return a function that writes one page straight into shared memory, if it is called."""
 
         def write(destination: Bytes) -> None:
             page = self.pool.get_data_page(start, flat=False)
@@ -348,7 +353,7 @@ class HostPages:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> Bytes:
-    """The bytes of a tensor, uint8 [n]; a copy where it is not contiguous or not on the CPU."""
+    """Return the bytes of a tensor, uint8 [n]; a copy if it is not contiguous or not on the CPU."""
     flat: Bytes = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
     return flat
 

@@ -1,12 +1,11 @@
-"""How many pages of a hit SGLang shall load, by the same choice as other connectors.
+"""The number of pages of a hit that SGLang shall load, by the choice of the other connectors.
 
-HiCache asks, loads and stores in calls that do not name the request, and a backend does not learn what the server
-computes. Pages tie the calls together: a load that begins with the first page of a question is the answer's, and pages
-that are stored just behind what was held or loaded were computed meanwhile. That time counts only if those pages came
-in one call and no other prompt was asked for in between: else other requests are in it.
-A controller may ask for a long prompt in batches, and for none behind the first one that is not reported whole: so a
-whole batch, behind which the prompt may go on, is loaded whole or not at all.
-Owns that. Asks no daemon. Safe for use by several threads.
+HiCache asks, loads and stores in calls that do not name the request, and a backend does not see what the server
+computes. Pages tie the calls together: a load that begins with the first page of a question belongs to its answer, and
+pages that are stored just behind the held or loaded ones were computed in between. That time counts only if those pages
+came in one call and no other prompt was asked for in between; otherwise it includes other requests. A controller may
+ask for a long prompt in batches, and stops at the first batch that is not reported whole. So a whole batch, behind
+which the prompt may go on, is loaded whole or not at all. The module asks no daemon. Safe for several threads.
 """
 
 from __future__ import annotations
@@ -34,8 +33,9 @@ class _Question:
 
 @dataclass(slots=True)
 class _Prompt:
-    """Pages behind at least `first` tokens, of one question or of several batches; the `loaded` leading ones are in
-    SGLang's host pool. `since_s`: the latest question or end of a load. `goes_on`: another batch may follow.
+    """A prompt whose pages follow at least `first` tokens, from one question or several batches. Its first `loaded`
+    pages are in SGLang's host pool. `since_s`: the time of the latest question or end of a load. `goes_on`: another
+    batch may follow.
     """
 
     keys: list[str]
@@ -47,7 +47,7 @@ class _Prompt:
 
 
 class PageChoice:
-    """`choice`: None loads all that is stored. `clock`: seconds."""
+    """The choice for pages. `choice`: None loads all that is stored. `clock` returns seconds."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class PageChoice:
         self._lock = threading.Lock()
 
     def question_s(self, pages: int, prefix: Sequence[str] | None, longest_s: float) -> float:
-        """How long asking for so many pages may take."""
+        """Return how long, in seconds, the question for `pages` pages may take."""
         if self._choice is None:
             return longest_s
         held = self._held(prefix)
@@ -73,8 +73,9 @@ class PageChoice:
         return longest_s if bounded_s is None else bounded_s
 
     def pages(self, keys: Sequence[str], found: Lookup, prefix: Sequence[str] | None, usable: int) -> int:
-        """How many leading pages to load of those asked for, of which `usable` can be. `prefix`: the pages before them,
-        None where SGLang does not name them."""
+        """Return how many leading pages of `keys` to load; `usable` of them can be loaded. `prefix`: the pages before
+        them, None if SGLang does not name them.
+        """
         if self._choice is None or not keys:
             return usable
         held = self._held(prefix)
@@ -96,13 +97,13 @@ class PageChoice:
         return chosen.blocks
 
     def load_s(self, keys: Sequence[str], longest_s: float) -> float:
-        """How long the load of these pages may take."""
+        """Return how long the load of these pages may take, in seconds."""
         with self._lock:
             question = self._questions.get(keys[0]) if keys else None
         return longest_s if question is None else min(longest_s, question.chosen.deadline_s)
 
     def loaded(self, keys: Sequence[str], pages: int, seconds: float) -> None:
-        """So many leading pages of `keys` are in the host pool, after `seconds`."""
+        """Note that the first `pages` pages of `keys` were copied to the host pool in `seconds`."""
         if self._choice is None or not keys:
             return
         with self._lock:
@@ -115,7 +116,9 @@ class PageChoice:
             self._choice.observe_load(question.hit, question.chosen, pages, seconds)
 
     def stored(self, keys: Sequence[str], prefix: Sequence[str] | None) -> None:
-        """These pages were computed, behind those of `prefix`. None: at an unknown position, which teaches nothing."""
+        """Note that these pages were computed, behind the pages `prefix`. None: their position is unknown, and nothing
+        is learned.
+        """
         with self._lock:
             prompt = self._prompt
             if prompt is None or not keys or keys[0] not in prompt.keys:
@@ -128,7 +131,7 @@ class PageChoice:
             self._choice.observe_compute(len(prefix) * self._page_tokens, len(rest) * self._page_tokens, seconds)
 
     def _held(self, prefix: Sequence[str] | None) -> int:
-        """Tokens before the pages of a question, at least."""
+        """Return the number of tokens before the pages of a question, at least."""
         if prefix is not None:
             return len(prefix) * self._page_tokens
         with self._lock:
@@ -136,7 +139,7 @@ class PageChoice:
             return 0 if prompt is None else prompt.first + len(prompt.keys) * self._page_tokens
 
     def _continued(self, prefix: Sequence[str] | None) -> _Prompt | None:
-        """The prompt whose next batch is behind `prefix`, if that is what is asked for. The lock is held."""
+        """Return the prompt whose next batch follows `prefix`; None if there is none. The caller holds the lock."""
         prompt = self._prompt
         if prompt is None or not prompt.goes_on:
             return None

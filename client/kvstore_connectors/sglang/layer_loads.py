@@ -1,11 +1,11 @@
-"""SGLang's device pools as `DeviceTransfers` copies to and from them: their pages, loads of a batch layer by layer with
-the counter by which its forward waits for them, and stores that run one after another.
+"""Copies between SGLang's device pools and leases, by `DeviceTransfers`: the pages of a pool, loads of a batch layer by
+layer with the counter that makes its forward wait for them, and stores that run one after another.
 
 A payload has the model's layers one after another, in each the buffers of that layer (K, V, states) in SGLang's order.
-Owns the leases of a batch from when it is made until `finish`, and the threads; the memory is SGLang's. The forward's
-streams wait for a layer's copies, its thread only until they are queued. As SGLang asks, a failure is never raised into
-a forward: `finish` reports it. Imports no SGLang, and torch only to ask other ranks. Invariant: a pool of which a
-buffer would not be copied, or of which a page has gaps, is refused.
+The module owns the leases of a batch until `finish`, and the threads; the memory is SGLang's. The forward's streams
+wait for a layer's copies, its thread only until they are queued. A failure is never raised into a forward, as SGLang
+requires: `finish` reports it. The module imports no SGLang, and torch only to ask other ranks. Invariant: a pool is
+refused if one of its buffers would not be copied, or if one of its pages has gaps.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ log = logging.getLogger(__name__)
 
 
 class Copies(NamedTuple):
-    """One device pool, and what copies to and from it."""
+    """One device pool, and the transfers that copy to and from it."""
 
     pages: DevicePages
     transfers: DeviceTransfers
 
 
 class HeldPages(NamedTuple):
-    """Pages of one pool that wait to be loaded: together the leases are as many pages as there are for `indices`, token
-    indices of the pool (a tensor on the device)."""
+    """Pages of one pool that wait to be loaded. The leases together have one page for each page of `indices`, token
+    indices of the pool (a tensor on the device).
+    """
 
     pool: str
     leases: Sequence[Lease]
@@ -44,7 +45,9 @@ class HeldPages(NamedTuple):
 
 
 class LayerBatch:
-    """`ready` is an event that SGLang's streams have to pass before the pages of `held` are known and free."""
+    """The loads of one batch. `ready` is an event that SGLang's streams must pass before the pages of `held` are known
+    and free.
+    """
 
     def __init__(self, held: Sequence[HeldPages], pools: Mapping[str, Copies], ready: Any) -> None:
         self._held, self._pools, self._ready = held, pools, ready
@@ -56,8 +59,9 @@ class LayerBatch:
         self._thread.start()
 
     def wait(self, layer: int, stream: int) -> None:
-        """What is queued on the stream (a CUstream's address) from now on runs after this layer of the model, and those
-        before it, have come."""
+        """Make work that is queued on `stream` (a CUstream's address) from now on run after this layer of the model,
+        and the layers before it, have come.
+        """
         self._begun.wait()
         if self._is_over or self._failed or self._waited.get(stream, -1) >= layer:
             return
@@ -68,7 +72,7 @@ class LayerBatch:
         self._waited[stream] = layer
 
     def finish(self) -> bool:
-        """Wait until nothing is copied any more, and release the leases. Whether all of it has come."""
+        """Wait until nothing is copied any more, and release the leases. Return whether all pages have come."""
         self._thread.join()
         if not self._is_over:
             for _, load in self._loads:
@@ -104,8 +108,9 @@ class LayerBatch:
 
 
 class LayerCounter:
-    """What SGLang's pools call before they hand out a layer; `set_consumer` says for which batch. Batches are numbered
-    from 0; -1 is none. `current_stream` gives the calling thread's stream (a CUstream's address)."""
+    """The counter that SGLang's pools call before they hand out a layer; `set_consumer` names the batch. Batches are
+    numbered from 0; -1 is none. `current_stream` returns the calling thread's stream (a CUstream's address).
+    """
 
     def __init__(self, num_layers: int, current_stream: Callable[[], int]) -> None:
         self.num_layers = num_layers
@@ -127,7 +132,9 @@ class LayerCounter:
             batch.wait(threshold, self._current_stream())
 
     def finish(self, index: int) -> bool:
-        """True for a batch that is not known: there is nothing to wait for."""
+        """End a batch, and return whether its pages have come. True for an unknown batch: there is nothing to wait
+        for.
+        """
         batch = self._batches.get(index)
         has_come = batch is None or batch.finish()
         self._batches.pop(index, None)
@@ -146,8 +153,10 @@ def release(held: Sequence[HeldPages]) -> None:
 
 
 class DevicePages:
-    """`layers[i]` is the model's layer of the pool's layer i, ascending. `form` names what its bytes mean: kind, layout
-    and types of its buffers, and the `draft` model that has layers there. Raises BackendMisconfigured."""
+    """The pages of a device pool. `layers[i]` is the model's layer of the pool's layer i, ascending. `form` describes
+    the bytes: kind, layout and types of the buffers, and the `draft` model that has layers there. Raises
+    BackendMisconfigured.
+    """
 
     def __init__(self, entry: Any, draft: str = "") -> None:
         self.entry = entry
@@ -164,7 +173,9 @@ class DevicePages:
         self.form = "/".join(filter(None, [self._described(buffers), draft]))
 
     def pages(self, indices: Any) -> list[int]:
-        """The pages of these token indices, a tensor on device or host. ValueError for what are no whole pages."""
+        """Return the pages of these token indices, a tensor on device or host. Raises ValueError if they do not form
+        whole pages.
+        """
         return [row // self._rows for row in self.entry.prepare_locations(indices)]
 
     def _parts(self, buffers: Sequence[int]) -> list[PoolPart]:
@@ -194,7 +205,7 @@ def _indices(mapped: int | Sequence[int]) -> list[int]:
 
 
 class Offloads:
-    """`close` ends it."""
+    """A queue of stores, run one after another until `close`."""
 
     def __init__(self) -> None:
         self._work: Queue[Callable[[], bool] | None] = Queue()
@@ -206,22 +217,22 @@ class Offloads:
         self._work.put(store)
 
     def completed(self) -> int:
-        """Results that wait to be taken."""
+        """Return the number of results that wait to be taken."""
         return self._results.qsize()
 
     def pop(self) -> bool:
-        """The oldest result. Raises queue.Empty where there is none."""
+        """Return the oldest result. Raises queue.Empty if there is none."""
         return self._results.get_nowait()
 
     def settle(self) -> None:
-        """Wait until all that was given has been stored, and forget the results."""
+        """Wait until all queued pages have been stored, and forget the results."""
         self._work.join()
         with contextlib.suppress(Empty):
             while True:
                 self._results.get_nowait()
 
     def close(self) -> None:
-        """Idempotent."""
+        """End the thread. Idempotent."""
         if self._thread.is_alive():
             self.settle()
             self._work.put(None)
@@ -239,9 +250,9 @@ class Offloads:
 
 
 class Ranks:
-    """The ranks that have to give SGLang the same answer: those on which its radix tree agrees on a hit.
+    """The ranks that must give SGLang one answer: the ranks on which its radix tree agrees on a hit.
 
-    `params`: SGLang's CacheInitParams, with its groups for the CPU. Owns no process group.
+    `params`: SGLang's CacheInitParams, with its groups for the CPU. The class owns no process group.
     """
 
     def __init__(self, params: Any) -> None:
@@ -254,7 +265,7 @@ class Ranks:
         self.tp_rank = torch.distributed.get_rank(group=tensor) if self.tp_size > 1 else 0
 
     def all(self, is_so: bool) -> bool:
-        """Whether it is so on every rank; each of them has to ask."""
+        """Return whether `is_so` on every rank; each rank has to call this."""
         import torch
 
         flag = torch.tensor([int(is_so)], dtype=torch.int)

@@ -5,12 +5,12 @@
       "linker": "KVStoreLinker", "linker_extra_config": {"socket": "/run/kvstored"}}'
 
 Pages are copied between leases and the pools by `DeviceTransfers`: from host memory or from the daemon's GPU tier,
-layer by layer. Owns the session, the copies and the leases of loads that were queued. A hit is leased whole, on every
-rank, before `load` accepts it; what cannot be had is computed. SGLang's own assembler says which device pools a hybrid
-model has (0.5.23: DeepSeek V4 and DSA, Mamba beside MLA, Mamba beside full and sliding attention) and refuses others; a
-plain cache of one kind, and sliding windows beside full attention, are described here.
+layer by layer. The module owns the session, the copies and the leases of queued loads. A hit is leased whole, on every
+rank, before `load` accepts it; pages that cannot be had are computed. SGLang's own assembler says which device pools a
+hybrid model has (0.5.23: DeepSeek V4 and DSA, Mamba beside MLA, Mamba beside full and sliding attention) and refuses
+others; a plain cache of one kind, and sliding windows beside full attention, are described here.
 
-Never does: raise for an absent daemon or a missing page, or evict. Wants an NVIDIA GPU.
+An absent daemon or a missing page raises nothing. The module evicts nothing. It needs an NVIDIA GPU.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ _PLAIN = (MHATokenToKVPool, MLATokenToKVPool)  # their subclasses have scales, o
 
 
 class KVStoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # sglang has no types
-    """See the module. Keys of `linker_extra_config`, all optional: `socket` (directory of the daemon's sockets),
-    `weights_digest`, `adapter_digest`, `kv_dtype`, `deadline_s`, `staging_bytes`. Raises ValueError for what cannot be
-    served.
+    """The linker that SGLang loads. Keys of `linker_extra_config`, all optional: `socket` (directory of the daemon's
+    sockets), `weights_digest`, `adapter_digest`, `kv_dtype`, `deadline_s`, `staging_bytes`. Raises ValueError for a
+    model or setting that cannot be served.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class KVStoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # sglang has no 
         self._offloads = Offloads()
 
     def _device_pages(self, server_args: Any, params: Any) -> dict[str, DevicePages]:
-        """A draft that has layers in the model's own pools may have them in each."""
+        """Return the pages of each device pool. A draft model may have layers in each of the model's own pools."""
         draft = draft_model(server_args)
         is_packed = any(getattr(params, f"mtp_draft_{kind}_pools", ()) for kind in ("device", "mamba"))
         return {
@@ -106,7 +106,9 @@ class KVStoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # sglang has no 
         }
 
     def _copies(self, pages: DevicePages) -> Copies:
-        """Each pool has a stream of its own: a layer of one does not wait for all layers of another."""
+        """Return the copies of a pool, on a stream of its own: a layer of one pool does not wait for all layers of
+        another.
+        """
         device, pool = self._session.device, pages.pool
         means = CopyMeans(device, pool.block_bytes, registered=self._registered)
         return Copies(pages, DeviceTransfers(device, pool, means=means))
@@ -135,7 +137,7 @@ class KVStoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # sglang has no 
     # What is there
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
-        """Every length, in pages, of a prefix that all pools can restore; none while there is no daemon."""
+        """Return every length, in pages, of a prefix that all pools can restore; none while there is no daemon."""
         expanded = self._group.resolve_transfers(transfers)
         hashes = [] if not expanded else list(_of_pool(transfers, KV).keys)
         self._chains.saw(hashes)
@@ -146,7 +148,9 @@ class KVStoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # sglang has no 
     # Device pages from leases
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
-        """Lease all pages of a hit. False, on every rank, where one of them cannot in time: they are computed then."""
+        """Lease all pages of a hit. Return False, on every rank, if one rank cannot lease them in time: then they are
+        computed.
+        """
         expanded = self._group.resolve_transfers(transfers, allow_partial=True, allow_missing_kv=True)
         if not expanded:
             return False
@@ -165,7 +169,7 @@ class KVStoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # sglang has no 
         return True
 
     def _held(self, transfers: list[PoolTransfer]) -> list[HeldPages] | None:
-        """Leases on all pages of all pools; None, and nothing is held, if one of them cannot be had in time."""
+        """Return leases on all pages of all pools. None, with nothing held, if a page cannot be had in time."""
         held: list[HeldPages] = []
         ends = time.monotonic() + self._deadline_s
         with ExitStack() as undo:
@@ -210,7 +214,7 @@ class KVStoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # sglang has no 
         return True
 
     def _store(self, transfers: list[PoolTransfer], before: str | None, events: list[Any]) -> bool:
-        """True when all pages of all pools are stored."""
+        """Store the pages of all pools; return True if all are stored."""
         for event in events:
             event.synchronize()
         results = [self._store_pool(transfer, before) for transfer in transfers]
@@ -272,8 +276,9 @@ def _of_pool(transfers: list[PoolTransfer], pool: str) -> PoolTransfer:
 
 
 def device_pool_group(params: Any, components: set[Any]) -> Any:
-    """The DevicePoolGroup of a cache. `params` is SGLang's CacheInitParams. Raises ValueError for one that cannot be
-    copied by pages."""
+    """Return the DevicePoolGroup of a cache. `params` is SGLang's CacheInitParams. Raises ValueError for a cache that
+    cannot be copied by pages.
+    """
     kvcache, page_size = params.token_to_kv_pool_allocator.get_kvcache(), params.page_size
     if components == {ComponentType.FULL} and type(kvcache) in _PLAIN:
         pools = {PoolName.KV: (kvcache, {layer: layer for layer in range(kvcache.layer_num)})}
@@ -300,7 +305,7 @@ def _is_plain_swa(kvcache: Any) -> bool:
 
 
 def _swa_pools(kvcache: Any) -> dict[Any, Any]:
-    """The model's layers by pool, each with its place there."""
+    """Return the model's layers by pool, each with its place there."""
     mappings: dict[bool, dict[int, int]] = {False: {}, True: {}}
     for layer, (place, is_sliding) in kvcache.layers_mapping.items():
         mappings[bool(is_sliding)][layer - kvcache.start_layer] = place
@@ -308,7 +313,9 @@ def _swa_pools(kvcache: Any) -> dict[Any, Any]:
 
 
 def _draft_entry(draft: Any, page_size: int) -> Any:
-    """A draft's layer i comes with layer i of the target; it is read after all loads."""
+    """Return the entry of a draft model: its layer i is loaded with layer i of the target; it is read after all
+    loads.
+    """
     if type(draft) is not MHATokenToKVPool:
         raise BackendMisconfigured(f"a draft with a {type(draft).__name__} is not supported")
     mapping = {layer: layer for layer in range(draft.layer_num)}

@@ -1,8 +1,8 @@
-"""How SGLang's pages are named in the store, and which prefixes of them are worth having.
+"""Names of SGLang's pages in the store, and the prefixes of them that are worth loading.
 
-SGLang names a page by a hash that is chained over the tokens before it; the hash says nothing of model, shard, type or
-layout. Those go into the fingerprint (`namespace`); our keys of its pages are `page_keys`'s.
-Pure: imports neither SGLang nor torch.
+SGLang names a page by a hash chained over the tokens before it; the hash says nothing of model, shard, type or layout.
+These go into the fingerprint (`namespace`); `page_keys` makes the store's keys of pages. Pure: imports neither SGLang
+nor torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class BackendMisconfigured(ValueError):
 
 
 def namespace(config: Any, *, dtype: str, layout: str, page_tokens: int, extra: dict[str, Any]) -> Fingerprint:
-    """The fingerprint of one rank of one model, from SGLang's HiCacheStorageConfig and its host pool."""
+    """Return the fingerprint of one rank of one model, from SGLang's HiCacheStorageConfig and its host pool."""
     weights = _stated(extra, "weights_digest")
     if not config.model_name and not weights:
         raise BackendMisconfigured('SGLang names no model: give "weights_digest" in the backend\'s extra config')
@@ -50,18 +50,20 @@ def namespace(config: Any, *, dtype: str, layout: str, page_tokens: int, extra: 
 
 
 def draft_model(server_args: Any) -> str:
-    """Of SGLang's ServerArgs: names the model that drafts, whose K/V are in the pools that `is_drafts` is true of."""
+    """Return the name of the draft model in SGLang's ServerArgs. Its K/V are in the pools for which `is_drafts` is
+    true.
+    """
     path = getattr(server_args, "speculative_draft_model_path", None)
     return f"draft {path}@{getattr(server_args, 'speculative_draft_model_revision', None)}"
 
 
 def is_drafts(pool: str) -> bool:
-    """Whether a pool has a draft's K/V, and not the model's that the fingerprint names."""
+    """Return whether `pool` has the K/V of a draft model, not of the model that the fingerprint names."""
     return pool.startswith(_DRAFT)
 
 
 def _type(dtype: str, extra: dict[str, Any]) -> str:
-    """SGLang keeps values of every 8-bit type as bytes, and a pool does not say of which."""
+    """Return the type of K/V. SGLang keeps every 8-bit type as bytes, and a pool does not say which type it is."""
     stated = _stated(extra, "kv_dtype")
     if dtype == "torch.uint8" and not stated:
         raise BackendMisconfigured(
@@ -82,11 +84,11 @@ def _stated(extra: dict[str, Any], name: str) -> str:
 
 
 def whole_prefixes(present: Sequence[bool]) -> set[int]:
-    """Lengths n for which pages [0, n) of a pool are all there."""
+    """Return the lengths n for which pages [0, n) of a pool are all present."""
     leading = next((index for index, there in enumerate(present) if not there), len(present))
     return set(range(1, leading + 1))
 
 
 def ending_in(present: Sequence[bool], trailing: int) -> set[int]:
-    """Lengths n for which the last `trailing` pages of [0, n) are there."""
+    """Return the lengths n for which the last `trailing` pages of [0, n) are present."""
     return {end for end in range(1, len(present) + 1) if all(present[max(0, end - trailing) : end])}

@@ -1,8 +1,8 @@
-"""Pages of one rank in its session: their names, which is before which, which of them are there, leases on them, and
-storing them.
+"""Pages of one rank in its session: their names, their order, which of them are stored, leases on them, and storing
+them.
 
-A page of a pool is one opaque block, behind the page before it in its chain: a stored prefix loses its end first. Never
-raises for an absent daemon, a full store or a missing page, and never evicts. Imports neither SGLang nor torch.
+A page of a pool is one opaque block, behind the page before it in its chain: a stored prefix loses its end first. An
+absent daemon, a full store or a missing page raises nothing, and nothing is evicted. Imports neither SGLang nor torch.
 """
 
 from __future__ import annotations
@@ -28,22 +28,23 @@ MOST_PAGES = 1 << 16  # about 16 MiB of hashes
 
 
 class StoredPages:
-    """`form_of` says what is hashed into the names of a pool's pages beside SGLang's hash: what the fingerprint of the
-    session leaves open."""
+    """The stored pages of a session. `form_of` returns the text that is hashed into the names of a pool's pages beside
+    SGLang's hash: properties that the fingerprint of the session leaves open.
+    """
 
     def __init__(self, session: Session, form_of: Callable[[str], str]) -> None:
         self._session = session
         self._form_of = form_of
 
     def names(self, hashes: Sequence[str], pool: str = KV) -> BlockKeys | None:
-        """Our keys of these pages; None while there is no daemon, whose part of them we need."""
+        """Return the store's keys of these pages; None while there is no daemon, which holds a part of the secret."""
         if not hashes:
             return None
         secret = self._session.keys([0] * self._session.block_tokens)
         return None if secret is None else PageKeys(secret[0]).of(hashes, self._form_of(str(pool)))
 
     def lookup(self, names: BlockKeys, deadline_s: float | None = None) -> Lookup:
-        """A session that is closed, or a daemon that refuses, has nothing."""
+        """Look up pages. A closed session, or a daemon that refuses, has none of them."""
         try:
             return self._session.lookup(keys=names, deadline_s=deadline_s)
         except KVStoreError as error:
@@ -51,7 +52,7 @@ class StoredPages:
             return Lookup()
 
     def present(self, hashes: Sequence[str], pool: str = KV, deadline_s: float | None = None) -> list[bool]:
-        """Of each page whether it is there."""
+        """Return for each page whether it is stored."""
         names = self.names(hashes, pool)
         tiers: Sequence[str] = () if names is None else self.lookup(names, deadline_s).tiers
         return [index < len(tiers) and tiers[index] != "absent" for index in range(len(hashes))]
@@ -59,8 +60,9 @@ class StoredPages:
     def restorable(
         self, hashes: Sequence[str], transfers: Sequence[Any], most: int, deadline_s: float | None = None
     ) -> tuple[set[int], dict[str, int]]:
-        """Lengths, up to `most`, of prefixes of these pages that all pools can restore, each by the rule of its
-        PoolTransfer; and for each pool the longest that it would restore. `deadline_s` is for each pool's question.
+        """Return the lengths, up to `most`, of prefixes of these pages that all pools can restore, each by the rule of
+        its PoolTransfer; and for each pool the longest prefix that it alone could restore. `deadline_s` is for each
+        pool's question.
         """
         usable = set(range(1, most + 1))
         hits: dict[str, int] = {}
@@ -79,7 +81,9 @@ class StoredPages:
         return usable, hits
 
     def leases(self, hashes: Sequence[str], pool: str, deadline_s: float) -> list[Lease] | None:
-        """Leases that hold all of these pages, in order; None, and nothing is held, if one cannot be had in time."""
+        """Return leases that hold all of these pages, in order. None, with nothing held, if a page cannot be had in
+        time.
+        """
         names, ends = self.names(hashes, pool), time.monotonic() + deadline_s
         if names is None:
             return None
@@ -103,8 +107,9 @@ class StoredPages:
     def put(
         self, hashes: Sequence[str], pool: str, payloads: Sequence[Any], *, before: str | None, nbytes: int | None
     ) -> list[bool]:
-        """Store consecutive pages behind the page `before`, or as the start of a chain where that is not stored. Raises
-        what a payload raises that fails to fill its slot."""
+        """Store consecutive pages behind the page `before`, or as the start of a chain if that page is not stored. If a
+        payload fails to fill its slot, its error is raised.
+        """
         names = self.names([*([] if before is None else [before]), *hashes], pool)
         if names is None:
             return [False] * len(hashes)
@@ -120,14 +125,14 @@ class StoredPages:
 
 
 class Chains:
-    """Used by one thread."""
+    """A record of the page before each page. Used by one thread."""
 
     def __init__(self, most: int = MOST_PAGES) -> None:
         self._most = most
         self._before: OrderedDict[str, str] = OrderedDict()
 
     def saw(self, hashes: Sequence[str]) -> None:
-        """These pages follow each other."""
+        """Record that these pages follow each other."""
         for before, after in pairwise(hashes):
             self._before[after] = before
             self._before.move_to_end(after)

@@ -3,10 +3,10 @@
     with kvstore_session(model) as session:
         model.generate(input_ids, past_key_values=KVStoreCache(session, model))
 
-Owns nothing but the names that users import; the parts are `cache` (what generate is given), `calls` (how it sees the
-model's calls), `layers` (where K and V are), `copies` (how blocks get there and back, on the host and on a device),
-`restore`, `storer`, `fingerprint`, `self_test` and `sessions`. Needs torch and transformers 5.14, imported in this
-package alone.
+This file holds the names that users import. The parts are `cache` (the object that generate gets), `calls` (hooks on
+the model's calls), `layers` (the memory of K and V), `copies` (blocks to and from that memory, on the host and on a
+device), `restore`, `storer`, `fingerprint`, `self_test` and `sessions`. This package alone imports torch and
+transformers (5.14).
 """
 
 from __future__ import annotations

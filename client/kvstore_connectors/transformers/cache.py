@@ -1,9 +1,8 @@
 """The cache that a user gives to `generate`: a `DynamicCache` that restores and stores through the daemon.
 
-Owns the state of one sequence: which tokens it holds, whether it may still be stored, what was restored. Never fails or
-delays a generation for the store's sake beyond the deadline of one question: a failure there becomes a reason in
-`report`, and the model computes. Invariant: blocks are stored only while the tokens seen are exactly the
-tokens held.
+It owns the state of one sequence: the tokens it holds, whether it may still be stored, and the restored tokens. The
+store never fails a generation, and delays it at most by the deadline of one question: a failure becomes a reason in
+`report`, and the model computes. Invariant: blocks are stored only while the tokens seen are exactly the tokens held.
 """
 
 from __future__ import annotations
@@ -41,8 +40,9 @@ _choices: WeakKeyDictionary[PreTrainedModel, LoadChoice] = WeakKeyDictionary()
 
 
 def choice_of(model: PreTrainedModel, session: Session) -> LoadChoice:
-    """What is known of the costs of a model object: its own, since two of one fingerprint may be on different devices.
-    It begins with what an earlier process saved."""
+    """Return the record of costs of a model object. Each object has its own, since two models of one fingerprint may be
+    on different devices. It begins with the costs that an earlier process saved.
+    """
     found = _choices.get(model)
     if found is None:
         found = _choices[model] = LoadChoice.load(costs_file(session.fingerprint.digest()))
@@ -51,20 +51,20 @@ def choice_of(model: PreTrainedModel, session: Session) -> LoadChoice:
 
 
 class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped here
-    """`model.generate(input_ids, past_key_values=KVStoreCache(session, model))`, one cache for one sequence.
+    """The cache of one sequence: `model.generate(input_ids, past_key_values=KVStoreCache(session, model))`.
 
-    `session` is what `kvstore_session(model)` returned, or the daemon's socket directory. In `generate` the longest
-    stored prefix is restored and the rest computed; full blocks are stored in the background, prompt and answer
-    alike. The same cache may be given to `generate` again to go on with its sequence.
+    `session` is the result of `kvstore_session(model)`, or the daemon's socket directory. In `generate` the longest
+    stored prefix is restored and the rest computed; full blocks of prompt and answer are stored in the background. The
+    cache may be given to `generate` again to go on with its sequence.
 
     A call that is no plain continuation of one sequence (a batch, padding, embeddings, custom positions) is computed as
     with a `DynamicCache`, and so is everything after it. A call that asks for all logits is computed whole, and stored;
-    `restore` before it does otherwise. `deadline_s` bounds what asking the daemon may cost. What is expected to be
-    computed faster than loaded is computed, unless `always_load`. `copies`: how blocks get into the tensors and out of
-    them, by default as the device of the model needs it.
+    call `restore` before it to restore its prefix. `deadline_s` bounds the time of asking the daemon. A prefix that is
+    expected to be computed faster than loaded is computed, unless `always_load`. `copies`: the way blocks get into the
+    tensors and out of them, by default the one for the model's device.
 
     Raises KVStoreError(INVALID) for a model whose state cannot be stored, for a session of another model, and for
-    copies whose payloads are laid out otherwise than the session's.
+    copies whose payload layout differs from the session's.
     """
 
     _stack: KVStack
@@ -119,7 +119,9 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
 
     @property
     def report(self) -> CacheReport:
-        """What was restored, computed and stored of this sequence so far, and why no more."""
+        """The tokens of this sequence that were restored, computed and stored so far, and the reasons why no more
+        were.
+        """
         sequence = self._sequence
         return CacheReport(
             restored_tokens=self._restored_tokens,
@@ -135,9 +137,10 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         )
 
     def restore(self, input_ids: torch.Tensor) -> int:
-        """Restore what is stored of these tokens, but the last; how many tokens the cache holds now.
+        """Restore the stored prefix of these tokens, without the last token; return how many tokens the cache holds
+        now.
 
-        For those who call the model themselves: `n = cache.restore(ids); model(ids[:, n:], past_key_values=cache)`.
+        For users who call the model themselves: `n = cache.restore(ids); model(ids[:, n:], past_key_values=cache)`.
         """
         if not self._settle():  # the last call was interrupted
             self._go_back()
@@ -154,14 +157,15 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         return self._count
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until what this session's caches announced is stored or given up."""
+        """Wait until the blocks that this session's caches announced are stored or given up."""
         return storer_of(self._session).flush(timeout_s)
 
     # What the model's hooks call.
 
     def before(self, call: Call) -> Call:
-        """A call of the model with this cache is about to run: restore what is stored of it, if it may be. Raises
-        KVStoreError(INVALID) where the caller counts on tokens that an interrupted call did not get."""
+        """Prepare a call of the model with this cache: restore its stored prefix, if that is allowed. Raises
+        KVStoreError(INVALID) if the caller counts on tokens that an interrupted call did not get.
+        """
         self._coming = None
         self._times.report()
         if not self._settle():  # no exception that torch catches: `after` was not called
@@ -188,8 +192,9 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         return call
 
     def after(self, output: Any) -> Any:
-        """The call has run: its tokens are held now, and full blocks may be stored. Returns what the call returns.
-        One that raised (`output` is None) leaves the sequence as it was before."""
+        """Finish a call: its tokens are held now, and full blocks may be stored. Return the call's `output`. A call
+        that raised (`output` is None) leaves the sequence as it was before.
+        """
         coming, self._coming = self._coming, None
         whole, self._whole = self._whole, {}  # it names this cache: a cycle would keep K and V
         if output is None and whole:
@@ -216,7 +221,9 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
     # What transformers does to caches.
 
     def crop(self, tokens_to_remove: int) -> None:
-        """As of a DynamicCache. What is stored stays stored; the sequence goes on from the shorter prefix."""
+        """Cut the sequence as `DynamicCache.crop` does. Stored blocks stay stored; the sequence goes on from the
+        shorter prefix.
+        """
         kept = self._count + min(tokens_to_remove, 0)
         whole = not self._refused and self._holds_all()
         if not whole or kept < self._sequence.wanted_blocks * self._session.block_tokens or tokens_to_remove > 0:
@@ -247,7 +254,7 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         super().batch_select_indices(indices)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DynamicCache:
-        """A DynamicCache with the same content: it no longer has to do with the daemon."""
+        """Return a DynamicCache with this content and no link to the daemon."""
         copy = DynamicCache(config=self._inner.config)
         for index, layer in enumerate(self.layers):
             if layer.get_seq_length():
@@ -280,12 +287,13 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         return not reason
 
     def _holds_all(self) -> bool:
-        """Return whether each layer, and no other, has exactly the tokens seen. A layer that a
-        model does not fill would be stored with the memory it was given."""
+        """Return whether each layer, and no other, has exactly the tokens seen. A layer that the model does not fill
+        would be stored with uninitialised memory.
+        """
         return len(self.layers) == len(self._stack.layers) and self._stack.holds(self._count)
 
     def _unfit(self) -> str:
-        """Why K/V of this model is not to be stored or restored now; empty if it may be."""
+        """Return why K/V of this model cannot be stored or restored now; "" if they can."""
         if self._inner.device != self._device:
             return "the model has been moved to another device"
         if self._inner.training:
@@ -295,7 +303,9 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         return shifted_positions(self._inner)
 
     def _changed(self) -> str:
-        """Why it is another model than the session's; empty if it is not. Takes too long for each token."""
+        """Return why the model is no longer the session's model; "" if it is. This takes too long to be called for each
+        token.
+        """
         if differs := difference(self._session.fingerprint, self._model):
             return f"{_CHANGED}: {differs}"
         if written := written_file(self._inner):
@@ -303,23 +313,27 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         return failure_of(self._inner, self._session.block_tokens)
 
     def _changed_now(self) -> str:
-        """Return what of `_changed` can be seen before each token: weights that were written to, other adapters."""
+        """Return the changes of `_changed` that can be seen before each token: weights that were written to, other
+        adapters.
+        """
         differs = difference_now(self._session.fingerprint, self._model)
         return f"{_CHANGED}: {differs}" if differs else ""
 
     def _settle(self) -> bool:
-        """Whether what was copied beside the last call, if anything, is what was leased."""
+        """Finish the copy that ran beside the last call, if there was one; return whether it copied the leased
+        bytes.
+        """
         copying, self._stack.coming = self._stack.coming, None
         return copying is None or copying.finish()
 
     def _again(self, whole: Call) -> Any:
-        """The call once more, from where it began: what was restored for it cannot be trusted."""
+        """Run the call again from its beginning: the tokens restored for it cannot be trusted."""
         self._go_back()
         self._asks, self._reason = False, ENDED
         return self._inner(**whole)
 
     def _go_back(self) -> None:
-        """To what was held before the last call. A part of its layers may have more."""
+        """Go back to the tokens held before the last call. Some layers may hold more."""
         held, self._restored_tokens = self._before
         self._seen = [torch.from_numpy(self._tokens()[:held])[None]]
         self._count = held
@@ -339,7 +353,7 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
             return Restored(self._count, reason=f"restoring failed: {type(error).__name__}: {error}")
 
     def _take(self, restored: Restored, tokens: Tokens) -> None:
-        """Enter what was restored of `tokens`."""
+        """Record the restored part of `tokens`."""
         if restored.tokens > self._count:
             self._seen.append(torch.from_numpy(tokens[self._count : restored.tokens])[None])
             self._restored_tokens += restored.tokens - self._count
@@ -365,13 +379,13 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         storer_of(self._session).advance(sequence, Computed(tokens, tensor, blocks, self._copies.moment()))
 
     def _tokens(self) -> Tokens:
-        """All tokens held, as one array."""
+        """Return all tokens held, as one array."""
         if len(self._seen) > 1:
             self._seen = [torch.from_numpy(np.concatenate([_as_tokens(ids) for ids in self._seen]))[None]]
         return _as_tokens(self._seen[0]) if self._seen else np.empty(0, np.int32)
 
     def _refuse(self, reason: str) -> None:
-        """From now on this is a DynamicCache."""
+        """Stop storing and restoring, for `reason`: from now on the object is a plain DynamicCache."""
         self._refused = self._refused or reason
         self._stack.break_up()
 

@@ -1,8 +1,8 @@
-"""How a cache sees what its model is called with: token ids, positions, mask.
+"""The arguments of the model's calls, as a cache sees them: token ids, positions, mask.
 
 `generate` passes a cache to the model and nothing else to the cache, so each cache registers two hooks on the model.
-They act on calls with this cache only and are removed with it. Owns the hooks, and decides whether a call is a plain
-continuation of one sequence. Never restores or stores.
+They act only on calls with this cache and are removed with it. The module owns the hooks, and decides whether a call is
+a plain continuation of one sequence. It does not restore or store.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ Call = dict[str, Any]
 
 
 class Listener(Protocol):
-    """Receives each call of the model with this cache from the hooks."""
+    """A receiver of each call of the model with this cache, called by the hooks."""
 
     def before(self, call: Call) -> Call: ...
     def after(self, output: Any) -> Any:
-        """`output` is None where the call raised."""
+        """Handle the end of a call. `output` is None if the call raised."""
         ...
 
 
@@ -58,7 +58,9 @@ def listen(model: PreTrainedModel, cache: Listener) -> None:
 
 
 def why_not(call: Call, held: int) -> str:
-    """Why a call is no plain continuation of the one sequence whose first `held` tokens are cached; empty if it is."""
+    """Return why a call is no plain continuation of the one sequence whose first `held` tokens are cached; "" if it is
+    one.
+    """
     ids = call.get("input_ids")
     if ids is None or call.get("inputs_embeds") is not None:
         return "the input is not token ids"
@@ -80,15 +82,16 @@ def why_not(call: Call, held: int) -> str:
 
 
 def shifted_positions(model: PreTrainedModel) -> str:
-    """Return why positions do not count up where `model` adds what an image of an earlier call took; empty if it adds
-    nothing. Qwen2-VL and its kin keep that in the model."""
+    """Return why positions do not count up, if `model` adds the offset of an image in an earlier call; "" if it adds
+    nothing. Qwen2-VL and related models keep that offset in the model.
+    """
     parts = (model, getattr(model, "model", None), getattr(model, "base_model", None))
     deltas = [delta for part in parts if isinstance(delta := getattr(part, "rope_deltas", None), torch.Tensor)]
     return "positions are shifted by an image of an earlier call" if any(map(torch.any, deltas)) else ""
 
 
 def tokens_to_compute(call: Call) -> int | None:
-    """How many of the last tokens must be computed for what the caller asks; None if it asks for all of them."""
+    """Return how many of the last tokens must be computed for the requested output; None if all of them must."""
     keep = call.get("logits_to_keep")
     if not isinstance(keep, int) or keep < 1 or any(call.get(name) for name in _ONE_PER_TOKEN):
         return None
@@ -96,7 +99,7 @@ def tokens_to_compute(call: Call) -> int | None:
 
 
 def shorten(call: Call, tokens: int) -> Call:
-    """The call without its first `tokens` tokens, which are cached now. The mask goes on covering all."""
+    """Return the call without its first `tokens` tokens, which are cached now. The mask still covers all tokens."""
     shorter = dict(call)
     for name in ("input_ids", "position_ids", "cache_position"):
         if shorter.get(name) is not None:
@@ -105,7 +108,7 @@ def shorten(call: Call, tokens: int) -> Call:
 
 
 def _is_absent(value: Any) -> bool:
-    """Return whether an argument says nothing; generate gives models of images an empty dictionary for no image."""
+    """Return whether an argument means "none"; generate gives image models an empty dictionary for no image."""
     return value is None or value is False or (isinstance(value, dict) and not value)
 
 

@@ -1,10 +1,10 @@
-"""How blocks get into and out of the tensor in which a stack keeps K and V: the contract.
+"""The contract for copies between blocks and the tensor in which a stack keeps K and V.
 
 Two implementations: `host_copies` (a thread copies with the CPU) and `device_copies` (the copy engines of a CUDA
-device). The caller guarantees that room for the tokens is there, that those that are copied are not read before
-`Copying.wait`, and that tokens of which payloads are taken are not written again. An implementation MUST never write a
-token before `Span.begin`, MUST keep the tensor's memory as long as it copies, and MUST say so when what it copied may
-not be the leased bytes. It decides how the tensor is laid out in memory, and so the layout of a payload.
+device). The caller guarantees that the tensor has room for the tokens, that copied tokens are not read before
+`Copying.wait`, and that tokens whose payloads were taken are not written again. An implementation MUST never write a
+token before `Span.begin`, MUST keep the tensor's memory as long as it copies, and MUST report when the copied bytes may
+not be the leased bytes. It decides the layout of the tensor in memory, and so the layout of a payload.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvstore_connectors.transformers.fingerprint import KVShape
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Tokens [begin, end) of a sequence that is stored in blocks of `block_tokens`."""
+    """The tokens [begin, end) of a sequence that is stored in blocks of `block_tokens`."""
 
     begin: int
     end: int
@@ -31,7 +31,7 @@ class Span:
 
     @property
     def blocks(self) -> range:
-        """Those that have the tokens. Of the first and of the last one some tokens may be outside."""
+        """The blocks that hold the tokens. The first and the last one may also hold tokens outside the span."""
         return range(self.begin // self.block_tokens, -(-self.end // self.block_tokens))
 
 
@@ -39,44 +39,53 @@ class Copying(Protocol):
     """Leased tokens on their way into a tensor, layer by layer. Raises nothing."""
 
     def wait(self, layer: int) -> None:
-        """What the model does from now on finds this layer there, or nothing more will come."""
+        """Make the model's further work find this layer in the tensor, or return when the copy has failed."""
         ...
 
     def finish(self) -> bool:
-        """Wait for all layers and release the lease: whether all that was copied are the leased bytes. Idempotent."""
+        """Wait for all layers and release the lease. Return whether all copied bytes are the leased bytes.
+        Idempotent.
+        """
         ...
 
 
 class BlockCopies(Protocol):
-    """See the module. A `tensor` is one that `empty` made: [layer, K or V, head, token, dimension]."""
+    """The copies of one kind of device. `tensor` parameters are made by `empty`: [layer, K or V, head, token,
+    dimension].
+    """
 
     @property
     def layout(self) -> str:
-        """Of the payloads, as the fingerprint of a session names it."""
+        """The layout of the payloads, as the fingerprint of a session names it."""
         ...
 
     @property
     def least_beside_bytes(self) -> int:
-        """Less is better copied at once than beside the model."""
+        """The least size in bytes of a copy beside the model; smaller copies are made at once."""
         ...
 
     def empty(self, shape: KVShape, room: int, device: torch.device) -> torch.Tensor:
-        """A new tensor with room for `room` tokens."""
+        """Return a new tensor with room for `room` tokens."""
         ...
 
     def copy(self, lease: Lease, tensor: torch.Tensor, span: Span) -> bool:
-        """Copy tokens of a lease on the prefix from its first block on. False if they may not be the leased bytes.
-        Raises what kept it from copying."""
+        """Copy tokens of a lease that covers the prefix from its first block on. Return False if they may not be the
+        leased bytes. Raises the error that prevented the copy.
+        """
         ...
 
     def start(self, lease: Lease, tensor: torch.Tensor, span: Span, held: ExitStack) -> Copying:
-        """The same, beside the model. What `held` has (the lease) is taken over, unless this raises."""
+        """Start the copy that `copy` makes, beside the model, and return it. The copy takes over the contents of `held`
+        (the lease), unless this raises.
+        """
         ...
 
     def payloads(self, tensor: torch.Tensor, blocks: range, block_tokens: int, ready: Any) -> list[FillSlot]:
-        """Of full blocks, which the model has computed at `ready`; that is to be kept until they are written."""
+        """Return functions that write the payloads of full blocks, which the model has computed at the moment `ready`.
+        The caller keeps `ready` until they are written.
+        """
         ...
 
     def moment(self) -> Moment:
-        """Behind all that the model does up to now."""
+        """Return a moment behind all work of the model up to now."""
         ...

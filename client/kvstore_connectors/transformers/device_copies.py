@@ -1,10 +1,10 @@
 """Copies between blocks and a tensor on a CUDA device, by its copy engines, beside the model's stream.
 
 The tensor is laid out as [layer, token, K or V, head, dimension]: a block of tokens is then one run of bytes in each
-layer, where by heads it would be two for each head, of a KiB or two. To the copies a tensor is a pool whose page p is
-block p. Owns the means of the session's copies, made when they are first needed. Never waits for the model, but in
-`finish` for copies, and never makes the model's stream wait for more than the copies of the layer that it is to read.
-Invariant: copies into a tensor begin behind what the model's stream did to it up to then.
+layer; ordered by heads it would be two small runs for each head. To the copies a tensor is a pool whose page p is block
+p. The module owns the session's `CopyMeans`, made on first use. Only `finish` waits for copies, nothing waits for the
+model, and the model's stream waits only for the copies of the layer that it reads next. Invariant: copies into a tensor
+begin behind the work that the model's stream has queued on it so far.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kvstore_connectors.transformers.fingerprint import DEVICE_LAYOUT, KVShape
 
 
 class TorchStream:
-    """The stream of `device` that this thread queues the model's kernels on now, and memory of torch's allocator."""
+    """The stream of `device` on which this thread queues the model's kernels now, and memory of torch's allocator."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -47,7 +47,7 @@ class TorchStream:
 class DeviceCopying:
     """A load beside the model; `held` has the lease, and is closed at the end.
 
-    One that is dropped before it has finished ends by itself: the pool keeps the tensor, and what is read stays mapped.
+    A load that is dropped early ends by itself: the pool keeps the tensor, and the source memory stays mapped.
     """
 
     def __init__(self, load: LayerLoad, stream: TorchStream, held: ExitStack) -> None:
@@ -68,7 +68,7 @@ class DeviceCopying:
 
 
 class DeviceCopies:
-    """`BlockCopies` of one session, for tensors on its device. `close` it before the session ends."""
+    """The `BlockCopies` of one session, for tensors on its device. Close it before the session ends."""
 
     layout = DEVICE_LAYOUT
     least_beside_bytes = 0
@@ -104,7 +104,7 @@ class DeviceCopies:
         return DeviceMoment(self._device, self._stream.address())
 
     def close(self) -> None:
-        """Wait for copies; from then on all are refused. Idempotent."""
+        """Wait for copies; later ones are refused. Idempotent."""
         with self._lock:
             self._is_closed = True
             if self._means is not None:
@@ -125,7 +125,9 @@ class DeviceCopies:
 
 
 def _copy_rest(lease: Lease, tensor: torch.Tensor, span: Span) -> None:
-    """Of the first block, some tokens of which are held already: those are not to be written again."""
+    """Copy the missing tokens of the span's first block, of which some are held already and must not be written
+    again.
+    """
     block = span.blocks[0]
     origin = block * span.block_tokens
     end = min(span.end, origin + span.block_tokens)
@@ -137,5 +139,5 @@ def _copy_rest(lease: Lease, tensor: torch.Tensor, span: Span) -> None:
 
 
 def _in_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """The same tensor as [layer, token, K or V, head, dimension]."""
+    """Return a view of the tensor as [layer, token, K or V, head, dimension]."""
     return tensor.permute(0, 3, 1, 2, 4)

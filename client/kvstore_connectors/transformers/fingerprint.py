@@ -1,14 +1,16 @@
-"""The fingerprint of a loaded Transformers model: all that its K/V bytes depend on apart from the tokens.
+"""The fingerprint of a loaded Transformers model: everything but the tokens that its K/V bytes depend on.
 
-Owns the translation from a model to `kvstore_proto`'s terms, and the refusal of models whose state is more than K and V
-of a full attention. What is fingerprinted is what is in memory, not where it was loaded from: a merged adapter, an
-edited weight or another dtype is another model. Implementations of attention that come with Transformers round alone,
-and share blocks; one that a program registered, or that comes from a hub, may mean another attention, and is another
-model. A model on a CUDA device shares no blocks with one elsewhere: other kernels give other bits, and the layout of
-its blocks is another one. A mapped weight changes with its file, unseen by torch: safetensors of the model's own dtype
-are not copied by loading. Owns the open files of each model, and what they looked like when its weights were hashed, or
-named by an id. Weights that were copied, or are on a device, have no files here. Invariant: the digest of a model is
-computed again when a weight, its file, an adapter or its state has changed.
+The module translates a model to `kvstore_proto`'s terms, and refuses models whose state is more than K and V of full
+attention. The fingerprint covers the model in memory, not the place it was loaded from: a merged adapter, an edited
+weight or another dtype is another model. The attention implementations that come with Transformers differ only by
+rounding, and share blocks. An implementation that a program registered, or that comes from a hub, may compute other
+values, and is another model. A model on a CUDA device shares no blocks with one elsewhere: other kernels give other
+bits, and its blocks have another layout.
+
+A mapped weight changes with its file, unseen by torch: loading does not copy safetensors of the model's own dtype. So
+the module keeps the files of each model open, with their state when the weights were hashed or named by an id. Weights
+that were copied, or are on a device, have no files here. Invariant: the digest of a model is computed again when a
+weight, its file, an adapter or its state has changed.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ _NOT_IDENTITY = frozenset(  # of a configuration: labels, defaults of generation
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """K and V of one token: `layers` x (K, V) x `heads` x `head_dim` numbers of `dtype`."""
+    """The shape of K and V of one token: `layers` x (K, V) x `heads` x `head_dim` numbers of `dtype`."""
 
     layers: int
     heads: int
@@ -64,7 +66,7 @@ class KVShape:
 
 
 def inner_model(model: Any) -> PreTrainedModel:
-    """The Transformers model itself, inside its wrappers (an adapter library, torch.compile)."""
+    """Return the Transformers model itself, without its wrappers (an adapter library, torch.compile)."""
     if isinstance(model, PreTrainedModel):
         return model
     found = next((part for part in getattr(model, "modules", list)() if isinstance(part, PreTrainedModel)), None)
@@ -74,7 +76,7 @@ def inner_model(model: Any) -> PreTrainedModel:
 
 
 def device_index(model: PreTrainedModel) -> int | None:
-    """The CUDA device that a model is on, as the driver counts in this process; None where it is on none."""
+    """Return the CUDA device that a model is on, as the driver counts in this process; None if it is on none."""
     device = model.device
     if device.type != "cuda" or torch.version.hip:  # AMD's go by the same name
         return None
@@ -82,7 +84,9 @@ def device_index(model: PreTrainedModel) -> int | None:
 
 
 def kv_shape(model: PreTrainedModel) -> KVShape:
-    """The shape of a model's K/V state. Raises KVStoreError(INVALID) for a model that cannot be stored, saying why."""
+    """Return the shape of a model's K/V state. Raises KVStoreError(INVALID), with the reason, for a model that cannot
+    be stored.
+    """
     whole = model.config
     config = whole.get_text_config(decoder=True)
     if whole.is_encoder_decoder or getattr(config, "add_cross_attention", False):
@@ -108,10 +112,10 @@ def kv_shape(model: PreTrainedModel) -> KVShape:
 def model_fingerprint(
     model: Any, *, model_id: str | None = None, block_tokens: int = BLOCK_TOKENS, key_hash: str = "xxh3"
 ) -> Fingerprint:
-    """The fingerprint to open a session with: `kvstore_client.connect(fingerprint=model_fingerprint(model))`.
+    """Return the fingerprint to open a session with: `kvstore_client.connect(fingerprint=model_fingerprint(model))`.
 
-    All weights in memory are hashed, once (135M parameters in f32: some 0.1 s). `model_id` is taken instead of that
-    hash where it is given: the caller then answers for equal ids meaning equal weights.
+    All weights in memory are hashed, once (135M parameters in f32: some 0.1 s). If `model_id` is given, it replaces
+    that hash: the caller then answers for equal ids meaning equal weights.
     """
     inner = inner_model(model)
     shape = kv_shape(inner)
@@ -133,7 +137,7 @@ def model_fingerprint(
 
 
 def difference(session: Fingerprint, model: Any) -> str:
-    """In what a model is not the one that a session was opened for; empty when it is."""
+    """Return how the model differs from the one that a session was opened for; "" if it does not."""
     named = session.weights_digest
     model_id = named.removeprefix(ID_PREFIX).rpartition(":")[0] if named.startswith(ID_PREFIX) else None
     ours = model_fingerprint(model, model_id=model_id, block_tokens=session.block_tokens)
@@ -149,7 +153,7 @@ def difference(session: Fingerprint, model: Any) -> str:
 
 
 def difference_now(session: Fingerprint, model: Any) -> str:
-    """Return what `difference` does, by what is cheap to see before each token: torch's counts of writes, adapters."""
+    """Return the differences that are cheap to see before each token: torch's counts of writes, and adapters."""
     inner = inner_model(model)
     known = _hashed.get(inner)
     adapted = _digest(state) if (state := _adapter_state(model, inner)) else ""
@@ -158,7 +162,7 @@ def difference_now(session: Fingerprint, model: Any) -> str:
 
 
 def weights_identity(model: PreTrainedModel, model_id: str | None) -> str:
-    """A digest of the configuration, and of all weights or the id that stands for them."""
+    """Return a digest of the configuration, and of all weights or the id that stands for them."""
     config = {name: value for name, value in model.config.to_dict().items() if name not in _NOT_IDENTITY}
     described = _digest(
         [type(model).__name__, json.dumps(config, sort_keys=True, default=str), *_other_attention(model.config)]
@@ -172,7 +176,7 @@ def weights_identity(model: PreTrainedModel, model_id: str | None) -> str:
 
 @dataclass(slots=True)
 class _Hashed:
-    """A digest, and the tensors it was made of: where each lay, how often it was written to, some of its numbers."""
+    """A digest, and the tensors it was made of: the address of each, its count of writes, and some of its numbers."""
 
     tensors: list[torch.Tensor]
     marks: list[tuple[int, int]]
@@ -207,7 +211,7 @@ def _weights_digest(model: PreTrainedModel) -> str:
 
 
 def _same(known: list[torch.Tensor], tensors: list[torch.Tensor]) -> bool:
-    """Whether these are the very tensors that were hashed: a parameter may have been put in another's place."""
+    """Return whether these are the very tensors that were hashed: a parameter may have been replaced by another."""
     return len(known) == len(tensors) and all(map(operator.is_, known, tensors))
 
 
@@ -220,12 +224,16 @@ def _bytes_of(model: PreTrainedModel, name: str, tensor: torch.Tensor) -> Any:
 
 
 def _mark(tensor: torch.Tensor) -> tuple[int, int]:
-    """Changes with every in-place change that torch counts; a write through `.data` is not one of them."""
+    """Return a mark that changes with every in-place change that torch counts; it does not count writes through
+    `.data`.
+    """
     return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
 
 
 def _samples_of(tensors: list[torch.Tensor]) -> bytes:
-    """Return some numbers of each tensor, spread over its dimensions: writes that torch does not count reach most."""
+    """Return some numbers of each tensor, spread over its dimensions. They reveal most writes that torch does not
+    count.
+    """
     parts: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:
         if tensor.device.type in ("cpu", "cuda"):
@@ -238,21 +246,21 @@ def _samples_of(tensors: list[torch.Tensor]) -> bytes:
 
 
 def _other_attention(config: Any) -> list[str]:
-    """Return the attention implementations of a configuration that are none of Transformers' own."""
+    """Return the attention implementations of a configuration that are not Transformers' own."""
     configs = (config, config.get_text_config(decoder=True))
     names = {str(getattr(each, "_attn_implementation", None) or "eager").removeprefix("paged|") for each in configs}
     return sorted(names - _SAME_ATTENTION)
 
 
 def _rope(config: Any) -> str:
-    """Of configurations of both generations: `rope_parameters`, or `rope_theta` and `rope_scaling`."""
+    """Return the rope settings of old and new configurations: `rope_parameters`, or `rope_theta` and `rope_scaling`."""
     names = ("rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor", "rotary_pct")
     found = {name: value for name in names if (value := getattr(config, name, None)) is not None}
     return json.dumps(found, sort_keys=True, default=str)
 
 
 def _adapter_state(*models: Any) -> list[str]:
-    """What adapters are configured (by PEFT's conventions), and how each adapted layer uses them now."""
+    """Return the configured adapters (by PEFT's conventions), and the way each adapted layer uses them now."""
     configured = {id(config): config for model in models if (config := getattr(model, "peft_config", None))}
     if not configured:
         return []
@@ -282,8 +290,9 @@ _watched: WeakKeyDictionary[PreTrainedModel, _Watched] = WeakKeyDictionary()
 
 
 def watch(model: PreTrainedModel, *, by_content: bool) -> None:
-    """Look at the files of a model now: what comes later is a change. Raises KVStoreError(INVALID) where one is gone
-    and cannot be watched."""
+    """Record the state of a model's files; later changes are noticed. Raises KVStoreError(INVALID) if a file is gone
+    and cannot be watched.
+    """
     tensors = [*model.parameters(), *model.buffers()]
     _watched[model] = _Watched(WeightFiles(map(_path_of, _mappings_of(tensors))), by_content)
 
@@ -293,7 +302,7 @@ def is_watched(model: PreTrainedModel) -> bool:
 
 
 def written_file(model: PreTrainedModel) -> str:
-    """Return a file of a model's weights that was written to since `watch`; empty if none was."""
+    """Return a file of a model's weights that was written to since `watch`; "" if there is none."""
     known = _watched.get(model)
     if known is None:
         return ""
@@ -301,7 +310,7 @@ def written_file(model: PreTrainedModel) -> str:
 
 
 def _mappings_of(tensors: Iterable[torch.Tensor]) -> list[Mapping]:
-    """Return a mapping of each file that some of `tensors` are in."""
+    """Return a mapping of each file that holds some of `tensors`."""
     mappings = sorted(mappings_now(), key=lambda each: each.begin)
     begins = [each.begin for each in mappings]
     found: dict[tuple[int, int, str], Mapping] = {}
@@ -315,7 +324,7 @@ def _mappings_of(tensors: Iterable[torch.Tensor]) -> list[Mapping]:
 
 
 def _path_of(mapping: Mapping) -> Path:
-    """Return a path by which a mapped file can be opened still."""
+    """Return a path by which a mapped file can still be opened."""
     if not mapping.path.endswith(DELETED):
         return Path(mapping.path)
     link = Path(f"/proc/self/map_files/{mapping.begin:x}-{mapping.end:x}")  # for the superuser alone

@@ -1,9 +1,9 @@
-"""Copies between blocks and a tensor with the CPU, in a thread of its own where that is worth it.
+"""Copies between blocks and a tensor with the CPU, in a thread of its own if that is worth it.
 
 The tensor is laid out as [layer, K or V, head, token, dimension]. It may be on another device than the CPU: then torch
 copies, and waits. A copy beside the model owns its thread and the lease; the model may read a layer as soon as it is
-there. Whether the lease outlived the copy is known only at the end: what the model computed meanwhile counts if
-`finish` says so. Nothing here raises at the model.
+copied. Only at the end is it known whether the lease outlived the copy: the model's results count if `finish` returns
+True. Nothing here raises into the model.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class HostCopies:
-    """`BlockCopies` for tensors of a model that is on `device`."""
+    """The `BlockCopies` for tensors of a model that is on `device`."""
 
     layout = LAYOUT
     least_beside_bytes = LEAST_BYTES
@@ -66,7 +66,7 @@ def _payloads(lease: Lease, span: Span) -> list[Bytes]:
 
 
 def scatter(tensor: torch.Tensor, blocks: Sequence[Bytes], span: Span, layers: slice = slice(None)) -> None:
-    """Write the tokens of a span, of `layers`, from the stored blocks that have them."""
+    """Write the tokens of a span, for `layers`, from the stored blocks that hold them."""
     count, _, heads, _, head_dim = tensor.shape
     begin, end, block_tokens = span.begin, span.end, span.block_tokens
     part = tensor[layers]
@@ -90,10 +90,10 @@ def scatter(tensor: torch.Tensor, blocks: Sequence[Bytes], span: Span, layers: s
 
 
 def _runs(blocks: Sequence[Bytes]) -> Iterator[Bytes]:
-    """Blocks as arrays [block, byte]: those at equal distances in memory together, in one array.
+    """Yield blocks as arrays [block, byte]: blocks at equal distances in memory form one array.
 
     A call of torch for each block costs more than its bytes on a machine whose other threads are late. The last block
-    stays by itself, for it may be wanted in part only.
+    is an array of its own, since only a part of it may be wanted.
     """
     starts = [block.__array_interface__["data"][0] for block in blocks]
     first = 0
@@ -109,8 +109,8 @@ def _runs(blocks: Sequence[Bytes]) -> Iterator[Bytes]:
 
 
 def gather(tensor: torch.Tensor, begin: int, end: int, destination: Bytes) -> None:
-    """Copy tokens [begin, end) of a tensor into a block's payload. On the CPU not by torch's threads: they belong to
-    the model, which computes meanwhile.
+    """Copy tokens [begin, end) of a tensor into a block's payload. On the CPU, torch's threads are not used: the model
+    needs them.
     """
     source = tensor[:, :, :, begin:end]
     if source.device.type == "cpu":
@@ -121,7 +121,7 @@ def gather(tensor: torch.Tensor, begin: int, end: int, destination: Bytes) -> No
 
 
 class LayerCopy:
-    """`copy` writes one layer; `held` has the lease, and is closed at the end."""
+    """A copy by layers: `copy` writes one layer; `held` has the lease, and is closed at the end."""
 
     def __init__(self, layers: int, copy: Callable[[int], None], lease: Lease, held: ExitStack) -> None:
         self._copy, self._lease, self._held = copy, lease, held
@@ -136,11 +136,11 @@ class LayerCopy:
         return self
 
     def wait(self, layer: int) -> None:
-        """Until a layer may be read, or nothing more will come."""
+        """Wait until `layer` may be read, or the copy has ended without it."""
         self._progress.wait(layer)
 
     def finish(self) -> bool:
-        """Wait for all layers and release the lease: whether all that was copied are the leased bytes."""
+        """Wait for all layers and release the lease. Return whether all copied bytes are the leased bytes."""
         if self._is_valid is None:
             self._thread.join()
             self._is_valid = self._is_whole and self._lease.valid

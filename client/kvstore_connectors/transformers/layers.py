@@ -1,10 +1,10 @@
-"""Where K and V of one sequence are: one tensor for all layers, written in place, so that a block is one copy.
+"""The memory of K and V of one sequence: one tensor for all layers, written in place, so that a block is one copy.
 
-Owns the tensor [layer, K or V, head, token, dimension] and its growth. `StoreLayer` is a `DynamicLayer` whose `keys`
-and `values` are views of it; anything else done to a layer (another batch, a reordering, gradients) makes it a
-plain `DynamicLayer` from then on, and the stack says that it is no longer whole.
-Never does: know tokens, or talk to a daemon. Invariant: bytes before a layer's length are not written again
-while the stack is whole, so another thread may read them; a layer that is coming is not touched before it is there.
+The module owns the tensor [layer, K or V, head, token, dimension] and its growth. `StoreLayer` is a `DynamicLayer`
+whose `keys` and `values` are views of it. Any other operation on a layer (another batch, a reordering, gradients) makes
+it a plain `DynamicLayer` from then on, and the stack reports that it is no longer whole. The module knows no tokens and
+talks to no daemon. Invariant: bytes before a layer's length are not written again while the stack is whole, so another
+thread may read them; a layer that is being loaded is not touched before the load has ended.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ LEAST_HEADROOM_TOKENS = 64
 
 
 class KVStack:
-    """K and V of all layers. `copies`: how blocks get into the tensor and out of it, by default with the CPU."""
+    """The K and V of all layers. `copies`: the way blocks get into the tensor and out of it, by default with the
+    CPU.
+    """
 
     def __init__(self, shape: KVShape, copies: BlockCopies | None = None) -> None:
         self.shape = shape
@@ -38,7 +40,9 @@ class KVStack:
         return 0 if self.tensor is None else int(self.tensor.shape[3])
 
     def takes(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
-        """Whether these are K and V of the sequence that the stack holds, one of the shape it is for."""
+        """Return whether `keys` and `values` can be added to the stack: one sequence, with the stack's shape, dtype and
+        device.
+        """
         expected = (1, self.shape.heads, keys.shape[-2], self.shape.head_dim)
         return (
             self.is_whole
@@ -54,8 +58,8 @@ class KVStack:
         return self.is_whole and all(layer.length == tokens and layer.is_ours for layer in self.layers)
 
     def reserve(self, tokens: int, device: torch.device) -> None:
-        """Room for `tokens` tokens; what is there moves into a larger tensor when it must. Others may still read the
-        old one.
+        """Make room for `tokens` tokens; if needed, move the content into a larger tensor. Other threads may still read
+        the old tensor.
         """
         if tokens <= self.capacity:
             return
@@ -76,12 +80,12 @@ class KVStack:
             layer.show(tokens)
 
     def break_up(self) -> None:
-        """From now on the layers keep K and V themselves; what they have shown stays readable."""
+        """Let the layers keep K and V themselves from now on; tensors that they have shown stay readable."""
         self.is_whole = False
 
 
 class StoreLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped here
-    """One layer of a stack, to the model a `DynamicLayer`."""
+    """One layer of a stack; to the model it is a `DynamicLayer`."""
 
     def __init__(self, stack: KVStack, index: int) -> None:
         super().__init__()
@@ -112,13 +116,13 @@ class StoreLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
 
     @property
     def is_ours(self) -> bool:
-        """Whether this layer still has our tensors."""
+        """True while this layer still has the tensors that the stack gave it."""
         if self.length == 0:
             return bool(self.get_seq_length() == 0)
         return self.keys is self._shown[0] and self.values is self._shown[1]
 
     def show(self, length: int) -> None:
-        """Let `keys` and `values` be the first `length` tokens of the stack's tensor."""
+        """Set `keys` and `values` to the first `length` tokens of the stack's tensor."""
         stack = self._stack()
         assert stack is not None and stack.tensor is not None, "only a stack that has room shows anything"
         tensor = stack.tensor

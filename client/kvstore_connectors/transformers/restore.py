@@ -1,7 +1,7 @@
-"""Brings the stored prefix of a sequence into a stack of layers, as far as that is faster than computing it.
+"""Load the stored prefix of a sequence into a stack of layers, as far as that is faster than computing it.
 
-Never raises for a miss. Invariant: tokens count as restored only if their lease was still valid after they were copied.
-With `beside` that is known only at the end: `Copying.finish` says it.
+A miss raises nothing. Invariant: tokens count as restored only if their lease was still valid after they were copied.
+With `beside` that is known only at the end: `Copying.finish` returns it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ENDED = "the lease ended while its blocks were copied"
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """The stack holds the first `held` of `tokens` and is to get at most the first `most`."""
+    """A request to restore: the stack holds the first `held` of `tokens` and shall get at most the first `most`."""
 
     tokens: Tokens
     held: int
@@ -35,19 +35,22 @@ class Wanted:
 
     @property
     def blocks(self) -> int:
-        """Blocks to ask for. The last one may be used in part: a prompt that was stored whole leaves one token."""
+        """The number of blocks to ask for. The last one may be used in part: for a prompt that was stored whole, one
+        token is left to compute.
+        """
         blocks = min(len(self.tokens) // self.block_tokens, -(-self.most // self.block_tokens))
         return blocks if self.covered(blocks) > self.held else 0
 
     def covered(self, blocks: int) -> int:
-        """Tokens in the stack once so many leading blocks are restored."""
+        """Return the tokens in the stack once `blocks` leading blocks are restored."""
         return max(min(blocks * self.block_tokens, self.most), self.held)
 
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """`tokens` of the sequence are in the stack now, or on their way, layer by layer, in its `coming`; `blocks` of it
-    are stored somewhere."""
+    """The result of a restore: `tokens` of the sequence are in the stack now, or on their way, layer by layer, in its
+    `coming`; `blocks` of it are stored somewhere.
+    """
 
     tokens: int
     blocks: int = 0
@@ -66,7 +69,7 @@ def restore(
     deadline_s: float,
     beside: bool = False,
 ) -> Restored:
-    """Extend a stack by what is stored and worth loading.
+    """Extend a stack by the stored blocks that are worth loading.
 
     `deadline_s` is for the first question. `beside`: the copy may go on while the model computes.
     """
@@ -87,12 +90,14 @@ def restore(
 
 
 def is_silent(restored: Restored) -> bool:
-    """Whether the daemon did not answer in time: asking again soon would cost as much."""
+    """Return whether the daemon did not answer in time: asking again soon would take the full deadline again."""
     return restored.reason == REASON_DEADLINE
 
 
 def _bring(leased: Leased, stack: KVStack, wanted: Wanted, held: ExitStack, *, beside: bool) -> bool:
-    """False if the lease did not outlive the copy. What `held` has goes to one that is made beside the model."""
+    """Copy the leased blocks into the stack; return False if the lease did not outlive the copy. A copy beside the
+    model takes over the contents of `held`.
+    """
     span = Span(wanted.held, wanted.covered(leased.blocks), wanted.block_tokens)
     if span.begin < span.end:
         stack.reserve(len(wanted.tokens), wanted.device)

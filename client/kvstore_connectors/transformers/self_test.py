@@ -1,9 +1,9 @@
-"""The self-test of a model at opening: a prompt in one pass against its blocks restored and the rest computed.
+"""The self-test of a model at opening: it compares a prompt computed in one pass with one whose blocks were restored.
 
-Owns the question whether K and V of all layers, cut into blocks of tokens and put back, are the model's whole state. No
-list of architectures can say that. Once for each model object, its device and its way of computing. Costs three passes
-of 80 tokens (with 8 tokens a block): some 15 ms for a small model, as long as three such prompts for a large one.
-Never does: change the model, torch's random numbers or the store.
+The test proves that K and V of all layers, cut into blocks of tokens and put back, are the model's whole state; no list
+of architectures can prove that. It runs once for each model object, device and way of computing. It costs three passes
+of 80 tokens (with 8 tokens a block): some 15 ms for a small model, as long as three such prompts for a large one. It
+does not change the model, torch's random numbers or the store.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _tried: WeakKeyDictionary[PreTrainedModel, tuple[_State, str]] = WeakKeyDictiona
 def prove(model: PreTrainedModel, block_tokens: int, *, skip: bool = False) -> None:
     """Raise KVStoreError(INVALID) unless `model` answers from restored blocks of `block_tokens` as from a whole prompt.
 
-    A model in training mode, or on several devices, is tried when it no longer is. `skip`: count it as tried.
+    A model in training mode, or on several devices, is tested later, when it no longer is. `skip`: count it as tested.
     """
     if failure := failure_of(model, block_tokens, skip=skip):
         raise invalid(f"the K/V state of {type(model).__name__} cannot be stored: {failure}")
 
 
 def failure_of(model: PreTrainedModel, block_tokens: int, *, skip: bool = False) -> str:
-    """Return why `prove` raises, in words; empty where it does not. Tries a model once."""
+    """Return the reason why `prove` raises; "" if it does not. A model is tested once."""
     state = (model.device, model.dtype, getattr(model.config, "_attn_implementation", None))
     known = _tried.get(model)
     if skip:
@@ -89,7 +89,7 @@ def _try(model: PreTrainedModel, shape: KVShape, block_tokens: int) -> str:
 
 
 def _misfit(cache: DynamicCache, shape: KVShape, tokens: int) -> str:
-    """Return the layer of a computed `cache` whose K and V do not have `shape`, as text; empty if there is none."""
+    """Return the layer of a computed `cache` whose K and V do not have `shape`, as text; "" if there is none."""
     expected = (1, shape.heads, tokens, shape.head_dim)
     if len(cache.layers) != shape.layers:
         return f"it keeps {len(cache.layers)} layers, and its configuration says {shape.layers}"
@@ -107,8 +107,9 @@ def _misfit(cache: DynamicCache, shape: KVShape, tokens: int) -> str:
 
 
 def _foresight(one: DynamicCache, other: DynamicCache, tokens: int) -> float:
-    """Return by how much K and V of the first `tokens` tokens differ between two prompts that only end differently:
-    relative, the median over tokens, the worst of all layers."""
+    """Return the difference between the K and V of the first `tokens` tokens of two prompts that differ only at their
+    ends: relative, the median over tokens, the largest over layers.
+    """
     worst = 0.0
     for ours, theirs in zip(one.layers, other.layers, strict=True):
         for here, there in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
@@ -119,7 +120,7 @@ def _foresight(one: DynamicCache, other: DynamicCache, tokens: int) -> float:
 
 
 def _restore(source: KVStack, target: KVStack, tokens: int, block_tokens: int) -> None:
-    """Move the blocks of a stack into another one, through payloads as the store has them."""
+    """Copy the blocks of the stack `source` into `target`, through payloads as the store has them."""
     assert source.tensor is not None
     shape = source.shape
     nbytes = shape.layers * 2 * shape.heads * block_tokens * shape.head_dim * shape.item_bytes
@@ -140,7 +141,7 @@ def _cache_of(model: PreTrainedModel, stack: KVStack) -> DynamicCache:
 
 
 def _answer(model: PreTrainedModel, ids: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
-    """Return the logits (or what the model gives in their place) of the last tokens: [tokens, number] in f32."""
+    """Return the logits (or the model's equivalent output) of the last tokens: [tokens, number] in f32."""
     parameters = inspect.signature(model.forward).parameters
     call: dict[str, Any] = {"cache" if "cache" in parameters else "past_key_values": cache, "use_cache": True}
     if "logits_to_keep" in parameters:
@@ -152,15 +153,16 @@ def _answer(model: PreTrainedModel, ids: torch.Tensor, cache: DynamicCache) -> t
 
 
 def _difference(expected: torch.Tensor, answered: torch.Tensor) -> float:
-    """Return by how much rows differ, relative to their spread: the median, since in another split a router may choose
-    otherwise for some tokens."""
+    """Return the difference of rows, relative to their spread. It is the median, since in another split a router may
+    choose otherwise for some tokens.
+    """
     spread = (expected - expected.mean(dim=-1, keepdim=True)).norm(dim=-1)
     relative = ((answered - expected).norm(dim=-1) / spread.clamp_min(1e-9)).nan_to_num(nan=float("inf"))
     return float(relative.median())
 
 
 def _prompt(model: PreTrainedModel, tokens: int) -> torch.Tensor:
-    """Return ids of ordinary tokens, the same each time: [1, tokens], where the model's first weights are."""
+    """Return ids of ordinary tokens, equal at each call: [1, tokens], on the device of the model's first weights."""
     config = model.config.get_text_config(decoder=True)
     vocabulary = int(config.vocab_size)
     both = {**model.config.to_dict(), **config.to_dict()}

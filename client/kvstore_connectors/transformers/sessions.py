@@ -1,7 +1,7 @@
 """Sessions for models: opened with the model's fingerprint, and closed once the waiting blocks are stored.
 
-Owns the sessions shared by caches that were given a socket directory instead of a session: one for each directory and
-model state, until the program ends. And the copies of each session whose model is on a CUDA device.
+The module owns the sessions shared by caches that got a socket directory instead of a session: one for each directory
+and model state, until the program ends. It also owns the copies of each session whose model is on a CUDA device.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def kvstore_session(
     self_test: bool = True,
     **options: Any,
 ) -> Session:
-    """A session for the K/V state of `model`; `socket` and `options` are those of `kvstore_client.connect`.
+    """Return a session for the K/V state of `model`; `socket` and `options` go to `kvstore_client.connect`.
 
-    `model_id` and `block_tokens` are those of `model_fingerprint`. For a model on a CUDA device the session is opened
-    with that `device`. `self_test`: the model computes two short prompts first, once, to prove that it answers from
-    restored blocks as without them. Raises KVStoreError(INVALID) for a model whose state cannot be stored, and for a
-    device that cannot be used. Close it when all is done, or use it as a context manager: closing waits for what is
+    `model_id` and `block_tokens` go to `model_fingerprint`. For a model on a CUDA device the session is opened with
+    that `device`. `self_test`: the model computes two short prompts first, once, to prove that it answers from restored
+    blocks as without them. Raises KVStoreError(INVALID) for a model whose state cannot be stored, and for a device that
+    cannot be used. Close the session at the end, or use it as a context manager: closing waits for blocks that are
     being stored.
     """
     inner = inner_model(model)
@@ -60,7 +60,9 @@ def kvstore_session(
 
 
 def flush(session: Session, timeout_s: float | None = None) -> bool:
-    """Wait until what the caches of a session announced is stored or given up. False when that took longer."""
+    """Wait until the blocks that the caches of a session announced are stored or given up. Return False if that took
+    longer than `timeout_s`.
+    """
     return storer_of(session).flush(timeout_s)
 
 
@@ -70,8 +72,9 @@ _lock = threading.RLock()  # opening a shared session asks for its copies
 
 
 def copies_of(session: Session, model: PreTrainedModel) -> BlockCopies:
-    """How blocks get into and out of the tensors of `model`. Raises KVStoreError(INVALID) for a model on a CUDA device
-    that is not the session's."""
+    """Return the copies between blocks and the tensors of `model`. Raises KVStoreError(INVALID) for a model on a CUDA
+    device that is not the session's.
+    """
     index = device_index(model)
     if index is None:
         return HostCopies(model.device)
@@ -88,7 +91,7 @@ def copies_of(session: Session, model: PreTrainedModel) -> BlockCopies:
 
 
 def shared_session(socket: str | os.PathLike[str], model: Any) -> Session:
-    """The session of this process with the daemon at `socket` for this model in its present state."""
+    """Return this process's session with the daemon at `socket` for this model in its present state."""
     key = (str(socket_directory(socket)), model_fingerprint(model).digest(), device_index(inner_model(model)))
     with _lock:
         if key not in _shared:

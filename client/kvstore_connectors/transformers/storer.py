@@ -1,11 +1,11 @@
-"""Stores full blocks of sequences that models are computing, in a thread of its own.
+"""Store full blocks of sequences that models are computing, in a thread of its own.
 
-Owns one worker for a session and the queue to it. It can neither fail nor delay a forward pass: what cannot be stored
-is counted, with a reason.
+The module owns one worker for each session and the queue to it. It can neither fail nor delay a forward pass: a block
+that cannot be stored is counted, with a reason.
 
-Why it waits before it starts: the first token is sampled just after the prompt's last block filled, and copying beside
-that would delay it. The thread is no daemon thread and ends when its queue is empty: a program that ends after
-`generate` still stores what it computed, within the deadlines of its puts.
+The worker waits before it starts, since the first token is sampled just after the prompt's last block filled, and a
+copy would delay it. The thread is no daemon thread and ends when its queue is empty: a program that ends after
+`generate` still stores its blocks, within the deadlines of its puts.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ MOST_WAITING = 8  # sequences that may wait; each holds its K/V in memory until 
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """The first `blocks` blocks of a sequence, whose tokens these are: computed at `ready`, in `tensor`, where they are
-    not written again.
+    """The first `blocks` blocks of a sequence with their tokens: computed at `ready`, in `tensor`, where they are not
+    written again.
     """
 
     tokens: Tokens
@@ -47,7 +47,7 @@ class Computed:
 
 @dataclass(slots=True, eq=False)  # two sequences differ even with equal tokens
 class Sequence:
-    """What is to be stored of one sequence, by `copies`. `computed` is there as long as something waits."""
+    """One sequence to store, by `copies`. `computed` is set as long as a block waits."""
 
     session: Session
     copies: BlockCopies
@@ -63,7 +63,7 @@ class Sequence:
 
 
 class Storer:
-    """The worker of one session. It holds the session only while there is something to store."""
+    """The worker of one session. It holds the session only while there are blocks to store."""
 
     def __init__(self, *, first_token_s: float = FIRST_TOKEN_S) -> None:
         self._first_token_s = first_token_s
@@ -72,7 +72,7 @@ class Storer:
         self._thread: threading.Thread | None = None
 
     def advance(self, sequence: Sequence, computed: Computed) -> None:
-        """More of a sequence is computed. Never waits."""
+        """Announce that more of a sequence is computed. Never waits."""
         with self._changed:
             sequence.computed, sequence.wanted_blocks = computed, computed.blocks
             if sequence.waiting_blocks <= 0 or sequence in self._queue:
@@ -91,7 +91,7 @@ class Storer:
                     sequence.reason = str(error)
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until nothing waits to be stored. False when that took longer than `timeout_s`."""
+        """Wait until no block waits to be stored. Return False if that took longer than `timeout_s`."""
         with self._changed:
             return self._changed.wait_for(lambda: self._thread is None, timeout_s)
 
@@ -140,7 +140,7 @@ _lock = threading.Lock()
 
 
 def storer_of(session: Session) -> Storer:
-    """The one worker of a session."""
+    """Return the one worker of a session."""
     with _lock:
         found = _storers.get(session)
         if found is None:
@@ -150,9 +150,11 @@ def storer_of(session: Session) -> Storer:
 
 @dataclass(frozen=True, slots=True)
 class CacheReport:
-    """A snapshot. `reason` says why no more was restored, `store_reason` why no more is stored; empty if all is well.
+    """A snapshot of a cache. `reason` says why no more was restored, `store_reason` why no more is stored; both are ""
+    if all is well.
 
-    `lookup_s` was spent on asking, `restore_s` on copying; `waiting_blocks` are full and not yet stored.
+    `lookup_s` and `restore_s` are the seconds spent on asking and on copying; `waiting_blocks` are full and not yet
+    stored.
     """
 
     restored_tokens: int = 0

@@ -1,8 +1,8 @@
 """vLLM (0.32 and later, V1 engine): KV blocks restored from and stored in kvstored instead of computed again.
 
-The door of the connector; `kv_connector_module_path="kvstore_connectors.vllm"`, `kv_connector="KVStoreConnector"`
-names it to vLLM. vLLM and torch are imported by `connector` when the class is asked for: the other modules hold what
-can be tested without an engine. docs/vllm.md is the manual.
+`kv_connector_module_path="kvstore_connectors.vllm"`, `kv_connector="KVStoreConnector"` names the connector to vLLM. Its
+class imports vLLM and torch on first use; the other modules can be tested without an engine. docs/vllm.md is the
+manual.
 """
 
 from __future__ import annotations

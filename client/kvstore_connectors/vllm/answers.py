@@ -1,9 +1,9 @@
-"""Reports to the daemon how long answers were, and what is expected of their chains, beside the running engine: how
-long it keeps a chain depends on that.
+"""Report to the daemon, beside the running engine, how long answers were and when their chains are expected again: the
+daemon keeps a chain accordingly.
 
-Owns one thread and the queue of reports. The scheduler knows that a request has ended before its last blocks are
-stored, and the daemon knows a chain by its last block; so each end is reported a little later, and again while blocks
-of it are missing. No request waits for this, and a failure costs a hint.
+The module owns one thread and the queue of reports. The scheduler knows that a request has ended before its last blocks
+are stored, and the daemon knows a chain by its last block. So each end is reported a little later, and again while
+blocks of it are missing. No request waits for this, and after a failure only a hint is lost.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ _MOST_WAITING = 1024  # reports; further ones are dropped
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A request that has ended: its `blocks` whole ones, prompt and answer, the tokens of its answer, and the envelope
-    of hints that it came with, if any."""
+    """A request that has ended: the `blocks` whole blocks of its prompt and answer, the tokens of its answer, and its
+    envelope of hints, if any.
+    """
 
     prefix: RequestPrefix
     blocks: int
@@ -38,7 +39,7 @@ class Answer:
 
 
 class _Due(NamedTuple):
-    """A report, in the order of time; `number` orders equal times. `expected` is as of `ended_s`."""
+    """A report that is due, ordered by time, then by `number`. `expected` counts from `ended_s`."""
 
     at_s: float
     number: int
@@ -51,7 +52,7 @@ class _Due(NamedTuple):
 
 
 class AnswerReporter:
-    """`sessions`: one for each rank's shard, each a chain of its own to the daemon. `say`: see `KvHints`."""
+    """The reporter. `sessions`: one for each rank's shard; the daemon sees a chain in each. `say`: see `KvHints`."""
 
     def __init__(
         self,
@@ -71,7 +72,7 @@ class AnswerReporter:
         self._thread: threading.Thread | None = None
 
     def ended(self, answer: Answer) -> None:
-        """Returns at once."""
+        """Queue the report of an answer. Returns at once."""
         with self._changed:
             if self._closing or len(self._waiting) >= _MOST_WAITING:
                 return
@@ -104,7 +105,9 @@ class AnswerReporter:
                         heappush(self._waiting, again)
 
     def _is_known(self, due: _Due) -> bool:
-        """Report; whether the daemon had all of the blocks. They are prefetched then, or the last time."""
+        """Send a report; return whether the daemon had all of the blocks. Blocks are prefetched when it has them, or
+        with the last try.
+        """
         session, answer, expected = due.session, due.answer, due.expected
         past_s = self._clock() - due.ended_s
         try:
@@ -122,7 +125,7 @@ class AnswerReporter:
             return True
 
     def _next(self) -> _Due | None:
-        """The next that is due; None at the end."""
+        """Return the next report that is due; None at the end."""
         with self._changed:
             while not self._closing:
                 wait_s = self._waiting[0].at_s - self._clock() if self._waiting else None

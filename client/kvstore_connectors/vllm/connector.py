@@ -1,9 +1,8 @@
-"""The class that vLLM loads: passes its hooks to the scheduler's half or the worker's.
+"""The class that vLLM loads: it passes its hooks to the scheduler side or the worker side.
 
-Imports vLLM, and torch with it. Owns the sessions, the choice of what to do without a daemon (nothing),
-and vLLM's types. One object lives in the scheduler's process, one in each worker's.
-Invariants: wrong settings and models that cannot be served are refused when the engine starts; after that no hook
-raises and no request fails because of the store.
+The module imports vLLM, and torch with it. It owns the sessions and vLLM's types, and does nothing without a daemon.
+One object lives in the scheduler's process, one in each worker's. Invariants: wrong settings and models that cannot be
+served are refused when the engine starts; after that no hook raises and no request fails because of the store.
 """
 
 from __future__ import annotations
@@ -52,14 +51,14 @@ _SOURCES = {"host": CacheHitSource.HOST, "memory": CacheHitSource.HOST, "nvme": 
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not typed where this is checked
-    """The scheduler half's orders, as vLLM carries them to the workers."""
+    """The scheduler side's orders, in the form that vLLM carries to the workers."""
 
     orders: StepOrders = field(default_factory=StepOrders)
 
 
 @dataclass
 class StepMeasured(KVConnectorWorkerMetadata):  # type: ignore[misc]  # as above
-    """The worker half's report, as vLLM carries it back."""
+    """The worker side's report, in the form that vLLM carries back."""
 
     report: StepReport
 
@@ -68,7 +67,7 @@ class StepMeasured(KVConnectorWorkerMetadata):  # type: ignore[misc]  # as above
 
 
 class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
-    """vLLM's KV blocks in kvstored. docs/vllm.md says how to turn it on."""
+    """The connector that keeps vLLM's KV blocks in kvstored. docs/vllm.md says how to turn it on."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
@@ -95,7 +94,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A cache hands nothing over: a dropped save is a later miss."""
+        """False: a cache hands nothing over, and a dropped save is only a later miss."""
         return False
 
     # The scheduler's process.
@@ -120,7 +119,9 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         return StepMetadata(self._scheduler.orders(scheduler_output))
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """False: vLLM may free the blocks at once. The next step's orders name the request (`StepOrders.ended`)."""
+        """Return False: vLLM may free the blocks at once. The next step's orders name the request
+        (`StepOrders.ended`).
+        """
         assert self._scheduler is not None
         self._scheduler.finished(request)
         return False, None
@@ -132,7 +133,8 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         return {source: blocks * self._block_tokens for source, blocks in sources.items()}
 
     def reset_cache(self) -> bool:
-        """Asked for when weights were changed in place: what is stored belongs to weights that are gone.
+        """Stop using the store. vLLM calls this when weights were changed in place: the stored blocks belong to the old
+        weights.
 
         The fingerprint names the weights by the files that they were loaded from, so there is no name for the new ones.
         """
@@ -172,12 +174,14 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
             session.close()
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Before every step, and before anything of it is written: what was freed may be overwritten from now on."""
+        """Prepare a step before any of its blocks is written: freed blocks may be overwritten from now on."""
         if self._worker is not None and isinstance(kv_connector_metadata, StepMetadata):
             self._worker.before_step(kv_connector_metadata.orders)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Also called after the forward, in steps without loads: it must leave the state of the step alone."""
+        """Start the step's loads. vLLM also calls this after the forward, in steps without loads: then it must not
+        change the state of the step.
+        """
         orders = self._orders()
         if self._worker is None:
             self._unserved += [*orders.loads, *orders.beside]
@@ -195,10 +199,12 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
             self._worker.wait_layer(self._layers.get(layer_name, len(self._layers) - 1))
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing: blocks are stored whole, all layers together, after the step."""
+        """Do nothing: blocks are stored whole, all layers together, after the step."""
 
     def wait_for_save(self) -> None:
-        """Hands the step's filled blocks to the saver's thread; `handle_preemptions` keeps them from being reused."""
+        """Hand the step's filled blocks to the saver's thread; `handle_preemptions` keeps them from being reused too
+        early.
+        """
         if self._worker is not None:
             self._worker.save(self._orders().saves)
 
@@ -241,7 +247,9 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         return metadata.orders if isinstance(metadata, StepMetadata) else StepOrders()
 
     def _make_failures_recompute(self) -> None:
-        """vLLM's scheduler reads the policy after it has made its connector."""
+        """Set vLLM's policy for failed loads to recompute; its scheduler reads the policy after it has made its
+        connector.
+        """
         transfer = self._kv_transfer_config
         if transfer.kv_load_failure_policy != "recompute":
             logger.warning(
@@ -320,14 +328,15 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
 
 
 def _calls_each_layer(forward_context: Any) -> bool:
-    """Whether the forward calls `wait_for_layer_load`: replaying a full CUDA graph runs no Python. vLLM's newer model
-    runner shows a context without attention metadata then."""
+    """Return whether the forward calls `wait_for_layer_load`: replaying a full CUDA graph runs no Python. vLLM's newer
+    model runner then shows a context without attention metadata.
+    """
     mode = getattr(forward_context, "cudagraph_runtime_mode", None)
     return getattr(forward_context, "attn_metadata", None) is not None and getattr(mode, "name", "") != "FULL"
 
 
 def _missing_library() -> str:
-    """What keeps this process from using CUDA devices; "" when nothing does."""
+    """Return the reason why this process cannot use CUDA devices; "" if it can."""
     from kvstore_cuda.driver import cuda_driver
 
     try:

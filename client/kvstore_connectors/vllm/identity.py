@@ -1,12 +1,12 @@
-"""What names a block apart from its model and its tokens: adapter, cache salt, images; and the keys made of all that.
+"""The parts of a block's name apart from its model and its tokens: adapter, cache salt, images; and the keys made of
+them.
 
-Owns the digests and the derived keys. A plain text request uses the session's own keys, and its token ids are in the
-stored header, where they are compared before use. A request with anything else uses keys derived from those,
-`blake2b(key || digest)`: the session's key covers the tenant's secret, the fingerprint and all tokens up to the block,
-the digest all else up to there. Such blocks are stored without token ids: the key is all that identifies them, and 128
-bits of blake2b are enough for that.
-Invariants: pure; two requests share a derived key only if tokens *and* everything else up to the block's end are equal;
-derived and plain keys never coincide.
+The module owns the digests and the derived keys. A plain text request uses the session's own keys; its token ids are in
+the stored header, and are compared before use. Any other request uses keys derived from those, `blake2b(key ||
+digest)`: the session's key covers the tenant's secret, the fingerprint and all tokens up to the block, the digest
+everything else up to there. Such blocks are stored without token ids: the key alone identifies them, and 128 bits of
+blake2b are enough for that. Invariants: pure; two requests share a derived key only if tokens *and* everything else up
+to the block's end are equal; derived and plain keys never coincide.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PERSON_KEY = b"kvstore vllm key"
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One image, video or sound in a prompt: the hash of its content, and which positions it takes."""
+    """One image, video or sound in a prompt: the hash of its content, and the positions it takes."""
 
     digest: str
     first_token: int
@@ -37,7 +37,7 @@ class Item:
 
 @dataclass(slots=True)
 class Extras:
-    """What a request's blocks depend on apart from tokens. Empty for plain text."""
+    """Everything that a request's blocks depend on apart from tokens. Empty for plain text."""
 
     adapter: str = ""
     salt: str = ""
@@ -48,7 +48,9 @@ class Extras:
         return bool(self.adapter or self.salt or self.items)
 
     def digests(self, blocks: int, block_tokens: int) -> tuple[bytes, ...]:
-        """One for each of the leading blocks, each covering all before it; () when there is nothing to cover."""
+        """Return a digest for each of the leading blocks; each covers everything before its end. () if there is nothing
+        to cover.
+        """
         if not self:
             return ()
         while len(self._digests) < blocks:
@@ -65,9 +67,9 @@ class Extras:
 
 
 def address(session: Session, prefix: RequestPrefix, first_block: int = 0) -> dict[str, Any] | None:
-    """The arguments that name the blocks from `first_block` on to a session's `lookup` and `get`.
+    """Return the arguments that name the blocks from `first_block` on in a session's `lookup` and `get`.
 
-    None while the session is degraded. From block 0 on, plain text is named by its tokens, so that the session verifies
+    None while the session is degraded. Plain text from block 0 on is named by its tokens, so that the session verifies
     token ids; any other run by keys.
     """
     tokens = np.frombuffer(prefix.tokens, dtype="<i4")
@@ -82,7 +84,7 @@ def address(session: Session, prefix: RequestPrefix, first_block: int = 0) -> di
 
 
 def derived_keys(keys: BlockKeys, digests: Sequence[bytes]) -> BlockKeys:
-    """The keys of blocks that depend on more than their tokens."""
+    """Return the keys of blocks that depend on more than their tokens."""
     return BlockKeys(
         b"".join(
             hashlib.blake2b(key + digest, digest_size=KEY_BYTES, person=_PERSON_KEY).digest()
@@ -92,7 +94,9 @@ def derived_keys(keys: BlockKeys, digests: Sequence[bytes]) -> BlockKeys:
 
 
 def _digest(parts: Sequence[str]) -> bytes:
-    """Of a list of texts: each with its length before it, so that no two lists have the same bytes."""
+    """Return a digest of a list of texts; each is hashed behind its length, so that two different lists always give
+    different bytes.
+    """
     state = hashlib.blake2b(digest_size=KEY_BYTES, person=_PERSON_DIGEST)
     for part in parts:
         encoded = part.encode("utf-8", "surrogatepass")

@@ -1,8 +1,9 @@
-"""What an orchestrator expects of a request's chain: the actions in its `kv_hints`, which vLLM 0.33 carries.
+"""An orchestrator's expectations of a request's chain: the actions in its `kv_hints`, which vLLM 0.33 carries.
 
-Owns the types of action that this connector understands. vLLM defines the envelope and no action: what an action means
-is between the orchestrator and who carries it out. Those of others are counted and passed over. Reads by attribute and
-imports nothing of vLLM; a vLLM whose requests have no such field is fine. Never raises: a bad hint costs a hint.
+The module owns the types of action that this connector understands. vLLM defines the envelope and no action: the
+orchestrator and the connector agree on their meaning. Actions of other kinds are counted and ignored. The module reads
+by attribute and imports nothing of vLLM; a vLLM whose requests have no such field works too. A bad hint raises nothing;
+only the hint is lost.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ _STEPS: Final[Mapping[Any, NextStep]] = {"tool_call": "tool_call", "end_of_turn"
 
 @dataclass(frozen=True, slots=True)
 class HintedChain:
-    """What is expected when a request has ended. `wants_prefetch`: its chain is to be in DRAM, `prefetch_in_s` seconds
-    later; `next_step` and `due_in_s` are those of `Session.hint`. None: not said.
+    """The expectations when a request has ended. `wants_prefetch`: move its chain to DRAM `prefetch_in_s` seconds
+    later. `next_step` and `due_in_s` go to `Session.hint`. None: not given.
     """
 
     next_step: NextStep | None = None
@@ -31,7 +32,7 @@ class HintedChain:
 
 
 class KvHints:
-    """Reads envelopes. `say` is called once, for the first one that makes no sense."""
+    """A reader of envelopes. `say` is called once, for the first malformed one."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
@@ -39,7 +40,9 @@ class KvHints:
         self.malformed = 0  # envelopes and actions
 
     def read(self, envelope: Any) -> HintedChain:
-        """All actions of a request's envelope, or of None. Of two that say the same thing the later one holds."""
+        """Return the expectations in a request's envelope; None for `envelope` means none. Of two actions of one kind
+        the later one counts.
+        """
         step: NextStep | None = None
         due_in_s: float | None = None
         prefetch, prefetch_in_s = False, None

@@ -1,7 +1,7 @@
-"""How much of what the store has a request may load at most; how much it does, `restore/choice.py` decides. Pure.
+"""The upper bound of what a request may load; `restore/choice.py` decides how much it loads. Pure.
 
-Whole blocks only, never the last token of a prompt (something must be computed for its logits), and no more of a slow
-tier than can be promoted within the time that a step may wait: a block that does not make it costs the step twice.
+Only whole blocks are loaded, never the last token of a prompt (it must be computed for its logits), and only as much of
+a slow tier as can be promoted within the time that a step may wait: a block that comes too late costs the step twice.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ _SHARE_OF_DEADLINE = 0.5  # the estimate is one, and the copy needs time too
 
 
 def restorable_at_most(tokens: int, block_tokens: int) -> int:
-    """Leading whole blocks that a request of so many tokens can do without computing."""
+    """Return how many leading whole blocks a request of `tokens` tokens can load instead of computing."""
     return max(tokens - 1, 0) // block_tokens
 
 
 def loadable_blocks(found: Lookup, most_blocks: int, deadline_s: float) -> int:
-    """Leading blocks of `found` that can be had within the deadline, `most_blocks` at most."""
+    """Return how many leading blocks of `found` can be had within the deadline, at most `most_blocks`."""
     slow = sum(tier not in _READY_TIERS for tier in found.tiers[: found.blocks])
     blocks = min(found.blocks, most_blocks)
     if not slow or found.estimated_load_s <= deadline_s * _SHARE_OF_DEADLINE:

@@ -1,14 +1,14 @@
-"""From vLLM's configuration to a fingerprint: everything that the bytes of a block depend on apart from its prefix.
+"""The fingerprint of a vLLM engine: everything that the bytes of a block depend on apart from its prefix.
 
-Owns which of vLLM's settings count, and which cannot be served at all; which of a model's files are its weights, how
-these are hashed, and where results are remembered. Reads the configuration by attribute. A setting forgotten here is
-garbage served to someone, so whole records go in rather than fields: the model's complete Hugging Face configuration,
-the cache specification, the kernel's own name for its packing, vLLM's version (the order of bytes inside a block is its
-private matter).
+The module decides which of vLLM's settings count, which configurations cannot be served, and which files of a model are
+its weights; it hashes these and remembers the results. It reads the configuration by attribute. A forgotten setting
+would serve garbage, so whole records go in rather than fields: the model's complete Hugging Face configuration, the
+cache specification, the kernel's own name for its packing, vLLM's version (the order of bytes inside a block is private
+to vLLM).
 
 Weights count by content: two checkpoints that differ in one value never share a block. Files in a Hugging Face cache
 are named by their sha256 already, and that name is used; others are read once with xxh3 (as fast as the page cache
-gives them) and remembered by path, size, inode and time of change. Never does: download anything.
+gives them) and remembered by path, size, inode and time of change. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _SHA256_NAME = re.compile(r"[0-9a-f]{64}")
 
 
 def refusal(vllm_config: Any, kv_cache_config: Any) -> str:
-    """Why this configuration cannot be served, and what to do about it; "" when it can."""
+    """Return why this configuration cannot be served, and what to do about it; "" if it can."""
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     groups = kv_cache_config.kv_cache_groups
     device = vllm_config.device_config.device_type
@@ -75,7 +75,7 @@ def refusal(vllm_config: Any, kv_cache_config: Any) -> str:
 
 
 def refused_backends(names: Collection[str]) -> str:
-    """Why a KV cache that these attention backends write on a CUDA device cannot be stored; "" when it can."""
+    """Return why a KV cache that these attention backends write on a CUDA device cannot be stored; "" if it can."""
     unknown = sorted(set(names) - _CUDA_BACKENDS)
     if unknown:
         return f"the order of bytes in blocks of {', '.join(unknown)} is not known: set --attention-backend FLASH_ATTN"
@@ -85,7 +85,9 @@ def refused_backends(names: Collection[str]) -> str:
 def model_fingerprint(
     vllm_config: Any, kv_cache_config: Any, *, weights: str, packing: str, version: str, rank: int
 ) -> Fingerprint:
-    """`packing` is the kernel's name for the order of bytes in a block; `rank` the tensor-parallel rank."""
+    """Return the fingerprint. `packing` is the kernel's name for the order of bytes in a block; `rank` the
+    tensor-parallel rank.
+    """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     group = kv_cache_config.kv_cache_groups[0]
     spec = group.kv_cache_spec
@@ -130,12 +132,12 @@ def _order(spec: Any, kv_cache_config: Any) -> str:
 
 
 def model_digest(model: Any) -> str:
-    """Of the model's complete Hugging Face configuration."""
+    """Return a digest of the model's complete Hugging Face configuration."""
     return digest_of(_model_settings(model))
 
 
 def rope_by_length(model: Any) -> dict[str, Any]:
-    """The longest prompt, where positions are scaled by it."""
+    """Return the longest prompt, if positions are scaled by it; otherwise nothing."""
     settings = json.dumps(_model_settings(model), default=str)
     if '"longrope"' in settings or '"su"' in settings:
         return {"max_model_len": model.max_model_len}  # vLLM chooses the short or the long factors by it
@@ -143,8 +145,9 @@ def rope_by_length(model: Any) -> dict[str, Any]:
 
 
 def find_weights(vllm_config: Any, stated: str, memory: Path | None = None) -> str:
-    """Return the digest of the weights that vLLM loaded. ValueError with a sentence when there are no files to read, or
-    when they changed after this process began, and so perhaps after it loaded them."""
+    """Return the digest of the weights that vLLM loaded. Raises ValueError, with a sentence, if there are no files to
+    read, or if they changed after this process began, and so perhaps after it loaded them.
+    """
     if stated:
         return f"stated {stated}"
     model, load = vllm_config.model_config, vllm_config.load_config
@@ -165,16 +168,16 @@ def find_weights(vllm_config: Any, stated: str, memory: Path | None = None) -> s
 
 
 def hashes_items(vllm_config: Any) -> bool:
-    """Return whether vLLM names images by their content: it does not with both of its caches turned off."""
+    """Return whether vLLM names images by their content. It does not if both of its caches are turned off."""
     multimodal = vllm_config.model_config.multimodal_config
     has_items_cache = multimodal and multimodal.mm_processor_cache_gb > 0
     return bool(vllm_config.cache_config.enable_prefix_caching or has_items_cache)
 
 
 def describe_extras(request: Any, *, hashed_items: bool) -> Extras | str:
-    """What a request's blocks depend on apart from tokens, or why that cannot be named.
+    """Return everything that a request's blocks depend on apart from tokens, or a text why that cannot be named.
 
-    `hashed_items`: what `hashes_items` says.
+    `hashed_items`: the result of `hashes_items`.
     """
     if request.prompt_embeds is not None or request.prompt_token_ids is None:
         return "its prompt has embeddings in place of tokens"
@@ -197,8 +200,8 @@ def describe_extras(request: Any, *, hashed_items: bool) -> Extras | str:
 
 @cache
 def _adapter_digest(number: int, path: str) -> str:
-    """Of the adapter as it was when this process first met it: vLLM keeps what it loaded, even if the file
-    changes. Empty when it cannot be read.
+    """Return the digest of the adapter as it was when this process first met it: vLLM keeps the adapter it loaded, even
+    if the file changes. "" if it cannot be read.
     """
     try:
         return combined_digest(_adapter_files(path), default_memory())
@@ -226,7 +229,7 @@ def _model_settings(model: Any) -> dict[str, Any]:
 
 
 def digest_of(described: Any) -> str:
-    """Return a digest of what JSON can say."""
+    """Return a digest of a value that JSON can represent."""
     text = json.dumps(described, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -236,12 +239,16 @@ def _dtype(dtype: Any) -> str:
 
 
 def weights_digest(location: Path, memory: Path | None = None) -> str:
-    """Of a checkpoint's folder or file. "" when it holds no weights. `memory`: the file that remembers digests."""
+    """Return the digest of a checkpoint's folder or file; "" if it holds no weights. `memory`: the file that remembers
+    digests.
+    """
     return combined_digest(weight_files(location), memory)
 
 
 def weight_files(location: Path) -> list[Path]:
-    """The files of the first kind in `PATTERNS` that is there: a folder may hold the same weights in several."""
+    """Return the files of the first kind in `PATTERNS` that `location` has: a folder may hold equal weights in several
+    formats.
+    """
     if location.is_file():
         return [location]
     for pattern in PATTERNS:
@@ -252,10 +259,11 @@ def weight_files(location: Path) -> list[Path]:
 
 
 def loaded_others(files: Iterable[Path], began: float) -> str:
-    """Return why a process that `began` then (Unix time) may have loaded other bytes than `files` have; empty if not.
+    """Return why a process that began at `began` (Unix time) may have loaded other bytes than `files` now have; "" if
+    it cannot have.
 
-    vLLM copies weights, so that what is in a file later does not matter. Those in a Hugging Face cache are named by
-    their content, and are as young as their download.
+    vLLM copies weights, so later changes of a file do not matter. Files in a Hugging Face cache are named by their
+    content, and as old as their download.
     """
     outside = [file for file in files if not _is_named_by_content(file.resolve())]
     with closing(WeightFiles(outside)) as opened:
@@ -263,13 +271,13 @@ def loaded_others(files: Iterable[Path], began: float) -> str:
 
 
 def combined_digest(files: Iterable[Path], memory: Path | None = None) -> str:
-    """Of files, by name and content; "" for none."""
+    """Return a digest of files, by name and content; "" for no files."""
     lines = [f"{file.name}:{_file_digest(file, memory)}" for file in files]
     return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest() if lines else ""
 
 
 def default_memory() -> Path:
-    """`weights.json` in the cache directory."""
+    """Return the path of `weights.json` in the cache directory."""
     return cache_directory() / "weights.json"
 
 

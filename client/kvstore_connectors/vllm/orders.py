@@ -1,7 +1,6 @@
-"""Orders of the scheduler side to the worker side, and its reports, once a step: plain records that pickle well.
+"""Orders of the scheduler side to the worker side, and its reports, once a step: plain records that can be pickled.
 
-A block number counts the blocks of a prefix from 0; a block id is a place in vLLM's
-paged pool.
+A block number counts the blocks of a prefix from 0; a block id is a place in vLLM's paged pool.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RequestPrefix:
-    """Leading tokens of a request in whole blocks, as packed little-endian int32, and what else they depend on.
+    """The leading tokens of a request in whole blocks, as packed little-endian int32, and digests of its other inputs.
 
     `digests[i]` covers everything except the tokens of blocks 0 to i; empty for a plain text request.
     """
@@ -22,8 +21,9 @@ class RequestPrefix:
 
 @dataclass(frozen=True, slots=True)
 class LoadOrder:
-    """Restore blocks first_block, first_block + 1, … of the prefix into pool blocks `block_ids`. What has not come
-    after `deadline_s` counts as failed."""
+    """An order to restore blocks first_block, first_block + 1, … of the prefix into pool blocks `block_ids`. Blocks
+    that have not come after `deadline_s` count as failed.
+    """
 
     request_id: str
     prefix: RequestPrefix
@@ -34,7 +34,9 @@ class LoadOrder:
 
 @dataclass(frozen=True, slots=True)
 class SaveOrder:
-    """Store blocks first_block and later; the step fills the last of them. `block_ids`: of the whole prefix."""
+    """An order to store blocks first_block and later; the step fills the last of them. `block_ids`: the ids of the
+    whole prefix.
+    """
 
     request_id: str
     prefix: RequestPrefix
@@ -44,9 +46,10 @@ class SaveOrder:
 
 @dataclass(frozen=True, slots=True)
 class StepOrders:
-    """All of one step. `loads` are for requests that this step computes, layer by layer; `beside` are for requests that
-    wait until theirs has ended. `ended`: requests whose pool blocks this step may already give to others. The step
-    computes `tokens` tokens, which attend to `attended` others; `decodes` requests continue their answers in it.
+    """All orders of one step. `loads` are for requests that this step computes, layer by layer; `beside` are for
+    requests that wait until their load has ended. `ended`: requests whose pool blocks this step may already give to
+    others. The step computes `tokens` tokens, which attend to `attended` others; `decodes` requests continue their
+    answers in it.
     """
 
     loads: tuple[LoadOrder, ...] = ()
@@ -60,7 +63,7 @@ class StepOrders:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """A load that has ended: `blocks` came, and `seconds` is by how much its request was held up."""
+    """A load that has ended: `blocks` blocks came, and the request was delayed by `seconds`."""
 
     request_id: str
     blocks: int
@@ -69,8 +72,9 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What a step took apart from waiting for loads (0 tokens: nothing was measured), and the loads that ended since
-    the last report. On a device it is a step of a moment ago."""
+    """The time that a step took apart from waiting for loads (0 tokens: nothing was measured), and the loads that ended
+    since the last report. On a device the step is an earlier one.
+    """
 
     loads: tuple[LoadReport, ...] = ()
     tokens: int = 0
@@ -78,7 +82,9 @@ class StepReport:
     compute_s: float = 0.0
 
     def joined(self, other: StepReport) -> StepReport:
-        """Of two ranks: the slower one counts. A step that one of them could not measure is left out."""
+        """Return the report of two ranks together: the slower one counts. A step that one of them could not measure is
+        left out.
+        """
         loads = {load.request_id: load for load in self.loads}
         for load in other.loads:
             known = loads.get(load.request_id, load)

@@ -1,8 +1,8 @@
-"""What the worker's half asks of vLLM's paged pool, wherever that is: copies of whole blocks, layer by layer, and when
-the engine's work on it has been done.
+"""The interface of vLLM's paged pool for the worker side: copies of whole blocks, layer by layer, and moments at which
+the engine's work on the pool is done.
 
-`tensors` answers for a pool in host memory and for one on a CUDA device; saver and worker know this alone. On a device
-vLLM queues work and goes on: a moment has then not come yet when `now` names it.
+`tensors` implements it for a pool in host memory and for one on a CUDA device; saver and worker use only this
+interface. On a device vLLM queues work and goes on: a moment has then not come yet when `now` returns it.
 """
 
 from __future__ import annotations
@@ -20,44 +20,52 @@ class BlockLoad(Protocol):
     """Blocks on their way into the pool. They count only if their leases are valid after `finish`."""
 
     def wait(self, layer: int) -> None:
-        """What the calling thread has the engine do from now on comes after this layer, or after the load has failed.
-        Raises nothing."""
+        """Make the calling thread's further engine work run after this layer has come, or after the load has failed.
+        Raises nothing.
+        """
         ...
 
     def finish(self) -> None:
-        """Wait until nothing of it is written or read any more. Raises what went wrong. Another thread may `wait`."""
+        """Wait until the load no longer reads or writes. Raises the load's error. Another thread may call `wait` at
+        that time.
+        """
         ...
 
 
 class Pages(Protocol):
-    """The pool. `block_bytes`: of one block, all layers. `is_on_device`: a step has only been queued when vLLM says
-    that it has run, and what waits for a layer is the device's stream."""
+    """The pool. `block_bytes`: the bytes of one block, all layers. `is_on_device`: a step has only been queued when
+    vLLM says that it has run, and the device's stream waits for a layer.
+    """
 
     block_bytes: int
     is_on_device: bool
 
     def now(self) -> Moment:
-        """For the engine's thread."""
+        """Return the present moment of the engine. Called by the engine's thread."""
         ...
 
     def load(self, sources: Sequence[tuple[Lease, Sequence[int]]], after: Any) -> BlockLoad:
         """Copy leading blocks of leases into pool blocks that the engine does not use after the moment `after`. Raises
-        KVStoreError for blocks of another size."""
+        KVStoreError for blocks of another size.
+        """
         ...
 
     def gather(self, block_id: int, destination: Bytes) -> None:
-        """Copy a pool block of all layers to uint8[block_bytes] in the daemon's memory. The moment of the step that
-        filled it has come."""
+        """Copy a pool block of all layers to uint8[block_bytes] in the daemon's memory. The step that filled it has
+        ended.
+        """
         ...
 
     def decoding(self, is_decoding: bool) -> None:
-        """Before each step: whether it continues answers. Copies out of the pool leave a device's link to it then."""
+        """Say before each step whether it continues answers. If it does, copies out of the pool leave the device's link
+        to it.
+        """
         ...
 
     def hurried(self) -> AbstractContextManager[None]:
-        """Meanwhile they do not: the engine waits for them."""
+        """Return a context manager; inside it copies run at full speed, since the engine waits for them."""
         ...
 
     def close(self) -> None:
-        """Wait for copies; none begins any more. Idempotent."""
+        """Wait for copies; later ones are refused. Idempotent."""
         ...

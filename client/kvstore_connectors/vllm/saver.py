@@ -1,12 +1,11 @@
-"""Stores filled blocks beside the running engine, and lets go of pool blocks before vLLM gives them to others.
+"""Store filled blocks beside the running engine, and release pool blocks before vLLM gives them to others.
 
-Owns one thread and the orders that wait for it. A put waits for the daemon, and on a device for the step that fills the
-blocks, and a step of the model must not; so the thread copies out of the pool while the engine goes on. Filled blocks
-never change while their request holds them. When a request ended, `let_go` waits a little for its copies and then cuts
-them off: a dropped save is a later miss. A block that could not be stored (no daemon, no room) is tried again with the
-request's next order.
-Invariants: after `let_go` returns no byte of that request's pool blocks is read; nothing here raises at the engine; a
-block is stored only behind the one before it.
+The module owns one thread and the orders that wait for it. A put waits for the daemon, and on a device for the step
+that fills the blocks, and a step of the model must not wait; so the thread copies out of the pool while the engine goes
+on. Filled blocks never change while their request holds them. When a request ended, `let_go` waits a little for its
+copies and then cuts them off: a dropped save is a later miss. A block that could not be stored (no daemon, no room) is
+tried again with the request's next order. Invariants: after `let_go` returns no byte of that request's pool blocks is
+read; nothing here raises into the engine; a block is stored only behind the one before it.
 """
 
 from __future__ import annotations
@@ -36,8 +35,9 @@ class _CutOff(Exception):
 
 
 class _Job:
-    """One order on its way, of blocks that are filled at the moment `after`. The lock is held while a block is copied:
-    cutting off waits for that copy alone."""
+    """One order under way, for blocks that are filled at the moment `after`. The lock is held while a block is copied:
+    cutting off waits for that copy alone.
+    """
 
     def __init__(self, order: SaveOrder, after: Moment) -> None:
         self.order, self.after = order, after
@@ -65,7 +65,7 @@ class _Job:
 
 
 class Saver:
-    """`say` gets at most one sentence for each kind of trouble."""
+    """The thread that stores. `say` gets at most one sentence for each kind of trouble."""
 
     def __init__(
         self,
@@ -90,8 +90,9 @@ class Saver:
         self.dropped_blocks = 0
 
     def submit(self, order: SaveOrder, after: Moment) -> None:
-        """Returns at once. Begins with what an earlier order of the request could not store. The blocks are filled at
-        the moment `after`, and not read before."""
+        """Queue an order, and return at once. The order begins with blocks that an earlier order of the request could
+        not store. The blocks are filled at the moment `after`, and not read before.
+        """
         with self._wake:
             first = min(order.first_block, self._gaps.pop(order.request_id, order.first_block))
             job = _Job(replace(order, first_block=first), after)
@@ -129,12 +130,12 @@ class Saver:
                 job.cut()
 
     def drain(self, patience_s: float) -> bool:
-        """Wait until nothing waits any more; False when that took too long."""
+        """Wait until no order waits any more; return False if that took too long."""
         with self._wake:
             return self._wake.wait_for(lambda: not self._open, patience_s)
 
     def close(self, patience_s: float) -> None:
-        """Store what waits, as far as the time reaches, and end the thread."""
+        """Store the waiting blocks, as far as the time reaches, and end the thread."""
         self.drain(patience_s)
         with self._wake:
             self._closing = True
@@ -156,7 +157,7 @@ class Saver:
             job.copied.set()
 
     def _store(self, job: _Job) -> int:
-        """Leading blocks of the job that are in the store now."""
+        """Store the job's blocks; return how many leading ones are in the store now."""
         order = job.order
         named = address(self._session, order.prefix)
         if named is None:

@@ -1,12 +1,13 @@
-"""The scheduler's half: what to load for a new request, which blocks each step fills, whose blocks were given up.
+"""The scheduler side: the blocks to load for a new request, the blocks that each step fills, and the requests that gave
+up their blocks.
 
-Owns the bookkeeping of running requests; how much of a hit is loaded is the choice's. Reads vLLM's requests and
-scheduler outputs by attribute and imports nothing of it, so that it can be tested with plain records. Never reads or
-writes K/V, and never fails a request; what the store does not answer in time is computed.
+The module owns the bookkeeping of running requests; the choice decides how much of a hit is loaded. It reads vLLM's
+requests and scheduler outputs by attribute and imports nothing of it, so that plain records can test it. It never reads
+or writes K/V, and never fails a request; blocks for which the store does not answer in time are computed.
 
 Invariants: only whole blocks are loaded or stored; a block is ordered to be stored by the step that fills it, or a
-later one while its request holds it; after a load that failed vLLM takes computed tokens back, and those blocks are
-ordered again; a request whose pool blocks were freed is named in `ended` of the very next orders.
+later one while its request holds it; after a failed load vLLM takes computed tokens back, and those blocks are ordered
+again; a request whose pool blocks were freed is named in `ended` of the very next orders.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ DescribeExtras = Callable[[Any], Extras | str]
 
 @dataclass(frozen=True, slots=True)
 class LoadRules:
-    """`choice`: None loads all that is found. A load that is expected to wait for slower tiers longer than `beside_s`
-    goes on beside the steps."""
+    """The rules for loads. `choice`: None loads all that is found. A load that is expected to wait for slower tiers
+    longer than `beside_s` goes on beside the steps.
+    """
 
     choice: LoadChoice | None
     block_bytes: int
@@ -47,9 +49,10 @@ class LoadRules:
 
 @dataclass(slots=True)
 class _Tracked:
-    """A request from its first look-up to its end. `stored_blocks` leading ones need not be ordered to be stored.
-    `loading`: what was chosen to be loaded. `tried_at`: its preemptions when that began. `reached_tokens` were
-    computed or loaded, if no load has failed since."""
+    """A request from its first look-up to its end. Its first `stored_blocks` blocks need no order to store. `loading`:
+    the hit that was chosen to be loaded. `tried_at`: its preemptions when that began. `reached_tokens` were computed
+    or loaded, if no load has failed since.
+    """
 
     request: Any
     extras: Extras | None  # None: not to be named, so neither loaded nor stored
@@ -65,8 +68,8 @@ class _Tracked:
 
 
 class SchedulerSide:
-    """`sessions`: one for each rank's shard; a block counts as stored when every rank has it. `on_answer` receives each
-    answer that has ended.
+    """The scheduler side of the connector. `sessions`: one for each rank's shard; a block counts as stored if every
+    rank has it. `on_answer` receives each answer that has ended.
     """
 
     def __init__(
@@ -92,8 +95,9 @@ class SchedulerSide:
         self._ended: list[str] = []
 
     def matched_tokens(self, request: Any, computed_tokens: int) -> tuple[int, bool]:
-        """Tokens that are worth loading beyond the `computed_tokens` that vLLM's own prefix cache has, and whether they
-        are loaded beside the steps."""
+        """Return how many tokens are worth loading beyond the `computed_tokens` in vLLM's own prefix cache, and whether
+        they are loaded beside the steps.
+        """
         tracked = self._track(request)
         most = restorable_at_most(request.num_tokens, self._block_tokens)
         if tracked.extras is None or not self._loads or request.skip_reading_prefix_cache or not most:
@@ -112,8 +116,9 @@ class SchedulerSide:
         return max((local + chosen.blocks) * self._block_tokens - computed_tokens, 0), tracked.is_beside
 
     def admitted(self, request: Any, external_tokens: int, block_ids: Sequence[int]) -> None:
-        """vLLM gave the request its pool blocks. `external_tokens` are loaded into them by the first step, or beside
-        the steps from now on."""
+        """Note that vLLM gave the request its pool blocks. The first step loads `external_tokens` into them, or a load
+        beside the steps begins now.
+        """
         tracked = self._track(request)
         tracked.external_tokens = external_tokens
         if not external_tokens:
@@ -127,7 +132,7 @@ class SchedulerSide:
             tracked.reached_tokens = last * self._block_tokens
 
     def learn(self, report: StepReport) -> None:
-        """What a step and the loads that ended in it took."""
+        """Learn from a step's time and from the loads that ended in it."""
         choice = self._rules.choice
         for load in report.loads:
             tracked = self._requests.get(load.request_id)
@@ -142,16 +147,16 @@ class SchedulerSide:
             choice.observe_compute(first, report.tokens, report.compute_s)
 
     def tiers(self, request_id: str, blocks: int) -> tuple[str, ...]:
-        """The tiers of the blocks of a request's load, for statistics."""
+        """Return the tiers of the blocks of a request's load, for statistics."""
         tracked = self._requests.get(request_id)
         return tracked.tiers[tracked.local_blocks :][:blocks] if tracked else ()
 
     def stop(self) -> None:
-        """Neither load nor store anything from now on."""
+        """Load and store nothing from now on."""
         self._loads = self._saves = False
 
     def finished(self, request: Any) -> None:
-        """vLLM frees the request's pool blocks after this."""
+        """Note that vLLM frees the request's pool blocks after this call."""
         tracked = self._requests.pop(request.request_id, None)
         if tracked is None:
             return
@@ -170,7 +175,7 @@ class SchedulerSide:
             self._on_answer(Answer(self._prefix(tracked, blocks), blocks, tokens, hints))
 
     def orders(self, output: Any) -> StepOrders:
-        """What the worker half shall do around the step that `output` (a SchedulerOutput) describes."""
+        """Return the worker side's orders around the step that `output` (a SchedulerOutput) describes."""
         loads: list[LoadOrder] = []
         fills: list[tuple[_Tracked, int]] = []
         attended, step_tokens, decodes = 0.0, 0, 0
@@ -210,7 +215,7 @@ class SchedulerSide:
         return tracked
 
     def _lookup(self, prefix: RequestPrefix) -> Lookup:
-        """The shortest answer of all ranks' shards."""
+        """Return the shortest answer of all ranks' shards."""
         shortest: Lookup | None = None
         for session in self._sessions:
             named = address(session, prefix)
@@ -268,7 +273,7 @@ class SchedulerSide:
 
 
 def _scheduled(output: Any) -> Iterator[tuple[str, int]]:
-    """Each scheduled request and how many of its tokens were computed (or are loaded) before this step's own."""
+    """Yield each scheduled request and how many of its tokens were computed (or are loaded) before this step's own."""
     for new in output.scheduled_new_reqs:
         yield new.req_id, new.num_computed_tokens
     cached = output.scheduled_cached_reqs
@@ -276,12 +281,14 @@ def _scheduled(output: Any) -> Iterator[tuple[str, int]]:
 
 
 def _decodes(request: Any, computed_tokens: int) -> bool:
-    """Whether a step behind so many tokens continues the answer."""
+    """Return whether a step behind `computed_tokens` tokens continues the answer."""
     prompt_tokens: int = request.num_tokens - request.num_output_tokens
     return computed_tokens >= prompt_tokens
 
 
 def _block_ids(output: Any, request_id: str) -> tuple[int, ...]:
-    """The pool blocks of a request, as of this step. One cache group: `connector` refuses models with more."""
+    """Return the pool blocks of a request in this step. There is one cache group: `connector` refuses models with
+    more.
+    """
     groups = output.kv_connector_block_state.get_block_ids(request_id)
     return tuple(groups[0])

@@ -1,7 +1,7 @@
-"""What a user may set in `kv_connector_extra_config`, and for the tier in its entry of `secondary_tiers`.
+"""The settings in `kv_connector_extra_config`, and the tier's settings in its entry of `secondary_tiers`.
 
-Owns the names, defaults and limits. Invariant: an unknown or senseless value is refused with one sentence, when the
-engine starts, and never ignored.
+The module owns names, defaults and limits. Invariant: an unknown or senseless value is refused with one sentence when
+the engine starts, and never ignored.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ Record = TypeVar("Record", bound="DataclassInstance")
 
 @dataclass(frozen=True, slots=True)
 class ConnectorSettings:
-    """`socket`: the daemon's socket directory (default: $KVSTORED_SOCKET_DIR, else /run/kvstored). `read_only`:
-    restore, never store. `lookup_deadline_ms` and `load_deadline_ms` bound what one question and one restore may add to
-    a step. A restore that is expected to wait for slower tiers longer than `beside_ms` goes on beside the steps, for
-    `beside_deadline_ms` at most. Storing is bounded by `save_deadline_ms` and holds no step up for longer than
-    `reuse_wait_ms`. `always_load`: also where computing is expected to be faster. While a GPU decodes, storing keeps
-    to `store_rate`, and a restore beside the steps to `load_rate`: `auto`, `off` or bytes a second such as `2GiB`.
-    `weights_digest` names the weights where they cannot be read as files.
+    """The connector's settings. `socket`: the daemon's socket directory (default: $KVSTORED_SOCKET_DIR, else
+    /run/kvstored). `read_only`: restore, never store. `lookup_deadline_ms` and `load_deadline_ms` bound the time
+    that one question and one restore may add to a step. A restore that is expected to wait for slower tiers longer
+    than `beside_ms` goes on beside the steps, for at most `beside_deadline_ms`. Storing is bounded by
+    `save_deadline_ms` and delays a step by at most `reuse_wait_ms`. `always_load`: load even if computing is
+    expected to be faster. While a GPU decodes, storing keeps to `store_rate`, and a restore beside the steps to
+    `load_rate`: `auto`, `off` or bytes a second such as `2GiB`. `weights_digest` names the weights if they cannot be
+    read as files.
     """
 
     socket: str = ""
@@ -48,7 +49,7 @@ class ConnectorSettings:
 
 
 def parse_settings(extra_config: Mapping[str, Any]) -> ConnectorSettings:
-    """Raises ValueError with a sentence that names the key."""
+    """Return the settings. Raises ValueError with a sentence that names the wrong key."""
     settings = parse(ConnectorSettings, extra_config, _WHERE)
     for name in ("store_rate", "load_rate"):
         try:
@@ -59,7 +60,9 @@ def parse_settings(extra_config: Mapping[str, Any]) -> ConnectorSettings:
 
 
 def parse(record: type[Record], given: Mapping[str, Any], where: str) -> Record:
-    """A record of strings, flags and positive numbers, from what was set in `where`. Raises as `parse_settings`."""
+    """Return a record of strings, flags and positive numbers, from the settings in `where`. Raises as
+    `parse_settings`.
+    """
     known = {item.name: str(item.type) for item in fields(record)}
     for name, value in given.items():
         if name not in known:
@@ -76,11 +79,11 @@ def parse(record: type[Record], given: Mapping[str, Any], where: str) -> Record:
 
 @dataclass(frozen=True, slots=True)
 class TierSettings:
-    """`socket`: the daemon's socket directory (default: $KVSTORED_SOCKET_DIR, else /run/kvstored). `read_only`: load,
-    never store. The deadlines bound one question, one load and one store of a part of a job. Stores that wait may hold
-    `store_queue_mib` of vLLM's CPU tier; further ones are dropped. `keep_after_reset`: go on using what is stored after
-    vLLM's caches were reset, which is right only where weights are never changed in place. `weights_digest` names model
-    and weights for vLLM's plain OffloadingConnector, which says neither.
+    """The tier's settings. `socket`: the daemon's socket directory (default: $KVSTORED_SOCKET_DIR, else /run/kvstored).
+    `read_only`: load, never store. The deadlines bound one question, one load and one store of a part of a job.
+    Waiting stores may hold `store_queue_mib` of vLLM's CPU tier; further ones are dropped. `keep_after_reset`: go on
+    using stored blocks after vLLM's caches were reset, which is right only if weights are never changed in place.
+    `weights_digest` names model and weights for vLLM's plain OffloadingConnector, which says neither.
     """
 
     socket: str = ""
@@ -98,5 +101,5 @@ class TierSettings:
 
 
 def parse_tier_settings(given: Mapping[str, Any]) -> TierSettings:
-    """Raises ValueError with a sentence that names the key."""
+    """Return the tier's settings. Raises ValueError with a sentence that names the wrong key."""
     return parse(TierSettings, given, "secondary_tiers")

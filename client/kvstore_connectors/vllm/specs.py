@@ -1,9 +1,9 @@
-"""What vLLM's layers keep in its KV cache, by the names of its specification classes, and in which order of bytes.
+"""The contents of vLLM's KV cache, by the names of its specification classes, and their order of bytes.
 
-Owns the list of kinds that are known to be a state of the prompt's prefix alone, and going through all groups: a group
-may be of one layer or of layers that differ, and the first one need not be attention. The order of keys and values
-inside a block is private to the kernels that will read it, so what decides which kernels run is part of its name; vLLM
-is imported only when it is asked for that.
+The module owns the list of kinds that are known to be a state of the prompt's prefix alone, and walks through all
+groups: a group may be of one layer or of layers that differ, and the first one need not be attention. The order of keys
+and values inside a block is private to the kernels that read it, so the choice of kernels is part of its name; vLLM is
+imported only for that.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ def all_specs(kv_cache_config: Any) -> Iterator[Any]:
 
 
 def kind_of(spec: Any) -> SpecKind | None:
-    """Return what a group keeps; None where some of its layers are not known, or are of several kinds."""
+    """Return the kind of state that a group keeps; None if some of its layers are unknown, or of several kinds."""
     kinds = {_KINDS.get(type(each).__name__) for each in specs_in(spec)}
     return kinds.pop() if len(kinds) == 1 else None
 
 
 def unknown_spec(kv_cache_config: Any) -> str:
-    """Return why some layers' state cannot be stored, and what it is; empty if all of it can."""
+    """Return why the state of some layers cannot be stored, and its kind; "" if all of it can."""
     groups = kv_cache_config.kv_cache_groups
     if not groups:
         return "its layers keep no KV cache at all"
@@ -64,8 +64,9 @@ def unknown_spec(kv_cache_config: Any) -> str:
 
 
 def packing(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
-    """Return, on CPUs, the instruction sets that the kernels of the attention layers are for: amx, vec, vec16, neon, …;
-    elsewhere the device, and what was set for attention."""
+    """Return the name of the order of bytes. On CPUs: the instruction sets that the kernels of the attention layers are
+    for (amx, vec, vec16, neon, …); elsewhere the device and the attention settings.
+    """
     if vllm_config.device_config.device_type != "cpu":
         from vllm.platforms import current_platform
 

@@ -1,20 +1,21 @@
-"""vLLM's KV caches, as tensors, and the pool that the worker's half copies: in host memory, or on a CUDA device.
+"""vLLM's KV caches, as tensors, and the pool that the worker side copies: in host memory, or on a CUDA device.
 
-Owns the choice between the two, whole blocks gathered and scattered in host memory, and the transfers of a pool on a
-device; refuses tensors whose bytes it cannot name. A storage block is a pool block of every layer, layers in order.
-Never looks inside a block: vLLM's CPU kernels pack keys and values in an order of their own instruction set, so no
-slice of a block means anything elsewhere (the fingerprint names the order). Imports torch where it needs it.
+The module chooses between the two, gathers and scatters whole blocks in host memory, and owns the transfers of a pool
+on a device. It refuses tensors whose bytes it cannot name. A storage block is a pool block of every layer, layers in
+order. The module never looks inside a block: vLLM's CPU kernels pack keys and values in an order of their own
+instruction set, so no slice of a block means anything elsewhere (the fingerprint names the order). torch is imported on
+first use.
 
 On a device vLLM 0.32 and 0.33 show the cache of each layer as [block, head, token, content] (`KVCacheLayout`); in
-memory layers, blocks, heads and tokens may come in another order. A block's bytes are stored in the order that they
-have in memory, which the fingerprint names; heads that are apart in it are several parts of a page. The driver copies
-beside the engine's stream, which itself waits for a layer. The engine's thread waits for the daemon's answer and until
-copies are queued, never for a copy, but at the end of a step that loads: vLLM wants to know then which blocks failed.
+memory layers, blocks, heads and tokens may come in another order. A block's bytes are stored in their order in memory,
+which the fingerprint names; heads that are apart in memory are several parts of a page. The driver copies beside the
+engine's stream, which itself waits for a layer. The engine's thread waits for the daemon's answer and until copies are
+queued, never for a copy, except at the end of a step that loads: vLLM then asks which blocks failed.
 
-Invariants: no part of a page reaches outside of what the caches say; copies run without the GIL; copies into a pool
-block begin behind all that the engine had queued when the load was ordered; a pool block is read only once the step
-that filled it has ended. The saver waits for that before it copies, since it must be able to give the copy up
-meanwhile. While the engine decodes, blocks are copied out at the rate of the budget.
+Invariants: no part of a page is outside the caches; copies run without the GIL; copies into a pool block begin behind
+all that the engine had queued when the load was ordered; a pool block is read only once the step that filled it has
+ended. The saver waits for that before it copies, since it must be able to give the copy up at that time. While the
+engine decodes, blocks are copied out at the rate of the budget.
 """
 
 from __future__ import annotations
@@ -55,14 +56,14 @@ _AXES = 4  # block, head, token, content
 
 @dataclass(frozen=True, slots=True)
 class KVTensors:
-    """`device`: the CUDA device, as this process counts, that the session is to be opened with; None: host memory."""
+    """The caches. `device`: the CUDA device, as this process counts, to open the session with; None: host memory."""
 
     device: int | None
     pages: Callable[[Session], Pages]
 
 
 def current_stream(device: int) -> int:
-    """The address of the CUstream that this thread's work on a device goes to."""
+    """Return the address of the CUstream on which this thread's work on a device runs."""
     import torch
 
     return int(torch.cuda.current_stream(device).cuda_stream)
@@ -76,8 +77,9 @@ def kv_tensors(
     stream_of: Callable[[int], int] = current_stream,
     budget: LinkBudget | None = None,
 ) -> KVTensors:
-    """Of the layers of the only group, in its order. `budget`: of copies on a device. Raises ValueError with a
-    sentence."""
+    """Return the caches of the only group's layers, in its order. `budget` limits copies on a device. Raises ValueError
+    with a sentence.
+    """
     group, blocks = kv_cache_config.kv_cache_groups[0], kv_cache_config.num_blocks
     tensors = _of_layers("KV cache", kv_caches, group.layer_names)
     page_bytes = group.kv_cache_spec.page_size_bytes
@@ -104,7 +106,7 @@ def _of_layers(what: str, by_name: Mapping[str, Any], names: Sequence[str]) -> l
 
 
 def _byte_view(tensor: torch.Tensor, blocks: int, page_bytes: int) -> Any:
-    """uint8[blocks, page_bytes], sharing vLLM's memory."""
+    """Return uint8[blocks, page_bytes], sharing vLLM's memory."""
     import torch
 
     expected = blocks * page_bytes
@@ -117,7 +119,9 @@ def _byte_view(tensor: torch.Tensor, blocks: int, page_bytes: int) -> Any:
 
 
 class PagedLayers:
-    """`layers`: uint8[num_blocks, page_bytes] views of vLLM's tensors, all of one shape. Implements `Pages`."""
+    """The pool in host memory. `layers`: uint8[num_blocks, page_bytes] views of vLLM's tensors, all of one shape.
+    Implements `Pages`.
+    """
 
     is_on_device = False
 
@@ -142,12 +146,12 @@ class PagedLayers:
             start += self._page_bytes
 
     def scatter(self, source: Bytes, block_id: int, layer: int) -> None:
-        """The reverse, of one layer."""
+        """Copy one layer of `source` into a pool block."""
         start = layer * self._page_bytes
         np.copyto(self._layers[layer][block_id], source[start : start + self._page_bytes])
 
     def decoding(self, is_decoding: bool) -> None:
-        """Copies in host memory have no link to leave."""
+        """Do nothing: copies in host memory use no link."""
 
     def hurried(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -156,12 +160,14 @@ class PagedLayers:
         return
 
     def __len__(self) -> int:
-        """Layers."""
+        """Return the number of layers."""
         return len(self._layers)
 
 
 class HostLoad:
-    """The thread that calls `finish` copies; others wait for the layer that they will read. Implements `BlockLoad`."""
+    """A load into host memory. The thread that calls `finish` copies; other threads wait for the layer that they will
+    read. Implements `BlockLoad`.
+    """
 
     def __init__(self, pool: PagedLayers, sources: Sequence[tuple[Lease, Sequence[int]]]) -> None:
         self._pool = pool
@@ -192,22 +198,23 @@ class CacheMemory:
 
     @classmethod
     def of(cls, tensor: Any) -> CacheMemory:
-        """Of a torch tensor, wherever its memory is."""
+        """Return the cache of a torch tensor on any device."""
         item_bytes = int(tensor.element_size())
         strides = tuple(int(stride) * item_bytes for stride in tensor.stride())
         return cls(int(tensor.data_ptr()), tuple(map(int, tensor.shape)), strides, item_bytes)
 
 
 def device_pool(caches: Sequence[CacheMemory], *, blocks: int, page_bytes: int) -> DevicePool:
-    """The pool of `blocks` blocks, `page_bytes` in each layer, in the order of the layers. Raises ValueError with a
-    sentence that says what cannot be."""
+    """Return the pool of `blocks` blocks, `page_bytes` in each layer, in the order of the layers. Raises ValueError
+    with a sentence that says what is unsupported.
+    """
     if len({cache.address for cache in caches}) != len(caches):
         raise ValueError("layers share KV memory, which is not supported")
     return DevicePool([_parts(cache, blocks, page_bytes) for cache in caches], blocks)
 
 
 def _parts(cache: CacheMemory, blocks: int, page_bytes: int) -> list[PoolPart]:
-    """Of one layer, in the order of their addresses within a page."""
+    """Return the parts of a page of one layer, in the order of their addresses."""
     if len(cache.shape) != _AXES or not blocks or cache.shape[0] % blocks or 0 in cache.shape:
         raise ValueError(
             f"a layer's KV cache has the shape {cache.shape}, and [{blocks} blocks, head, token, content] is expected"
@@ -243,8 +250,9 @@ def _check_no_overlap(cache: CacheMemory, axes: Sequence[tuple[int, int]]) -> No
 
 
 class DevicePages:
-    """`device` is the session's; `stream()` is the address of the CUstream that the calling thread computes on.
-    `budget` is closed with it. Implements `Pages`. Raises DeviceError."""
+    """The pool on a device. `device` is the session's; `stream()` is the address of the CUstream that the calling
+    thread computes on. `budget` is closed with the pool. Implements `Pages`. Raises DeviceError.
+    """
 
     is_on_device = True
 
@@ -279,7 +287,7 @@ class DevicePages:
 
 
 class DeviceLoad:
-    """Implements `BlockLoad`."""
+    """A load into a pool on a device. Implements `BlockLoad`."""
 
     def __init__(self, load: LayerLoad, stream: Callable[[], int]) -> None:
         self._load, self._stream = load, stream

@@ -1,13 +1,13 @@
-"""The worker's half: restores blocks into the paged pool, has filled ones stored after a step, and reports what both
-took.
+"""The worker side: it restores blocks into the paged pool, has filled blocks stored after a step, and reports the times
+of both.
 
-Owns the loads under way, each in a thread that leases blocks and has them copied layer by layer, the blocks that
-failed, and the saver. Invariants: nothing is raised at the engine for what the store does; no byte is read outside a
-lease; a block counts as loaded only if the lease still held *after* it was copied; once a load has ended, nothing of it
-is written any more; blocks computed in a step on top of a failed load are not stored.
+The module owns the loads under way, each in a thread that leases blocks and has them copied layer by layer, the blocks
+that failed, and the saver. Invariants: the store's failures are never raised into the engine; no byte is read outside a
+lease; a block counts as loaded only if the lease still held *after* it was copied; once a load has ended, it writes
+nothing any more; blocks computed in a step on top of a failed load are not stored.
 
 On a device vLLM calls `save` when a step is queued. So a step is measured by moments that come later, and reported with
-a later one; one whose stream waited for a load is not measured, and a load counts from its beginning to its end.
+a later step; a step whose stream waited for a load is not measured, and a load counts from its beginning to its end.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ STEPS_LATER = 2  # on a device: the step before may still run; the same for all 
 
 @dataclass(slots=True)
 class Counts:
-    """Since the start, for the log. `load_s` is by how much steps were held up; on a device, at most."""
+    """Counts since the start, for the log. `load_s` is the time by which steps were delayed; on a device, an upper
+    bound.
+    """
 
     loaded_blocks: int = 0
     failed_blocks: int = 0
@@ -52,7 +54,9 @@ class _Ran:
 
 
 class WorkerSide:
-    """Made when vLLM registers its KV memory. `saver` is None for an engine that only reads."""
+    """The worker side of the connector, made when vLLM registers its KV memory. `saver` is None for an engine that only
+    reads.
+    """
 
     def __init__(
         self, session: Session, pages: Pages, saver: Saver | None, *, reuse_wait_s: float, say: Callable[[str], None]
@@ -71,31 +75,30 @@ class WorkerSide:
         self.counts = Counts()
 
     def before_step(self, orders: StepOrders) -> None:
-        """Before anything is written into the pool in this step."""
+        """Prepare a step before it writes anything into the pool."""
         self._pages.decoding(bool(orders.decodes))
         if self._saver is not None and orders.ended:
             self._saver.let_go(orders.ended, self._reuse_wait_s)
         self._step = (orders, self._pages.now())
 
     def load(self, loads: Sequence[LoadOrder]) -> None:
-        """Begin to restore what this step's attention will read."""
+        """Begin to restore the blocks that this step's attention will read."""
         self._load = Load(self._session, self._pages, loads, say=self._say).start()
 
     def wait_layer(self, layer: int) -> None:
-        """What the engine begins from now on comes after this layer is restored. Failed blocks are kept for
-        `take_failed`."""
+        """Make the engine's further work run after this layer is restored. Failed blocks are kept for `take_failed`."""
         if self._load is not None:
             self._load.wait_layer(layer)
 
     def load_beside(self, orders: Sequence[LoadOrder]) -> None:
-        """Begin to restore for requests that wait; `take_ended` names those that need not any more."""
+        """Begin to restore blocks for requests that wait; `take_ended` names the requests whose load has ended."""
         for order in orders:
             with self._changed:
                 self._beside += 1
             Load(self._session, self._pages, [order], say=self._say, on_end=self._beside_ended).start()
 
     def save(self, saves: Sequence[SaveOrder]) -> None:
-        """After the step's forward: its filled blocks may be stored."""
+        """Let the filled blocks of a step be stored, after its forward."""
         load = self._end_load()
         now = self._pages.now()
         is_measured = load is None or not self._pages.is_on_device
@@ -109,7 +112,9 @@ class WorkerSide:
                 self._saver.submit(order, now)
 
     def take_ended(self) -> set[str]:
-        """Requests whose load beside the steps has ended, well or not; to be called before `take_failed`."""
+        """Return the requests whose load beside the steps has ended, with success or not. Call it before
+        `take_failed`.
+        """
         is_idle = self._step is not None and not self._step[0].tokens
         with self._changed:
             if is_idle and self._beside and not self._ended:
@@ -120,13 +125,13 @@ class WorkerSide:
         return {load.orders[0].request_id for load in ended}
 
     def take_failed(self) -> set[int]:
-        """Pool blocks whose load failed; vLLM computes them, and what depends on them, again."""
+        """Return the pool blocks whose load failed; vLLM computes them, and the tokens behind them, again."""
         self._end_load()
         failed, self._failed = self._failed, set()
         return failed
 
     def take_report(self) -> StepReport | None:
-        """What a step took and which loads have ended; None where there is nothing to say."""
+        """Return the time of a step and the loads that have ended; None if there is nothing to report."""
         loads, self._reports = tuple(self._reports), []
         self._step = None
         is_due = len(self._ran) > (STEPS_LATER if self._pages.is_on_device else 0)
@@ -137,7 +142,9 @@ class WorkerSide:
         return StepReport(loads, ran.orders.tokens, ran.orders.attended, max(took_s - ran.waited_s, 0.0))
 
     def close(self, patience_s: float) -> str:
-        """Store what waits, as far as the time reaches. One line for the log: what was done since the start."""
+        """Store the waiting blocks, as far as the time reaches, and return a line for the log: the counts since the
+        start.
+        """
         counts = self.counts
         self._pages.decoding(False)
         done = f"{counts.loaded_blocks} blocks restored in {counts.load_s:.3f} s, {counts.failed_blocks} could not be"
@@ -148,7 +155,7 @@ class WorkerSide:
         return done
 
     def _end_load(self) -> Load | None:
-        """Wait for this step's load, if there is one."""
+        """Wait for this step's load, and return it; None if there is none."""
         load, self._load = self._load, None
         if load is not None:
             load.join()
@@ -182,8 +189,9 @@ def open_worker(
     say: Callable[[str], None],
     refuse: Callable[[str], None],
 ) -> WorkerSide | None:
-    """The half for a pool; None where its copies cannot be made ready, and `refuse` says why.
-    `save_deadline_s`: None for an engine that only reads."""
+    """Return the worker side for a pool. If its copies cannot be prepared, call `refuse` with the reason and return
+    None. `save_deadline_s`: None for an engine that only reads.
+    """
     try:
         pages = open_pages(session)
     except (OSError, KVStoreError, RuntimeError) as error:
@@ -194,8 +202,9 @@ def open_worker(
 
 
 class Load:
-    """Some orders, in a thread of their own from `start` on. Made by the engine's thread: copies into pool blocks begin
-    behind what that has begun by now. `on_end` is called in the load's thread, at the end."""
+    """Orders to load, in a thread of their own from `start` on. The engine's thread makes the object: copies into pool
+    blocks begin behind the work that thread has begun by then. `on_end` is called in the load's thread, at the end.
+    """
 
     def __init__(
         self,
@@ -221,8 +230,7 @@ class Load:
         return self
 
     def wait_layer(self, layer: int) -> None:
-        """Until the engine may be given work that reads a layer; after that of a load that failed nothing more will
-        come."""
+        """Block until `layer` is in the pool, or the load has failed."""
         started = time.perf_counter()
         with self._changed:
             self._changed.wait_for(lambda: self._copies is not None or self._has_ended)
@@ -231,7 +239,7 @@ class Load:
         self.waited_s += time.perf_counter() - started
 
     def join(self) -> list[int]:
-        """Wait for the end: how many leading blocks of each order were loaded."""
+        """Wait for the end; return how many leading blocks of each order were loaded."""
         started = time.perf_counter()
         with self._changed:
             self._changed.wait_for(lambda: self._has_ended)
@@ -239,7 +247,7 @@ class Load:
         return self._loaded
 
     def failed(self) -> set[int]:
-        """Pool blocks that were not loaded. For a load that has ended."""
+        """Return the pool blocks that were not loaded. Call it after the load has ended."""
         ends = zip(self.orders, self._loaded, strict=True)
         return {block for order, loaded in ends for block in order.block_ids[loaded:]}
 
@@ -265,7 +273,7 @@ class Load:
         return held.enter_context(self._session.get(**named, max_blocks=wanted, deadline_s=order.deadline_s))
 
     def _copied(self, leases: Sequence[Lease | None]) -> list[int]:
-        """How many leading blocks of each order are in the pool."""
+        """Copy the leased blocks into the pool; return how many leading blocks of each order are there."""
         counts = [
             0 if lease is None else min(len(lease), len(order.block_ids))
             for order, lease in zip(self.orders, leases, strict=True)

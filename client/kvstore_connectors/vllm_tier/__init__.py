@@ -1,9 +1,9 @@
 """vLLM (0.32 and later): kvstored as a secondary tier of vLLM's own tiered offloading, behind its pinned CPU tier.
 
-The door: `"type": "KVStoreTier", "module_path": "kvstore_connectors.vllm_tier"` names the tier to vLLM, and
-`kv_connector="KVStoreOffloadingConnector"` vLLM's own connector with the tier's namespace filled in. vLLM and torch are
-imported when one of them is asked for: the other modules hold what can be tested without. docs/vllm-tier.md is the
-manual.
+`"type": "KVStoreTier", "module_path": "kvstore_connectors.vllm_tier"` names the tier to vLLM, and
+`kv_connector="KVStoreOffloadingConnector"` names vLLM's own connector with the tier's namespace filled in. vLLM and
+torch are imported on first use of one of these classes; the other modules can be tested without them. docs/vllm-tier.md
+is the manual.
 """
 
 from __future__ import annotations

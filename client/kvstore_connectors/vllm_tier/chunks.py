@@ -1,9 +1,8 @@
-"""Which chunks of a job go together, and what each is called in the store.
+"""Runs of chunks in a job, and the chunks' names in the store.
 
 A job names chunks by vLLM's keys, in no particular order: a hash of all tokens up to the chunk's end, and four bytes
-that say which KV cache group. Pure.
-Invariants: a run is of one group; its chunks follow one another, so that the store may keep the first ones longest;
-chunks of recurrent states stand alone, because none of them needs another.
+for the KV cache group. Pure. Invariants: a run is of one group; its chunks follow one another, so that the store may
+keep the first ones longest; chunks of recurrent states form runs of one, because each can be restored without another.
 """
 
 from __future__ import annotations
@@ -22,8 +21,9 @@ _GROUP_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class ChunkRun:
-    """Chunks `keys` of one group, in rows `rows` of the CPU tier, behind the chunk `before` (None: behind none).
-    `adapter`: the digest of the adapter that they were computed with."""
+    """A run of chunks: `keys` of one group, in rows `rows` of the CPU tier, behind the chunk `before` (None: behind
+    none). `adapter`: the digest of the adapter that they were computed with.
+    """
 
     group: int
     keys: tuple[bytes, ...]
@@ -35,7 +35,7 @@ class ChunkRun:
         return len(self.keys)
 
     def parts(self, most: int) -> list[ChunkRun]:
-        """The same in pieces of at most so many chunks, each behind the one before it."""
+        """Return this run in parts of at most `most` chunks, each behind the one before it."""
         return [
             replace(
                 self,
@@ -52,18 +52,20 @@ def group_of(key: bytes) -> int:
 
 
 def is_named_well(key: bytes) -> bool:
-    """Whether the hash in a key is long enough to be all that identifies a chunk."""
+    """Return whether the hash in a key is long enough to identify a chunk alone."""
     return len(key) - _GROUP_BYTES >= MIN_HASH_BYTES
 
 
 def names(session: Session, keys: Sequence[bytes], group: int, adapter: str) -> BlockKeys | None:
-    """Our keys of chunks of one group; None while there is no daemon, whose part of them we need."""
+    """Return the store's keys of chunks of one group; None while there is no daemon, which holds a part of the
+    secret.
+    """
     secret = session.keys([0] * session.block_tokens, group=group)
     return None if secret is None else PageKeys(secret[0]).of([key.hex() for key in keys], f"vllm tier/{adapter}")
 
 
 def by_group(keys: Sequence[bytes]) -> dict[int, list[int]]:
-    """Places in `keys`, by group."""
+    """Return the places in `keys`, by group."""
     places: dict[int, list[int]] = defaultdict(list)
     for place, key in enumerate(keys):
         places[group_of(key)].append(place)
@@ -71,7 +73,7 @@ def by_group(keys: Sequence[bytes]) -> dict[int, list[int]]:
 
 
 def runs_to_load(keys: Sequence[bytes], rows: Sequence[int], adapter: str) -> list[ChunkRun]:
-    """One run a group, in the order given: vLLM asks for what it needs first."""
+    """Return one run for each group, in the given order: vLLM asks first for the chunks it needs first."""
     return [
         ChunkRun(group, tuple(keys[at] for at in places), tuple(rows[at] for at in places), adapter=adapter)
         for group, places in by_group(keys).items()
@@ -85,7 +87,7 @@ def runs_to_store(
     kinds: Mapping[int, GroupKind],
     adapter: str,
 ) -> list[ChunkRun]:
-    """`positions`: where each chunk of the request ends, in tokens, as far as that is known."""
+    """Return the runs to store. `positions`: the end of each chunk of the request, in tokens, as far as known."""
     runs = []
     row_of = dict(zip(keys, rows, strict=True))
     for group, places in by_group(keys).items():
@@ -105,12 +107,12 @@ def runs_to_store(
 
 
 def chain_of(positions: Mapping[bytes, int], group: int) -> list[bytes]:
-    """The chunks of one group of a request, in the order of its tokens."""
+    """Return the chunks of one group of a request, in the order of its tokens."""
     return sorted((key for key in positions if group_of(key) == group), key=positions.__getitem__)
 
 
 def _stretches(chain: Sequence[bytes], wanted: set[bytes]) -> list[tuple[int, int]]:
-    """Where consecutive wanted chunks begin and end in the chain."""
+    """Return the begin and end, in the chain, of each stretch of consecutive wanted chunks."""
     found: list[tuple[int, int]] = []
     for at, key in enumerate(chain):
         if key in wanted:

@@ -1,7 +1,7 @@
-"""vLLM's own OffloadingConnector, which also says to `KVStoreTier` what the engine and its requests are.
+"""vLLM's own OffloadingConnector, which also describes the engine and its requests to `KVStoreTier`.
 
 vLLM gives a tier neither the weights' place nor the model's settings, and of a request only its hashes, in which an
-adapter is named by its path. Owns filling that in. Never moves K/V: all of that is vLLM's and the tier's.
+adapter is named by its path. This module adds the rest. It moves no K/V: vLLM and the tier do.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 
 class KVStoreOffloadingConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is not typed where this is checked
-    """Used as OffloadingConnector is, with `"spec_name": "TieringOffloadingSpec"`. docs/vllm-tier.md is the manual."""
+    """vLLM's OffloadingConnector for a `KVStoreTier`; set it up with `"spec_name": "TieringOffloadingSpec"`.
+    docs/vllm-tier.md is the manual.
+    """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         self._hashed_items = False
@@ -47,7 +49,9 @@ class KVStoreOffloadingConnector(OffloadingConnector):  # type: ignore[misc]  # 
 
 
 def _name_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    """Enter the engine's name into the settings of each tier of ours. ValueError for what cannot be served."""
+    """Enter the engine's name into the settings of each `KVStoreTier`. Raises ValueError for an engine that cannot be
+    served.
+    """
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
     ours = [tier for tier in extra.get("secondary_tiers", []) if tier.get("type") == KVStoreTier.__name__]
     if not ours:

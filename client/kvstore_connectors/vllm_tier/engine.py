@@ -1,9 +1,9 @@
-"""From vLLM's configuration to the tier's fingerprint: everything that the bytes of a chunk depend on, except its key.
+"""The tier's fingerprint, from vLLM's configuration: everything that the bytes of a chunk depend on, except its key.
 
 A chunk is one row of vLLM's CPU tier: the K/V of some tokens, of one KV cache group, of all workers of the engine, in
 vLLM's own order. vLLM gives a tier only a summary of its configuration (`OffloadingConfig`), without weights or model
-settings; those are `EngineName`'s, which the connector makes from the whole configuration. Reads by attribute and
-imports nothing of vLLM. As in `kvstore_connectors.vllm.model`, whole records go in rather than fields.
+settings; these are in an `EngineName`, which the connector makes from the whole configuration. The module reads by
+attribute and imports nothing of vLLM. As in `kvstore_connectors.vllm.model`, whole records go in rather than fields.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ MIN_HASH_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class EngineName:
-    """What `OffloadingConfig` does not say. `kinds`: what each KV cache group keeps, by group; a group that is not
-    named is "unknown". `describes_requests`: the connector also says what each request depends on."""
+    """The properties of an engine that `OffloadingConfig` lacks. `kinds`: the kind of state of each KV cache group; a
+    missing group is "unknown". `describes_requests`: the connector also describes the inputs of each request.
+    """
 
     weights: str
     model: str
@@ -38,18 +39,18 @@ class EngineName:
 
 
 def unpacked(name: str) -> EngineName:
-    """The inverse of `EngineName.packed`."""
+    """Return the engine name whose `EngineName.packed` is `name`."""
     fields = json.loads(name)
     return EngineName(**(fields | {"kinds": {int(group): kind for group, kind in fields["kinds"].items()}}))
 
 
 def stated(weights_digest: str) -> EngineName:
-    """Of an engine that says nothing but what its user stated."""
+    """Return the name of an engine that says nothing but the digest that its user stated."""
     return EngineName(f"stated {weights_digest}", "stated", "stated", {}, False)
 
 
 def refusal(vllm_config: Any, kv_cache_config: Any) -> str:
-    """Return why the tier cannot serve this engine, and what to do about it; "" when it can."""
+    """Return why the tier cannot serve this engine, and what to do about it; "" if it can."""
     cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
     if getattr(cache, "calculate_kv_scales", False):
         return (
@@ -69,8 +70,9 @@ def refusal(vllm_config: Any, kv_cache_config: Any) -> str:
 def engine_name(
     vllm_config: Any, kv_cache_config: Any, *, stated_weights: str, packing: str, version: str
 ) -> EngineName:
-    """`packing`: the kernels' name for the order of bytes in a block. ValueError with a sentence where the weights
-    cannot be named."""
+    """Return the engine's name. `packing`: the kernels' name for the order of bytes in a block. Raises ValueError, with
+    a sentence, if the weights cannot be named.
+    """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     groups = kv_cache_config.kv_cache_groups
     settings = {
@@ -96,10 +98,10 @@ def engine_name(
 
 
 def tier_fingerprint(name: EngineName, config: Any, row_bytes: int) -> Fingerprint:
-    """`config`: vLLM's OffloadingConfig; `row_bytes`: of a row of its CPU tier.
+    """Return the tier's fingerprint. `config`: vLLM's OffloadingConfig; `row_bytes`: the size of a row of its CPU tier.
 
-    Every group is "full" to the daemon, which then gives the leading blocks of just those that are asked for: vLLM
-    itself decides which chunks of a window or a recurrent state it needs.
+    Every group is "full" to the daemon, which then gives the leading blocks of just the requested chunks: vLLM itself
+    decides which chunks of a window or a recurrent state it needs.
     """
     parallel = config.parallel
     layout = {
@@ -132,7 +134,7 @@ def tier_fingerprint(name: EngineName, config: Any, row_bytes: int) -> Fingerpri
 
 
 def _draft(vllm_config: Any, stated_weights: str) -> str:
-    """The draft model of speculative decoding, whose K/V are in the rows as well."""
+    """Return the draft model of speculative decoding, whose K/V are in the rows too."""
     speculative = vllm_config.speculative_config
     draft = getattr(speculative, "draft_model_config", None)
     if draft is None:

@@ -1,14 +1,15 @@
-"""Jobs under way beside vLLM's scheduler: their parts, the threads that move them, how a part is moved, and how each
-job ended.
+"""Jobs under way beside vLLM's scheduler: their parts, the threads that move them, the move of a part, and the outcome
+of each job.
 
-Owns the threads, the books, and the order lease, copy, check. A part is chunks from the store into rows of vLLM's CPU
-tier, or the reverse, by one memcpy each way. Jobs are moved in parts, so that several threads load one job and no lease
-is held for long; stores go through one thread, in order, and what a request's end is to say to the daemon goes behind
-its stores. Stores that wait keep rows of vLLM's CPU tier from being reused, so further ones are dropped beyond a limit.
+The module owns the threads, the records of open jobs, and the order lease, copy, check. A part is chunks from the store
+into rows of vLLM's CPU tier, or the reverse, by one memcpy each way. Jobs are moved in parts, so that several threads
+load one job and no lease is held for long. Stores go through one thread, in order; messages to the daemon about a
+request's end go behind its stores. Waiting stores keep rows of vLLM's CPU tier from being reused, so beyond a limit
+further ones are dropped.
 
-Invariants: every job that was taken ends exactly once; `drain` and `close` return when no row is touched any more;
-nothing is raised at the scheduler; no byte is read outside a lease; a chunk counts as loaded only if the lease still
-held *after* it was copied; a miss, a full store and an absent daemon are outcomes, not errors.
+Invariants: every accepted job ends exactly once; when `drain` or `close` returns, no row is touched any more; nothing
+is raised into the scheduler; no byte is read outside a lease; a chunk counts as loaded only if the lease still held
+*after* it was copied; a miss, a full store and an absent daemon are outcomes, not errors.
 """
 
 from __future__ import annotations
@@ -61,8 +62,9 @@ class _Job:
 
 
 class Jobs:
-    """`load` and `store` move one part and say how each of its chunks ended; `part_chunks` of them at most. `say` gets
-    each kind of trouble once."""
+    """The open jobs. `load` and `store` move one part, of at most `part_chunks` chunks, and return the outcome of each
+    chunk. `say` gets each kind of trouble once.
+    """
 
     def __init__(
         self,
@@ -89,7 +91,7 @@ class Jobs:
         self._gives_up = False  # stores that have not begun
 
     def load(self, job_id: int, runs: Sequence[ChunkRun]) -> None:
-        """Returns at once."""
+        """Start to load a job, and return at once."""
         parts = [part for run in runs for part in run.parts(self._part_chunks)]
         if not parts:
             self.refuse(job_id, (), is_load=True, outcome=FAILED)
@@ -101,8 +103,9 @@ class Jobs:
             self._loaders.submit(self._load_part, job, part)
 
     def store(self, job_id: int, keys: Sequence[bytes], cut: Callable[[], Sequence[ChunkRun]]) -> None:
-        """Returns at once; `cut` gives the runs of these chunks and is called in the thread that stores. The job is
-        dropped where too much waits already."""
+        """Start to store a job, and return at once. `cut` returns the runs of these chunks and is called in the thread
+        that stores. The job is dropped if too much waits already.
+        """
         with self._changed:
             is_full = self._waiting_chunks and self._waiting_chunks + len(keys) > self._most_waiting
             if not is_full:
@@ -119,7 +122,9 @@ class Jobs:
             self._ended.append(Ended(job_id, is_load, dict.fromkeys(keys, outcome), 0.0))
 
     def notify(self, work: Callable[[], object]) -> None:
-        """Do something small behind the stores that wait now; dropped where many such wait. A failure costs a hint."""
+        """Run `work`, a short call, behind the stores that wait now; it is dropped if many such calls wait. After a
+        failure only a hint is lost.
+        """
         with self._changed:
             if self._gives_up or self._notices >= _MOST_NOTICES:
                 return
@@ -139,7 +144,7 @@ class Jobs:
             self._gives_up = False
 
     def close(self) -> None:
-        """As `drain`, and end the threads; no job may be given afterwards."""
+        """Wait as `drain` does, and end the threads; no job may be given afterwards."""
         self.drain()
         with self._changed:
             self._gives_up = True
@@ -171,7 +176,7 @@ class Jobs:
             self._ends(job, outcomes)
 
     def _ends(self, job: _Job, outcomes: dict[bytes, str]) -> None:
-        """One part, of a load; a whole store."""
+        """End one part of a load, or a whole store."""
         with self._changed:
             job.outcomes.update(outcomes)
             job.parts_left -= 1
@@ -192,7 +197,9 @@ class Jobs:
 
 
 def present(session: Session, keys: BlockKeys, group: int, deadline_s: float) -> list[bool]:
-    """Whether each chunk is stored: by the index in shared memory, and by the daemon where that is not certain."""
+    """Return whether each chunk is stored: by the index in shared memory, or by the daemon if the index is not
+    certain.
+    """
     found = session.probe(keys=keys, group=group)
     if UNKNOWN_TIER in found.tiers:
         found = session.lookup(keys=keys, group=group, deadline_s=deadline_s)
@@ -201,7 +208,7 @@ def present(session: Session, keys: BlockKeys, group: int, deadline_s: float) ->
 
 
 def load(session: Session, run: ChunkRun, memory: Bytes, deadline_s: float) -> list[str]:
-    """The outcome of each chunk: "loaded", or why it is not in its row, which then holds nothing of use.
+    """Return the outcome of each chunk: "loaded", or why it is not in its row, whose bytes are then undefined.
 
     `memory`: uint8[rows, row_bytes]. A gap ends the run: vLLM computes from there on.
     """
@@ -224,7 +231,7 @@ def load(session: Session, run: ChunkRun, memory: Bytes, deadline_s: float) -> l
 
 
 def store(session: Session, run: ChunkRun, memory: Bytes, deadline_s: float) -> list[str]:
-    """The status of each chunk in the store's words: "stored", "present", "declined", "no_room", "failed", …
+    """Return the status of each chunk in the store's words: "stored", "present", "declined", "no_room", "failed", …
 
     A chunk whose predecessor is not stored begins a chain of its own.
     """

@@ -4,7 +4,7 @@
 
 vLLM keeps K/V in pinned CPU memory (its primary tier) and moves them to and from the device by itself; this tier copies
 rows of that memory to and from the daemon's, beside the scheduler, which only hands over jobs here and collects their
-results. Owns vLLM's types, the session, and what each request's chunks are called.
+results. The module owns vLLM's types, the session, and the names of each request's chunks.
 Invariants: wrong settings and engines that cannot be served are refused when the engine starts; after that no method
 raises or waits (except `drain_jobs` and `shutdown`, which wait for transfers), and without a daemon everything is a
 miss. Once `shutdown` has returned vLLM's memory is not referenced any more.
@@ -74,16 +74,18 @@ CONNECTED = "vllm:kv_offload_kvstored_connected"
 
 @dataclass(slots=True)
 class _Request:
-    """What a request's chunks depend on beside their keys. `adapter`: None where that cannot be named, so that nothing
-    of it is loaded or stored. `moved`: chunks that this tier has loaded or stored for it."""
+    """A request of vLLM. `adapter`: the digest of its adapter; None if its inputs cannot be named, so that none of its
+    chunks is loaded or stored. `moved`: chunks that this tier has loaded or stored for it.
+    """
 
     adapter: str | None
     moved: set[bytes]
 
 
 class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typed where this is checked
-    """See the module. `settings`: those of `TierSettings`. `engine`: an `EngineName`, packed, by
-    `KVStoreOffloadingConnector`; vLLM's own connector gives none, and `weights_digest` has to be set then."""
+    """The tier that vLLM loads. `settings`: the fields of `TierSettings`. `engine`: a packed `EngineName` from
+    `KVStoreOffloadingConnector`; vLLM's own connector gives none, and then `weights_digest` must be set.
+    """
 
     medium: ClassVar[Medium] = Medium.STORAGE
 
@@ -115,19 +117,20 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ty
     # What the connector says
 
     def describe(self, req_id: str, adapter: str | None) -> None:
-        """Before `on_new_request`: the digest of a request's adapter, "" for none; None where its chunks depend on
-        something that cannot be named."""
+        """Set the digest of a request's adapter, before `on_new_request`: "" for no adapter; None if its chunks depend
+        on something that cannot be named.
+        """
         self._described[req_id] = adapter
 
     def stop(self) -> None:
-        """Load and store nothing any more: the weights may be others now, and there is no name for them."""
+        """Load and store nothing any more: the weights may have changed, and there is no name for the new ones."""
         if not self._is_stopped:
             self._is_stopped = True
             logger.warning("kvstored is not used any more by this engine, since its caches were reset")
 
     @property
     def is_connected(self) -> bool:
-        """Whether the daemon answers now."""
+        """True while the session is connected to a daemon."""
         return self._session is not None and self._session.state == "connected"
 
     # Requests
@@ -138,8 +141,9 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ty
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """Behind the request's stores the daemon receives what was used of its chain without being read here, and what
-        an orchestrator expects."""
+        """Report to the daemon, behind the request's stores, which of its chunks were used without being read here, and
+        the orchestrator's expectations.
+        """
         self._lookups.cleanup(req_context.req_id)
         request = self._request(req_context)
         if request.adapter is None or not self._is_used():
@@ -164,7 +168,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ty
         return LookupResult.HIT if found else LookupResult.MISS
 
     def present(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool]:
-        """Whether each chunk is stored. Waits for the daemon: for the look-ups' own thread."""
+        """Return whether each chunk is stored. It waits for the daemon, so only the look-ups' own thread calls it."""
         found = [False] * len(keys)
         adapter = self._request(req_context).adapter
         if self._session is None or adapter is None:
@@ -214,7 +218,9 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ty
         return events or ()
 
     def drain_jobs(self) -> None:
-        """vLLM calls it when its caches are reset, as they are when weights are changed in place."""
+        """Wait until no job is open. vLLM calls it when its caches are reset, as they are when weights are changed in
+        place.
+        """
         self._jobs.drain()
         if not self._settings.keep_after_reset:
             self.stop()
@@ -256,7 +262,9 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ty
         return list(job.keys), [int(row) for row in job.chunk_ids], self._request(job.req_context)
 
     def _load_result(self, ended: Ended) -> JobResult:
-        """Chunks that did not come count as missing from now on, else vLLM would ask for them for ever."""
+        """Return vLLM's result of a load. Chunks that did not come count as missing from now on; otherwise vLLM would
+        ask for them again and again.
+        """
         loaded = tuple(key for key, outcome in ended.outcomes.items() if outcome == jobs.LOADED)
         is_whole = len(loaded) == len(ended.outcomes)
         if not is_whole:
@@ -313,7 +321,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ty
         )
 
     def _inform(self, session: Session, positions: dict[bytes, int], request: _Request, expected: HintedChain) -> None:
-        """For the thread that stores."""
+        """Send the report of a request's end. Runs in the thread that stores."""
         adapter, chain = request.adapter or "", chain_of(positions, self._first_group)
         read_elsewhere = [key for key in chain if key not in request.moved]
         self._touch(session, read_elsewhere, adapter)
@@ -332,7 +340,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ty
 
 
 class _Lookups(AsyncLookupManager):  # type: ignore[misc]  # as above
-    """vLLM's own books of look-ups; the questions of a step go to the daemon in one batch, from its thread."""
+    """vLLM's own records of look-ups; the questions of a step go to the daemon in one batch, from its thread."""
 
     def __init__(self, tier: KVStoreTier, tier_type: str) -> None:
         self._tier = tier
@@ -355,7 +363,9 @@ def _engine_of(packed: str, settings: TierSettings) -> EngineName:
 
 
 def _positions(req_context: ReqContext) -> dict[bytes, int]:
-    """Where each of a request's chunks ends, in tokens. A copy: the scheduler goes on adding to it."""
+    """Return the end of each of a request's chunks, in tokens. It is a copy: the scheduler goes on adding to the
+    original.
+    """
     return dict(getattr(req_context, "_offload_key_positions", {}))
 
 
@@ -368,7 +378,7 @@ def definitions() -> dict[str, OffloadingMetricMetadata]:
 
 
 class Counts:
-    """Since the last report."""
+    """The counts of chunks since the last report."""
 
     def __init__(self) -> None:
         self._chunks: Counter[tuple[str, str]] = Counter()
@@ -380,7 +390,7 @@ class Counts:
             self._chunks[metric, outcome] += chunks
 
     def take(self, *, is_connected: bool) -> OffloadingConnectorStats | None:
-        """None when nothing has changed."""
+        """Return the statistics since the last call; None if nothing has changed."""
         if not self._chunks and self._connected == float(is_connected):
             return None
         stats = OffloadingConnectorStats()

@@ -1,8 +1,8 @@
 """One growing answer: its random numbers, its constraint, its text and stop strings, and the choice of its next token.
 
-Owns all of an answer except the K/V of its tokens, and the order of a choice: the constraint's mask, then the sampler.
-Log probabilities come from a row of logits as the model gave it. Plain greedy rows are chosen together, where the
-logits are. It never computes, and never changes the logits.
+The module owns all of an answer except the K/V of its tokens, and the order of a choice: the constraint's mask, then
+the sampler. Log probabilities come from a row of the model's logits, unchanged. Plain greedy rows are chosen together,
+on the device that holds the logits. The module does not compute or change logits.
 """
 
 import math
@@ -45,7 +45,7 @@ class StopStrings:
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
-        """The text that can be shown after `text`, and whether a stop string is complete."""
+        """Return the text that can be shown after `text`, and whether a stop string is complete."""
         if not self._stops:
             return text, False
         buffer = self._held + text
@@ -58,21 +58,21 @@ class StopStrings:
         return buffer[: len(buffer) - keep], False
 
     def finish(self) -> str:
-        """The text that was held back, once the answer has ended."""
+        """Return the text that was held back, once the answer has ended."""
         held, self._held = self._held, ""
         return held
 
     @staticmethod
     def _overlap(text: str, stop: str) -> int:
-        """Length of the longest end of `text` that begins `stop`."""
+        """Return the length of the longest end of `text` that begins `stop`."""
         most = min(len(text), len(stop) - 1)
         return next((size for size in range(most, 0, -1) if text.endswith(stop[:size])), 0)
 
 
 class Answer:
-    """Answer `index` of a request. UsageError if its constraint cannot be made.
+    """Answer `index` of a request. Raises UsageError if its constraint cannot be made.
 
-    is_plain: the likeliest token is its next one.
+    is_plain: its next token is the likeliest one.
     """
 
     def __init__(self, settings: RequestSettings, index: int, tokenizer: TextSource) -> None:
@@ -87,8 +87,8 @@ class Answer:
         self._tokens: list[int] = []  # where `next_step` needs them
 
     def push(self, token: int) -> tuple[str, bool]:
-        """The text that can be shown after `token`, and whether the answer ends with it by a stop string or by its
-        constraint. Raises what a constraint or a tokenizer that does not know the token raises.
+        """Return the text that can be shown after `token`, and whether the answer ends with it by a stop string or by
+        its constraint. Raises the errors of a constraint, or of a tokenizer that does not know the token.
         """
         if self._next_step is not None:
             self._tokens.append(token)
@@ -100,11 +100,13 @@ class Answer:
 
     @property
     def next_step(self) -> Callable[[], NextStep | None] | None:
-        """Say what follows the answer, which has ended by itself; None where its request does not say how to know."""
+        """A function that says what follows the answer, which has ended by itself; None if its request has no such
+        function.
+        """
         return None if self._next_step is None else partial(self._next_step, self._tokens)
 
     def finish(self) -> str:
-        """The rest of the text; nothing follows a stop string, not even the bytes of half a character."""
+        """Return the rest of the text. Nothing follows a stop string, not even the bytes of half a character."""
         if self._is_stopped:
             return ""
         shown, stopped = self._stops.push(self._stream.finish())
@@ -119,7 +121,9 @@ def _made(make: Callable[[], Constraint]) -> Constraint:
 
 
 def _own_seed(sampling: SamplingSettings, index: int) -> SamplingSettings:
-    """The first answer is drawn as with n = 1; the others independently of it and of each other."""
+    """Return the settings with the answer's seed: the first answer is drawn as with n = 1; the others independently of
+    it and of each other.
+    """
     if index == 0 or sampling.seed is None:
         return sampling
     return replace(sampling, seed=int(np.random.SeedSequence([sampling.seed, index]).generate_state(1, np.uint64)[0]))
@@ -127,8 +131,8 @@ def _own_seed(sampling: SamplingSettings, index: int) -> SamplingSettings:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A chosen token, or why there is none (`failure`). `is_unsound`: the logits are no numbers, so the K/V that they
-    were computed from cannot be trusted.
+    """A chosen token, or the reason why there is none (`failure`). `is_unsound`: the logits are no numbers, so the K/V
+    that they were computed from cannot be trusted.
     """
 
     token: int
@@ -137,7 +141,9 @@ class Choice:
 
 
 def choose(logits: StepLogits, answers: Mapping[int, Answer], whole: Mapping[int, Floats]) -> dict[int, Choice]:
-    """The choice for each row of `answers`. `whole`: rows of `logits`, all of those that are not plain among them."""
+    """Return the choice for each row of `answers`. `whole`: rows of `logits`, among them all rows that are not
+    plain.
+    """
     choices: dict[int, Choice] = {}
     plain = [row for row, answer in answers.items() if answer.is_plain]
     if plain:
@@ -147,7 +153,9 @@ def choose(logits: StepLogits, answers: Mapping[int, Answer], whole: Mapping[int
 
 
 def log_probabilities(logits: Floats, token: int, count: int) -> tuple[float, tuple[tuple[int, float], ...]]:
-    """The log probability of `token`, and the `count` likeliest tokens with theirs, likeliest first, ties by id."""
+    """Return the log probability of `token`, and the `count` likeliest tokens with theirs, likeliest first, ties by
+    id.
+    """
     row = logits.astype(np.float64) - _log_of_sum(logits)
     top: list[int] = []
     if count:
@@ -158,7 +166,7 @@ def log_probabilities(logits: Floats, token: int, count: int) -> tuple[float, tu
 
 
 def _log_of_sum(logits: Floats) -> float:
-    """log(sum(exp(logits))). Not finite where the logits are not."""
+    """Return log(sum(exp(logits))). It is not finite if the logits are not."""
     most = float(logits.max())
     if not math.isfinite(most):
         return most
@@ -170,7 +178,7 @@ def _unsound(value: float) -> Choice:
 
 
 def choose_one(row: Floats, answer: Answer) -> Choice:
-    """The choice for a row of logits, float32 [vocabulary]."""
+    """Return the choice for a row of logits, float32 [vocabulary]."""
     most = float(row.max())  # NaN if there is one anywhere
     if not math.isfinite(most):
         return _unsound(most)
@@ -187,7 +195,7 @@ def choose_one(row: Floats, answer: Answer) -> Choice:
 
 
 def _masked(row: Floats, mask: npt.NDArray[np.uint32]) -> Floats:
-    """`row` with minus infinity where `mask` has no bit; tokens past the mask are not allowed."""
+    """Return `row` with minus infinity for each token without a bit in `mask`; tokens past the mask are not allowed."""
     bits = np.unpackbits(np.ascontiguousarray(mask, "<u4").view(np.uint8), bitorder="little", count=None)
     allowed = np.zeros(len(row), np.bool_)
     known = min(len(row), len(bits))

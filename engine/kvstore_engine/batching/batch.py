@@ -1,6 +1,6 @@
-"""A step's work: the rows of tokens that are computed together.
+"""The work of a step: the rows of tokens that are computed together.
 
-Owns plain values. `batch_planner` decides what is in a batch.
+The module has plain values. `batch_planner` decides what is in a batch.
 """
 
 from dataclasses import dataclass, field
@@ -22,11 +22,11 @@ class BatchPart:
 
     @property
     def has_output(self) -> bool:
-        """The logits of its last token are wanted."""
+        """True if the logits of its last token are wanted."""
         return self.end == self.sequence.length
 
     def slice(self, block_tokens: int) -> SequenceSlice:
-        """The form in which `Compute.step` takes it."""
+        """Return the part in the form that `Compute.step` takes."""
         ids = self.sequence.held.ids
         if self.borrowed is not None:
             ids = ids.copy()
@@ -44,7 +44,7 @@ class Batch:
 
     @property
     def decodes(self) -> list[tuple[int, int]]:
-        """(tokens, position) of each decoding sequence."""
+        """The decoding sequences, each as (tokens, position)."""
         return [(1, part.begin) for part in self.parts if part.is_decode]
 
     @property

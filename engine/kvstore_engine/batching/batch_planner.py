@@ -1,16 +1,16 @@
-"""Puts a batch together: the next token of each running answer, and prompt tokens as far as the budget allows.
+"""Makes a batch: the next token of each running answer, and prompt tokens as far as the budget allows.
 
-Owns the rules by which a prompt is cut, and a step's borrowed copies of blocks. It never computes, and never preempts
-by itself: where blocks are short it calls `make_room`.
+The module owns the rules by which a prompt is cut, and a step's borrowed copies of blocks. It does not compute, and
+does not preempt by itself: when blocks are short it calls `make_room`.
 
 Order of the rows: whole pieces of prompts, then the ends of prompts, then decodes. ggml may compute the last `n % 4`
-rows of a step with another kernel (graph.plan), so that all other rows are computed alike however a prompt is cut.
-Pieces are cut at block boundaries, which are multiples of 4.
+rows of a step with another kernel (graph.plan); with this order all other rows are computed alike however a prompt is
+cut. Pieces are cut at block boundaries, which are multiples of 4.
 
-A sequence that is alone in its step computes the end of its prompt, what follows the last whole block before the end,
-in a step of its own: a product of very few rows uses yet another kernel, and with that rule an answer has the same bits
-whether its prompt was computed, shared or restored, as in graph.plan. Beside other sequences this is not possible, and
-a prompt is not delayed for it.
+If a sequence is alone in its step, the end of its prompt (the part after the last whole block) is computed in a step of
+its own. A product of very few rows uses yet another kernel; with that rule an answer has equal bits whether its prompt
+was computed, shared or restored, as in graph.plan. Beside other sequences this is not possible, and a prompt is not
+delayed for it.
 
 A prompt whose blocks are all ready still needs the logits of its last token. Its last rows are computed into a borrowed
 copy of its last block, so that a shared block is never written again.
@@ -32,7 +32,7 @@ _ROW_GROUP = 4  # see above
 
 
 class BatchPlanner:
-    """Plans batches over one space.
+    """The planner of batches over one space.
 
     `make_room(sequence)` preempts a sequence, perhaps `sequence`, and returns False if no other one runs.
     """
@@ -66,12 +66,16 @@ class BatchPlanner:
                 self._observer.restored(sequence.request.id, sequence.index, "local", new, self._clock())
 
     def is_requested(self, sequence: Sequence) -> bool:
-        """The next block was requested from the daemon already: it is being restored, or has to be computed."""
+        """Return whether the next block was requested from the daemon already; then it is being restored, or has to be
+        computed.
+        """
         node = self._next_node(sequence)
         return node is not None and node.requested
 
     def plan(self, decoding: Series[Sequence], prompts: Series[Sequence]) -> Batch:
-        """The next step. `decoding`: those that yield last first; `prompts`: in the order in which they are served."""
+        """Return the next step. `decoding`: in yielding order, the sequence that yields last is first; `prompts`: in
+        the order in which they are served.
+        """
         decodes = [part for sequence in decoding if (part := self._decode(sequence)) is not None]
         budget = 0
         if prompts:
@@ -146,7 +150,7 @@ class BatchPlanner:
         return BatchPart(sequence, begin, end, is_decode=False) if end > begin else None
 
     def _borrowing(self, sequence: Sequence) -> BatchPart | None:
-        """All blocks are ready: compute the last rows into a copy."""
+        """Return a part that computes the last rows into a copy: all blocks are ready. None if there is no room."""
         index = sequence.computed // self._space.block_tokens
         while sequence.block_table is not None:
             borrowed = None

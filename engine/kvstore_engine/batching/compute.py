@@ -1,8 +1,8 @@
-"""The contract of what computes a step: the executor in this process, or one in a worker process.
+"""The contract for computing a step: by an executor in this process, or by one in a worker process.
 
-Between two calls only the engine touches the pool's planes. `VerifiedCompute` is one whose steps count only if the
-model's file was the same before and after them: everything that is answered or stored comes out of a step, so neither
-can hold what a changed file gave.
+Between two calls only the engine touches the pool's planes. With `VerifiedCompute`, a step counts only if the model's
+file was unchanged before and after it. All answers and stored blocks come out of steps, so none can come from a changed
+file.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,8 +27,8 @@ class Compute(Protocol):
     def pool(self) -> BlockPool: ...
 
     def step(self, slices: Sequence[SequenceSlice], whole: Sequence[int] | None = None, /) -> StepLogits:
-        """The logits of the wanted tokens, in the order of `slices`, for use before the next call. `whole`: the rows of
-        them that will be asked for whole; None: all.
+        """Return the logits of the wanted tokens, in the order of `slices`, for use before the next call. `whole`: the
+        rows of them that will be asked for whole; None: all.
 
         StepFailed names slices that cannot be computed; the others can be tried again.
         """
@@ -36,8 +36,9 @@ class Compute(Protocol):
 
 
 class VerifiedCompute:
-    """`compute`, with `check` called after each step, as `FileWatch.check`: what it raises ends the step, and where it
-    returns False the step is computed again."""
+    """A `compute` with `check` called after each step, as `FileWatch.check`: an error that it raises ends the step, and
+    if it returns False the step is computed again.
+    """
 
     def __init__(self, compute: Compute, check: Callable[[], bool]) -> None:
         self._compute, self._check = compute, check

@@ -18,13 +18,16 @@ class Constraint(Protocol):
 
     @property
     def finished(self) -> bool:
-        """No token may follow: the answer ends here."""
+        """True if no token may follow: the answer ends here."""
         ...
 
     def mask(self) -> npt.NDArray[np.uint32] | None:
-        """Allowed tokens as bits, token t in bit t % 32 of word t // 32; None where all are. Read at once."""
+        """Return the allowed tokens as bits, token t in bit t % 32 of word t
+
+        32; None if all are allowed. The caller reads the result at once.
+        """
         ...
 
     def accept(self, token: int) -> None:
-        """`token` was chosen."""
+        """Note that `token` was chosen."""
         ...

@@ -1,8 +1,9 @@
-"""The engine's loop: admits sequences, computes a step of all that run, chooses their tokens, stores new blocks.
+"""The engine's loop: it admits sequences, computes a step of all that run, chooses their tokens, and stores new blocks.
 
-Owns the order of a step and the unfinished requests. One thread drives it: nothing here is safe for two. Invariants: an
-answer's tokens do not depend on when it was scheduled, except for the rounding of sums (`batch_planner`); a step whose
-computing fails has no effect and can be tried again; a store that fails costs nothing but its savings.
+The module owns the order of a step and the unfinished requests. One thread drives it: nothing here is safe for two.
+Invariants: an answer's tokens do not depend on when it was scheduled, except for the rounding of sums
+(`batch_planner`); a step whose computing fails has no effect and can be tried again; after a failure of the store only
+its savings are lost.
 """
 
 import time
@@ -36,10 +37,10 @@ _IDLE_WAIT_S = 0.05  # for the daemon, with nothing to compute
 
 
 class BatchEngine:
-    """Answers requests with `compute`, over its pool. `sessions(tenant)` is the tenant's session with the daemon, or
-    None. `copies` move blocks between sessions and the pool: by default the processor does.
+    """The engine. It answers requests with `compute`, over its pool. `sessions(tenant)` is the tenant's session with
+    the daemon, or None. `copies` move blocks between sessions and the pool: by default with the processor.
 
-    A prompt and its answer have at most `context` tokens: what the settings, `compute` and the pool allow.
+    A prompt and its answer have at most `context` tokens: as many as the settings, `compute` and the pool allow.
     """
 
     def __init__(
@@ -100,21 +101,21 @@ class BatchEngine:
 
     @property
     def has_work(self) -> bool:
-        """`step` has something to compute or to report."""
+        """True if `step` has something to compute or to report."""
         return bool(self._pending) or self._run_queue.has_sequences
 
     @property
     def waiting(self) -> int:
-        """Sequences that wait for a place or for blocks."""
+        """The number of sequences that wait for a place or for blocks."""
         return len(self._run_queue.waiting)
 
     @property
     def running(self) -> int:
-        """Sequences that hold blocks."""
+        """The number of sequences that hold blocks."""
         return len(self._run_queue.running)
 
     def add(self, request: Request) -> None:
-        """Accept `request`. UsageError if it can never be answered, Overloaded if too many wait."""
+        """Accept `request`. Raises UsageError if it can never be answered, Overloaded if too many wait."""
         if self._is_closed:
             raise RuntimeError("the engine is closed")
         if any(event.request_id == request.id for event in self._pending):
@@ -127,8 +128,8 @@ class BatchEngine:
             self._pending += self._outputs.end_request(sequence, "cancelled")
 
     def step(self) -> list[Event]:
-        """One step: admit, restore, compute, choose, store. If all sequences wait for the daemon and nothing can be
-        computed, this waits for it a little.
+        """Do one step: admit, restore, compute, choose, store. If all sequences wait for the daemon and nothing can be
+        computed, wait for it a little.
         """
         begin = self._clock()
         self.storer.settle(0.0)
@@ -173,7 +174,7 @@ class BatchEngine:
         return events
 
     def drain(self) -> None:
-        """Answer all accepted requests, then wait until all that was offered is stored or given up. Each put has a
+        """Answer all accepted requests, then wait until all offered blocks are stored or given up. Each put has a
         deadline.
         """
         while self.has_work:
@@ -183,7 +184,7 @@ class BatchEngine:
             self.storer.wait(_IDLE_WAIT_S)
 
     def close(self) -> None:
-        """Cancel all requests, store what was offered, stop the threads. Pool and sessions stay open."""
+        """Cancel all requests, store the offered blocks, stop the threads. Pool and sessions stay open."""
         if not self._is_closed:
             self._is_closed = True
             self._copies.decoding(False)
@@ -235,7 +236,7 @@ class BatchEngine:
                 self.restorer.begin(sequence)
 
     def _idle(self, events: list[Event]) -> None:
-        """Nothing can be computed now: wait for what is under way, unless there are events to report."""
+        """Wait for work under way, unless there are events to report: nothing can be computed now."""
         self._copies.decoding(False)
         self.storer.settle(0.0, everything=True)
         if not self._run_queue.has_sequences:
@@ -247,7 +248,9 @@ class BatchEngine:
                 self.storer.wait(_IDLE_WAIT_S)
 
     def _store(self, batch: Batch) -> None:
-        """Offer new blocks from the step after a sequence's first token on: storing must not delay that token."""
+        """Offer new blocks, from the step after a sequence's first token on, since storing must not delay that
+        token.
+        """
         for part in batch.parts:
             sequence = part.sequence
             if sequence.block_table is not None and sequence.generated > 1:

@@ -1,7 +1,7 @@
 """The engine's reports of its requests, one event after another.
 
-Owns plain values. Invariant: an answer's events are any number of `Token`, then one `Finished`; the concatenation of
-all their texts is the answer.
+The module has plain values. Invariant: an answer's events are any number of `Token`, then one `Finished`; the
+concatenation of all their texts is the answer.
 """
 
 from dataclasses import dataclass
@@ -12,14 +12,14 @@ Reason = Literal["end", "length", "context", "stop", "cancelled", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """The cost of one answer. Prompt tokens are counted by where their K/V came from.
+    """The cost of one answer. Prompt tokens are counted by the source of their K/V.
 
     local_tokens:    in blocks that another request of this engine computed, perhaps while it still ran.
     daemon_tokens:   restored from the daemon.
     computed_tokens: computed for this answer. Each prompt token is counted in one of the three; the further answers of
                      a request with n > 1 count all of the prompt as local.
     recomputed_tokens: computed again after a preemption.
-    generated_tokens: with those of a stop string, which are not shown, and without the end token.
+    generated_tokens: with the tokens of a stop string, which are not shown, and without the end token.
     queued_s, ttft_s: from `add` to admission, and to the first token. tpot_s: per further token.
     """
 
@@ -39,8 +39,9 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """The next token of answer `index`. `text` is what can be shown now: whole characters, and nothing that could still
-    become a stop string. `logprob` and `top` (id, log probability; likeliest first) if the request asks for them.
+    """The next token of answer `index`. `text` is the text that can be shown now: whole characters, and nothing that
+    could still become a stop string. `logprob` and `top` (id, log probability; likeliest first) if the request asks
+    for them.
     """
 
     request_id: str
@@ -53,7 +54,7 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Answer `index` has ended. `text` is the rest of it that had been held back, mostly empty.
+    """The end of answer `index`. `text` is the rest of it that had been held back, mostly empty.
 
     reason: the model ended it ("end"), `max_tokens` ("length"), the context is full ("context"), a stop string or the
     constraint ended it ("stop"), "cancelled", or "failed", which `message` explains.

@@ -1,7 +1,7 @@
 """Accepts requests, and makes the sequences that answer them.
 
-Owns the checks by which a request is refused, and the numbers of arrivals. It never decides which sequence runs: what
-it makes enters the run queue.
+The module owns the checks by which a request is refused, and the numbers of arrivals. It does not decide which sequence
+runs: new sequences enter the run queue.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ class Overloaded(RuntimeError):
 
 
 class Intake:
-    """Takes requests for `scheduler`, within `settings`. `context`: most tokens of a prompt and its answer.
+    """The intake of requests for `scheduler`, within `settings`. `context`: most tokens of a prompt and its answer.
     `vocabulary`: token ids are below it. `sessions(tenant)` is the tenant's session with the daemon, or None.
     """
 
@@ -52,7 +52,9 @@ class Intake:
         self._order = 0
 
     def accept(self, request: Request) -> Sequence:
-        """Have `request` wait. UsageError if it can never be answered, Overloaded if too many wait."""
+        """Let `request` wait, and return its sequence. Raises UsageError if it can never be answered, Overloaded if too
+        many wait.
+        """
         self._check(request)
         self._check_load(request.tenant)
         self._order += 1
@@ -64,7 +66,7 @@ class Intake:
 
     def fork(self, sequence: Sequence) -> tuple[list[Sequence], dict[int, str]]:
         """Begin the further answers of a request with n > 1, as `sequence` chooses its first token: they share all
-        blocks of its prompt. Returns them, and why others cannot begin, by number.
+        blocks of its prompt. Return them, and by number the reasons why others cannot begin.
         """
         run_queue = self._scheduler.run_queue
         sequence.is_forked = True
@@ -117,7 +119,7 @@ class Intake:
             raise Overloaded(f"the wait is expected to be {wait_s:.0f} s, over {most_s:.0f} s", retry_s)
 
     def _sequence(self, request: Request, index: int, order: int, arrived_s: float) -> Sequence:
-        """Make answer `index` of `request`. UsageError if its constraint cannot be made."""
+        """Return the sequence for answer `index` of `request`. Raises UsageError if its constraint cannot be made."""
         count = len(request.tokens)
         tokens = np.empty(min(count + request.settings.max_tokens, self._context), np.int32)
         tokens[:count] = request.tokens

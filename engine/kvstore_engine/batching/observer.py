@@ -1,8 +1,8 @@
 """The engine's reports to observers: the contract, with a base that does nothing, and `FanOut`.
 
-Times are those of the engine's clock, in seconds. The engine's thread calls an observer between steps: the
-implementation MUST return at once and MUST NOT raise or call the engine. The engine drops an observer that raises: a
-full disk under a trace must not fail an answer.
+Times are the engine's clock's, in seconds. The engine's thread calls an observer between steps: the implementation MUST
+return at once and MUST NOT raise or call the engine. The engine drops an observer that raises: a full disk under a
+trace must not fail an answer.
 """
 
 import logging
@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SequencePart:
-    """One sequence's rows of a step: `tokens` of them from `position` on. `kind` "prefill": they are of its prompt."""
+    """One sequence's rows of a step: `tokens` rows from `position` on. `kind` "prefill": they belong to its prompt."""
 
     request_id: str
     index: int
@@ -31,10 +31,9 @@ class SequencePart:
 class StepRecord:
     """One step. `begin_s` to `end_s` is the whole step, `compute_s` the forward pass alone.
 
-    used_blocks:   engine blocks that running sequences hold (shared ones once).
-    cached_blocks: further blocks that only the prefix trie holds.
-    budget_tokens: prompt tokens that the step had room for beside the decodes.
-    parts:         makes one entry for each answer. To be called while the record is passed on.
+    used_blocks: engine blocks that running sequences hold (shared ones once). cached_blocks: further blocks that only
+    the prefix trie holds. budget_tokens: prompt tokens that the step had room for beside the decodes. parts: makes one
+    entry for each answer; call it while the record is passed on.
     """
 
     number: int
@@ -53,43 +52,49 @@ class StepRecord:
 
 
 class Observer:
-    """Does nothing. Override the methods of interest."""
+    """An observer that does nothing. Override the methods of interest."""
 
     def queued(self, request_id: str, t: float) -> None:
-        """`add` accepted a request."""
+        """Note that `add` accepted a request."""
 
     def admitted(self, request_id: str, index: int, t: float) -> None:
-        """A sequence got its blocks, for the first time or after a preemption."""
+        """Note that a sequence got its blocks, for the first time or after a preemption."""
 
     def restored(self, request_id: str, index: int, source: Literal["local", "daemon"], tokens: int, t: float) -> None:
-        """`tokens` of the prompt need not be computed. Local: at admission, or when another sequence computes them."""
+        """Note that `tokens` of the prompt need not be computed. Local: at admission, or when another sequence computes
+        them.
+        """
 
     def store_answered(self, request_id: str, index: int, report: RestoreReport, t: float) -> None:
-        """The daemon has answered, and what it had of a prompt is restored; once for each request to the daemon."""
+        """Note that the daemon has answered and its blocks of the prompt are restored; called once for each request to
+        the daemon.
+        """
 
     def restoration(self, record: RestorationRecord) -> None:
-        """A restoration has ended: what it predicted and did."""
+        """Note that a restoration has ended: `record` has its plan and its result."""
 
     def step(self, record: StepRecord) -> None:
-        """A step has been done."""
+        """Note that a step has been done."""
 
     def preempted(self, request_id: str, index: int, how: Literal["swap", "recompute"], t: float) -> None:
-        """A running sequence lost its blocks."""
+        """Note that a running sequence lost its blocks."""
 
     def swapped_out(self, request_id: str, index: int, nbytes: int, runs: int, begin_s: float, end_s: float) -> None:
-        """A victim's blocks were copied to the host pool, in `runs` contiguous pieces."""
+        """Note that a victim's blocks were copied to the host pool, in `runs` contiguous pieces."""
 
     def swapped_in(self, request_id: str, index: int, nbytes: int, runs: int, begin_s: float, end_s: float) -> None:
-        """A swapped sequence's blocks were copied back to the pool."""
+        """Note that a swapped sequence's blocks were copied back to the pool."""
 
     def stored(self, request_id: str, index: int, tokens: int, reason: str, begin_s: float, end_s: float) -> None:
-        """A put of `tokens` has ended. Empty `reason`: the daemon has them; else why it does not. One put at a time."""
+        """Note that a put of `tokens` has ended. Empty `reason`: the daemon has them; otherwise why it does not. One
+        put at a time.
+        """
 
     def token(self, request_id: str, index: int, t: float) -> None:
-        """A token was chosen."""
+        """Note that a token was chosen."""
 
     def finished(self, request_id: str, index: int, reason: Reason, usage: Usage, t: float) -> None:
-        """An answer has ended."""
+        """Note that an answer has ended."""
 
 
 def _forwarded(name: str) -> Callable[..., None]:
@@ -100,13 +105,13 @@ def _forwarded(name: str) -> Callable[..., None]:
 
 
 class FanOut(Observer):
-    """Notifies each of `observers`, in this order. One that raises is logged and dropped."""
+    """Notifies each of `observers`, in this order. An observer that raises is logged and dropped."""
 
     def __init__(self, *observers: Observer) -> None:
         self._observers = observers
 
     def replace(self, old: Observer, new: Observer) -> None:
-        """Have `new` get what `old` got, from the next event on."""
+        """Replace `old` by `new`, from the next event on."""
         self._observers = tuple(new if observer is old else observer for observer in self._observers)
 
     queued = _forwarded("queued")

@@ -1,7 +1,7 @@
 """Turns the logits of a step into tokens, further answers and ends of answers.
 
-Owns a request from its first token on, and its events. It never schedules: it hands sequences that begin or end to the
-run queue.
+The module owns a request from its first token on, and its events. It does not schedule: it hands sequences that begin
+or end to the run queue.
 """
 
 from collections.abc import Callable, Collection
@@ -18,7 +18,7 @@ from kvstore_engine.executors.logits import StepLogits
 
 
 class OutputProcessor:
-    """Continues and ends the answers of one engine."""
+    """The output of one engine: it continues and ends answers."""
 
     def __init__(
         self, scheduler: Scheduler, intake: Intake, storer: Storer, observer: Observer, clock: Callable[[], float]
@@ -27,12 +27,12 @@ class OutputProcessor:
         self._observer, self._clock = observer, clock
 
     def rows_needed(self, batch: Batch) -> list[int]:
-        """The rows of a step's logits that `apply` will ask for whole."""
+        """Return the rows of a step's logits that `apply` will ask for whole."""
         outputs = (part.sequence for part in batch.parts if part.has_output)
         return [row for row, sequence in enumerate(outputs) if _needs_row(sequence)]
 
     def apply(self, batch: Batch, logits: StepLogits, whole: Collection[int]) -> list[Event]:
-        """Account for what was computed and choose the next tokens. `whole`: `rows_needed`."""
+        """Count the computed tokens and choose the next ones. `whole`: the result of `rows_needed`."""
         events: list[Event] = []
         tenants = self._scheduler.statistics.tenants
         for part in batch.parts:
@@ -62,7 +62,7 @@ class OutputProcessor:
         return events + [self._never_begun(sequence, index, "failed", why) for index, why in refused.items()]
 
     def _take(self, sequence: Sequence, choice: Choice, row: Floats | None, now: float) -> list[Event]:
-        """Append the chosen token to `sequence`, and end the answer where it ends."""
+        """Append the chosen token to `sequence`, and end the answer if it ends."""
         request, answer, token = sequence.request, sequence.answer, choice.token
         if choice.failure:
             return [self.finish(sequence, "failed", choice.failure, is_sound=not choice.is_unsound)]
@@ -103,7 +103,7 @@ class OutputProcessor:
         return ends
 
     def _never_begun(self, sequence: Sequence, index: int, reason: Reason, message: str) -> Finished:
-        """The end of answer `index`, which would have begun with the first token of `sequence`."""
+        """Return the end of answer `index`, which would have begun with the first token of `sequence`."""
         now, name = self._clock(), sequence.request.id
         waited_s = now - sequence.arrived_s
         usage = Usage(prompt_tokens=sequence.prompt_tokens, queued_s=waited_s, total_s=waited_s)
@@ -111,7 +111,7 @@ class OutputProcessor:
         return Finished(name, index, reason, usage, message)
 
     def finish(self, sequence: Sequence, reason: Reason, message: str = "", *, is_sound: bool = True) -> Finished:
-        """End `sequence`. Unless `is_sound`, what it computed is not shared."""
+        """End `sequence`. Unless `is_sound`, its computed blocks are not shared."""
         now = self._clock()
         scheduler, request = self._scheduler, sequence.request
         is_whole = reason in ("end", "length", "context", "stop")
@@ -135,7 +135,7 @@ def _forks(sequence: Sequence) -> bool:
 
 
 def _needs_row(sequence: Sequence) -> bool:
-    """Return whether the next token needs the row of logits: how it is chosen, what is said of it, or the answers
-    beside it do.
+    """Return whether the next token needs the row of logits: for its choice, for its log probabilities, or for the
+    answers beside it.
     """
     return not sequence.answer.is_plain or sequence.request.settings.logprobs is not None or _forks(sequence)

@@ -14,13 +14,11 @@ _AHEAD = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A sequence as a policy knows it.
+    """A sequence as a policy sees it.
 
-    order:       number of its arrival.
-    since_s:     when it began to wait, this time.
-    level:       its priority when it was last admitted, raised by waiting; before that, its plain priority.
-    remaining_s: predicted time until it ends, once it runs.
-    served:      what its tenant has been served so far (`VirtualTokens`).
+    order: number of its arrival. since_s: the time when its present wait began. level: its priority when it was last
+    admitted, raised by waiting; before that, its plain priority. remaining_s: predicted seconds until it ends, once it
+    runs. served: the tokens that its tenant has been served so far (`VirtualTokens`).
     """
 
     order: int
@@ -36,26 +34,27 @@ class Policy(Protocol):
     """An order of sequences. The smallest rank is first."""
 
     def turn(self, candidate: Candidate, now_s: float) -> Rank:
-        """The order of those that wait for admission, or for prompt tokens in a step."""
+        """Return the rank of a sequence that waits for admission, or for prompt tokens in a step."""
         ...
 
     def yields(self, candidate: Candidate, now_s: float) -> Rank:
-        """The order of those that run: where blocks are short, the largest rank yields first."""
+        """Return the rank of a running sequence: when blocks are short, the largest rank yields first."""
         ...
 
     def level(self, candidate: Candidate, now_s: float) -> float:
-        """The level of a sequence that is admitted now."""
+        """Return the level of a sequence that is admitted now."""
         ...
 
     def displaces(self, waiting: Candidate, running: Candidate, now_s: float) -> bool:
-        """Return whether `waiting` is to run instead of `running`, if not both can."""
+        """Return whether `waiting` shall run instead of `running`, if not both can."""
         ...
 
 
 class FirstCome:
-    """Serves first who comes first, within a tenant: the tenants take turns by what they were served.
+    """A policy that serves requests in the order of arrival, within a tenant; the tenants take turns by the tokens they
+    were served.
 
-    No sequence is displaced; where blocks are short, the latest yields, so the oldest always finishes.
+    No sequence is displaced; when blocks are short, the latest yields, so the oldest always finishes.
     """
 
     def turn(self, candidate: Candidate, now_s: float) -> Rank:
@@ -72,7 +71,7 @@ class FirstCome:
 
 
 class ShortestRemaining:
-    """Serves the shortest remaining time first, with ageing.
+    """A policy that serves the shortest remaining time first, with ageing.
 
     Schrage (1968) proved the rule best for the mean latency of one server; output lengths are predicted here, not
     known. Each second of waiting counts as `ageing` seconds less work, so that a long request eventually passes short
@@ -102,8 +101,8 @@ class ShortestRemaining:
 
 
 class PriorityFirst:
-    """Serves a higher level first, and displaces a lower one for it. Within a level tenants take turns, then the first
-    arrival is first.
+    """A policy that serves a higher level first, and displaces a lower one for it. Within a level tenants take turns,
+    then the first arrival is first.
 
     A waiting sequence rises by one level every `level_s` seconds, and keeps the level at which it is admitted. So
     arrivals of a higher priority do not overtake it for ever, and a displaced sequence does not displace another before

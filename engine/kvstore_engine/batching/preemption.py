@@ -1,7 +1,7 @@
 """Takes a running sequence's blocks, in the way that costs least to undo, and gives it blocks again.
 
-Owns the choice between swapping (copy out now, copy in later) and recomputing (drop, then share, restore or compute
-again), by the cost models. It never chooses the victim. No token is lost either way.
+The module chooses between swapping (copy out now, copy in later) and recomputing (drop, then share, restore or compute
+again), by the cost models. It does not choose the victim. No token is lost either way.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ _MEMORY = 0.05
 
 
 class Preemption:
-    """Preempts sequences of one space, and resumes swapped ones."""
+    """The preemption of sequences of one space, and the return of swapped ones."""
 
     def __init__(
         self,
@@ -41,13 +41,13 @@ class Preemption:
 
     @property
     def expected_transfers(self) -> float:
-        """Estimate how often a sequence's blocks will be copied from where they are now, judging by ended sequences: at
-        most once, when it is swapped. Swapped in, they get new places, together where there is room.
+        """An estimate of how often a sequence's blocks will be copied from their present place, from ended sequences:
+        at most once, when it is swapped. Swapped in, they get new places, together if there is room.
         """
         return min(self._swaps_a_sequence, 1.0)
 
     def ended(self, sequence: Sequence) -> None:
-        """Learn from a sequence that has ended how often one is swapped."""
+        """Take the blocks of `sequence`, and return how."""
         self._swaps_a_sequence += _MEMORY * (sequence.accounts.swaps - self._swaps_a_sequence)
 
     def preempt(self, sequence: Sequence) -> Literal["swap", "recompute"]:
@@ -66,7 +66,9 @@ class Preemption:
         return how
 
     def resume(self, sequence: Sequence) -> None:
-        """Give a new or preempted sequence its blocks; swapped ones are copied back. PoolExhausted: nothing changed."""
+        """Give a new or preempted sequence its blocks; swapped ones are copied back. If it raises PoolExhausted,
+        nothing has changed.
+        """
         if sequence.swapped is not None:
             self._swap_in(sequence, sequence.swapped)
         else:
@@ -103,7 +105,7 @@ class Preemption:
         self._observer.swapped_in(sequence.request.id, sequence.index, nbytes, runs, begin, end)
 
     def _swap_pays(self, sequence: Sequence) -> bool:
-        """Estimate if copying out and in takes less time than any other way to get the K/V back."""
+        """Return whether copying out and in is expected to take less time than any other way to get the K/V back."""
         blocks = sequence.held.blocks[: self._space.blocks_for(sequence.computed)]
         if not blocks or len(blocks) > self._host.free_blocks:
             return False
@@ -111,8 +113,8 @@ class Preemption:
         return 2 * copying_s < self._again_s(sequence)
 
     def _again_s(self, sequence: Sequence) -> float:
-        """Estimate the seconds to get [0, computed) again. Blocks that other sequences keep are shared, those that the
-        daemon has are loaded, the others are computed.
+        """Return the estimated seconds to get [0, computed) again. Blocks that other sequences keep are shared, stored
+        ones are loaded, the others are computed.
         """
         nodes = sequence.held.nodes
         kept = next((index for index, node in enumerate(nodes) if node.users <= 1), len(nodes))

@@ -1,4 +1,4 @@
-"""A request: a prompt in token ids and how to answer it. Plain values, and the checks that need no model."""
+"""A request: a prompt in token ids and its settings. The module has plain values, and the checks that need no model."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,8 +25,8 @@ class RequestSettings:
     logprobs:   None for none; k for the chosen token's and the k likeliest tokens' log probabilities, of the
                 distribution as the model gave it (before temperature, top-k, top-p and constraint).
     store:      put computed blocks into the daemon, if there is one.
-    next_step:  what follows an answer that has ended by itself, by its tokens; None where that is not known. It is a
-                hint for the daemon, and is called in the thread that sends it.
+    next_step:  returns what follows an answer that has ended by itself, from its tokens; None if that is not known.
+                It is a hint for the daemon, and is called in the thread that sends it.
     constraint: makes one constraint for each answer.
     """
 

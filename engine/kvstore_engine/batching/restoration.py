@@ -1,10 +1,10 @@
-"""One sequence's restoration under way: what was found, which blocks are copied, how far its sequence is computed.
+"""One sequence's restoration under way: the found blocks, the copied ones, and how far its sequence is computed.
 
-Owns the state that the restorer works on, and what a load means to its sequence; `restore.progress` has the
-expectations on which it decides. It never decides what to load. Blocks that are mapped are copied first; the plan is
-about the others, of which chunk 0 is storage block `first`. Invariants: no byte is read outside a lease; a block that
-is ready is never written, and becomes ready only once its lease was valid after the copy; where a load beside a step
-turns out to be lost, the sequence stands where it stood before.
+The module owns the state that the restorer works on, and the effect of a load on its sequence; `restore.progress` has
+the expectations on which it decides. It does not decide what to load. Blocks that are mapped are copied first; the plan
+is about the others, whose chunk 0 is storage block `first`. Invariants: no byte is read outside a lease; a block that
+is ready is never written, and becomes ready only once its lease was valid after the copy; if a load beside a step turns
+out to be lost, the sequence is as it was before.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from kvstore_restore.pointers import Pointers, State
 @dataclass(frozen=True, slots=True)
 class Arriving:
     """The blocks `portion`, which come beside a step. Before, the sequence was computed up to `computed`, and at one
-    time up to `furthest`; `new` prompt tokens were counted as restored since."""
+    time up to `furthest`; `new` prompt tokens were counted as restored since.
+    """
 
     load: BlockLoad
     portion: range
@@ -42,7 +43,7 @@ class Arriving:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Restoration(Progress):
-    """`tokens`: the blocks of `sequence` that a restoration can be of use for."""
+    """A restoration of `sequence`. `tokens`: the tokens of the blocks for which it can be of use."""
 
     sequence: Sequence
     session: KvSession
@@ -65,11 +66,11 @@ class Restoration(Progress):
 
     @property
     def is_all_mapped(self) -> bool:
-        """Once answered: some blocks are to be copied, and no others to be planned for."""
+        """True if, once answered, there are blocks to copy and no others to plan for."""
         return self.next_mapped < self.mapped_end >= min(self.resident, len(self.lookup.tiers))
 
     def make_plan(self, tiers: tuple[str, ...], restoring: Restoring, step_tokens: int) -> None:
-        """Decide on the blocks from `first` on, which are in `tiers`."""
+        """Plan the loading of the blocks from `first` on, which are in `tiers`."""
         self.tiers, size = tiers, self.chunk_tokens
         known = self.learned.costs(*tiers)
         # A step of several chunks pays its fixed cost once.
@@ -85,7 +86,7 @@ class Restoration(Progress):
             self.pointers, self.is_meeting = Pointers(len(tiers), overtakes=self._overtakes), True
 
     def computable(self) -> int:
-        """Return up to which position a step may compute now."""
+        """Return the position up to which a step may compute now."""
         computed = self.sequence.computed
         if self.arriving is not None:
             return self.sequence.length
@@ -116,12 +117,12 @@ class Restoration(Progress):
         return True
 
     def lose(self) -> None:
-        """Give up what has not arrived."""
+        """Give up blocks that have not arrived."""
         self.lost += len(self.pointers.stored())
         self.pointers.lose_all()
 
     def report(self, now_s: float) -> RestoreReport:
-        """Return what was restored until `now_s`."""
+        """Return the report of what was restored until `now_s`."""
         copied = len(self.copied)
         load_s, compute_s = self.alone
         return RestoreReport(
@@ -136,7 +137,7 @@ class Restoration(Progress):
         )
 
     def record(self, now_s: float) -> RestorationRecord:
-        """Return what was planned and done until `now_s`."""
+        """Return the record of the plan and its result until `now_s`."""
         is_whole = self.is_meeting and not self.pointers.left
         request_id = self.sequence.request.id
         record = self.recorded(request_id, now_s, now_s - self.planned_s if is_whole else None, self._reason())
@@ -144,7 +145,9 @@ class Restoration(Progress):
         return replace(record, index=self.sequence.index, first_token=self.begin * self.chunk_tokens, mapped=mapped)
 
     def _overtakes(self, chunk: int) -> bool:
-        """Return whether computing up to the end of `chunk`, from now on, is expected to be done before the links."""
+        """Return whether computing up to the end of `chunk`, from now on, is expected to end before the links have
+        loaded it.
+        """
         assert self.costs is not None
         computed = self.sequence.computed
         tokens = (self.first + chunk + 1) * self.chunk_tokens - computed
@@ -165,15 +168,16 @@ class Restoration(Progress):
 
 
 class Filler:
-    """Fills blocks of `space` from leases, by `copies`: before the next step, or beside it. For one thread."""
+    """A filler of blocks of `space` from leases, by `copies`: before the next step, or beside it. For one thread."""
 
     def __init__(self, space: BlockSpace, copies: BlockCopies) -> None:
         self._space, self._copies = space, copies
         self.steps_wait = copies.steps_wait  # for what they read: `begin` may be used
 
     def fill(self, restoration: Restoration, lease: KvLease, base: int, portion: range) -> bool:
-        """Copy the blocks `portion` of a prefix; the first of `lease` is block `base`. Returns whether the lease was
-        valid throughout."""
+        """Copy the blocks `portion` of a prefix; the first block of `lease` is block `base`. Return whether the lease
+        was valid throughout.
+        """
         if not self._load(restoration, lease, base, portion).finish():
             return False
         self._note(restoration, portion)
@@ -181,8 +185,9 @@ class Filler:
         return True
 
     def begin(self, restoration: Restoration, lease: KvLease) -> None:
-        """Begin to copy all blocks that are mapped: steps may compute behind them from now on, and `end` says before
-        their results are used whether they were right to."""
+        """Begin to copy all blocks that are mapped. Steps may compute behind them from now on; before their results are
+        used, `end` says whether they were right.
+        """
         sequence, portion = restoration.sequence, range(restoration.next_mapped, restoration.mapped_end)
         computed, furthest = sequence.computed, sequence.furthest
         load = self._load(restoration, lease, 0, portion)
@@ -191,7 +196,9 @@ class Filler:
         restoration.arriving = Arriving(load, portion, computed, furthest, new)
 
     def end(self, restoration: Restoration) -> bool:
-        """Wait for what was begun. Returns whether it has come; if not, the sequence stands where it stood before."""
+        """Wait for the copies that `begin` started. Return whether the blocks have come; if not, the sequence is as it
+        was before.
+        """
         arriving, restoration.arriving = restoration.arriving, None
         assert arriving is not None
         sequence = restoration.sequence
@@ -206,7 +213,7 @@ class Filler:
         return True
 
     def pass_copied(self, restoration: Restoration) -> None:
-        """Advance the sequence past the blocks in place that all before them have reached."""
+        """Advance the sequence past the copied blocks before which all others are present."""
         sequence, size = restoration.sequence, restoration.chunk_tokens
         begin = end = sequence.computed
         while end // size in restoration.copied:
@@ -232,7 +239,7 @@ class Filler:
         return self._copies.load(lease, whole)
 
     def _note(self, restoration: Restoration, portion: range) -> None:
-        """The blocks of `portion` are in place."""
+        """Note that the blocks of `portion` are in place."""
         restoration.note_copied(portion)
         nodes, per_block = restoration.sequence.held.nodes, restoration.chunk_tokens // self._space.block_tokens
         for index in portion:

@@ -1,13 +1,13 @@
 """Restores stored prefixes into the pool, for several sequences at a time.
 
-Owns the stages of each restoration: look up, copy what is mapped, plan the rest, and load it from its last block down
-while ordinary steps compute it from its first one up. Threads wait for the daemon; decisions and copies are made in the
-engine's thread, between two steps and in portions, so that running answers go on. Where steps wait for layers
+The module owns the stages of each restoration: look up, copy mapped blocks, plan the rest, and load it from its last
+block down while ordinary steps compute it from its first one up. Threads wait for the daemon; decisions and copies are
+made in the engine's thread, between two steps and in portions, so that running answers go on. If steps wait for layers
 (`BlockCopies.steps_wait`) and all is mapped, the next step computes behind blocks that are still coming, and `settle`
-says whether it may count. One restoration at a time loads from slower tiers, the one with the least left first
-(`pointers.turn`). Invariants: a block counts as restored only if its lease was still valid after it was
-copied (`Filler`); a sequence's `computed` passes a block that was loaded only when all before it are present, or on
-their way beside a step that `settle` judges; what cannot be loaded is computed.
+says whether it counts. One restoration at a time loads from slower tiers, the one with the least left first
+(`pointers.turn`). Invariants: a block counts as restored only if its lease was still valid after it was copied
+(`Filler`); a sequence's `computed` passes a loaded block only when all before it are present, or on their way beside a
+step that `settle` judges; blocks that cannot be loaded are computed.
 """
 
 import logging
@@ -38,8 +38,8 @@ Ended = tuple[Sequence, RestoreReport, RestorationRecord]
 
 
 class Restorer:
-    """Restores into the blocks of `space`, by `copies`. `costs` estimates what pays, and learns from each restoration.
-    `step_tokens`: most prompt tokens in a step.
+    """The restorer of blocks of `space`, by `copies`. `costs` estimates which loads pay, and learns from each
+    restoration. `step_tokens`: most prompt tokens in a step.
     """
 
     def __init__(
@@ -66,12 +66,12 @@ class Restorer:
 
     @property
     def is_busy(self) -> bool:
-        """Some sequence is being restored."""
+        """True while some sequence is being restored."""
         return bool(self._under_way)
 
     @property
     def is_loading(self) -> bool:
-        """Blocks are on their way from a slower tier."""
+        """True while blocks are on their way from a slower tier."""
         return self._loading is not None and self._loading.stream is not None and not self._loading.stream.done
 
     def close(self) -> None:
@@ -79,7 +79,9 @@ class Restorer:
         self.fetcher.close()
 
     def begin(self, sequence: Sequence) -> bool:
-        """Request what the daemon has of `sequence`, if that could save anything. `advance` reports the end."""
+        """Request the daemon's blocks of `sequence`, if that could save anything; return whether it was done. `advance`
+        reports the end.
+        """
         session = sequence.session
         if session is None or session.state != "connected" or self._restoring == "compute":
             return False
@@ -119,7 +121,9 @@ class Restorer:
                 node.requested = False  # the answer was not used
 
     def wait(self, timeout_s: float, *, is_quick: bool = False) -> None:
-        """Wait until the daemon has answered, or for `timeout_s`. `is_quick`: not for loads, which take long."""
+        """Wait until the daemon has answered, or for `timeout_s` seconds. `is_quick`: do not wait for loads, which take
+        long.
+        """
         under_way = self._under_way.values()
         lookups = [each.lookup for each in under_way if not each.is_answered]
         streams = [] if is_quick else [each.stream for each in under_way if each.stream is not None]
@@ -127,12 +131,14 @@ class Restorer:
             self.fetcher.wait([*lookups, *streams], timeout_s)
 
     def computable(self, sequence: Sequence) -> int:
-        """Up to which position a step may compute `sequence`, which is being restored; its `computed`: nothing now."""
+        """Return the position up to which a step may compute `sequence`, which is being restored; its `computed`:
+        nothing now.
+        """
         return self._under_way[sequence].computable()
 
     def settle(self) -> tuple[bool, list[Ended]]:
         """Wait, after a step was computed and before its results are used, for the blocks that it may have read while
-        they came. Returns False if some of them are lost, so that the step must have no effect; and the restorations
+        they came. Return False if some of them are lost, so that the step must have no effect; and the restorations
         that are done now.
         """
         done, is_sound = [], True
@@ -142,7 +148,7 @@ class Restorer:
         return is_sound, done
 
     def stepped(self, batch: Batch, begin_s: float, seconds: float) -> None:
-        """A step of `batch` took `seconds`."""
+        """Note that a step of `batch` took `seconds`."""
         self._is_decoding = bool(batch.decodes)
         prompts = [(part.end - part.begin, part.begin) for part in batch.parts if not part.is_decode]
         alone_s = self._costs.batch_s(prompts)
@@ -154,7 +160,9 @@ class Restorer:
                 restoration.note_step(part.begin, part.end - part.begin, begin_s, begin_s + seconds)
 
     def advance(self, budget_s: float) -> list[Ended]:
-        """Continue all restorations, copying for about `budget_s`. Returns those that are done, with what they did."""
+        """Continue all restorations, copying for about `budget_s` seconds. Return the restorations that are done, with
+        their results.
+        """
         done = []
         now = self._clock()
         for restoration in list(self._under_way.values()):
@@ -177,7 +185,7 @@ class Restorer:
         return restoration.sequence, restoration.report(ended), restoration.record(ended)
 
     def _leave(self, restoration: Restoration) -> None:
-        """Nothing of it stays behind but the blocks that are ready."""
+        """Remove a restoration; only blocks that are ready stay."""
         if restoration.arriving is not None:
             self._arrived(restoration)
         self._close(restoration)
@@ -190,7 +198,7 @@ class Restorer:
                 node.loader = None
 
     def _proceed(self, restoration: Restoration, deadline: float) -> bool:
-        """Continue by one stage or portion. Returns whether it has ended."""
+        """Continue by one stage or portion. Return whether the restoration has ended."""
         if restoration.arriving is not None:  # no step has been computed since
             self._arrived(restoration)
             return True
@@ -216,7 +224,7 @@ class Restorer:
         return self._meet(restoration, deadline)
 
     def _answered(self, restoration: Restoration, lease: KvLease) -> None:
-        """The lookup's answer: copy what is mapped, unless computing it is quicker even so."""
+        """Handle the lookup's answer: copy mapped blocks, unless computing them is quicker."""
         restoration.is_answered, restoration.resident = True, lease.resident_blocks
         restoration.lookup_reason = str(lease.reason)
         restoration.next_mapped = restoration.begin
@@ -232,7 +240,7 @@ class Restorer:
                 restoration.plan = Plan("compute", compute_s, mapped)
 
     def _copy_mapped(self, restoration: Restoration, lease: KvLease, deadline: float) -> bool:
-        """Returns whether it has ended, with all that was mapped unless the lease has."""
+        """Copy mapped blocks. Return whether the copying has ended, with all of them unless the lease has ended."""
         begin, first = self._clock(), restoration.next_mapped
         while restoration.next_mapped < restoration.mapped_end:
             end = min(restoration.next_mapped + _PORTION_BLOCKS, restoration.mapped_end)
@@ -246,7 +254,7 @@ class Restorer:
         return restoration.next_mapped == restoration.mapped_end
 
     def _arrived(self, restoration: Restoration) -> bool:
-        """Wait for the blocks that come beside a step. Returns whether they have come."""
+        """Wait for the blocks that come beside a step. Return whether they have come."""
         arriving = restoration.arriving
         assert arriving is not None
         is_whole = self._filler.end(restoration)
@@ -257,7 +265,7 @@ class Restorer:
         return is_whole
 
     def _plan_rest(self, restoration: Restoration) -> bool:
-        """Plan the blocks that are not mapped. Returns whether some are to be loaded."""
+        """Plan the blocks that are not mapped. Return whether some of them shall be loaded."""
         end = min(restoration.resident, len(restoration.lookup.tiers))
         first = restoration.first = restoration.mapped_end
         if restoration.plan is not None or end <= first:
@@ -271,7 +279,7 @@ class Restorer:
         return restoration.is_meeting
 
     def _meet(self, restoration: Restoration, deadline: float) -> bool:
-        """Take what has been computed and loaded. Returns whether all is present."""
+        """Take in the computed and the loaded blocks. Return whether all are present."""
         pointers, stream = restoration.pointers, restoration.stream
         restoration.note_computed()
         if stream is not None:
@@ -295,7 +303,7 @@ class Restorer:
         return pointers.is_done
 
     def _copy_arrival(self, restoration: Restoration, arrival: Arrival, deadline: float) -> bool:
-        """Copy blocks that are wanted, until the deadline. Returns whether none is left; then its lease has ended."""
+        """Copy blocks that are wanted, until the deadline. Return whether none is left; then its lease has ended."""
         first, lease = arrival.first, arrival.lease
         while arrival.copied < len(lease):
             block = first + arrival.copied
@@ -333,7 +341,9 @@ class Restorer:
         self._loading = restoration
 
     def _close(self, restoration: Restoration) -> None:
-        """End its stream, if one is open, and learn from it. What has arrived and was not copied has to come again."""
+        """End its stream, if one is open, and learn from it. Blocks that have arrived and were not copied must be
+        loaded again.
+        """
         stream = restoration.stream
         if stream is None:
             return

@@ -1,7 +1,7 @@
-"""The sequences that wait and those that run.
+"""The waiting and the running sequences.
 
-Owns the two lists and the moves between them: admission in the policy's order, displacement, and making room when
-blocks are short. It never computes or samples. Invariant: a sequence runs exactly while it holds blocks.
+The module owns the two lists and the moves between them: admission in the policy's order, displacement, and making room
+when blocks are short. It does not compute or sample. Invariant: a sequence runs exactly while it holds blocks.
 """
 
 from collections import Counter
@@ -49,7 +49,7 @@ class RunQueue:
 
     @property
     def has_sequences(self) -> bool:
-        """Some sequence waits or runs."""
+        """True if some sequence waits or runs."""
         return bool(self.waiting or self.running)
 
     def enter(self, sequence: Sequence) -> None:
@@ -57,13 +57,13 @@ class RunQueue:
         self._statistics.tenants.enter(sequence.request.tenant)
 
     def wait(self, sequence: Sequence) -> None:
-        """`sequence` waits for admission."""
+        """Let `sequence` wait for admission."""
         sequence.since_s = self._clock()
         self.waiting.append(sequence)
         self._look_again_s = 0.0
 
     def run(self, sequence: Sequence) -> None:
-        """`sequence` has got its blocks."""
+        """Note that `sequence` has got its blocks and runs."""
         now = self._clock()
         self.running.append(sequence)
         if sequence.accounts.admitted_s is None:
@@ -71,7 +71,9 @@ class RunQueue:
         self._observer.admitted(sequence.request.id, sequence.index, now)
 
     def leave(self, sequence: Sequence, *, is_sound: bool = True) -> None:
-        """`sequence` has ended: release its blocks. Unless `is_sound`, their K/V are not shared any longer."""
+        """Remove `sequence`, which has ended, and release its blocks. Unless `is_sound`, their K/V are not shared any
+        longer.
+        """
         if sequence.block_table is not None:
             self._restorer.drop(sequence)
             self.running.remove(sequence)
@@ -111,19 +113,19 @@ class RunQueue:
         return order[-1] if order else None
 
     def decoding(self) -> list[Sequence]:
-        """Return the running sequences with one token to compute; where blocks may be short, in yielding order."""
+        """Return the running sequences with one token to compute; if blocks may be short, in yielding order."""
         is_short = self._space.available_blocks < _BLOCKS_A_STEP * len(self.running)
         return [each for each in (self._yielding_order() if is_short else self.running) if each.is_decoding]
 
     def prompts(self) -> list[Sequence]:
-        """Running sequences with prompt tokens to compute, in the order in which they are served."""
+        """Return the running sequences with prompt tokens to compute, in the order in which they are served."""
         now = self._clock()
         prompts = [sequence for sequence in self.running if not sequence.is_decoding]
         return sorted(prompts, key=lambda sequence: self._policy.turn(self._statistics.of(sequence), now))
 
     def ahead(self, tenant: str) -> int:
-        """Count the waiting sequences that go before one more of `tenant`. Tenants take turns, so that one with a long
-        queue does not keep the others out.
+        """Return the number of waiting sequences that go before one more of `tenant`. Tenants take turns, so that one
+        with a long queue does not keep the others out.
         """
         waiting = Counter([tenant, *(sequence.request.tenant for sequence in self.waiting)])
         return min(len(self.waiting), waiting[tenant] * len(waiting) - 1)
@@ -134,7 +136,7 @@ class RunQueue:
 
     @property
     def sequences(self) -> list[Sequence]:
-        """All that wait or run."""
+        """All sequences that wait or run."""
         return [*self.waiting, *self.running]
 
     @property
@@ -166,7 +168,9 @@ class RunQueue:
         return True
 
     def _price(self, head: Sequence) -> int:
-        """Blocks that must be available: its own, and one for each running sequence, lest one must yield at once."""
+        """Return how many blocks must be available: its own, and one for each running sequence, so that none must yield
+        at once.
+        """
         return self._preemption.price(head) + (len(self.running) + 1 if self.running else 0)
 
     def _displaceable(self, head: Sequence, now: float) -> list[Sequence]:

@@ -1,7 +1,7 @@
 """Decides what each step computes.
 
-Owns the parts of scheduling: the sequences that wait and run (`run_queue`), the choice of tokens for a step
-(`batch_planner`), preemption, compaction, and the statistics that policies read. It never computes tokens.
+The module owns the parts of scheduling: the waiting and running sequences (`run_queue`), the choice of tokens for a
+step (`batch_planner`), preemption, compaction, and the statistics that policies read. It does not compute tokens.
 Requests enter by `BatchEngine.add`, into `run_queue`.
 """
 
@@ -78,19 +78,19 @@ class Scheduler:
         self._compactor = Compactor(space, self.preemption.transfers, clock) if settings.compaction else None
 
     def next_batch(self) -> Batch:
-        """Plan what the next step computes; without parts if nothing can be computed now."""
+        """Return the next batch; without parts if nothing can be computed now."""
         return self.planner.plan(self.run_queue.decoding(), self.run_queue.prompts())
 
     def observe(self, batch: Batch, seconds: float, *, beside_loading: bool) -> None:
-        """Computing `batch` took `seconds`."""
+        """Note that computing `batch` took `seconds`."""
         pieces = [(part.end - part.begin, part.begin) for part in batch.parts]
         self._costs.observe_batch(pieces, seconds, beside_loading=beside_loading)
         self._budget.observe(batch.decodes, batch.prefill_tokens, seconds)
         self.statistics.stepped(seconds, len(batch.decodes))
 
     def tidy(self, steps: int) -> None:
-        """Tidy up after each of `steps` steps. Now and then this returns unused host memory to the system, and moves
-        the blocks of the next victim together if its expected swaps make that pay.
+        """Tidy up after each of `steps` steps. Now and then, return unused host memory to the system, and move the
+        blocks of the next victim together if its expected swaps make that pay.
         """
         if steps % _TIDY_STEPS == 0:
             self.host.trim_if_unused()

@@ -1,6 +1,6 @@
 """The statistics that policies read of each sequence.
 
-Owns the prediction of its remaining time, the tenants' accounts, and the speed of steps. It decides nothing.
+The module owns the prediction of its remaining time, the tenants' accounts, and the speed of steps. It decides nothing.
 """
 
 from collections import Counter, OrderedDict
@@ -29,7 +29,7 @@ class SchedulingStatistics:
     """The statistics of one engine. `costs` predicts computing times; ended answers predict lengths."""
 
     def __init__(self, costs: LearnedCosts, prefill_tokens: int, *, predicts: bool) -> None:
-        """`predicts`: the policy reads remaining times."""
+        """Make statistics. `predicts`: the policy reads remaining times."""
         self._costs = costs
         self._prefill_tokens = prefill_tokens
         self._predicts = predicts
@@ -40,7 +40,7 @@ class SchedulingStatistics:
         self._ended = 0
 
     def of(self, sequence: Sequence) -> Candidate:
-        """Return what a policy sees of `sequence` now."""
+        """Return the present view of `sequence` for a policy."""
         return Candidate(
             order=sequence.order,
             arrived_s=sequence.arrived_s,
@@ -52,7 +52,7 @@ class SchedulingStatistics:
         )
 
     def remaining_s(self, sequence: Sequence) -> float:
-        """Seconds until `sequence` ends, once it runs."""
+        """Return the seconds until `sequence` ends, once it runs."""
         # Read of every waiting sequence at every admission, while predictions change slowly.
         at = self._ended // _REFRESH_ENDED, sequence.generated // _REFRESH_TOKENS, sequence.computed
         if sequence.forecast_at != at:
@@ -71,21 +71,23 @@ class SchedulingStatistics:
 
     @property
     def step_s(self) -> float:
-        """Seconds that recent steps with decodes took."""
+        """The seconds that recent steps with decodes took."""
         return self._costs.batch_s([(1, 0)]) if self._step_s is None else self._step_s
 
     def wait_s(self, waiting: int, places: int) -> float:
-        """Seconds until `waiting` sequences are admitted, at the speed so far; 0 until an answer has ended."""
+        """Return the seconds until `waiting` sequences are admitted, at the speed so far; 0 until an answer has
+        ended.
+        """
         return waiting * (self._service_s or 0.0) / places
 
     def stepped(self, seconds: float, decodes: int) -> None:
-        """A step took `seconds`."""
+        """Note that a step took `seconds`."""
         if decodes:
             old = seconds if self._step_s is None else self._step_s
             self._step_s = _SPEED_MEMORY * old + (1 - _SPEED_MEMORY) * seconds
 
     def ended(self, sequence: Sequence, now_s: float) -> None:
-        """An answer ended by itself or at its limit."""
+        """Note that an answer ended by itself or at its limit."""
         self._ended += 1
         self.lengths.observe(sequence.request.tenant, sequence.prompt_tokens, sequence.generated)
         admitted_s = sequence.accounts.admitted_s
@@ -95,7 +97,7 @@ class SchedulingStatistics:
 
 
 class VirtualTokens:
-    """Counts what each tenant has been served, so that the tenants take turns.
+    """Counts of the tokens that each tenant has been served, so that the tenants take turns.
 
     Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024): the tenant that has been served least is
     next. An idle tenant that becomes active is raised to the least of the active ones, so that none saves up turns. A
@@ -108,7 +110,7 @@ class VirtualTokens:
         self._active: Counter[str] = Counter()
 
     def enter(self, tenant: str) -> None:
-        """A request of `tenant` has arrived."""
+        """Note that a request of `tenant` has arrived."""
         if not self._active[tenant]:
             least = min((self._served[other] for other, count in self._active.items() if count), default=None)
             if least is None:
@@ -117,7 +119,7 @@ class VirtualTokens:
         self._active[tenant] += 1
 
     def leave(self, tenant: str) -> None:
-        """A request of `tenant` has ended."""
+        """Note that a request of `tenant` has ended."""
         self._active[tenant] -= 1
         if not self._active[tenant]:
             del self._active[tenant]
@@ -126,18 +128,18 @@ class VirtualTokens:
                 del self._served[idle]
 
     def charge(self, tenant: str, *, prompt_tokens: int = 0, output_tokens: int = 0) -> None:
-        """Tokens were computed for `tenant`."""
+        """Note that tokens were computed for `tenant`."""
         if tenant in self._active:
             self._served[tenant] += PROMPT_WEIGHT * prompt_tokens + OUTPUT_WEIGHT * output_tokens
 
     def served(self, tenant: str) -> float:
-        """The tenant's counter; only differences between tenants have a meaning."""
+        """Return the tenant's counter; only differences between tenants have a meaning."""
         return self._served.get(tenant, 0.0)
 
 
 class LengthPredictor:
-    """Predicts the length of an answer from those that have ended: of the closest kind with enough samples, which is
-    tenant and prompt length, tenant, or all.
+    """Predicts the length of an answer from ended answers: of the closest kind with enough samples, which is tenant and
+    prompt length, tenant, or all.
 
     Its histograms fade. A prediction is the expected rest given that the answer has not ended yet, so that an unusually
     long one is not expected to end at every next token.
@@ -147,7 +149,7 @@ class LengthPredictor:
         self._seen: OrderedDict[_Key, npt.NDArray[np.float64]] = OrderedDict()
 
     def observe(self, tenant: str, prompt_tokens: int, generated: int) -> None:
-        """An answer ended by itself or at its limit, after `generated` tokens."""
+        """Note that an answer ended by itself or at its limit, after `generated` tokens."""
         bucket = int(np.searchsorted(_EDGES, generated, side="right")) - 1
         for key in _keys(tenant, prompt_tokens):
             counts = self._seen.setdefault(key, np.zeros(len(_MIDDLES)))
@@ -158,7 +160,9 @@ class LengthPredictor:
             self._seen.popitem(last=False)
 
     def remaining(self, tenant: str, prompt_tokens: int, generated: int, limit: int) -> float:
-        """Tokens still to come of an answer that has `generated` and may have `limit`; at least 1."""
+        """Return the expected number of further tokens of an answer that has `generated` and may have `limit`; at least
+        1.
+        """
         most = max(limit - generated, 1)
         for key in _keys(tenant, prompt_tokens):
             counts = self._seen.get(key)

@@ -1,8 +1,8 @@
-"""One answer under way: its tokens, what of them is computed, which blocks it holds.
+"""One answer under way: its tokens, how many of them are computed, and the blocks it holds.
 
-Owns the state that the parts of the engine work on, and its accounts. It never acts.
-Invariants: `tokens[:length]` are known, and K/V of [0, computed) are in the blocks of `block_table`. computed < length,
-except for a moment within a step. A sequence without a block table waits; `swapped` is its K/V on the host, if any.
+The module owns the state that the parts of the engine work on, and its accounts. It takes no action. Invariants:
+`tokens[:length]` are known, and K/V of [0, computed) are in the blocks of `block_table`. computed < length, except for
+a moment within a step. A sequence without a block table waits; `swapped` is its K/V on the host, if any.
 """
 
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ from kvstore_engine.restore.session import KvSession
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Is answer `index` of `request`. `order` numbers arrivals."""
+    """The sequence of answer `index` of `request`. `order` numbers arrivals."""
 
     request: Request
     index: int
@@ -49,12 +49,12 @@ class Sequence:
 
     @property
     def left(self) -> int:
-        """Known tokens that are not computed."""
+        """The number of known tokens that are not computed."""
         return self.length - self.computed
 
     @property
     def is_decoding(self) -> bool:
-        """Only its last generated token is to be computed."""
+        """True if only its last generated token is left to compute."""
         return self.generated > 0 and self.left == 1
 
     @property
@@ -64,7 +64,9 @@ class Sequence:
         return self.block_table
 
     def advance_to(self, end: int, source: str) -> int:
-        """K/V up to `end` are ready, from "local", "daemon" or "computed". Returns how many prompt tokens are new."""
+        """Record that K/V up to `end` are ready, from "local", "daemon" or "computed". Return how many prompt tokens
+        are new.
+        """
         accounts = self.accounts
         new = max(0, min(end, self.prompt_tokens) - max(self.computed, min(self.furthest, self.prompt_tokens)))
         if source == "local":
@@ -79,12 +81,14 @@ class Sequence:
         return new
 
     def retreat_to(self, computed: int, furthest: int, new: int) -> None:
-        """K/V from `computed` on have not come from the daemon after all; `new` prompt tokens were counted for them."""
+        """Record that K/V from `computed` on have not come from the daemon; `new` prompt tokens were counted for
+        them.
+        """
         self.accounts.daemon -= new
         self.computed, self.furthest = computed, furthest
 
     def usage(self, now_s: float) -> Usage:
-        """The accounts as of `now_s`."""
+        """Return the accounts as of `now_s`."""
         accounts = self.accounts
         first_s, last_s = accounts.first_s, accounts.last_s
         return Usage(
@@ -105,7 +109,7 @@ class Sequence:
 
 @dataclass(slots=True)
 class Accounts:
-    """Notes where a sequence's prompt tokens came from and when things happened, for `Usage`."""
+    """The accounts of a sequence, for `Usage`: the sources of its prompt tokens and the times of its events."""
 
     local: int = 0
     daemon: int = 0

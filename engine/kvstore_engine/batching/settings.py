@@ -14,7 +14,9 @@ POLICIES: tuple[PolicyName, ...] = ("fcfs", "shortest", "priority")
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """policy: which sequences are served first (`policies`).
+    """The engine's limits and choices.
+
+    policy:          which sequences are served first (`policies`).
     context:         most tokens of a prompt and its answer; None: as many as the compute object and the pool allow.
     max_running:     most sequences in a step; the compute object's own limit applies as well.
     prefill_tokens:  most prompt tokens in a step without decodes.
@@ -24,11 +26,11 @@ class EngineSettings:
     step_floor_s:    or this long, if that is more.
     max_queued:      most requests that wait; one more is Overloaded. Each tenant is sure of its share.
     max_queue_s:     a request is Overloaded, too, if its expected wait is longer than this.
-    swap_bytes:      memory of the host pool for swapped sequences; 0: always recompute.
+    swap_bytes:      bytes of the host pool for swapped sequences; 0: always recompute.
     ageing:          "shortest": seconds of remaining work that a second of waiting counts for.
     level_s:         "priority": seconds of waiting that count for one level.
-    compaction:      move a sequence's scattered blocks together where that pays.
-    restoring:       what is stored is restored as planned, by loading and computing at once or by the quicker of the
+    compaction:      move a sequence's scattered blocks together if that pays.
+    restoring:       stored blocks are restored as planned, by loading and computing at once or by the quicker of the
                      two; always by loading ("load"); or never ("compute").
     prefix_sharing:  share blocks among the requests of a tenant.
     """
@@ -69,7 +71,9 @@ class EngineSettings:
             raise UsageError(f"step_most_stretch must be at least step_stretch, got {self.step_most_stretch}")
 
     def step_tokens(self, limits: StepLimits) -> int:
-        """Most prompt tokens in a step, in whole blocks. ValueError if `limits` leave too few for one block."""
+        """Return the most prompt tokens in a step, in whole blocks. Raises ValueError if `limits` leave too few for one
+        block.
+        """
         tokens = min(self.prefill_tokens, limits.max_tokens) // limits.block_tokens * limits.block_tokens
         if not tokens:
             raise ValueError(f"a step takes {limits.max_tokens} tokens: too few for one block of {limits.block_tokens}")

@@ -1,11 +1,11 @@
 """Limits how many prompt tokens a step may compute beside the decodes.
 
-Owns the limit on a step's length. It never chooses whose tokens they are. All decodes are in every step; the rest goes
-to prompts, in whole blocks, so that steps cut a prompt where restoring does (graph.plan) and no prompt, however long,
-makes the running answers stutter.
+The module owns the limit on a step's length. It does not choose whose tokens they are. All decodes are in every step;
+the rest goes to prompts, in whole blocks, so that steps cut a prompt where restoring does (graph.plan) and no prompt,
+however long, makes the running answers stutter.
 
-An answer stutters when a step is longer than those before it. So while prompts arrive now and then, a step with one is
-little longer than one without. Where prompts keep arriving, most steps have a part of one, and short parts only make
+An answer stutters when a step is longer than the steps before it. So while prompts arrive now and then, a step with one
+is little longer than one without. If prompts keep arriving, most steps have a part of one, and short parts only make
 prompts wait: then all steps grow, up to a second limit. (Sarathi-Serve, Agrawal et al., OSDI 2024, has one limit for
 all steps, set by hand for a promised latency.)
 """
@@ -56,7 +56,7 @@ class StepBudget:
         self._target_s = floor_s
 
     def tokens(self, decodes: Pieces, prompts: Pieces) -> int:
-        """Prompt tokens that fit beside `decodes`: a multiple of the block, at least one block.
+        """Return how many prompt tokens fit beside `decodes`: a multiple of the block, at least one block.
 
         `prompts`: the other running sequences, each as (tokens, position) if it decoded; the first one gets the tokens.
         """
@@ -74,7 +74,7 @@ class StepBudget:
         return few * self._block
 
     def observe(self, decodes: Pieces, prefill_tokens: int, seconds: float) -> None:
-        """The step of the last call of `tokens`, or one without prompts, took `seconds`."""
+        """Note that the step of the last call of `tokens`, or one without prompts, took `seconds`."""
         if not decodes:
             return
         self._recent_s.append(seconds)

@@ -1,7 +1,7 @@
-"""Stores what running sequences have computed in the daemon, each block once, and sends it hints.
+"""Stores the computed blocks of running sequences in the daemon, each block once, and sends it hints.
 
-Owns which blocks are being stored, and pins them until they are. It never waits for the daemon longer than its caller
-allows. Where the daemon is slow or gone, blocks are not stored; nothing else suffers.
+The module owns which blocks are being stored, and pins them until they are. It waits for the daemon only as long as its
+caller allows. If the daemon is slow or gone, blocks are not stored, and nothing else suffers.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ class _SequencePut(Put):
 
 
 class Storer:
-    """Stores blocks of `space` through one queue, copied by `copies`."""
+    """The storer of blocks of `space`, through one queue, copied by `copies`."""
 
     def __init__(self, space: BlockSpace, copies: BlockSender, observer: Observer, clock: Callable[[], float]) -> None:
         self._space = space
@@ -38,7 +38,7 @@ class Storer:
 
     @property
     def outstanding(self) -> int:
-        """Puts that are not finished."""
+        """The number of puts that are not finished."""
         return self._queue.outstanding
 
     def offer(self, sequence: Sequence) -> None:
@@ -66,15 +66,19 @@ class Storer:
         sequence.offered_blocks = first
 
     def hint_end(self, sequence: Sequence, *, by_itself: bool) -> None:
-        """The answer has ended, and all of it was offered. Hints for the daemon's eviction are its length, and what
-        follows it where it ended by itself: an answer that was cut off at its greatest length does not show that."""
+        """Send hints for the daemon's eviction about an answer that has ended, all of which was offered: its length
+        and, if it ended by itself, what follows it. An answer that was cut off at its greatest length does not show
+        that.
+        """
         is_first = not sequence.index  # one of several answers to a prompt
         if is_first and sequence.generated and sequence.request.settings.store:
             next_step = sequence.answer.next_step if by_itself else None
             self._hint(sequence, sequence.computed, answer_tokens=sequence.generated, next_step=next_step)
 
     def hint_due(self, sequence: Sequence, wait_s: float) -> None:
-        """The sequence will run in about `wait_s`: a hint to keep the stored blocks of its prompt."""
+        """Hint that `sequence` will run in about `wait_s` seconds, so that the daemon keeps the stored blocks of its
+        prompt.
+        """
         self._hint(sequence, sequence.prompt_tokens, due_in_s=wait_s)
 
     def _hint(
@@ -92,18 +96,18 @@ class Storer:
             self._queue.hint(Hint(session, whole, answer_tokens, due_in_s, next_step))
 
     def settle(self, patience_s: float, *, everything: bool = False) -> None:
-        """Unpin what is stored, and hand over the next put, for which this waits up to `patience_s`."""
+        """Unpin stored blocks, and hand over the next put, waiting up to `patience_s` seconds for that."""
         self._collect(self._queue.finished())
         self._queue.settle(patience_s, everything=everything)
         self._collect(self._queue.finished())
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until the puts under way are finished, or for `timeout_s`."""
+        """Wait until the puts under way are finished, or for `timeout_s` seconds."""
         self._queue.wait(timeout_s)
         self._collect(self._queue.finished())
 
     def close(self) -> None:
-        """Store what was offered, and stop the thread. Each put has a deadline."""
+        """Store the offered blocks, and stop the thread. Each put has a deadline."""
         self._queue.settle(0.0, everything=True)
         self._collect(self._queue.close())
 

@@ -1,12 +1,12 @@
-"""Our engine beside llama.cpp, in the same run: servers over HTTP, and decoding alone.
+"""Measures this engine beside llama.cpp, in one run: servers over HTTP, and decoding alone.
 
-Owns the turns and the ratios. Sides take turns, one at a time, and each figure is the median of its turns, so that a
-slow minute of the machine hits all sides alike. A ratio is ours over theirs: over 1 is more throughput, under 1 less
-latency. Invariant: there is a ratio only where both sides ran the same ggml build, and our kernels use no instruction
-that this build does not.
+The module owns the turns and the ratios. Sides take turns, one at a time, and each figure is the median of its turns,
+so that a slow minute of the machine hits all sides alike. A ratio is this engine over llama.cpp: over 1 is more
+throughput, under 1 less latency. Invariant: there is a ratio only if both sides ran one ggml build, and this engine's
+kernels use only instructions that the build uses too.
 
-At a barrier libgomp's threads spin before they sleep. Over HTTP each side has its own default (ours sleeps early, to
-leave the cores to its other processes); decoding alone both spin as libgomp does by default.
+At a barrier libgomp's threads spin before they sleep. Over HTTP each side has its own default (this engine sleeps
+early, to leave the cores to its other processes); decoding alone both spin as libgomp does by default.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """`program`: a stock llama-server; None takes the one in the wheel `xllamacpp`."""
+    """The settings of a comparison. `program`: a stock llama-server; None takes the one in the wheel `xllamacpp`."""
 
     model: Path
     threads: int
@@ -51,7 +51,7 @@ class Comparison:
 
 
 def compare(wanted: Comparison, progress: Progress, *, server: bool = True, decode: bool = True) -> dict[str, Any]:
-    """All rows, and what makes them comparable."""
+    """Return all rows, and the facts that make them comparable."""
     builds = _Builds()
     with llama_server(wanted.model, LlamaServerSettings(wanted.threads), wanted.program) as probe:
         builds.see(probe)
@@ -78,7 +78,7 @@ class _Builds:
         self.same = True
 
     def see(self, baseline: Running) -> None:
-        """Note which ggml a running server of llama.cpp's has, and whether it is ours."""
+        """Note which ggml a running server of llama.cpp has, and whether it equals this engine's."""
         found = find_library()
         ours = [found] if found.is_file() else sorted(found.glob("libggml*.so*"))
         theirs = baseline.libraries()
@@ -130,18 +130,18 @@ def _server_row(wanted: Comparison, count: int, builds: _Builds, progress: Progr
 
 
 def turn_loads(wanted: Comparison, sizes: LoadSettings) -> list[Workload]:
-    """Other prompts in each turn: none of the sides may have kept what an earlier one left."""
+    """Return a load for each turn, with other prompts: no side may find blocks from an earlier turn."""
     seeds = [sizes.seed + 100 * turn for turn in range(wanted.rounds)]
     return [make_load(wanted.load_name, replace(sizes, seed=seed)) for seed in seeds]
 
 
 def context_for(turns: Sequence[Workload]) -> int:
-    """Tokens that hold the longest request of any turn."""
+    """Return the tokens of the longest request of any turn."""
     return -(-(max(load.longest_tokens for load in turns) + 1) // _PAD_TOKENS) * _PAD_TOKENS
 
 
 def _rotated(names: list[str], turn: int) -> list[str]:
-    """Each turn begins with another side."""
+    """Return `names` rotated, so that each turn begins with another side."""
     at = turn % len(names)
     return names[at:] + names[:at]
 
@@ -173,9 +173,9 @@ def _ratios(figures: dict[str, dict[str, float]], builds: _Builds) -> dict[str, 
 
 @dataclass(frozen=True, slots=True)
 class DecodeSpeeds:
-    """Tokens a second of each side at one number of sequences, the median of its turns; and the steps of ours.
+    """Tokens a second of each side at one number of sequences, the median of its turns; and this engine's step times.
 
-    `core_wait`: of the time of a side's steps, how much its threads stood ready without a core. Over some 0.05 the
+    `core_wait`: the share of a side's step time in which its threads stood ready without a core. Over some 0.05 the
     machine was not quiet, and the figures say little.
     """
 
@@ -184,13 +184,13 @@ class DecodeSpeeds:
 
     @property
     def best(self) -> float:
-        """llama.cpp's, at the better of its settings without the unified cache."""
+        """llama.cpp's speed at the better of its settings without the unified cache."""
         return max(self.per_s[_PLAIN], self.per_s[_FLASH])
 
 
 @contextlib.contextmanager
 def decoders(model: Path, threads: int, environment: dict[str, str]) -> Iterator[dict[str, Child]]:
-    """A process for each side, with nothing loaded yet."""
+    """Yield a process for each side, with nothing loaded yet."""
     module, arguments = "kvstore_engine.bench.decoding", [str(model), str(threads)]
     with (
         contextlib.closing(Child(module, [OURS, *arguments], {**_LIBGOMP_SPINS, **environment})) as ours,
@@ -203,7 +203,9 @@ def decoders(model: Path, threads: int, environment: dict[str, str]) -> Iterator
 def decode_speeds(
     sides: dict[str, Child], count: int, *, prompt_tokens: int, steps: int, rounds: int, **ours: object
 ) -> DecodeSpeeds:
-    """Decode with `count` sequences on every side, in turns. `ours`: further questions to our side."""
+    """Decode with `count` sequences on every side, in turns, and return the speeds. `ours`: further questions to this
+    engine's side.
+    """
     settings: dict[str, dict[str, object]] = {
         OURS: ours,
         _PLAIN: {"flash": False, "unified": False},

@@ -1,7 +1,8 @@
-"""A process that answers questions, one line of JSON each way: how sides of a comparison are kept apart.
+"""A process that answers questions, one line of JSON each way; it keeps the sides of a comparison apart.
 
-Owns the process and the protocol. One ggml a process, so no two sides share one; a child that is not asked waits for
-its input and takes no core from the side whose turn it is. What a child writes to standard error is the user's to see.
+The module owns the process and the protocol. A process has one ggml, so no two sides share one; a child that is not
+asked waits for its input and takes no core from the side whose turn it is. A child's standard error is shown to the
+user.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _END_S = 30.0
 
 
 class Child:
-    """`python -m module arguments...`, once it has said that it is ready, until `close`."""
+    """The process `python -m module arguments...`, from its message that it is ready until `close`."""
 
     def __init__(
         self, module: str, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None
@@ -45,7 +46,7 @@ class Child:
         return self._process.pid
 
     def ask(self, question: Mapping[str, object]) -> Any:
-        """The child's answer. OperationError if it has ended."""
+        """Return the child's answer. Raises OperationError if it has ended."""
         assert self._process.stdin is not None
         try:
             print(json.dumps(question), file=self._process.stdin, flush=True)
@@ -54,7 +55,7 @@ class Child:
         return self._read()
 
     def close(self) -> None:
-        """Let it end; killed if it does not."""
+        """Let the child end; kill it if it does not."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
         try:
@@ -76,7 +77,7 @@ class Child:
 
 
 def answer_questions(respond: Callable[[dict[str, Any]], object]) -> None:
-    """The child's side: say ready, then answer until the parent is done."""
+    """Run the child's side: say ready, then answer until the parent is done."""
     out = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library prints must not be taken for an answer
     print(json.dumps(_READY), file=out, flush=True)

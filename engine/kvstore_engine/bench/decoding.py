@@ -1,11 +1,11 @@
-"""Decode speed without HTTP: the engine's, and llama.cpp's own, each in a process of its own that is asked by lines.
+"""Decode speed without HTTP: the engine's, and llama.cpp's own, each in a process that answers questions by lines.
 
     python -m kvstore_engine.bench.decoding ours|llama MODEL THREADS
 
-Owns what a decode step is on each side: one token for each of so many sequences, with the choice of the likeliest one
-included. A question is {"sequences", "prompt_tokens", "steps", "seed"} and, for llama.cpp, {"flash", "unified"};
-the answer holds the seconds of each step in which all sequences took part, and of those the seconds that threads had
-to wait for a core.
+The module owns the definition of a decode step on each side: one token for each sequence, with the choice of the
+likeliest one included. A question is {"sequences", "prompt_tokens", "steps", "seed"} and, for llama.cpp, {"flash",
+"unified"}; the answer holds the seconds of each step in which all sequences took part, and of those the seconds that
+threads had to wait for a core.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FIRST_WORD = 300
 
 
 def core_wait_s() -> float:
-    """Seconds since the threads that live now were made, summed over them; 0 where the kernel does not say."""
+    """Return the seconds that the present threads waited for a core, summed over them; 0 if the kernel does not say."""
     waited_ns = 0
     with contextlib.suppress(OSError):
         for task in _TASKS.iterdir():

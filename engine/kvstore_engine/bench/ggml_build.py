@@ -1,9 +1,9 @@
-"""Which ggml a side runs, and for which CPU it was built: a comparison of two builds compares compilers, not engines.
+"""The ggml that a side runs, and the CPU it was built for: a comparison of two builds compares compilers, not engines.
 
     python -m kvstore_engine.bench.ggml_build PATH      # prints the CPU features of the ggml there
 
-Owns the identity of a build, the digests of the library files that a process has really mapped, and what the other
-side must do to be comparable: a kernel of ours that uses instructions which the ggml of both does not is no fair gain.
+The module owns the identity of a build, the digests of the library files that a process has really mapped, and the
+rule that makes sides comparable: this engine's kernels may only use instructions that the common ggml uses.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TIMEOUT_S = 60.0
 
 
 def mapped_libraries(pids: Iterable[int]) -> frozenset[Path]:
-    """The files of ggml that these processes have mapped."""
+    """Return the files of ggml that these processes have mapped."""
     found = set()
     for pid in pids:
         try:
@@ -38,7 +38,7 @@ def mapped_libraries(pids: Iterable[int]) -> frozenset[Path]:
 
 
 def family(pid: int) -> list[int]:
-    """The process and all its descendants."""
+    """Return the process and all its descendants."""
     parents: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -59,13 +59,13 @@ def digest(path: Path) -> str:
 
 
 def same_build(ours: Iterable[Path], theirs: Iterable[Path]) -> bool:
-    """Return whether every ggml file of ours is, byte for byte, one of theirs. False where either is not known."""
+    """Return whether every ggml file of `ours` equals, byte for byte, one of `theirs`. False if either is not known."""
     our_digests = {digest(path) for path in ours if "llama" not in path.name or "xllamacpp" in path.name}
     return bool(our_digests) and our_digests <= {digest(path) for path in theirs}
 
 
 def cpu_features(library: Path) -> list[str]:
-    """Return the CPU features of the ggml in this file or folder, as it says itself; asked in a process of its own."""
+    """Return the CPU features of the ggml in this file or folder, as a process of its own reports them."""
     command = [sys.executable, "-m", __name__, str(library)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     if done.returncode:
@@ -76,7 +76,7 @@ def cpu_features(library: Path) -> list[str]:
 
 
 def kernel_environment(features: Iterable[str]) -> dict[str, str]:
-    """Return the environment that keeps our kernels to the instructions that this ggml uses."""
+    """Return the environment that limits this engine's kernels to the instructions that the ggml uses."""
     features = set(features)
     if "avx512" in features or "avx2" not in features:
         return {}

@@ -1,8 +1,8 @@
-"""An engine in this process, put together for a measurement and driven with a load: no HTTP, no other process between.
+"""An engine in this process, built for a measurement and driven with a load, without HTTP or another process.
 
-Owns the lifetime of the model, the pool, the executor and the engine, the feeding and the noting of times. The pool is
-as large as asked for, not as the machine would allow: how much fits is part of what is measured. One thread: requests
-are added between steps, as the engine's own server does.
+The module owns the lifetime of the model, the pool, the executor and the engine; it feeds requests and notes times. The
+pool has the requested size, not the largest that the machine allows: its size is part of the measurement. One thread:
+requests are added between steps, as in the engine's own server.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from kvstore_engine.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class BenchEngine:
-    """How to run the engine. `pool_tokens` None: `sequences` of the whole context."""
+    """The settings of an engine. `pool_tokens` None: `sequences` times the whole context."""
 
     model: Path
     context: int
@@ -79,7 +79,7 @@ def _blocks(wanted: BenchEngine) -> int:
 
 @dataclass(slots=True)
 class _Feeding:
-    """What is still to be sent, each with the time it is due (None: as soon as a client is free)."""
+    """The requests still to send, each with the time when it is due (None: as soon as a client is free)."""
 
     left: deque[tuple[float | None, BenchRequest]]
     clients: int | None
@@ -93,7 +93,7 @@ class _Feeding:
 
 
 class EndsAfter:
-    """A constraint that allows everything and ends the answer after so many tokens, unknown to the scheduler."""
+    """A constraint that allows everything and ends the answer after `tokens` tokens, unknown to the scheduler."""
 
     def __init__(self, tokens: int) -> None:
         self._left = tokens
@@ -117,7 +117,7 @@ def run_in_process(
     clock: Callable[[], float] = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Run:
-    """Send all of `workload` and wait for all answers."""
+    """Send all of `workload` and wait for all answers; return the outcomes."""
     if isinstance(arrivals, ClosedLoop):
         feeding = _Feeding(deque((None, request) for request in workload.requests), arrivals.concurrency)
     else:
@@ -148,7 +148,9 @@ def run_in_process(
 
 
 def _send(engine: BatchEngine, feeding: _Feeding, outcomes: list[Outcome], now_s: float) -> bool:
-    """False if the engine wants no more for now: the request stays where it is, and its wait counts."""
+    """Send requests that are due; return False if the engine wants no more for now: the request stays in place, and its
+    wait counts.
+    """
     at, request = feeding.left[0]
     outcome = Outcome(request.id, request.kind, now_s if at is None else at, len(request.tokens))
     settings = RequestSettings(

@@ -1,9 +1,9 @@
-"""llama.cpp's own decode, several sequences in one context, through the very library that the engine takes ggml from.
+"""llama.cpp's own decode, several sequences in one context, through the library that also gives the engine its ggml.
 
-Owns a `llama_*` model and context, and the finding of parameters whose structs grow with every release: defaults are
-taken as an oversized blob, the few fields that are set are found by the pattern of their known defaults, and what took
-effect is read back from llama.cpp's getters and its log. Anything unexpected raises; nothing is guessed. It never
-shares a process with the engine (one ggml a process): `children` starts it in one of its own.
+The module owns a `llama_*` model and context. The parameter structs grow with every release, so defaults are read into
+an oversized blob, the few fields to set are found by the pattern of their known defaults, and the effect is read back
+from llama.cpp's getters and its log. Anything unexpected raises; nothing is guessed. It never shares a process with the
+engine (one ggml a process): `children` starts it in one of its own.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _SINKS: list[object] = []  # llama.cpp calls the last one at any time, also afte
 
 
 class LlamaError(OperationError):
-    """This llama.cpp cannot be driven: it failed, or it is laid out in a way that is not known."""
+    """This llama.cpp cannot be driven: it failed, or its structs have an unknown layout."""
 
 
 class _Blob(ct.Structure):
-    """A parameter struct of unknown length: by value it is a copy on the stack, where more does no harm."""
+    """A parameter struct of unknown length. By value it is a copy on the stack, where extra bytes do no harm."""
 
     _fields_ = (("raw", ct.c_uint8 * _PAST_DRIFT_BYTES),)
 
@@ -58,7 +58,9 @@ class _Batch(ct.Structure):
 
 @dataclass(frozen=True, slots=True)
 class LlamaSettings:
-    """`unified`: one K/V buffer for all sequences (`-kvu`); else one each of `context / sequences` tokens."""
+    """The settings of a context. `unified`: one K/V buffer for all sequences (`-kvu`); otherwise one each of `context /
+    sequences` tokens.
+    """
 
     context: int
     sequences: int
@@ -70,7 +72,7 @@ class LlamaSettings:
 
 
 class LlamaContext:
-    """One model, one context, `settings.sequences` sequences."""
+    """One model and one context with `settings.sequences` sequences."""
 
     def __init__(self, model: Path, settings: LlamaSettings) -> None:
         os.environ.setdefault("GGML_NO_BACKTRACE", "1")
@@ -96,7 +98,7 @@ class LlamaContext:
         self._row = self._function("llama_get_logits_ith", ct.POINTER(ct.c_float), ct.c_void_p, ct.c_int32)
 
     def close(self) -> None:
-        """Free the context and the model; closing twice is closing once."""
+        """Free the context and the model. Idempotent."""
         if self._context:
             self._function("llama_batch_free", None, _Batch)(self._batch)
             self._function("llama_free", None, ct.c_void_p)(self._context)
@@ -104,7 +106,7 @@ class LlamaContext:
             self._context = 0
 
     def prefill(self, sequence: int, tokens: Int32Array) -> int:
-        """Compute a prompt, `batch` tokens a call; its likeliest next token."""
+        """Compute a prompt, `batch` tokens a call; return its likeliest next token."""
         size = min(self.settings.batch, self.settings.context)
         for first in range(0, len(tokens), size):
             part = tokens[first : first + size]
@@ -114,7 +116,7 @@ class LlamaContext:
         return self._best(len(part) - 1)
 
     def step(self, tokens: Sequence[int], positions: Sequence[int]) -> list[int]:
-        """One token of each of the first `len(tokens)` sequences; the likeliest next token of each."""
+        """Compute one token of each of the first `len(tokens)` sequences; return the likeliest next token of each."""
         count = len(tokens)
         sequences = np.arange(count, dtype=np.int32)
         self._run(np.array(tokens, np.int32), np.array(positions, np.int32), sequences, logits_from=0)
@@ -174,7 +176,9 @@ class LlamaContext:
 
 
 def llama_library(ggml: Path) -> Path:
-    """The library with llama.cpp in it: the same file in an all-in-one build, libllama beside a split build's ggml."""
+    """Return the library with llama.cpp in it: `ggml` itself in an all-in-one build, libllama beside a split build's
+    ggml.
+    """
     folder = ggml if ggml.is_dir() else ggml.parent
     beside = sorted(folder.glob("libllama.so*")) + sorted(folder.glob("libllama.dylib"))
     return beside[0] if beside else ggml

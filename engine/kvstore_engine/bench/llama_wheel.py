@@ -2,8 +2,8 @@
 
     python -m kvstore_engine.bench.llama_wheel MODEL SETTINGS
 
-Owns the translation of settings. The server is the stock one and listens on a free port; it ends when the parent
-closes its input. A question, any, is answered with its address.
+The module translates settings. The server is the stock one and listens on a free port; it ends when the parent closes
+its input. Any question is answered with its address.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvstore_engine.bench.child import answer_questions
 
 
 def serve(model: str, settings: dict[str, Any]) -> str:
-    """Start it; the address. `settings` are those of `servers.LlamaServerSettings`."""
+    """Start the server and return its address. `settings` are the fields of `servers.LlamaServerSettings`."""
     import xllamacpp
 
     wanted = xllamacpp.CommonParams()

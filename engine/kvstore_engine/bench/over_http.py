@@ -1,8 +1,9 @@
 """Drives any OpenAI-style server with a load, over HTTP with streamed answers.
 
-Owns the clients: one connection a request, all in one thread, so that they take little from the server's cores.
-Prompts are sent as token ids, so that every server computes the same; `ignore_eos` keeps all answers as long as asked
-for (llama.cpp, vLLM and this engine understand it). A refused or broken request is an outcome, not an exception.
+The module owns the clients: one connection a request, all in one thread, so that they take little from the server's
+cores. Prompts are sent as token ids, so that every server computes equal prompts; `ignore_eos` keeps all answers at the
+requested length (llama.cpp, vLLM and this engine understand it). A refused or broken request is an outcome, not an
+exception.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _SILENCE_S = 600.0  # a loaded server may take long for a long prompt
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """`url`: with or without `/v1`. `model`: the name to ask for; None lets the server choose."""
+    """A server to measure. `url` may end in `/v1`. `model`: the name to ask for; None lets the server choose."""
 
     url: str
     model: str | None = None
@@ -34,7 +35,9 @@ class Endpoint:
 
 
 def run_over_http(endpoint: Endpoint, workload: Workload, arrivals: Arrivals) -> Run:
-    """Send all of `workload` and wait for all answers. OperationError if the server cannot be reached."""
+    """Send all of `workload` and wait for all answers; return the outcomes. Raises OperationError if the server cannot
+    be reached.
+    """
     return asyncio.run(_Clients(endpoint).run(workload, arrivals))
 
 
@@ -100,7 +103,7 @@ class _Clients:
             outcome.message = outcome.message or "the answer was empty"
 
     def _note(self, outcome: Outcome, chunk: dict[str, object]) -> None:
-        """One event of the stream: a piece of the answer, or the final account."""
+        """Note one event of the stream: a piece of the answer, or the final account."""
         if error := chunk.get("error"):
             outcome.message = str(error)
         choices, usage = chunk.get("choices"), chunk.get("usage")
@@ -149,7 +152,7 @@ def _split(url: str) -> SplitResult:
 
 
 async def _response(reader: asyncio.StreamReader) -> tuple[int, AsyncIterator[bytes]]:
-    """The status, and the body's lines as they come."""
+    """Return the status, and the body's lines as they come."""
     words = (await reader.readline()).split(None, 2)
     if len(words) < 2 or not words[1].isdigit():
         raise ValueError("the server's answer is not HTTP")

@@ -1,6 +1,6 @@
 """A study as files: JSON with everything, CSV with one line a case, and one HTML page to look at.
 
-Owns their names, columns and layout. Nothing outside the page is loaded by it. Never measures anything.
+The module owns their names, columns and layout. The page loads nothing from outside. It measures nothing.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ Get = Callable[[Case], float]
 
 
 def as_json(about: Mapping[str, object], cases: Sequence[Case]) -> dict[str, object]:
-    """Everything, as one object."""
+    """Return everything as one object."""
     return {**about, "cases": [case.as_json() for case in cases]}
 
 
 def as_csv(cases: Sequence[Case]) -> str:
-    """One line a case, with the columns `COLUMNS`; empty where a figure is not known."""
+    """Return one line a case, with the columns `COLUMNS`; empty for an unknown figure."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)
@@ -52,7 +52,9 @@ def as_csv(cases: Sequence[Case]) -> str:
 
 
 def write_files(folder: Path, about: Mapping[str, object], cases: Sequence[Case]) -> list[Path]:
-    """bench.json, bench.csv and bench.html in `folder`. OperationError if that cannot be."""
+    """Write bench.json, bench.csv and bench.html to `folder`, and return their paths. Raises OperationError if that
+    fails.
+    """
     texts = {
         "bench.json": json.dumps(as_json(about, cases), indent=1) + "\n",
         "bench.csv": as_csv(cases),
@@ -81,7 +83,7 @@ def _flat(case: Case) -> dict[str, object]:
 
 
 def report_page(about: Mapping[str, object], cases: Sequence[Case]) -> str:
-    """The whole document."""
+    """Return the whole document."""
     body = [markup.tiles(_best(cases))]
     for load in dict.fromkeys(case.load for case in cases):
         chosen = [case for case in cases if case.load == load]
@@ -132,7 +134,7 @@ def _charts(cases: Sequence[Case]) -> list[str]:
 
 
 def _over(cases: Sequence[Case], title: str, note: str, get: Get, unit: Unit) -> str:
-    """One curve for each block size over the number of clients, or the rate."""
+    """Return a chart with one curve for each block size, over the number of clients or the rate."""
     curves = []
     for block_tokens in dict.fromkeys(case.block_tokens for case in cases):
         points = sorted((_at(case), get(case)) for case in cases if case.block_tokens == block_tokens)
@@ -162,7 +164,7 @@ def _latencies(cases: Sequence[Case]) -> str:
 
 
 def _sources(cases: Sequence[Case]) -> str | None:
-    """Draw where prompts came from; None if nothing was reused anywhere."""
+    """Return a chart of the sources of prompts; None if nothing was reused anywhere."""
     found = []
     for case in cases:
         sources = case.profile.get("prompt_tokens_by_source")

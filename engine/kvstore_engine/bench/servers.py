@@ -1,8 +1,8 @@
-"""The servers of a comparison: ours and llama.cpp's, each in processes of its own on a port of its own.
+"""The servers of a comparison: this engine's and llama.cpp's, each in processes of its own on a port of its own.
 
-Owns their start, their readiness and their end. llama.cpp's default is what `llama-server` does with no option but
-the model and the threads: four slots over one unified K/V, the model's whole context, flash attention where it can.
-Its best on CPUs, as measured here and by others, is `-fa off -no-kvu -np N -c ...`: a slot for each client.
+The module owns their start, their readiness and their end. llama.cpp's default is `llama-server` with no option but the
+model and the threads: four slots over one unified K/V, the model's whole context, flash attention if it can. Its best
+on CPUs, as measured here and by others, is `-fa off -no-kvu -np N -c ...`: a slot for each client.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ _END_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class LlamaServerSettings:
-    """`flash` None: where it can. `context` None: the model's. `cache_ram_mib`: its host-memory prompt cache."""
+    """The settings of llama.cpp's server. `flash` None: if it can. `context` None: the model's. `cache_ram_mib`: its
+    host-memory prompt cache.
+    """
 
     threads: int
     sequences: int = DEFAULT_SLOTS
@@ -43,7 +45,7 @@ class LlamaServerSettings:
     cache_ram_mib: int = 8192  # its default
 
     def command(self) -> list[str]:
-        """Return the options of the program `llama-server`; nothing is said of what is left at its default."""
+        """Return the options of the program `llama-server`; settings at their default are left out."""
         options = ["-t", str(self.threads)]
         if self == LlamaServerSettings(self.threads):
             return options
@@ -54,7 +56,7 @@ class LlamaServerSettings:
 
 
 def best_on_cpus(threads: int, sequences: int, context: int) -> LlamaServerSettings:
-    """`context`: tokens of one sequence."""
+    """Return the best settings on CPUs. `context`: tokens of one sequence."""
     return LlamaServerSettings(threads, sequences, context * sequences, False, False)
 
 
@@ -66,7 +68,7 @@ class Running:
     pid: int
 
     def libraries(self) -> frozenset[Path]:
-        """The ggml files that it has mapped."""
+        """Return the ggml files that it has mapped."""
         return mapped_libraries(family(self.pid))
 
 
@@ -74,7 +76,7 @@ class Running:
 def our_server(
     model: Path, threads: int, options: Sequence[str] = (), environment: Mapping[str, str] | None = None
 ) -> Iterator[Running]:
-    """`kvengine serve` on a free port."""
+    """Yield `kvengine serve` on a free port."""
     port = free_port()
     command = [sys.executable, "-m", "kvstore_engine.cli", "serve", "--model", str(model), "--port", str(port)]
     with _program([*command, "--threads", str(threads), *options], port, environment) as running:
@@ -83,7 +85,7 @@ def our_server(
 
 @contextlib.contextmanager
 def llama_server(model: Path, settings: LlamaServerSettings, program: Path | None = None) -> Iterator[Running]:
-    """llama.cpp's: `program`, or the one in the wheel `xllamacpp`."""
+    """Yield llama.cpp's server: `program`, or the one in the wheel `xllamacpp`."""
     if program is None:
         child = Child("kvstore_engine.bench.llama_wheel", [str(model), json.dumps(asdict(settings))])
         with contextlib.closing(child):
@@ -102,7 +104,7 @@ def llama_server(model: Path, settings: LlamaServerSettings, program: Path | Non
 
 
 def _check_slots(running: Running, settings: LlamaServerSettings) -> None:
-    """Check that the server runs with the settings it was given, which are read back from it."""
+    """Check that the server runs with its settings, which are read back from it."""
     with urllib.request.urlopen(f"{running.url}/props", timeout=30) as answer:
         seen = json.load(answer).get("total_slots")
     if seen != settings.sequences:

@@ -1,7 +1,7 @@
 """Measures for `kvengine bench`: one case for each load, block size and number of clients, or rate.
 
-Owns the order of the cases and what is kept of each. An engine in this process is opened once for each load and block
-size; before its cases it answers a few unmeasured requests, since first uses of memory and graphs are slow.
+The module owns the order of the cases and the record of each. An engine in this process is opened once for each load
+and block size; before its cases it answers a few unmeasured requests, since first uses of memory and graphs are slow.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Case:
 
     @property
     def evaluated_ratio(self) -> float | None:
-        """Prompt tokens computed, of the ideal; None where the server does not say."""
+        """The prompt tokens computed, divided by the ideal; None if the server does not say."""
         computed = self.summary.computed_tokens
         return None if computed is None or not self.ideal_tokens else computed / self.ideal_tokens
 
@@ -76,7 +76,7 @@ Progress = Callable[[str], None]
 def study_engine(
     base: BenchEngine, wanted: StudySettings, progress: Progress, observer: Observer | None = None
 ) -> Iterator[Case]:
-    """Every case of an engine in this process. `observer` sees them all, for a trace."""
+    """Yield every case of an engine in this process. `observer` sees them all, for a trace."""
     for name in wanted.loads:
         workload = make_load(name, wanted.load)
         context = max(_LEAST_CONTEXT, -(-workload.longest_tokens // 256) * 256)
@@ -95,7 +95,7 @@ def study_engine(
 
 
 def study_server(endpoint: Endpoint, wanted: StudySettings, progress: Progress) -> Iterator[Case]:
-    """Every case of a server. Each has prompts of its own, so that none finds what another left behind."""
+    """Yield every case of a server. Each has prompts of its own, so that none finds blocks of another."""
     run_over_http(endpoint, _warm_up(wanted), ClosedLoop(1))
     # A seed for each load, too: of one seed, the shared prefixes of two loads begin alike.
     for number, (arrivals, name) in enumerate(product(wanted.arrivals, wanted.loads)):
@@ -104,12 +104,12 @@ def study_server(endpoint: Endpoint, wanted: StudySettings, progress: Progress) 
 
 
 def _warm_up(wanted: StudySettings) -> Workload:
-    """Make a load of tokens that the model has: a request that is refused warms nothing."""
+    """Return a load of tokens that the model has: a refused request warms nothing."""
     return make_load("decode", replace(_WARM_UP, vocabulary=wanted.load.vocabulary))
 
 
 def case_of(workload: Workload, arrivals: Arrivals, run: Run, block_tokens: int | None, progress: Progress) -> Case:
-    """One measurement's figures, out of what became of its requests."""
+    """Return the figures of one measurement, from the outcomes of its requests."""
     done = [outcome for outcome in run.outcomes if outcome.ok]
     answered = {outcome.id for outcome in done}  # what failed was not computed either
     prompts = (request.tokens for request in workload.requests if request.id in answered)

@@ -1,7 +1,7 @@
 """Outcomes of a run's requests, and the run in figures: latencies, throughput, computed parts of prompts.
 
-Owns what is counted. All times are seconds since the run began; latencies count from when the request was due.
-Percentiles are those of the profiler's histograms, which have no upper bound.
+The module owns the definitions of the figures. All times are seconds since the run began; latencies count from when the
+request was due. Percentiles come from the profiler's histograms, which have no upper bound.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from kvstore_engine.profiler.histogram import Histogram
 
 @dataclass(slots=True)
 class Outcome:
-    """`token_s`: when each piece of the answer came; `generated` tokens may have come in fewer pieces.
+    """The outcome of a request. `token_s`: the time of each piece of the answer; `generated` tokens may have come in
+    fewer pieces.
 
-    reused_tokens: of the prompt, not computed (None: the server does not say). message: why it failed.
+    reused_tokens: tokens of the prompt that were not computed (None: the server does not say). message: why it failed.
     """
 
     id: str
@@ -41,7 +42,7 @@ class Outcome:
 
     @property
     def tpot_s(self) -> float | None:
-        """Seconds for each token after the first; None of an answer of one."""
+        """The seconds for each token after the first; None for an answer of one token."""
         if self.generated < 2 or len(self.token_s) < 2:
             return None
         return (self.token_s[-1] - self.token_s[0]) / (self.generated - 1)
@@ -53,7 +54,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """All outcomes, how long it took, and what the engine's profiler says (empty of a server somewhere else)."""
+    """All outcomes of a run, its length in seconds, and the engine's profile (empty for a remote server)."""
 
     outcomes: list[Outcome]
     seconds: float
@@ -62,7 +63,9 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """`computed_tokens` None where the server does not say what it reused. Latencies hold count, mean, p50...max."""
+    """The figures of a run. `computed_tokens` is None if the server does not say how many tokens it reused. Latencies
+    hold count, mean, p50...max.
+    """
 
     seconds: float
     requests: int
@@ -110,13 +113,13 @@ def summarise(run: Run, kind: str | None = None) -> Summary:
 
 
 def kinds(outcomes: Sequence[Outcome]) -> list[str]:
-    """The kinds there are, if there is more than one."""
+    """Return the kinds of requests, if there is more than one."""
     found = sorted({outcome.kind for outcome in outcomes})
     return found if len(found) > 1 else []
 
 
 def durations(values: Iterable[float]) -> Histogram:
-    """Return the distribution of `values`, of which clocks may make one less than 0."""
+    """Return the distribution of `values`; clock errors may make a value negative."""
     return Histogram(max(0.0, value) for value in values)
 
 

@@ -1,8 +1,8 @@
-"""The requests of a measurement: arrivals, and loads made up from a seed.
+"""The requests of a measurement: arrivals, and loads made from a seed.
 
-Owns plain values, the making of prompts, and the least that any engine has to compute for them. It never sends
-anything. The same name, numbers and seed give the same tokens. Token ids are drawn from those that are ordinary words
-in every vocabulary that is used here: the first few hundred are control tokens and bytes.
+The module has plain values, makes prompts, and computes the fewest tokens that any engine has to compute for them. It
+sends nothing. Equal names, numbers and seeds give equal tokens. Token ids are drawn from ids that are ordinary words in
+every vocabulary used here: the first few hundred are control tokens and bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FIRST_WORD = 300
 
 @dataclass(frozen=True, slots=True)
 class ClosedLoop:
-    """`concurrency` clients, each with one request at a time."""
+    """Arrivals from `concurrency` clients, each with one request at a time."""
 
     concurrency: int
 
@@ -35,7 +35,7 @@ class ClosedLoop:
 
 @dataclass(frozen=True, slots=True)
 class OpenLoop:
-    """Requests due at random times, `rate` a second on average."""
+    """Arrivals at random times, `rate` a second on average."""
 
     rate: float
     seed: int = 1
@@ -45,7 +45,7 @@ class OpenLoop:
             raise UsageError(f"the rate must be over 0 requests a second, got {self.rate}")
 
     def due_s(self, count: int) -> list[float]:
-        """Seconds from the start, one for each request; the same for the same seed."""
+        """Return the seconds from the start for each request; equal seeds give equal times."""
         gaps = np.random.Generator(np.random.PCG64(self.seed)).exponential(1 / self.rate, count)
         due: list[float] = np.cumsum(gaps).tolist()
         return due
@@ -59,10 +59,10 @@ Arrivals = ClosedLoop | OpenLoop
 
 @dataclass(frozen=True, slots=True)
 class BenchRequest:
-    """`kind` groups requests whose latencies are reported apart, such as "short" and "long".
+    """A request. `kind` groups requests whose latencies are reported apart, such as "short" and "long".
 
-    `limit`: the most that is requested, where the answer ends by itself after `max_tokens`, unknown to the
-    scheduler; 0: `max_tokens` is requested.
+    `limit`: the requested number of tokens, if the answer ends by itself after `max_tokens`, unknown to the scheduler;
+    0: `max_tokens` is requested.
     """
 
     id: str
@@ -82,7 +82,7 @@ class Workload:
 
     @property
     def longest_tokens(self) -> int:
-        """Return the tokens of context that the longest request needs."""
+        """The tokens of context that the longest request needs."""
         return max(len(request.tokens) + request.max_tokens for request in self.requests)
 
     @property
@@ -91,10 +91,10 @@ class Workload:
 
 
 def ideal_tokens(prompts: Iterable[Int32Array], block_tokens: int) -> int:
-    """Prompt tokens that must be computed if each distinct block is computed once, for any request.
+    """Return the prompt tokens that must be computed if each distinct block is computed once, for any request.
 
-    A block is known by all the tokens up to its end. What does not fill a block is not shared, and of a prompt that
-    is known to its end the last token is computed again, for its logits.
+    A block is known by all the tokens up to its end. A part that does not fill a block is not shared, and if a prompt
+    is known to its end its last token is computed again, for its logits.
     """
     seen: set[bytes] = set()
     needed = 0
@@ -112,7 +112,9 @@ def ideal_tokens(prompts: Iterable[Int32Array], block_tokens: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LoadSettings:
-    """`prompt_tokens` and `generate_tokens` are those of an ordinary request; each load says what it makes of them."""
+    """The sizes of a load. `prompt_tokens` and `generate_tokens` are for an ordinary request; each load says how it
+    uses them.
+    """
 
     requests: int = 32
     prompt_tokens: int = 256
@@ -136,12 +138,12 @@ class _Words:
         return self.random.integers(*self._range, count).astype(np.int32)
 
     def about(self, count: int) -> int:
-        """Near `count`: no two requests of a real load are of one length."""
+        """Return a number near `count`: no two requests of a real load are of one length."""
         return max(1, round(count * self.random.uniform(0.75, 1.25)))
 
 
 def decode_only(settings: LoadSettings) -> Workload:
-    """Prompts as short as they go: what is measured is decoding."""
+    """Return a load of the shortest possible prompts, which measures decoding."""
     words = _Words(settings)
     prompt = min(16, settings.prompt_tokens)
     requests = [
@@ -152,7 +154,7 @@ def decode_only(settings: LoadSettings) -> Workload:
 
 
 def independent(settings: LoadSettings) -> Workload:
-    """Prompts with nothing in common, of lengths around the one asked for."""
+    """Return prompts with nothing in common, of lengths around the requested one."""
     words = _Words(settings)
     requests = [
         BenchRequest(f"chat-{number}", words.some(words.about(settings.prompt_tokens)), settings.generate_tokens)
@@ -163,7 +165,7 @@ def independent(settings: LoadSettings) -> Workload:
 
 
 def shared_prefix(settings: LoadSettings, share: float, groups: int = 2) -> Workload:
-    """`share` of each prompt is one of `groups` system prompts; the rest is its own."""
+    """Return prompts of which a part, `share`, is one of `groups` system prompts; the rest is different in each."""
     words = _Words(settings)
     common = round(settings.prompt_tokens * share)
     prefixes = [words.some(common) for _ in range(groups)]
@@ -177,10 +179,10 @@ def shared_prefix(settings: LoadSettings, share: float, groups: int = 2) -> Work
 
 
 def multi_turn(settings: LoadSettings) -> Workload:
-    """Conversations that come back after all the others have had their turn, in another order each time.
+    """Return conversations that come back after all the others have had their turn, in another order each time.
 
-    The answers in a conversation's history are the load's own, not what the engine said: so every engine is asked the
-    same, and what it said itself is not found again by any.
+    The answers in a conversation's history are the load's own, not the engine's: so every engine gets equal requests,
+    and none finds its own answers again.
     """
     words, turns = _Words(settings), 3
     sessions = max(1, settings.requests // turns)
@@ -198,7 +200,7 @@ def multi_turn(settings: LoadSettings) -> Workload:
 
 
 def long_beside_short(settings: LoadSettings) -> Workload:
-    """Chats, and one in eight requests with a prompt many times as long, which must not make the chats wait."""
+    """Return chats, and one in eight requests with a prompt many times as long, which must not make the chats wait."""
     words, times_longer, one_in = _Words(settings), 8, 8
     requests = []
     for number in range(settings.requests):
@@ -212,7 +214,7 @@ def long_beside_short(settings: LoadSettings) -> Workload:
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """A kind of request, of which there are `weight` in ten; its lengths are in units of an ordinary request's."""
+    """A kind of request, `weight` in ten of them; its lengths are in units of an ordinary request's."""
 
     name: str
     weight: int
@@ -224,10 +226,12 @@ _KINDS = (_Kind("short", 9, 1.0, 1.0), _Kind("long", 1, 8.0, 16.0))
 
 
 def mixed_answers(settings: LoadSettings) -> Workload:
-    """Answers of very unequal lengths: nine in ten requests are short, one in ten has a long prompt and a long answer.
+    """Return answers of very unequal lengths: nine in ten requests are short, one in ten has a long prompt and a long
+    answer.
 
     Lengths vary log-normally within a kind. All requests may generate as much as the longest, so that a scheduler has
-    to find out by itself what is short. Over HTTP, where an answer cannot be made to end, the limit is the length.
+    to find out by itself which are short. Over HTTP an answer cannot be made to end early, so there the limit is the
+    length.
     """
     words, sigma = _Words(settings), 0.5
     weights = [kind.weight / sum(kind.weight for kind in _KINDS) for kind in _KINDS]
@@ -257,7 +261,7 @@ LOADS: dict[str, Callable[[LoadSettings], Workload]] = {
 
 
 def make_load(name: str, settings: LoadSettings) -> Workload:
-    """The load of this name. UsageError if there is none."""
+    """Return the load of this name. Raises UsageError if there is none."""
     if name not in LOADS:
         raise UsageError(f"load {name!r} is unknown; known: {', '.join(LOADS)}")
     return LOADS[name](settings)

@@ -1,9 +1,9 @@
-"""One sequence's blocks.
+"""The blocks of one sequence.
 
-Owns the ids and the trie nodes through which its leading blocks are shared. It never allocates, counts or copies: only
-`space.BlockSpace` changes a block table. Invariants: block i holds positions [16i, 16i + 16), with blocks of 16 tokens;
-the first `len(nodes)` blocks are those of the nodes, a path from the tenant's root; the others are this sequence's own,
-or shared with its forks.
+The module owns the ids and the trie nodes through which its leading blocks are shared. It does not allocate, count or
+copy: only `space.BlockSpace` changes a block table. Invariants: block i holds positions [16i, 16i + 16), with blocks of
+16 tokens; the first `len(nodes)` blocks belong to the nodes, a path from the tenant's root; the others are this
+sequence's own, or shared with its forks.
 """
 
 import numpy as np
@@ -32,7 +32,7 @@ class BlockTable:
 
     @property
     def blocks(self) -> list[int]:
-        """Return `ids` as a list."""
+        """The block ids as a list."""
         ids: list[int] = self.ids.tolist()
         return ids
 

@@ -1,9 +1,9 @@
 """Moves a sequence's scattered blocks together when that saves more than it costs.
 
-Owns the decision and the moves. A move is one more copy of its bytes, so it pays only through later transfers: runs
-saved x measured seconds per run x expected transfers, against the measured seconds of the move. Every single move must
-pay, with a margin for errors of the measurements. The usual case, that none does, is decided in microseconds.
-Invariants: only blocks with one holder are moved; the targets are free blocks; tokens keep their order.
+The module owns the decision and the moves. A move is one more copy of its bytes, so it pays only through later
+transfers: runs saved x measured seconds per run x expected transfers, against the measured seconds of the move. Every
+single move must pay, with a margin for errors of the measurements. The usual case, that none pays, is decided in
+microseconds. Invariants: only blocks with one holder are moved; the targets are free blocks; tokens keep their order.
 """
 
 import math
@@ -26,7 +26,7 @@ _MARGIN = 1.25  # both costs are estimates: their errors must not make a move a 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Table entries [first, first + count) are the blocks [start, start + count)."""
+    """Table entries [first, first + count), which are the blocks [start, start + count)."""
 
     first: int
     start: int
@@ -39,8 +39,8 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Table entries [first, first + count), which are in `sources` pieces, to the free blocks [target, target + count).
-    The sequence has `runs` pieces fewer afterwards.
+    """A move of table entries [first, first + count), which are in `sources` pieces, to the free blocks [target, target
+    + count). Afterwards the sequence has `runs` pieces fewer.
     """
 
     first: int
@@ -51,13 +51,13 @@ class Move:
 
     @property
     def pieces(self) -> int:
-        """Pieces that the move reads and writes."""
+        """The number of pieces that the move reads and writes."""
         return self.sources + 1
 
 
 @dataclass(frozen=True, slots=True)
 class Compaction:
-    """Says what was moved for one sequence. `gain_s`: expected saving less expected cost. Runs are counted only if
+    """The result for one sequence. `gain_s`: expected saving less expected cost, in seconds. Runs are counted only if
     blocks were moved.
     """
 
@@ -72,7 +72,7 @@ _NOTHING = Compaction()
 
 
 class Compactor:
-    """Compacts tables of one space."""
+    """The compactor of tables of one space."""
 
     def __init__(self, space: BlockSpace, costs: TransferCosts, clock: Callable[[], float] = time.perf_counter) -> None:
         self._space = space
@@ -83,7 +83,7 @@ class Compactor:
         self._calls = 0
 
     def compact(self, table: BlockTable, transfers: float) -> Compaction:
-        """Make the moves that pay if the whole sequence is copied `transfers` more times."""
+        """Make the moves that pay if the whole sequence is copied `transfers` more times; return the result."""
         if self._calls % _REFRESH_CALLS == 0:
             run_s = self._costs.run_s
             self._least_runs = self._cost_s(1, 2) / run_s if run_s else math.inf
@@ -116,7 +116,7 @@ class Compactor:
         return (runs - 1) * saved_s > self._cost_s(table.count, runs + 1)
 
     def _best(self, table: BlockTable, saved_s: float) -> tuple[float, Move] | None:
-        """The move that gains most, if one run fewer saves `saved_s`."""
+        """Return the move that gains most, if one run fewer saves `saved_s` seconds."""
         runs = count_runs(table.ids)
         if not self._can_pay(table, runs, saved_s):
             return None
@@ -134,7 +134,7 @@ class Compactor:
         return best
 
     def _joining(self, table: BlockTable, pieces: list[_Piece], worth: list[int]) -> Iterator[Move]:
-        """Moves of the pieces `worth` moving to where a neighbour ends or begins."""
+        """Yield moves of the pieces `worth` moving to the place where a neighbour ends or begins."""
         free = self._space.pool.free_flags
         for index in worth:
             first, start, count = pieces[index].first, pieces[index].start, pieces[index].count
@@ -146,7 +146,7 @@ class Compactor:
                     yield Move(first, count, 1, target, (target == before) + (target == behind))
 
     def _gathering(self, table: BlockTable, pieces: list[_Piece]) -> Iterator[Move]:
-        """The move of all blocks to one place."""
+        """Yield the move of all blocks to one place."""
         starts, lengths = free_runs(self._space.pool.free_flags)
         fitting = np.flatnonzero(lengths >= table.count)
         if fitting.size and all(self._is_movable(table, piece) for piece in pieces):
@@ -154,7 +154,7 @@ class Compactor:
             yield Move(0, table.count, len(pieces), int(starts[smallest]), len(pieces) - 1)
 
     def _cost_s(self, count: int, pieces: int) -> float:
-        """Seconds that moving `count` blocks in `pieces` must save."""
+        """Return the seconds that moving `count` blocks in `pieces` must save."""
         return _MARGIN * self._costs.move_s(count * self._block_bytes, pieces)
 
     def _is_movable(self, table: BlockTable, piece: _Piece) -> bool:

@@ -1,10 +1,10 @@
 """Copies sequences' blocks out of the pool to host memory, and back.
 
-Owns the memory beside the pool, and the record of a swapped sequence. It never decides which sequence is swapped. Empty
-memory is returned to the system once it has been unused for a while: where blocks are short, one swap follows another,
-and first writes to fresh memory take five times as long as the copy. The K/V that are swapped in have the same bits: a
-block that stayed in the trie is used again; one that was evicted and computed again by another sequence is not, since
-recomputing may round differently.
+The module owns the memory beside the pool, and the record of a swapped sequence. It does not decide which sequence is
+swapped. Empty memory is returned to the system once it has been unused for a while: when blocks are short, one swap
+follows another, and first writes to fresh memory take five times as long as the copy. Swapped-in K/V have their former
+bits: a block that stayed in the trie is used again; one that was evicted and computed again by another sequence is not,
+since recomputing may round differently.
 """
 
 import mmap
@@ -27,8 +27,8 @@ _PATIENCE = 32
 
 
 class Slabs:
-    """Backs blocks of `block_bytes`, `limit_bytes` in all, by slabs of about `slab_bytes` as they are needed.
-    ValueError for sizes below 1.
+    """Memory for blocks of `block_bytes`, `limit_bytes` in all, in slabs of about `slab_bytes` that are made as needed.
+    Raises ValueError for sizes below 1.
 
     It has address space for as many blocks as the limit allows. A slab is a run of neighbouring blocks (Bonwick, 1994).
     It gets memory when one of its blocks is first allocated; `trim` returns the memory of empty slabs to the system.
@@ -54,21 +54,21 @@ class Slabs:
 
     @property
     def used(self) -> int:
-        """Allocated blocks."""
+        """The number of allocated blocks."""
         return int(self._allocated.sum())
 
     @property
     def available(self) -> int:
-        """Blocks that can be allocated now."""
+        """The number of blocks that can be allocated now."""
         return len(self.memory) - self.used
 
     @property
     def backed_bytes(self) -> int:
-        """Memory of slabs that have some."""
+        """The bytes of slabs that have memory."""
         return int(np.count_nonzero(self._backed)) * self.slab_bytes
 
     def allocate(self, count: int) -> list[int]:
-        """`count` blocks, as `FreeList.allocate`. PoolExhausted, and then nothing has changed."""
+        """Return `count` blocks, as `FreeList.allocate` does. If it raises PoolExhausted, nothing has changed."""
         if count > self.available:
             raise PoolExhausted(f"{count} blocks wanted, {self.available} are available")
         while self._free.count < count:
@@ -80,7 +80,7 @@ class Slabs:
         return blocks
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Free blocks. RuntimeError as `FreeList.free`."""
+        """Free blocks. Raises RuntimeError as `FreeList.free` does."""
         self._free.free(blocks)
         np.add.at(self._allocated, np.array(blocks, np.int64) // self._slab_blocks, -1)
 
@@ -104,7 +104,7 @@ class HostPoolFull(RuntimeError):
 
 
 class HostPool:
-    """Room for `limit_bytes` of engine blocks' payloads of `pool`'s shape."""
+    """A pool with room for `limit_bytes` of engine blocks' payloads of `pool`'s shape."""
 
     def __init__(self, pool: BlockPool, limit_bytes: int) -> None:
         self._pool = pool
@@ -114,21 +114,23 @@ class HostPool:
 
     @property
     def free_blocks(self) -> int:
-        """Engine blocks that still fit."""
+        """The number of engine blocks that still fit."""
         return self._slabs.available
 
     @property
     def resident_bytes(self) -> int:
-        """Memory that this pool has got from the system."""
+        """The bytes that this pool has got from the system."""
         return self._slabs.backed_bytes
 
     @property
     def used_blocks(self) -> int:
-        """Engine blocks that are saved here."""
+        """The number of engine blocks that are saved here."""
         return self._slabs.used
 
     def save(self, blocks: list[int]) -> list[int]:
-        """Copy pool blocks to places of this pool. HostPoolFull, and then nothing is copied."""
+        """Copy pool blocks to places of this pool, and return the places. If it raises HostPoolFull, nothing is
+        copied.
+        """
         try:
             places = self._slabs.allocate(len(blocks))
         except PoolExhausted as error:
@@ -141,7 +143,7 @@ class HostPool:
         return places
 
     def load(self, places: list[int], skip: int, blocks: list[int]) -> None:
-        """Copy what was saved, without its first `skip` blocks, back to pool blocks."""
+        """Copy the saved blocks, without the first `skip`, back to pool blocks."""
         # A run of places was written as one payload, plane by plane, so it is read as one, without its head.
         done = 0
         for first, count in split_runs(places):
@@ -152,11 +154,11 @@ class HostPool:
             done += count
 
     def free(self, places: list[int]) -> None:
-        """Discard what was saved in `places`."""
+        """Discard the blocks saved in `places`."""
         self._slabs.free(places)
 
     def trim_if_unused(self) -> None:
-        """Call this now and then: empty memory is returned if nothing was saved for 32 calls."""
+        """Return empty memory if nothing was saved for 32 calls. Call this now and then."""
         self._unused_calls += 1
         if self._unused_calls >= _PATIENCE:
             self.trim()
@@ -171,7 +173,7 @@ class HostPool:
 
 @dataclass(frozen=True, slots=True)
 class SwappedBlocks:
-    """Holds the K/V of positions [0, computed) in `places` of the host pool. `path` was the part in the trie."""
+    """The K/V of positions [0, computed) in `places` of the host pool. `path` was the part in the trie."""
 
     tenant: str
     computed: int
@@ -182,7 +184,9 @@ class SwappedBlocks:
 
 
 def swap_out(space: BlockSpace, host: HostPool, table: BlockTable, computed: int) -> SwappedBlocks:
-    """Copy positions [0, computed) of `table` to the host, and release the table. HostPoolFull: nothing has changed."""
+    """Copy positions [0, computed) of `table` to the host, release the table, and return the record. If it raises
+    HostPoolFull, nothing has changed.
+    """
     blocks, path = table.blocks[: space.blocks_for(computed)], table.nodes[: computed // space.block_tokens]
     places = host.save(blocks)
     space.release(table)
@@ -192,8 +196,8 @@ def swap_out(space: BlockSpace, host: HostPool, table: BlockTable, computed: int
 def swap_in(space: BlockSpace, host: HostPool, swapped: SwappedBlocks, tokens: Int32Array) -> tuple[BlockTable, int]:
     """Bring back a sequence of `tokens`, and free its places on the host.
 
-    Returns its block table, filled up to the last swapped position, and the number of blocks copied for it.
-    PoolExhausted: nothing has changed.
+    Return its block table, filled up to the last swapped position, and the number of blocks copied for it. If it raises
+    PoolExhausted, nothing has changed.
     """
     block_table, kept = space.reclaim(swapped.tenant, tokens, swapped.path, swapped.computed)
     targets = block_table.blocks[kept : len(swapped.places)]

@@ -1,9 +1,9 @@
 """The blocks of all sequences: claims, growth, sharing, copy-on-write, and room made by evicting cached prefixes.
 
-Owns which block table and which trie node refer to which block. It never computes K/V and never preempts: where the
-cached prefixes are not enough it raises PoolExhausted and has changed nothing. Invariants (`check` walks them): a
-block's count is the number of tables, nodes and pins that name it; a block that two tables name outside the trie is
-written only after it was copied; a node's block is written only until it is ready.
+The module owns which block table and which trie node refer to which block. It does not compute K/V and does not
+preempt: if evicting cached prefixes is not enough it raises PoolExhausted and has changed nothing. Invariants (`check`
+walks them): a block's count is the number of tables, nodes and pins that name it; a block that two tables name outside
+the trie is written only after it was copied; a node's block is written only until it is ready.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,7 +22,7 @@ Int32Array = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class SpaceStatistics:
-    """Blocks by holder: used (by a sequence), cached (by the trie alone), free. The last three count events."""
+    """Blocks by holder: used (by a sequence), cached (by the trie alone), free. The last three fields count events."""
 
     blocks: int
     used: int
@@ -34,7 +34,7 @@ class SpaceStatistics:
 
 
 class BlockReferences:
-    """Counts the holders of each block of one pool, which it does not know. All allocation goes through here.
+    """The counts of holders of each block of one pool, which the class does not know. All allocation goes through here.
 
     Invariant: a block is free in the pool exactly while its count is 0.
     """
@@ -45,21 +45,21 @@ class BlockReferences:
         self.free_blocks = pool.free_blocks  # without a holder
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
-        """`count` blocks with one holder each. PoolExhausted if there are too few; then none is taken."""
+        """Return `count` blocks with one holder each. Raises PoolExhausted if there are too few; then none is taken."""
         blocks = self.pool.allocate(count, after)
         self._counts[blocks] = 1
         self.free_blocks -= len(blocks)
         return blocks
 
     def take(self, blocks: Sequence[int]) -> list[int]:
-        """Exactly these blocks, which are free, with one holder each."""
+        """Return exactly these blocks, which are free, with one holder each."""
         taken = self.pool.take(blocks)
         self._counts[taken] = 1
         self.free_blocks -= len(taken)
         return taken
 
     def count(self, block: int) -> int:
-        """Holders of `block`."""
+        """Return the number of holders of `block`."""
         return int(self._counts[block])
 
     def share(self, block: int) -> None:
@@ -69,7 +69,9 @@ class BlockReferences:
         self._counts[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Remove one holder of each; a block without holders becomes free. RuntimeError if one is free already."""
+        """Remove one holder of each; a block without holders becomes free. Raises RuntimeError if one is free
+        already.
+        """
         freed = []
         for block in blocks:
             left = int(self._counts[block]) - 1
@@ -83,7 +85,7 @@ class BlockReferences:
 
 
 class BlockSpace:
-    """Allocates the blocks of `pool`. Not for use by two threads."""
+    """The allocator of the blocks of `pool`. Not for use by two threads."""
 
     def __init__(self, pool: BlockPool, *, sharing: bool = True) -> None:
         self.pool = pool
@@ -95,15 +97,15 @@ class BlockSpace:
 
     @property
     def available_blocks(self) -> int:
-        """Blocks that are free, or would be if all unused prefixes were evicted."""
+        """The number of blocks that are free, or would be if all unused prefixes were evicted."""
         return self.references.free_blocks + self.trie.unused
 
     def blocks_for(self, tokens: int) -> int:
-        """Blocks that hold `tokens` tokens."""
+        """Return the number of blocks that hold `tokens` tokens."""
         return -(-tokens // self.block_tokens)
 
     def keys(self, tokens: Int32Array) -> list[bytes]:
-        """The trie keys of the whole blocks of `tokens`."""
+        """Return the trie keys of the whole blocks of `tokens`."""
         width = 4 * self.block_tokens
         data = pack_tokens(tokens)
         return [data[first : first + width] for first in range(0, len(data) - width + 1, width)]
@@ -118,10 +120,11 @@ class BlockSpace:
         return self.blocks_for(tokens) - sum(1 for node in path if node.users and node.is_attached)
 
     def claim(self, tenant: str, tokens: Int32Array) -> BlockTable:
-        """Blocks for `tokens`: those of the longest known prefix, and new ones. PoolExhausted, then nothing changed.
+        """Return a table with blocks for `tokens`: the blocks of the longest known prefix, and new ones. If it raises
+        PoolExhausted, nothing has changed.
 
-        The whole blocks are shared with later claims from now on: the caller computes those that are not `ready`, or
-        waits for another sequence that does.
+        The whole blocks are shared with later claims from now on: the caller computes the blocks that are not `ready`,
+        or waits for another sequence that does.
         """
         table = BlockTable(tenant)
         keys = self.keys(tokens) if self.is_sharing else []
@@ -142,9 +145,9 @@ class BlockSpace:
         return table
 
     def reclaim(self, tenant: str, tokens: Int32Array, path: list[TrieNode], computed: int) -> tuple[BlockTable, int]:
-        """Claim blocks for `tokens` again, for a sequence that held `path` before: a table, and the number of its
-        leading blocks that are the very ones of `path`. The others are new; those of [0, computed) are for the caller
-        to fill, and whole ones of them are shared. PoolExhausted as `claim`.
+        """Claim blocks for `tokens` again, for a sequence that held `path` before. Return a table, and the number of
+        its leading blocks that are the very ones of `path`. The others are new: the caller fills the ones of [0,
+        computed), and whole ones of these are shared. Raises PoolExhausted as `claim`.
         """
         table = BlockTable(tenant)
         for node in path:
@@ -169,14 +172,16 @@ class BlockSpace:
         return table, kept
 
     def extend(self, table: BlockTable, tokens: int) -> None:
-        """Make room for `tokens` tokens in all. PoolExhausted, and then nothing changed."""
+        """Make room for `tokens` tokens in all. If it raises PoolExhausted, nothing has changed."""
         missing = self.blocks_for(tokens) - table.count
         if missing > 0:
             after = int(table.ids[-1]) if table.count else None
             table.append(self.allocate(missing, after))
 
     def ready_tokens(self, table: BlockTable, computed: int) -> int:
-        """Positions whose K/V are ready, given that [0, computed) are: other sequences may have filled those after."""
+        """Return how many positions have ready K/V, given that [0, computed) are: other sequences may have filled
+        blocks after them.
+        """
         if computed % self.block_tokens:
             return computed
         index = computed // self.block_tokens
@@ -195,8 +200,8 @@ class BlockSpace:
                 self._attach(table, tokens, index)
 
     def make_writable(self, table: BlockTable, position: int) -> None:
-        """Copy the block of `position`, which is about to be written, if another table has it, too. PoolExhausted as
-        `extend`.
+        """Copy the block of `position`, which is about to be written, if another table has it, too. Raises
+        PoolExhausted as `extend`.
 
         Only for blocks outside the trie; to compute into a ready block, use `borrow_copy`.
         """
@@ -209,14 +214,14 @@ class BlockSpace:
             self.references.release([block])
 
     def borrow_copy(self, block: int) -> int:
-        """A new block with the same bytes, for the caller to release. PoolExhausted as `extend`."""
+        """Return a new block with a copy of the bytes, for the caller to release. Raises PoolExhausted as `extend`."""
         (copy,) = self.allocate(1)
         self.pool.copy_blocks([block], [copy])
         self._copied += 1
         return copy
 
     def fork(self, table: BlockTable) -> BlockTable:
-        """Return another table of the same blocks; the first of the two to write gets a copy."""
+        """Return another table of these blocks; the first of the two to write gets a copy."""
         child = BlockTable(table.tenant)
         child.nodes = list(table.nodes)
         for node in child.nodes:
@@ -233,7 +238,7 @@ class BlockSpace:
         self.references.release([*blocks, *dropped])
 
     def discard(self, table: BlockTable) -> None:
-        """`release` a table whose K/V cannot be trusted: blocks without another user leave the trie, with all below."""
+        """Release a table whose K/V cannot be trusted: blocks without another user leave the trie, with all below."""
         own = next((node for node in table.nodes if node.users == 1), None)
         self.release(table)
         if own is not None and own.is_attached:
@@ -248,7 +253,7 @@ class BlockSpace:
         self.references.release(blocks)
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
-        """`count` blocks with one holder, the caller. Evicts cached prefixes for them."""
+        """Return `count` blocks with one holder, the caller. Cached prefixes are evicted for them."""
         if count > self.available_blocks:
             raise PoolExhausted(f"{count} blocks wanted, {self.available_blocks} of {self.pool.blocks} are available")
         while self.references.free_blocks < count:
@@ -270,7 +275,7 @@ class BlockSpace:
         self.references.release([old])
 
     def is_alone(self, table: BlockTable, index: int) -> bool:
-        """No other holder names block `index` of `table`."""
+        """Return whether no other holder names block `index` of `table`."""
         if index < len(table.nodes):
             return table.nodes[index].users == 1 and self.references.count(int(table.ids[index])) == 2
         return self.references.count(int(table.ids[index])) == 1
@@ -292,7 +297,7 @@ class BlockSpace:
         self.references.share(node.block)
 
     def _attach(self, table: BlockTable, tokens: Int32Array, index: int) -> None:
-        """Add block `index`, which is whole and the first outside the trie, or use the one that is there."""
+        """Add block `index`, which is whole and the first outside the trie, or use the one in the trie."""
         first = index * self.block_tokens
         key = pack_tokens(tokens[first : first + self.block_tokens])
         parent = table.nodes[-1] if table.nodes else None

@@ -1,8 +1,8 @@
 """The costs of copying blocks on this machine, by bytes and by pieces; refitted with every transfer.
 
-Owns one linear model and nothing that acts on it:  copying takes  f + bytes/B + r * runs  seconds. A move within the
-pool takes longer by a factor: its target is not in a cache, and it must be found and entered in tables and counts.
-The pieces measure fragmentation: scattered free blocks cost nothing; scattered blocks of a sequence do, since each
+The module owns one linear model and takes no action:  copying takes  f + bytes/B + r * runs  seconds. A move within the
+pool takes longer by a factor: its target is not in a cache, and it must be found and entered in tables and counts. The
+pieces measure fragmentation: scattered free blocks cost nothing; scattered blocks of a sequence do, since each
 contiguous piece is a separate copy in every plane whenever the sequence is stored, swapped or restored.
 """
 
@@ -23,13 +23,15 @@ _FORGET = 1e-3  # with each transfer: a factor learnt from an interrupted move f
 
 
 def count_runs(blocks: Sequence[int] | npt.NDArray[np.int32]) -> int:
-    """Count the contiguous pieces of `blocks`, in the order of the transfer: 1 is best, len(blocks) worst."""
+    """Return the number of contiguous pieces of `blocks`, in the order of the transfer: 1 is best, len(blocks)
+    worst.
+    """
     ids = np.asarray(blocks, np.int64)
     return int(np.count_nonzero(np.diff(ids) != 1)) + 1 if len(ids) else 0
 
 
 def split_runs(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Return the first block and the length of each piece of `blocks`, in the order of the transfer."""
+    """Yield the first block and the length of each piece of `blocks`, in the order of the transfer."""
     first = 0
     for index in range(1, len(blocks) + 1):
         if index == len(blocks) or blocks[index] != blocks[index - 1] + 1:
@@ -45,26 +47,26 @@ class TransferCosts:
         self._move_factor = _MOVE_PRIOR
 
     def copy_s(self, nbytes: int, runs: int) -> float:
-        """Seconds to copy `nbytes` in `runs` contiguous pieces of the pool."""
+        """Return the seconds to copy `nbytes` in `runs` contiguous pieces of the pool."""
         return self.copy.predict((1.0, nbytes / _BYTES, runs / _RUNS)) if nbytes else 0.0
 
     def move_s(self, nbytes: int, runs: int) -> float:
-        """Seconds to move `nbytes` within the pool."""
+        """Return the seconds to move `nbytes` within the pool."""
         return self._move_factor * self.copy_s(nbytes, runs)
 
     @property
     def run_s(self) -> float:
-        """Seconds that one more piece adds to a transfer of the same bytes; never negative."""
+        """The seconds that one more piece adds to a transfer of equal size; never negative."""
         return max(0.0, self.copy.coefficients[-1]) / _RUNS
 
     def observe(self, nbytes: int, runs: int, seconds: float) -> None:
-        """A transfer took `seconds`."""
+        """Note that a transfer took `seconds`."""
         if nbytes > 0:
             self.copy.observe((1.0, nbytes / _BYTES, runs / _RUNS), seconds)
             self._move_factor += _FORGET * (_MOVE_PRIOR - self._move_factor)
 
     def observe_move(self, nbytes: int, runs: int, seconds: float) -> None:
-        """A move within the pool took `seconds`."""
+        """Note that a move within the pool took `seconds`."""
         expected = self.copy_s(nbytes, runs)
         if expected > 0.0 and math.isfinite(seconds):
             factor = min(max(seconds / expected, 1.0), _MOST_FACTOR)

@@ -1,14 +1,14 @@
 """The prefixes that have blocks: a trie over engine blocks of tokens, per tenant.
 
-Owns nodes, how many sequences use each, and the order in which unused ones are evicted. It never allocates or frees a
-block: it returns the block of a node that it drops, and `space.BlockSpace` releases it.
+The module owns nodes, the number of sequences that use each, and the order in which unused ones are evicted. It does
+not allocate or free a block: it returns the block of a node that it drops, and `space.BlockSpace` releases it.
 
-A node is one whole block of tokens after all those above it. Its K/V are `ready`, or some sequence that uses it will
-compute them. So a prefix is shared as soon as the first request for it is admitted, not only once it is computed.
+A node is one whole block of tokens after all the blocks above it. Its K/V are `ready`, or some sequence that uses it
+will compute them. So a prefix is shared as soon as the first request for it is admitted, not only once it is computed.
 Tokens are compared, not digests, and each tenant has its own root, so that no two tenants ever share a node.
 Invariants: a sequence that uses a node uses all above it, so an unused node has only unused ones below; a ready node
 has only ready ones above; an unused node is ready (its last user drops one that is not). So the least recently used
-block is always that of a leaf, and evicting one leaf at a time can free the blocks of all unused nodes.
+block always belongs to a leaf, and evicting one leaf at a time can free the blocks of all unused nodes.
 """
 
 import heapq
@@ -38,12 +38,12 @@ class TrieNode:
 
     @property
     def is_attached(self) -> bool:
-        """Still in the trie: its block was not evicted."""
+        """True while the node is in the trie: its block was not evicted."""
         return self.parent is not None and self.parent.children.get(self.key) is self
 
 
 class PrefixTrie:
-    """All tenants' nodes. Not for use by two threads."""
+    """The nodes of all tenants. Not for use by two threads."""
 
     def __init__(self) -> None:
         self._roots: dict[str, TrieNode] = {}
@@ -55,7 +55,7 @@ class PrefixTrie:
         self.unused = 0
 
     def match(self, tenant: str, keys: Sequence[bytes]) -> list[TrieNode]:
-        """The nodes of the longest prefix of `keys`, ready or not. Their users do not change."""
+        """Return the nodes of the longest prefix of `keys`, ready or not. Their users do not change."""
         node, path = self._roots.get(tenant), []
         for key in keys:
             node = node.children.get(key) if node is not None else None
@@ -65,7 +65,7 @@ class PrefixTrie:
         return path
 
     def child(self, tenant: str, parent: TrieNode | None, key: bytes) -> TrieNode | None:
-        """The node for `key` below `parent` (None: the tenant's root)."""
+        """Return the node for `key` below `parent` (None: the tenant's root)."""
         above = parent if parent is not None else self._roots.get(tenant)
         return above.children.get(key) if above is not None else None
 
@@ -76,7 +76,7 @@ class PrefixTrie:
         node.users += 1
 
     def add(self, tenant: str, parent: TrieNode | None, key: bytes, block: int) -> TrieNode:
-        """A new node below `parent` (None: the tenant's root), with one user and no K/V yet."""
+        """Return a new node below `parent` (None: the tenant's root), with one user and no K/V yet."""
         above = parent if parent is not None else self._roots.setdefault(tenant, TrieNode(None, b"", -1))
         assert key not in above.children, "the node is there already"
         node = above.children[key] = TrieNode(above, key, block)
@@ -85,7 +85,7 @@ class PrefixTrie:
         return node
 
     def release(self, path: Sequence[TrieNode]) -> list[int]:
-        """Remove one user of each node of `path`, a path from the root. Returns the blocks of nodes that were dropped
+        """Remove one user of each node of `path`, a path from the root. Return the blocks of nodes that were dropped
         because no user is left to compute them.
         """
         dropped = []
@@ -104,7 +104,7 @@ class PrefixTrie:
         return dropped
 
     def evict(self) -> int | None:
-        """Drop the least recently used leaf without users. Returns its block, or None if every node is used."""
+        """Drop the least recently used leaf without users. Return its block, or None if every node is used."""
         while self._leaves:
             last_used, _, node = heapq.heappop(self._leaves)
             if node.is_attached and not node.users and not node.children and node.last_used == last_used:
@@ -112,14 +112,14 @@ class PrefixTrie:
         return None
 
     def prune(self, node: TrieNode) -> list[int]:
-        """Drop `node`, which has no user, and all below it. Returns their blocks."""
+        """Drop `node`, which has no user, and all below it. Return their blocks."""
         below = [node]
         for each in below:
             below.extend(each.children.values())
         return [self._drop(each) for each in reversed(below)]
 
     def __iter__(self) -> Iterator[tuple[str, TrieNode]]:
-        """All nodes with their tenants, parents first."""
+        """Yield all nodes with their tenants, parents first."""
         for tenant, root in self._roots.items():
             below = list(root.children.values())
             while below:

@@ -1,6 +1,6 @@
 """The command line of `kvengine`: commands, options, help texts.
 
-Owns what can be asked and how it is explained. Never acts, and imports nothing heavy.
+The module owns options and their explanations. It takes no action, and imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _AGAINST = """--against llama-server:
 
 
 def parser() -> Parser:
-    """The parser; `namespace.command` names the command."""
+    """Return the parser; `namespace.command` names the command."""
     top = Parser(
         prog="kvengine",
         description="Run GGUF models with their KV cache kept in kvstored, on the CPU or with torch.",

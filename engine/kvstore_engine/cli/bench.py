@@ -1,7 +1,7 @@
 """`kvengine bench`: measures an engine or a server, or compares with llama.cpp's, and prints the figures.
 
-Owns the reading of options, the sizes of --quick and of the default load, and what is printed where: figures on stdout,
-progress on stderr.
+The module reads options, sets the sizes of --quick and of the default load, and prints figures on stdout, progress on
+stderr.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _ROUNDS, _QUICK_ROUNDS = 3, 1
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure as `options` say; 0, or an error that `main` turns into an exit code."""
+    """Measure as `options` say; return 0, or raise an error that `main` turns into an exit code."""
     _check(options)
     if options.against:
         return _run_against(options)
@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Mistakes are reported before a model is loaded."""
+    """Report mistakes in the options before a model is loaded."""
     if not options.model and not options.url:
         raise UsageError("nothing to measure: give --model MODEL, or --url of a running server")
     if unknown := [name for name in options.load if name not in LOADS]:
@@ -147,7 +147,7 @@ def _text(cases: Sequence[Case]) -> str:
 
 
 def load_settings(options: argparse.Namespace, vocabulary: int) -> LoadSettings:
-    """The load's sizes: what was given, else those of --quick or the defaults."""
+    """Return the load's sizes: the given ones, otherwise the sizes of --quick or the defaults."""
     base = _QUICK if options.quick else LoadSettings()
     return LoadSettings(
         requests=base.requests if options.requests is None else options.requests,
@@ -166,12 +166,12 @@ def vocabulary_of(path: Path) -> int:
 
 
 def progress(options: argparse.Namespace) -> Callable[[str], None]:
-    """Shows progress, or does not."""
+    """Return a function that shows progress, or does nothing."""
     return (lambda text: None) if options.quiet else (lambda text: print(text, file=sys.stderr, flush=True))
 
 
 def _run_against(options: argparse.Namespace) -> int:
-    """Compare as `options` say; 0, or an error that `main` turns into an exit code."""
+    """Compare as `options` say; return 0, or raise an error that `main` turns into an exit code."""
     if options.rate:
         raise UsageError("--against is a closed loop: give --concurrency, not --rate")
     if len(options.load) > 1:

@@ -1,6 +1,6 @@
 """`kvengine generate`: one prompt in, text out.
 
-Owns the reading of prompts and what is printed where: the answer on stdout, everything else on stderr.
+The module reads prompts, and prints the answer on stdout, everything else on stderr.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from kvstore_engine.sampler import SamplingSettings
 
 
 def run(options: argparse.Namespace) -> int:
-    """Answer the prompt that `options` describe; 0, or an error that `main` turns into an exit code."""
+    """Answer the prompt that `options` describe; return 0, or raise an error that `main` turns into an exit code."""
     begin = time.perf_counter()
     # The user's own inputs first: a misspelt file must not wait for a model to load.
     text = _read(options.prompt, options.prompt_file)

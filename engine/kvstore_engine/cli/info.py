@@ -1,6 +1,6 @@
-"""`kvengine info`: what a model file holds and whether this engine runs it.
+"""`kvengine info`: shows the content of a model file and whether this engine runs it.
 
-Owns the selection and the layout of what is shown. It never loads weights.
+The module selects and lays out the facts. It never loads weights.
 """
 
 import argparse
@@ -24,7 +24,7 @@ _F16_BYTES = 2
 
 
 def run(options: argparse.Namespace) -> int:
-    """Describe the model; 0 also where it is sound but unsupported, which is then said."""
+    """Describe the model; return 0, also for a sound but unsupported model, which the output then says."""
     device = DeviceName.parse(options.device)
     path = locate(options.model)
     with GGUFFile.open(path) as file:
@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def describe(path: Path, file: GGUFFile, device: DeviceName) -> dict[str, object]:
-    """The facts about `file`, in the order in which they are shown; the last is whether `device` runs it."""
+    """Return the facts about `file`, in the order in which they are shown; the last is whether `device` runs it."""
     types = Counter(info.type_name for info in file.tensors.values())
     size = path.stat().st_size
     facts: dict[str, object] = {

@@ -1,8 +1,8 @@
 """The entry point of `kvengine`: parses the command line, runs a command, turns errors into exit codes.
 
-Owns the mapping from errors to exit codes: 0 done, 1 something failed (network, disk, daemon required), 2 the
-user's mistake; each is one line on stderr. Anything else is our bug and keeps its traceback. Nothing heavy is
-imported before a command runs, so that `--help` answers at once.
+The module maps errors to exit codes: 0 done, 1 something failed (network, disk, daemon required), 2 the user's mistake;
+each is one line on stderr. Any other error is a bug and keeps its traceback. Nothing heavy is imported before a command
+runs, so that `--help` answers at once.
 """
 
 import argparse
@@ -17,7 +17,7 @@ _OURS = ("kvstore_console", "kvstore_proto", "kvstore_client", "kvstore_engine")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `kvengine` with `argv` (default: the process's); the exit code."""
+    """Run `kvengine` with `argv` (default: the process's); return the exit code."""
     return run_program("kvengine", lambda: _run(parse(arguments.parser(), argv)))
 
 

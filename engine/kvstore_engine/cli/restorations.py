@@ -1,6 +1,6 @@
-"""`kvengine restorations`: what the last restorations of a running server planned and did.
+"""`kvengine restorations`: shows the plans and results of a running server's last restorations.
 
-Owns the request and the table. The server keeps the records (`restore.record`).
+The module owns the request and the table. The server keeps the records (`restore.record`).
 """
 
 import argparse
@@ -22,7 +22,7 @@ _STAGES_LEGEND = "loaded, computed: blocks of the stage's layers; states: blocks
 
 
 def run(options: argparse.Namespace) -> int:
-    """Show them; OperationError if the server does not answer."""
+    """Show the restorations. Raises OperationError if the server does not answer."""
     if options.last < 1:
         raise UsageError(f"--last must be at least 1, got {options.last}")
     records = _ask(options.url, options.last, _key(options.api_key_file))
@@ -36,7 +36,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def restorations_table(records: Sequence[Mapping[str, Any]]) -> str:
-    """A line for each of `records`, as `RestorationRecord.as_json` gives them, with a column more for stages."""
+    """Return a line for each of `records`, as `RestorationRecord.as_json` gives them, with one more column for
+    stages.
+    """
     has_stages = any(record.get("stage") is not None for record in records)
     headings = [*_HEADINGS, ">states"] if has_stages else _HEADINGS
     rows = [[*_cells(record), str(record["inputs"])] if has_stages else _cells(record) for record in records]
@@ -44,7 +46,7 @@ def restorations_table(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _key(path: Path | None) -> str:
-    """The key in the first line of `path`; none without a file."""
+    """Return the key in the first line of `path`; "" without a file."""
     try:
         return "" if path is None else path.read_text().partition("\n")[0].strip()
     except OSError as error:

@@ -1,6 +1,6 @@
-"""`kvengine serve`: from options to a running server.
+"""`kvengine serve`: makes a running server from options.
 
-Owns the names that a model is served under.
+The module owns the names that a model is served under.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvstore_engine.server.run import run as run_server
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serve until a signal; the exit code, or an error that `main` turns into one."""
+    """Serve until a signal; return the exit code, or raise an error that `main` turns into one."""
     if options.stages > 1:
         raise UsageError(
             f"--stages {options.stages}: a server computes in one stage, since its ggml runs in a process of its own "

@@ -1,6 +1,6 @@
 """The command line of `kvengine serve`.
 
-Owns its options and help. Never acts, and imports nothing heavy.
+The module owns its options and help. It takes no action, and imports nothing heavy.
 """
 
 from __future__ import annotations

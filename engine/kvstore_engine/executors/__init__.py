@@ -1,4 +1,4 @@
-"""What computes steps: the contract and the devices' names. `kvstore_engine.opening` opens an executor.
+"""Executors, which compute steps: the contract and the devices' names. `kvstore_engine.opening` opens an executor.
 
 ggml's is `kvstore_engine.executor`, torch's `kvstore_engine.torch_executor`.
 """

@@ -2,8 +2,8 @@
 
 The caller guarantees that the K/V before each slice is in the pool, and that it uses the executor from one thread. The
 implementation MUST refuse, before it touches memory, a step that breaks a limit (`graph.plan_step`); MUST have written
-the slices' K/V to the pool when `forward` returns, and nothing else; and MUST compute the same step again in the same
-way after a `forward` that raised. Logits of a token MAY depend on the other tokens of a step by rounding alone.
+the slices' K/V to the pool when `forward` returns, and nothing else; and MUST compute a repeated step in an equal way
+after a `forward` that raised. Logits of a token MAY depend on the other tokens of a step by rounding alone.
 """
 
 from abc import ABC, abstractmethod
@@ -29,19 +29,20 @@ class StepExecutor(ABC):
     def forward(self, slices: Sequence[SequenceSlice], out: FloatArray | None = None) -> FloatArray:
         """Compute one step; its K and V are in the pool afterwards.
 
-        Returns the logits, float32 [outputs, vocabulary], of the wanted tokens in the order of `slices`:
-        a copy, in the leading rows of `out` if that is given. Raises ValueError for a request that breaks a limit,
-        RuntimeError if computing fails, OperationError if nothing can be computed any more in this process.
+        Return the logits, float32 [outputs, vocabulary], of the wanted tokens in the order of `slices`: a copy, in the
+        leading rows of `out` if that is given. Raises ValueError for a request that breaks a limit, RuntimeError if
+        computing fails, OperationError if nothing can be computed any more in this process.
         """
 
     def step(self, slices: Sequence[SequenceSlice], whole: Sequence[int] | None = None) -> StepLogits:
-        """As `forward`; the logits stay where they were computed. `whole`: the rows that are wanted whole in host
-        memory; None: all."""
+        """Compute one step, as `forward` does, but leave the logits on the device that computed them. `whole`: the rows
+        that are wanted whole in host memory; None: all.
+        """
         return HostLogits(self.forward(slices))
 
     @abstractmethod
     def close(self) -> None:
-        """Free what the executor has reserved; model and pool stay open. A later `forward` raises RuntimeError."""
+        """Free the executor's reserved memory; model and pool stay open. A later `forward` raises RuntimeError."""
 
     def __enter__(self) -> Self:
         return self

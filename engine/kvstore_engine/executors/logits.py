@@ -1,7 +1,7 @@
-"""The logits of a step, where they were computed: what chooses tokens asks for the little that it needs of them.
+"""The logits of a step, on the device that computed them; the choice of tokens asks for the few numbers that it needs.
 
 A row has as many float32 as the vocabulary has tokens, half a megabyte for 128k, and greedy choices need none of it in
-host memory. Owns no policy: sampling is `batching.answer`'s.
+host memory. The module has no policy: `batching.answer` samples.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ FloatArray = npt.NDArray[np.float32]
 
 
 class StepLogits(ABC):
-    """Of the wanted tokens of a step, in the order of its slices. For use before the next step."""
+    """The logits of the wanted tokens of a step, in the order of its slices. For use before the next step."""
 
     @abstractmethod
     def likeliest(self, rows: Sequence[int]) -> tuple[list[int], list[float]]:
-        """Of each of these rows the token with the largest logit, the first of equal ones, and that logit: NaN, and any
-        token, where a logit of the row is NaN."""
+        """Return for each of these rows the token with the largest logit, the first of equal ones, and that logit. If a
+        logit of the row is NaN, the result is any token and NaN.
+        """
 
     @abstractmethod
     def rows(self, rows: Sequence[int]) -> FloatArray:
-        """These rows, float32 [len(rows), vocabulary], which the step was asked for whole."""
+        """Return these rows, float32 [len(rows), vocabulary], which the step was asked for whole."""
 
 
 class HostLogits(StepLogits):
-    """Of `logits`, float32 [outputs, vocabulary], in host memory."""
+    """Logits in host memory: `logits`, float32 [outputs, vocabulary]."""
 
     def __init__(self, logits: FloatArray) -> None:
         self._logits = logits

@@ -1,4 +1,4 @@
-"""What an executor and its pool are made for: plain values, which also travel to a worker's process."""
+"""The sizes for which an executor and its pool are made: plain values, which also travel to a worker's process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvstore_engine.pool import BlockPool
 
 @dataclass(frozen=True, slots=True)
 class PoolSetup:
-    """A block pool: the arguments of `BlockPool`."""
+    """The arguments of a `BlockPool`."""
 
     blocks: int
     block_tokens: int
@@ -19,7 +19,7 @@ class PoolSetup:
 
 @dataclass(frozen=True, slots=True)
 class StepSizes:
-    """The most that a step may have, and the processor's threads that compute it: the arguments of an executor."""
+    """The arguments of an executor: the limits of a step, and the processor's threads that compute it."""
 
     threads: int = 2
     max_tokens_per_step: int = 512

@@ -1,4 +1,4 @@
-"""ggml through ctypes: where the shared library is, its functions, its tensor struct."""
+"""ggml through ctypes: the search for the shared library, its functions, its tensor struct."""
 
 from kvstore_engine.ggml.library import GGMLError, Library, find_library, load_library
 from kvstore_engine.ggml.structs import Tensor, tensor_at

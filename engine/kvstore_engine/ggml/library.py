@@ -1,9 +1,9 @@
-"""Finds a ggml shared library, loads it, and proves that our view of its structs is right.
+"""Finds a ggml shared library, loads it, and checks that the layouts of its structs are the expected ones.
 
-Owns the search order and the self-check. It never builds or downloads ggml, and never calls `llama_*`.
+The module owns the search order and the self-check. It does not build or download ggml, and never calls `llama_*`.
 
-ggml answers a wrong argument with GGML_ASSERT, which aborts the process: so callers validate shapes and types
-*before* they call, and what can be checked about the library is checked here, once.
+ggml answers a wrong argument with GGML_ASSERT, which aborts the process: so callers validate shapes and types *before*
+they call, and all possible checks of the library are made here, once.
 """
 
 import ctypes as ct
@@ -119,7 +119,7 @@ class GGMLError(OperationError):
 
 
 def _forward_log(level: int, text: bytes, _: int | None) -> None:
-    """ggml's messages go to Python's logging: nothing but us writes to the terminal."""
+    """Pass ggml's messages to Python's logging: only this process's own code writes to the terminal."""
     warning = logging.ERROR if level == _ERROR_LEVEL else logging.WARNING
     severity = warning if level in (_WARNING_LEVEL, _ERROR_LEVEL) else logging.DEBUG
     _log.log(severity, "%s", text.decode(errors="replace").rstrip())
@@ -166,7 +166,9 @@ class Library:
         return bound
 
     def _check_layout(self) -> None:
-        """Compare `Tensor` with what ggml writes: sizes, and every field that we or our kernels read."""
+        """Compare `Tensor` with a tensor that ggml makes: sizes, and every field that the engine or its kernels
+        read.
+        """
         header = self.tensor_overhead() - ct.sizeof(Tensor)
         if header not in (16, 32, 48):  # struct ggml_object in front of each tensor
             raise GGMLError(f"{self.path}: struct ggml_tensor has an unknown size; this ggml is not supported")
@@ -182,7 +184,9 @@ class Library:
             raise GGMLError(f"{self.path}: struct ggml_tensor is laid out otherwise; this ggml is not supported")
 
     def extra_buffer_types(self) -> dict[str, int]:
-        """The CPU's repacking buffer types by name: those that llama.cpp's loader would use, in its order."""
+        """Return the CPU's repacking buffer types by name: the types that llama.cpp's loader would use, in its
+        order.
+        """
         registry = self.backend_cpu_reg()
         address = self.backend_reg_get_proc_address(registry, b"ggml_backend_dev_get_extra_bufts")
         if not address:
@@ -197,7 +201,7 @@ class Library:
         return found
 
     def describe(self) -> dict[str, str]:
-        """Path, version and the CPU features that this ggml was built with (not those that the CPU has)."""
+        """Return path, version and the CPU features that this ggml was built with (not the CPU's own)."""
         features = [f for f in _CPU_FEATURES if (has := self._symbol(f"ggml_cpu_has_{f}")) is not None and has()]
         return {
             "path": str(self.path),
@@ -208,7 +212,9 @@ class Library:
 
 
 def find_library() -> Path:
-    """Where ggml is: $KVENGINE_GGML, else the wheel `xllamacpp`, else `ggml-python`. Raises GGMLError."""
+    """Return the path of ggml: $KVENGINE_GGML, otherwise the wheel `xllamacpp`, otherwise `ggml-python`. Raises
+    GGMLError.
+    """
     if named := os.environ.get(LIBRARY_VARIABLE):
         path = Path(named)
         if not path.exists():
@@ -227,7 +233,7 @@ def find_library() -> Path:
 
 @cache
 def load_library(path: Path | None = None) -> Library:
-    """The process's ggml, loaded once. Raises GGMLError."""
+    """Return the process's ggml, loaded once. Raises GGMLError."""
     return Library(path or find_library())
 
 
@@ -242,7 +248,7 @@ def _shared_library(folder: Path, stem: str) -> Path | None:
 
 
 def _members(path: Path) -> list[Path]:
-    """The files to load for `path`: itself, or a split build's libraries in order of dependence."""
+    """Return the files to load for `path`: itself, or a split build's libraries in order of dependence."""
     if path.is_file():
         return [path]
     named = (path / f"lib{stem}{suffix}" for stem in _SPLIT_LIBRARIES for suffix in _SUFFIXES)

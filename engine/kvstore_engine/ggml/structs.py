@@ -1,7 +1,7 @@
-"""The few ggml structs that cross the ctypes border by layout.
+"""The few ggml structs whose layout this code uses through ctypes.
 
-Owns their field order. `Library` proves it against the loaded library before anything relies on it
-(`self_check`): everything else in ggml is an opaque pointer to us.
+The module owns their field order. `Library` proves it against the loaded library before anything relies on it
+(`self_check`). Everything else in ggml is an opaque pointer here.
 """
 
 import ctypes as ct
@@ -54,5 +54,5 @@ EXTENTS_OFFSET_BYTES: int = Tensor.ne.offset
 
 
 def tensor_at(address: int) -> Tensor:
-    """The tensor struct at `address`, in place: writing a field writes ggml's memory."""
+    """Return the tensor struct at `address`, in place: writing a field writes ggml's memory."""
     return Tensor.from_address(address)

@@ -1,6 +1,7 @@
 """Values of ggml's tensor types as floats and back, by ggml's own functions.
 
-Owns the one struct through which they are found (`struct ggml_type_traits`), and proves its layout for each type.
+The module owns the one struct through which they are found (`struct ggml_type_traits`), and proves its layout for each
+type.
 """
 
 import ctypes as ct

@@ -1,10 +1,10 @@
 """Bounded reading of GGUF's scalars, strings and arrays.
 
-Owns the position inside the header and the promise that nothing is read past its end and nothing is allocated
-before its length is known to fit. It never knows what a key means.
+The module owns the position inside the header and the promise that nothing is read past its end and nothing is
+allocated before its length is known to fit. It does not know what a key means.
 
-The file is hostile until proven otherwise: every count is compared with the bytes that are left *before*
-it is used, so a flipped length costs an error message and not memory.
+The file counts as hostile: every count is compared with the bytes that are left *before* it is used, so a flipped
+length leads to an error message and allocates no memory.
 """
 
 import struct
@@ -37,7 +37,7 @@ _U64 = struct.Struct("<Q")
 
 
 class GGUFError(UsageError):
-    """The file is not a GGUF file that we can use; the message is one line and names the file."""
+    """The file is not a usable GGUF file; the message is one line and names the file."""
 
 
 class Cursor:
@@ -49,11 +49,11 @@ class Cursor:
         self.position = 0
 
     def error(self, what: str) -> GGUFError:
-        """A GGUFError that says what is wrong, where, in which file."""
+        """Return a GGUFError with the mistake `what`, the place and the file."""
         return GGUFError(f"{self.file_name}: {what} (at byte {self.position} of {len(self.buffer)})")
 
     def take(self, count_bytes: int, what: str) -> memoryview:
-        """The next `count_bytes` bytes, in place."""
+        """Return the next `count_bytes` bytes, in place."""
         end = self.position + count_bytes
         if end > len(self.buffer):
             raise self.error(f"truncated: the file ends inside {what}")
@@ -62,15 +62,15 @@ class Cursor:
         return view
 
     def u32(self, what: str) -> int:
-        """Next unsigned 32-bit integer."""
+        """Return the next unsigned 32-bit integer."""
         return int.from_bytes(self.take(4, what), "little")
 
     def u64(self, what: str) -> int:
-        """Next unsigned 64-bit integer."""
+        """Return the next unsigned 64-bit integer."""
         return int.from_bytes(self.take(8, what), "little")
 
     def count(self, what: str, item_bytes: int) -> int:
-        """Next 64-bit count of items that take at least `item_bytes` each; refuses one that cannot fit."""
+        """Return the next 64-bit count of items that take at least `item_bytes` each; refuse one that cannot fit."""
         count = self.u64(what)
         left = len(self.buffer) - self.position
         if count * item_bytes > left:
@@ -78,7 +78,7 @@ class Cursor:
         return count
 
     def string(self, what: str, max_bytes: int = MAX_STRING_BYTES) -> str:
-        """Next length-prefixed UTF-8 string."""
+        """Return the next length-prefixed UTF-8 string."""
         length = self.u64(what)
         if length > max_bytes:
             raise self.error(f"damaged: {what} claims {length} bytes, the limit is {max_bytes}")
@@ -88,7 +88,7 @@ class Cursor:
             raise self.error(f"damaged: {what} is not UTF-8") from None
 
     def value(self, key: str) -> object:
-        """Next typed metadata value: bool, int, float, str, list[str], or a numpy array of numbers."""
+        """Return the next typed metadata value: bool, int, float, str, list[str], or a numpy array of numbers."""
         kind = self.u32(f"the type of {key!r}")
         if kind == _STRING:
             return self.string(f"the value of {key!r}")

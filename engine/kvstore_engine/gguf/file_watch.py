@@ -1,9 +1,9 @@
 """Notices that a model's file was changed while it is in use.
 
-Owns the digest that stands for all that the engine reads of the file, and the identity that the file had when it was
-last known to hold just that. While the identity stays, the bytes do. Where its size or time of writing moved, it was
-written to. Where the time of change alone moved, the file is read again: a rename, a link or a changed owner leave the
-digest as it was.
+The module owns the digest of everything that the engine reads of the file, and the identity that the file had when it
+was last known to hold just that. While the identity stays, the bytes do. If its size or time of writing changed, it was
+written to. If only the time of change moved, the file is read again: a rename, a link or a changed owner leave the
+digest unchanged.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _ATTEMPTS = 5  # to read a file that is touched while it is read
 
 
 class FileWatch:
-    """Watches `file`, which the caller closes. `expected` is the digest that another process of this engine computed
-    from the same descriptor. Without one the first `digest` counts, if the file was not touched since it was opened.
+    """A watch of `file`, which the caller closes. `expected` is the digest that another process of this engine computed
+    from the descriptor. Without one the first `digest` counts, if the file was not touched since it was opened.
 
     `digest` is for any thread, `check` for the one that computes. A change is final: every later call raises
     FileChanged, too.
@@ -33,8 +33,9 @@ class FileWatch:
         self._is_final, self._is_touched = False, False
 
     def digest(self) -> FileDigest:
-        """Return the digest; the whole file is read for it the first time. FileChanged if the file is not what was
-        opened."""
+        """Return the digest; the whole file is read for it the first time. Raises FileChanged if the file is not the
+        one that was opened.
+        """
         with self._lock:
             if self._digest is not None and self._is_as_known():
                 return self._digest
@@ -58,7 +59,8 @@ class FileWatch:
 
     def check(self) -> bool:
         """Return whether the file was left alone since the last `check`, or since it was opened. False: it was touched,
-        and holds the same bytes now, but what was read in between may be wrong. FileChanged if its bytes are others."""
+        and holds equal bytes now, but reads in between may be wrong. Raises FileChanged if its bytes differ.
+        """
         if self._is_final:
             raise self._changed()
         if self._is_as_known() and not self._is_touched:
@@ -68,7 +70,7 @@ class FileWatch:
         return False
 
     def require_untouched(self) -> None:
-        """Raise FileChanged unless `check` is True: for what is read once, and cannot be read again."""
+        """Raise FileChanged unless `check` is True: for content that is read once, and cannot be read again."""
         if not self.check():
             raise self._changed()
 
@@ -81,5 +83,5 @@ class FileWatch:
 
 
 def changed(path: Path) -> FileChanged:
-    """Return the error for the model's file `path`, which holds something else now."""
+    """Return the error for the model's file `path`, whose content has changed."""
     return FileChanged(f"the model file {path} was changed while it was in use: start again to use what it holds now")

@@ -1,9 +1,8 @@
-"""A model's file by the one descriptor that every process of an engine reads it with, and which file that is.
+"""A model's file by the one descriptor with which every process of an engine reads it, and the identity of that file.
 
-Owns the descriptor and the identity that `fstat` gives. It never reads what the file holds. A path may lead to another
-file at any time; a descriptor does not, so it is handed on to child processes instead of the path. What is written to
-the file itself changes its identity: Linux sets the time of the last change at every write, and has no call to set it
-back.
+The module owns the descriptor and the identity that `fstat` gives. It does not read the content. A path may lead to
+another file at any time; a descriptor does not, so child processes get it instead of the path. A write to the file
+itself changes its identity: Linux sets the time of the last change at every write, and has no call to set it back.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _MOST_STEPS = 10  # to wait for a file that is written to
 
 
 class FileChanged(OperationError):
-    """A file in use does not hold any more what was read from it; the message names it."""
+    """A file in use no longer has the content that was read from it; the message names it."""
 
 
 class FileIdentity(NamedTuple):
@@ -39,21 +38,23 @@ class FileIdentity(NamedTuple):
     changed_ns: int
 
     def may_hold_the_same(self, other: FileIdentity) -> bool:
-        """Return whether the two differ in no more than `changed_ns`. Else the file was written to, and a write that
-        has begun may not have ended: reading the file again proves nothing."""
+        """Return whether the two differ in no more than `changed_ns`. Otherwise the file was written to, and a write
+        that has begun may not have ended: reading the file again proves nothing.
+        """
         return self[:-1] == other[:-1]
 
 
 class OpenFile:
-    """A regular file open for reading. `path` is what messages call it. `identity`: as it was when it was opened."""
+    """A regular file open for reading. `path` is its name in messages. `identity`: its identity when it was opened."""
 
     def __init__(self, path: Path, descriptor: int, identity: FileIdentity) -> None:
         self.path, self.descriptor, self.identity = path, descriptor, identity
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Self:
-        """Open `path`. GGUFError if that cannot be done, or it is no regular file; FileChanged for a file that
-        is being written to."""
+        """Open `path`. Raises GGUFError if that fails, or if it is no regular file; FileChanged for a file that is
+        being written to.
+        """
         path = Path(path)
         try:
             # Not blocking: a pipe would wait for its writer.
@@ -77,13 +78,15 @@ class OpenFile:
         return cls(Path(path), descriptor, _identity(Path(path), descriptor))
 
     def current_identity(self) -> FileIdentity:
-        """Return the identity that the open file has now, in about a microsecond. OperationError if the file system
-        does not say: a network's server may have lost the file."""
+        """Return the present identity of the open file, in about a microsecond. Raises OperationError if the file
+        system does not say: a network's server may have lost the file.
+        """
         return _identity(self.path, self.descriptor)
 
     def settled_identity(self) -> FileIdentity:
-        """Return the identity now, such that every later write leads to another one. FileChanged if the file does not
-        stay as it is for a moment."""
+        """Return the present identity, such that every later write leads to another one. Raises FileChanged if the file
+        keeps changing.
+        """
         for _ in range(_MOST_STEPS):
             found = self.current_identity()
             step_ns = _TIMER_STEP_NS if found.changed_ns % _SECOND_NS else 2 * _SECOND_NS + _TIMER_STEP_NS
@@ -97,7 +100,7 @@ class OpenFile:
         raise FileChanged(f"{self.path}: another program is writing to this file: wait until it is complete")
 
     def close(self) -> None:
-        """Close the descriptor; what is mapped stays mapped."""
+        """Close the descriptor; mapped parts stay mapped."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1

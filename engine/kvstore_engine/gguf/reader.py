@@ -1,11 +1,11 @@
 """Opens a GGUF file: metadata, tensor table, and the tensors' bytes in place.
 
-Owns the parsed header and the memory map. It never copies tensor data, never dequantises and never writes. Invariants
-after `open`: every tensor is wholly inside the file, has a known type, and starts on the file's alignment; so the bytes
-of a `TensorInfo` need no other check.
+The module owns the parsed header and the memory map. It does not copy or dequantise tensor data, and never writes.
+Invariants after `open`: every tensor is wholly inside the file, has a known type, and starts on the file's alignment;
+so the bytes of a `TensorInfo` need no other check.
 
-Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian. We parse
-it ourselves because `gguf.GGUFReader` builds a numpy view per string and takes seconds on large vocabularies.
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian. It has its own
+parser because `gguf.GGUFReader` builds a numpy view per string and takes seconds on large vocabularies.
 """
 
 import json
@@ -53,8 +53,9 @@ class TensorInfo:
 
 
 class FileDigest(NamedTuple):
-    """The digests of a file's content. `weights`: as `GGUFFile.weights_digest`. `header`: 32 hex digits over all
-    that is before the tensors, with the tokenizer and the chat template."""
+    """The digests of a file's content. `weights`: see `GGUFFile.weights_digest`. `header`: 32 hex digits over
+    everything before the tensors, with the tokenizer and the chat template.
+    """
 
     weights: str
     header: str
@@ -85,8 +86,9 @@ class GGUFFile:
 
     @classmethod
     def open(cls, file: str | os.PathLike[str] | OpenFile) -> Self:
-        """Map and parse a path, or a file that is open and stays the caller's; GGUFError with a one-line reason if it
-        is not a usable file."""
+        """Map and parse a path, or an open file that stays the caller's. Raises GGUFError with a one-line reason if it
+        is not a usable file.
+        """
         if isinstance(file, OpenFile):
             return cls._parsed(file, owns_source=False)
         source = OpenFile.open(file)
@@ -113,17 +115,17 @@ class GGUFFile:
         return cls(source, data, metadata, tensors, owns_source=owns_source)
 
     def tensor_bytes(self, name: str) -> npt.NDArray[np.uint8]:
-        """The stored bytes of tensor `name`, uint8 [nbytes], in place. KeyError if there is none."""
+        """Return the stored bytes of tensor `name`, uint8 [nbytes], in place. Raises KeyError if there is none."""
         info = self.tensors[name]
         return self.data[info.offset_bytes : info.offset_bytes + info.nbytes]
 
     def weights_digest(self) -> str:
-        """32 hex digits over all that K and V depend on.
+        """Return 32 hex digits over everything that K and V depend on.
 
         These are the architecture, its hyperparameters, the tensor table and the tensors' bytes. Tokenizer and
         descriptive keys are left out: renaming a model must not orphan its cache. xxh3_128 runs at memory speed, and
-        loading reads the same pages; so nothing is cached next to the file, where it could become stale. It guards
-        against mix-ups, not against forgery: tenants are kept apart by the key's root and not by this digest.
+        loading reads the pages too; so nothing is cached next to the file, where it could become stale. It guards
+        against mix-ups, not against forgery: the key's root keeps tenants apart, not this digest.
         """
         architecture = self.metadata.get("general.architecture", "")
         relevant = {k: _plain(v) for k, v in self.metadata.items() if k.startswith(f"{architecture}.")}
@@ -134,14 +136,17 @@ class GGUFFile:
         return digest.hexdigest()
 
     def digest(self) -> FileDigest:
-        """Read all that anything here depends on. FileChanged if the file has become too short for its tensors."""
+        """Return the digests of everything that the engine depends on. Raises FileChanged if the file has become too
+        short for its tensors.
+        """
         header = xxhash.xxh3_128()
         self._hash(header, 0, min((info.offset_bytes for info in self.tensors.values()), default=self.data.size))
         return FileDigest(self.weights_digest(), header.hexdigest())
 
     def _hash(self, digest: xxhash.xxh3_128, start: int, count: int) -> None:
-        """Add `count` bytes of the file from `start` on. They are read, not mapped: where a mapped file ends too early,
-        the process does."""
+        """Add `count` bytes of the file from `start` on. They are read, not mapped: if a mapped file ends too early,
+        the process crashes.
+        """
         buffer = memoryview(bytearray(min(count, _CHUNK_BYTES)))
         end = start + count
         while start < end:
@@ -160,7 +165,7 @@ class GGUFFile:
             self.data.base.madvise(mmap.MADV_DONTNEED)
 
     def close(self) -> None:
-        """Release the map. It is unmapped with the last array that views it."""
+        """Release the map. It is unmapped when the last array that views it is gone."""
         self.data = np.empty(0, np.uint8)
         if self._owns_source:
             self.source.close()
@@ -173,7 +178,7 @@ class GGUFFile:
 
 
 def _read_header(cursor: Cursor) -> tuple[int, int]:
-    """(number of metadata entries, number of tensors)."""
+    """Return the numbers of metadata entries and of tensors."""
     magic = bytes(cursor.buffer[:4])
     if magic != _MAGIC[: len(magic)]:
         raise cursor.error(f"not a GGUF file: it starts with {magic!r}")
@@ -220,7 +225,7 @@ def _read_tensors(cursor: Cursor, count: int, alignment_bytes: int) -> dict[str,
 
 
 def _read_tensor(cursor: Cursor, index: int, alignment_bytes: int) -> TensorInfo:
-    """One entry of the tensor table, its offset still relative to the data section."""
+    """Return one entry of the tensor table, its offset still relative to the data section."""
     name = cursor.string(f"the name of tensor {index}", _MAX_NAME_BYTES)
     dimensions = cursor.u32(f"the rank of {name!r}")
     if not 1 <= dimensions <= _MAX_DIMENSIONS:

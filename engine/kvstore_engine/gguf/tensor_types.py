@@ -1,8 +1,7 @@
-"""ggml's tensor types: the number in the file, its name, and how many bytes a row takes.
+"""ggml's tensor types: the number in the file, the name, and the bytes of a row.
 
-Owns the one table that says how big a quantised block is. It never interprets the bytes inside a block.
-Sizes are those of ggml's `ggml-common.h`; a type that is not listed here cannot be located in a file, so the
-reader refuses it.
+The module owns the one table of the sizes of quantised blocks. It does not interpret the bytes inside a block. Sizes
+are from ggml's `ggml-common.h`; a type that is not listed here cannot be located in a file, so the reader refuses it.
 """
 
 from typing import NamedTuple
@@ -16,7 +15,7 @@ class TensorType(NamedTuple):
     block_bytes: int
 
     def row_bytes(self, elements: int) -> int:
-        """Bytes of one row of `elements` values, a multiple of `block_elements`."""
+        """Return the bytes of one row of `elements` values, a multiple of `block_elements`."""
         return elements // self.block_elements * self.block_bytes
 
 

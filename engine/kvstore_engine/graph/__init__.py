@@ -1,4 +1,4 @@
-"""A step of the decoder: what is asked of it, and the ggml graph that computes it."""
+"""A step of the decoder: its inputs, and the ggml graph that computes it."""
 
 from kvstore_engine.graph.decoder import GraphBuilder, StepGraph
 from kvstore_engine.graph.step import SequenceSlice, StepInputs, plan_step

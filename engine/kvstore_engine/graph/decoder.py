@@ -1,12 +1,11 @@
 """Builds the ggml graph of one decoder step: embedding, layers, head, or of a range of layers of it.
 
-Owns the order of operations, which is llama.cpp's (src/models/*.cpp), so that logits agree to rounding. What
-differs between architectures is data (`model.architecture`): a norm, a bias, a cap or a scale that a model
-does not have adds no node. Attention is one custom operation per layer that reads the paged cache through the
-step's block tables; windows, caps and scales of scores are its business.
-Nothing in a graph depends on the step's content, only on its token and output counts: a graph can be kept
-and refilled. Graphs of consecutive ranges compute, one after the other, the bits of the whole one: what passes between
-them are the hidden states, float32 rows before a layer's first norm.
+The module owns the order of operations, which is llama.cpp's (src/models/*.cpp), so that logits agree to rounding. The
+differences between architectures are data (`model.architecture`): a norm, a bias, a cap or a scale that a model does
+not have adds no node. Attention is one custom operation per layer that reads the paged cache through the step's block
+tables, and handles windows, caps and scales of scores. A graph depends only on a step's token and output counts, not on
+its content, so a graph can be kept and refilled. Graphs of consecutive ranges compute, one after the other, the bits of
+the whole one: they pass on the hidden states, float32 rows before a layer's first norm.
 """
 
 import ctypes as ct
@@ -26,7 +25,7 @@ _F32_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class StepGraph:
-    """A graph for `tokens` rows of which `outputs` get logits. ggml handles; 0: not present.
+    """A graph for `tokens` rows, `outputs` of which get logits. ggml handles; 0: not present.
 
     It begins with tokens or with hidden states, [width, tokens], and ends with logits or with hidden states.
     """
@@ -46,7 +45,7 @@ class StepGraph:
 
 @dataclass(frozen=True, slots=True)
 class PoolTensors:
-    """The pool as ggml sees it: for each layer of the graph K and V as [slots, kv_heads * head_dim]."""
+    """The pool as ggml tensors: for each layer of the graph K and V as [slots, kv_heads * head_dim]."""
 
     keys: tuple[int, ...]
     values: tuple[int, ...]
@@ -61,7 +60,7 @@ class AttentionOperation:
 
 
 class GraphBuilder:
-    """Builds the graph of a step of `tokens` rows, of which `outputs` get logits, through the layers `layers`."""
+    """A builder of the graph of a step of `tokens` rows, `outputs` of which get logits, through the layers `layers`."""
 
     def __init__(
         self,
@@ -85,7 +84,7 @@ class GraphBuilder:
         self.slots = self._input(I64, tokens)
 
     def build(self) -> StepGraph:
-        """A new graph in a context of its own, which the caller frees. Its tensors have no memory yet."""
+        """Return a new graph in a context of its own, which the caller frees. Its tensors have no memory yet."""
         ggml, config = self.ggml, self.model.config
         is_last = self.layers.stop == config.layers
         token_input = hidden_input = output_input = logits = hidden = 0
@@ -122,7 +121,7 @@ class GraphBuilder:
     # ---- parts that a model may lack ---------------------------------------------------------------------------
 
     def _norm(self, hidden: int, weight: int) -> int:
-        """RMSNorm over the contiguous dimension, or nothing."""
+        """Return RMSNorm over the contiguous dimension, or `hidden` itself if there is no weight."""
         if not weight:
             return hidden
         ggml = self.ggml
@@ -140,7 +139,9 @@ class GraphBuilder:
         return product
 
     def _own_product(self, operation: int, userdata: int, weight: int, rows: int) -> int:
-        """The product by our own operation: `mul_mat` with other last bits for q8_0. ValueError for other rows."""
+        """Return the product by the engine's own operation: `mul_mat`, but with other last bits for q8_0. Raises
+        ValueError for other rows.
+        """
         factor = tensor_at(rows)
         if (factor.type, *factor.nb[:2]) != (F32, _F32_BYTES, _F32_BYTES * factor.ne[0]) or factor.ne[2] != 1:
             raise ValueError("our own products need contiguous rows of float32")
@@ -160,7 +161,7 @@ class GraphBuilder:
         return multiplied
 
     def _capped(self, values: int, cap: float) -> int:
-        """cap * tanh(values / cap), or nothing."""
+        """Return cap * tanh(values / cap), or `values` itself without a cap."""
         if not cap:
             return values
         ggml, context = self.ggml, self.context
@@ -175,7 +176,7 @@ class GraphBuilder:
         return tensor
 
     def _queries_keys_values(self, layer: LayerWeights, normed: int) -> tuple[int, int, int]:
-        """[head_dim, heads, tokens] of queries and of keys, [kv_width, tokens] of values."""
+        """Return [head_dim, heads, tokens] of queries and of keys, [kv_width, tokens] of values."""
         ggml, context, config = self.ggml, self.context, self.model.config
         if not layer.attn_qkv.weight:
             query = self._linear(layer.attn_q, normed)
@@ -196,7 +197,7 @@ class GraphBuilder:
         )
 
     def _rotated(self, index: int, heads: int) -> int:
-        """[head_dim, heads, tokens] rotated by position."""
+        """Return [head_dim, heads, tokens] rotated by position."""
         rope = self.model.config.layer_rope(index)
         rotated: int = self.ggml.rope_ext(
             self.context,
@@ -216,7 +217,9 @@ class GraphBuilder:
         return rotated
 
     def _write_cache(self, index: int, normed: int) -> tuple[int, int, int]:
-        """The layer's queries, before norm and rotation, and the planes that its K and V have been put into."""
+        """Return the layer's queries, before norm and rotation, and the planes into which its K and V have been
+        written.
+        """
         ggml, context, config = self.ggml, self.context, self.model.config
         layer = self.model.layers[index]
         query, key, value = self._queries_keys_values(layer, normed)
@@ -231,7 +234,7 @@ class GraphBuilder:
         return query, *written
 
     def _attend(self, index: int, hidden: int) -> int:
-        """The heads' outputs before projection, [heads * head_dim, tokens]."""
+        """Return the heads' outputs before projection, [heads * head_dim, tokens]."""
         ggml, config = self.ggml, self.model.config
         layer = self.model.layers[index]
         query, keys, values = self._write_cache(index, self._norm(hidden, layer.attn_norm))
@@ -280,7 +283,7 @@ class GraphBuilder:
         return gated
 
     def _finish(self, index: int, hidden: int, output_input: int) -> int:
-        """The last layer and the head, after attention for the output rows only."""
+        """Return the result of the last layer and the head, after attention for the output rows only."""
         ggml, context = self.ggml, self.context
         attended = self._attend(index, hidden)
         if output_input:
@@ -291,5 +294,5 @@ class GraphBuilder:
         return self._capped(logits, self.model.config.output_softcap)
 
     def _finish_cache(self, index: int, hidden: int) -> None:
-        """No logits wanted: the last layer need only leave its K and V in the cache."""
+        """Build the last layer without logits: it only writes its K and V into the cache."""
         self._write_cache(index, self._norm(hidden, self.model.layers[index].attn_norm))

@@ -1,4 +1,6 @@
-"""Which products our own operations compute: those with interleaved matrices. ggml computes the others."""
+"""The products that the engine's own operations compute: products with interleaved matrices. ggml computes the
+others.
+"""
 
 from dataclasses import dataclass
 
@@ -16,5 +18,5 @@ class ProductOperations:
     userdata: int
 
     def operation(self, linear: Linear) -> int:
-        """The callback that multiplies with the weights; 0: ggml's own product."""
+        """Return the callback that multiplies with the weights; 0: ggml's own product."""
         return {Q4_0: self.q4_0, Q8_0: self.q8_0}[tensor_at(linear.weight).type] if linear.interleaved else 0

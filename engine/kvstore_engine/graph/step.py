@@ -1,6 +1,6 @@
 """The input of one forward step, and the flat arrays that the graph reads.
 
-Owns the checks that keep a wrong input from ggml and the kernels, where it would corrupt memory.
+The module owns the checks that keep a wrong input from ggml and the kernels, where it would corrupt memory.
 """
 
 from collections.abc import Sequence
@@ -18,10 +18,9 @@ Int64Array = npt.NDArray[np.int64]
 class SequenceSlice:
     """Some consecutive tokens of one sequence.
 
-    tokens:      int32 [n], at least one.
-    start:       position of the first; the K/V of positions 0..start-1 must be in the pool already.
-    block_table: int32, the engine blocks that hold positions 0, 16, 32...; covers start + n tokens at least.
-    outputs:     which tokens' logits are wanted.
+    tokens: int32 [n], at least one. start: position of the first; the K/V of positions 0..start-1 must be in the pool
+    already. block_table: int32, the engine blocks that hold positions 0, 16, 32...; covers start + n tokens at least.
+    outputs: the tokens whose logits are wanted.
     """
 
     tokens: Int32Array
@@ -43,7 +42,7 @@ class StepInputs:
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """What an executor was built for."""
+    """The limits for which an executor was built."""
 
     vocabulary: int
     pool_blocks: int
@@ -54,7 +53,7 @@ class StepLimits:
 
 
 def plan_step(slices: Sequence[SequenceSlice], limits: StepLimits) -> StepInputs:
-    """Check `slices` and lay them out one after another. Raises ValueError with what is wrong."""
+    """Check `slices` and lay them out one after another. Raises ValueError with the mistake."""
     if not 0 < len(slices) <= limits.max_sequences:
         raise ValueError(f"a step takes 1 to {limits.max_sequences} sequences, not {len(slices)}")
     counts = np.array([len(piece.tokens) for piece in slices], np.int64)
@@ -99,7 +98,7 @@ def _is_sound(
     tables: Sequence[Int32Array],
     limits: StepLimits,
 ) -> bool:
-    """Whether `_check` finds nothing in any slice; asked of all at once."""
+    """Return whether `_check` would find nothing in any slice, by one test of all."""
     if not counts.all() or starts.min() < 0 or ends.max() > limits.max_context:
         return False
     if any(piece.tokens.ndim != 1 for piece in slices) or [len(table) for table in tables] != used.tolist():

@@ -1,9 +1,9 @@
 """The contract of a kernel set: paged attention and products as ggml custom operations, and the copies of blocks.
 
-The caller guarantees that step and layer records describe live memory, that block ids are inside the pool and
-that payloads have the right size. The implementation MUST compute each row independently of the other rows of
-the step: the same token at the same position over the same context gives the same bits in any batch. It MUST
-NOT let keys or values past a row's own position, which may be uninitialised, change that row.
+The caller guarantees that step and layer records describe live memory, that block ids are inside the pool and that
+payloads have the right size. The implementation MUST compute each row independently of the other rows of the step: a
+token at a position over a context gives equal bits in any batch. It MUST NOT let keys or values past a row's own
+position, which may be uninitialised, change that row.
 """
 
 from abc import ABC, abstractmethod
@@ -24,11 +24,11 @@ class Kernels(ABC):
     @property
     @abstractmethod
     def attention_address(self) -> int:
-        """Address of a `ggml_custom_op_t`; its user data is a `layout.Layer`."""
+        """The address of a `ggml_custom_op_t`; its user data is a `layout.Layer`."""
 
     @property
     def q4_product_address(self) -> int:
-        """Address of a `ggml_custom_op_t` that multiplies rows with an interleaved q4_0 matrix, or 0: use ggml's.
+        """The address of a `ggml_custom_op_t` that multiplies rows with an interleaved q4_0 matrix, or 0: use ggml's.
 
         Its sources are the rows and the matrix, its user data is a `layout.Product`. It MUST give ggml's bits.
         """
@@ -36,9 +36,10 @@ class Kernels(ABC):
 
     @property
     def q8_product_address(self) -> int:
-        """The same for a q8_0 matrix, interleaved as `interleaving.interleave_q8_0` has it, with sums of its own order.
+        """The address of a `ggml_custom_op_t` that multiplies rows with an interleaved q8_0 matrix
+        (`interleaving.interleave_q8_0`), with an order of sums of its own.
 
-        They MUST NOT depend on how many rows or threads there are. 0: such matrices are not to be interleaved.
+        The sums MUST NOT depend on the numbers of rows or threads. 0: do not interleave q8_0 matrices.
         """
         return 0
 
@@ -48,9 +49,8 @@ class Kernels(ABC):
     ) -> None:
         """Copy storage blocks into the pool, or out of it.
 
-        planes:   uint8 [planes, blocks, block_bytes], the pool.
-        payloads: one uint8 [planes * blocks_per_payload * block_bytes] for each storage block.
-        tables:   int32 [storage blocks, blocks_per_payload], engine block ids.
+        planes: uint8 [planes, blocks, block_bytes], the pool. payloads: one uint8 [planes * blocks_per_payload *
+        block_bytes] for each storage block. tables: int32 [storage blocks, blocks_per_payload], engine block ids.
         """
 
     @abstractmethod

@@ -1,7 +1,7 @@
 """Compiles the C++ kernels, once, into the user's cache directory.
 
-Owns the compiler calls and the cached file's name. It never decides whether to use the result (`selection` does).
-The library holds the attention kernel once for each instruction set of the architecture and picks at run time
+The module owns the compiler calls and the cached file's name. It does not decide whether to use the result (`selection`
+does). The library holds the attention kernel once for each instruction set of the architecture and picks at run time
 (dispatch.cpp): a cache directory shared by unlike machines can never serve instructions that a CPU lacks. The name
 holds a digest of sources, compiler and flags.
 """
@@ -33,7 +33,7 @@ _TIMEOUT_S = 600.0  # it takes ten seconds of one core, which may be shared
 
 
 class _Compiler(NamedTuple):
-    """Commands that compile C++, link it, and say which version they are."""
+    """Commands that compile C++, link it, and print their version."""
 
     compile: tuple[str, ...]
     link: tuple[str, ...]
@@ -52,7 +52,7 @@ class BuildError(RuntimeError):
 
 
 def build_kernels() -> Path:
-    """The shared library's path; compiles it (a few seconds) if the cache has none. Raises BuildError."""
+    """Return the shared library's path; compile it (a few seconds) if the cache has none. Raises BuildError."""
     compiler, units = _compiler(), _units(platform.machine())
     target = cache_folder() / f"kernels-{_digest(compiler, units)}.so"
     if not target.exists():
@@ -61,7 +61,7 @@ def build_kernels() -> Path:
 
 
 def _units(machine: str) -> list[_Unit]:
-    """What to compile for the architecture `machine`."""
+    """Return the compiler calls for the architecture `machine`."""
     builds: dict[str, tuple[str, ...]] = {"baseline": ()}
     if x86 := machine in ("x86_64", "AMD64"):
         builds |= {"avx2": _AVX2, "avx512": _AVX512}
@@ -142,8 +142,8 @@ def _build(compiler: _Compiler, units: list[_Unit], target: Path) -> None:
 
 
 def _run_all(commands: list[list[str]], folder: str) -> None:
-    """Run `commands` side by side, Zig's caches in `folder`. Raises BuildError with the first line of what the first
-    failure says.
+    """Run `commands` side by side, Zig's caches in `folder`. Raises BuildError with the first line of the first
+    failure's output.
     """
     compiler = commands[0][0]
     environment = {**os.environ, "ZIG_GLOBAL_CACHE_DIR": folder, "ZIG_LOCAL_CACHE_DIR": folder}

@@ -1,6 +1,6 @@
-"""What K and V may be stored as, and how stored rows become floats: the slow twin of elements.h.
+"""The types in which K and V may be stored, and the conversion of stored rows to floats: the slow twin of elements.h.
 
-Owns the list of types that the kernels read. ggml writes them (`ggml_set_rows`), so the formats are ggml's.
+The module owns the list of types that the kernels read. ggml writes them (`ggml_set_rows`), so the formats are ggml's.
 """
 
 import numpy as np
@@ -12,7 +12,7 @@ KV_TYPES = {"f16": F16, "bf16": BF16, "f32": F32, "q8_0": Q8_0, "q4_0": Q4_0}
 
 
 def widen_rows(rows: npt.NDArray[np.uint8], kv_type: int) -> npt.NDArray[np.float32]:
-    """Stored rows, uint8 [n, row bytes], as float32 [n, elements]."""
+    """Return stored rows, uint8 [n, row bytes], as float32 [n, elements]."""
     rows = np.ascontiguousarray(rows)
     if kv_type == F32:
         return rows.view(np.float32)

@@ -1,4 +1,4 @@
-"""numpy arrays over memory that something else owns.
+"""numpy arrays over memory that another object owns.
 
 The caller guarantees that the memory outlives the array: neither numpy nor ctypes holds on to it.
 """
@@ -14,14 +14,14 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 
 
 def array_at(address: int, dtype: type[Scalar], *shape: int) -> npt.NDArray[Scalar]:
-    """A writable array of `shape` over the bytes at `address`."""
+    """Return a writable array of `shape` over the bytes at `address`."""
     size_bytes = math.prod(shape) * np.dtype(dtype).itemsize
     raw = memoryview((ct.c_uint8 * size_bytes).from_address(address)).cast("B")
     return np.frombuffer(raw, dtype).reshape(shape)
 
 
 def pointer_at(address: int) -> int:
-    """The pointer stored at `address`. ValueError if it is null."""
+    """Return the pointer stored at `address`. Raises ValueError if it is null."""
     value = ct.c_void_p.from_address(address).value
     if value is None:
         raise ValueError(f"null pointer at {address:#x}")

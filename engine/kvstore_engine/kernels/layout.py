@@ -1,9 +1,9 @@
 """The structs through which a step reaches the attention kernels (layout.h, field by field).
 
-Owns the memory that the pointers point to: `StepMemory` outlives every graph that refers to it, so a graph
-can be kept and only its inputs rewritten. It never computes. It cuts a step's attention into work items that
-threads take one by one; no result depends on how: kernels merge the parts of a context in an order that positions
-alone fix.
+The module owns the memory that the pointers point to: `StepMemory` outlives every graph that refers to it, so a graph
+can be kept and only its inputs rewritten. It does not compute. It cuts a step's attention into work items that threads
+take one by one; no result depends on the cut: kernels merge the parts of a context in an order that positions alone
+fix.
 """
 
 import ctypes as ct
@@ -26,7 +26,9 @@ _WIDEST_LANES = 16  # kLanes of simd.h with AVX-512
 
 
 class WorkPlan(NamedTuple):
-    """`items` int32 [n, ITEM_FIELDS] (struct Item), the costliest first, and what split ones need."""
+    """The work items of a step: `items` int32 [n, ITEM_FIELDS] (struct Item), the costliest first; the other fields are
+    for split items.
+    """
 
     items: Int32Array
     split_tiles: int
@@ -34,11 +36,11 @@ class WorkPlan(NamedTuple):
 
 
 def plan_work(sequences: Int32Array, *, kv_heads: int, group: int, threads: int) -> WorkPlan:
-    """Items for `sequences`, int32 [n, 4]: first row, rows, context after them, unused.
+    """Return items for `sequences`, int32 [n, 4]: first row, rows, context after them, unused.
 
-    A tile of queries sees the context up to its last query. One tile and K/V head is one item, unless that is so
-    much of the step that threads would wait for it: then its spans are shared out. Costliest first keeps the
-    threads level at the end of a layer.
+    A tile of queries sees the context up to its last query. One tile and K/V head is one item, unless it is so large a
+    part of the step that threads would wait for it: then its spans are shared out. Costliest first keeps the threads
+    level at the end of a layer.
     """
     per_tile = max(1, ROWS_PER_ITEM // group)
     tiles = [
@@ -128,10 +130,9 @@ class Product(ct.Structure):
 class LayerAttention:
     """One layer's attention. The defaults are plain causal attention.
 
-    window:      a token sees itself and the `window` - 1 tokens before it; 0: everything before it.
-    sink_tokens: the first tokens of a sequence, which stay visible outside the window.
-    scale:       what scores are multiplied with; 0: 1 / sqrt(head_dim).
-    softcap:     scores become cap * tanh(score / cap) (Gemma 2); 0: no cap.
+    window: a token sees itself and the `window` - 1 tokens before it; 0: everything before it. sink_tokens: the first
+    tokens of a sequence, which stay visible outside the window. scale: the factor of scores; 0: 1 / sqrt(head_dim).
+    softcap: scores become cap * tanh(score / cap) (Gemma 2); 0: no cap.
     """
 
     window: int = 0
@@ -152,12 +153,12 @@ class AttentionShape:
 
     @property
     def group(self) -> int:
-        """Query heads that share one K/V head."""
+        """The number of query heads that share one K/V head."""
         return self.query_heads // self.kv_heads
 
     @property
     def row_bytes(self) -> int:
-        """One token's K, or V, of one layer."""
+        """The bytes of one token's K, or V, of one layer."""
         return TENSOR_TYPES[self.kv_type].row_bytes(self.kv_heads * self.head_dim)
 
 
@@ -176,7 +177,9 @@ class StepMemory:
         max_blocks: int,
         attention: Sequence[LayerAttention] | None = None,
     ) -> None:
-        """`planes`: for each layer the addresses of its K and V planes. `attention`: None is plain for all."""
+        """Allocate the arrays. `planes`: for each layer the addresses of its K and V planes. `attention`: None is plain
+        for all.
+        """
         self.shape = shape
         self.sequences = np.zeros((max_sequences, 4), np.int32)
         self.tables = np.zeros((max_sequences, max_blocks), np.int32)
@@ -215,13 +218,13 @@ class StepMemory:
         )
 
     def layer_address(self, index: int) -> int:
-        """Address of layer `index`'s record: the custom operation's user data."""
+        """Return the address of layer `index`'s record: the custom operation's user data."""
         return ct.addressof(self.layers[index])
 
     def begin(self, count: int, threads: int = 1) -> None:
         """Make the first `count` rows of `sequences` (and `tables`) the work of a step on `threads` threads.
 
-        Steps of the same shape share a plan: decoding makes a new one only when a context enters its next span.
+        Steps of equal shape share a plan: decoding makes a new one only when a context enters its next span.
         """
         self._counters[:] = 0
         rows, context = self.sequences[:count, 1], self.sequences[:count, 2]

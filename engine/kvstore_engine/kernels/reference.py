@@ -1,7 +1,6 @@
-"""The kernels in plain numpy: what the fast ones must agree with. Slow; for tests and as the last resort.
+"""The kernels in plain numpy, which define the right results. Slow; for tests and as the last resort.
 
-`paged_attention` is the definition, straight from the softmax; `ReferenceKernels` wraps it as a ggml
-operation.
+`paged_attention` is the definition, straight from the softmax; `ReferenceKernels` wraps it as a ggml operation.
 """
 
 import ctypes as ct
@@ -27,10 +26,10 @@ def paged_attention(
     context: Int32Array,
     kind: LayerAttention = _PLAIN,
 ) -> FloatArray:
-    """Causal attention of one sequence whose K and V have been gathered into order.
+    """Return causal attention of one sequence whose K and V have been gathered into order.
 
-    queries [rows, heads, head_dim]; keys, values [tokens, kv_heads, head_dim]; all float32. context int32
-    [rows]: the number of leading tokens up to each row's own. Returns float32 [rows, heads, head_dim].
+    queries [rows, heads, head_dim]; keys, values [tokens, kv_heads, head_dim]; all float32. context int32 [rows]: the
+    number of leading tokens up to each row's own. The result is float32 [rows, heads, head_dim].
     """
     rows, heads, head_dim = queries.shape
     group = heads // keys.shape[1]
@@ -50,7 +49,7 @@ def paged_attention(
 
 
 class ReferenceKernels(Kernels):
-    """Attention by `paged_attention`, copies by numpy."""
+    """Kernels that use `paged_attention` for attention and numpy for copies."""
 
     name = "reference"
 
@@ -79,7 +78,7 @@ class ReferenceKernels(Kernels):
 
 
 def _attend(destination: int, thread: int, threads: int, userdata: int) -> None:
-    """`ggml_custom_op_t`: thread 0 computes every sequence of the step."""
+    """Compute every sequence of the step, in thread 0, as a `ggml_custom_op_t`."""
     if thread:
         return
     layer = Layer.from_address(userdata)
@@ -101,7 +100,7 @@ def _attend(destination: int, thread: int, threads: int, userdata: int) -> None:
 
 
 def _gather(plane: int, step: Step, table: Int32Array, tokens: int) -> FloatArray:
-    """The first `tokens` rows of one plane in order, float32 [tokens, kv_heads, head_dim]."""
+    """Return the first `tokens` rows of one plane in order, float32 [tokens, kv_heads, head_dim]."""
     blocks = table[: -(-tokens // step.block_tokens)]
     stored = array_at(plane, np.uint8, int(blocks.max()) + 1, step.block_tokens, step.row_bytes)
     rows = widen_rows(stored[blocks].reshape(-1, step.row_bytes)[:tokens], step.kv_type)

@@ -1,8 +1,9 @@
 """The compiled kernels through ctypes, and the choice between them and numpy's.
 
-Owns the order and the one-line notice when the first choice fails. $KVENGINE_KERNEL=cpp|reference forces one, and then
-its failure is an error. $KVENGINE_KERNEL_ISA=avx512|avx2|neon|baseline forces the C++ kernels' instruction set: a
-comparison with a ggml that was built without AVX-512 needs that. ctypes releases the GIL for the length of each call.
+The module owns the order and the one-line notice when the first choice fails. $KVENGINE_KERNEL=cpp|reference forces
+one, and then its failure is an error. $KVENGINE_KERNEL_ISA=avx512|avx2|neon|baseline forces the C++ kernels'
+instruction set: a comparison with a ggml that was built without AVX-512 needs that. ctypes releases the GIL for the
+length of each call.
 """
 
 import ctypes as ct
@@ -27,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 class NativeKernels(Kernels):
-    """paged_attention.cpp, the products and block_copy.cpp, as built by `build.build_kernels`."""
+    """The compiled kernels: paged_attention.cpp, the products and block_copy.cpp, as built by `build.build_kernels`."""
 
     name = "cpp"
 
@@ -61,11 +62,11 @@ class NativeKernels(Kernels):
         return self._address("q8_product")
 
     def _address(self, operation: str) -> int:
-        """Return the address of `operation` in the chosen build; 0: it has none."""
+        """Return the address of `operation` in the chosen build; 0 if it has none."""
         return getattr(self._library, f"kv_{operation}_of")(self.isa.encode()) or 0
 
     def _usable(self) -> list[str]:
-        """The instruction sets that the library has a build for and this processor can run, the best first."""
+        """Return the instruction sets that the library has a build for and this processor can run, the best first."""
         names: list[str] = []
         while name := self._library.kv_build_name(len(names)):
             names.append(name.decode())
@@ -110,11 +111,11 @@ def _plane_addresses(planes: Bytes) -> npt.NDArray[np.int64]:
 
 
 class KernelError(OperationError):
-    """The kernels that were asked for cannot be used here; the message says why."""
+    """The requested kernels cannot be used here; the message says why."""
 
 
 def select_kernels(name: str | None = None) -> Kernels:
-    """Return the kernels `name`, or those of $KVENGINE_KERNEL, or the fastest that work. Raises KernelError."""
+    """Return the kernels `name`, or the ones in $KVENGINE_KERNEL, or the fastest that work. Raises KernelError."""
     name = name or os.environ.get(KERNEL_VARIABLE) or ("cpp" if ISA_VARIABLE in os.environ else None)
     if name is None:
         return _fastest()

@@ -1,9 +1,9 @@
-"""What sets one family of decoders apart from another, as data that configuration, weights and graph read.
+"""The differences between families of decoders, as data that configuration, weights and graph read.
 
-Owns the list of supported architectures. It never computes and never reads a file: a family is its
-tensors, its rotation, its activation and a few constants, and the one graph builder puts them together.
-What is true of all of them is not said here: RMSNorm before attention and before the feed-forward block,
-rotary positions, grouped-query attention, a gated feed-forward block, causal order.
+The module owns the list of supported architectures. It does not compute or read a file: a family is its tensors, its
+rotation, its activation and a few constants, and the one graph builder puts them together. The common parts are not
+listed here: RMSNorm before attention and before the feed-forward block, rotary positions, grouped-query attention, a
+gated feed-forward block, causal order.
 
 The names of tensors and the defaults are llama.cpp's (src/models/*.cpp); the papers are named below.
 """
@@ -28,11 +28,11 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """Which layers see only the last tokens, and how they rotate.
+    """The layers that see only the last tokens, and their rotation.
 
     default_tokens: the window if the file names none; 0: then all layers see everything.
     period:         the last of each `period` layers sees everything; 0: none does. A file may name another.
-    local_base:     frequency base of windowed layers if the file names none, which are then not scaled;
+    local_base:     frequency base of windowed layers if the file names none; these layers are then not scaled.
                     None: they rotate as the others do.
     """
 

@@ -1,8 +1,8 @@
-"""Reads a model's hyperparameters from GGUF metadata and refuses what the graph cannot run.
+"""Reads a model's hyperparameters from GGUF metadata and refuses models that the graph cannot run.
 
-Owns the names of the metadata keys and their defaults, which are llama.cpp's. It never touches tensor bytes.
-Invariant: a `ModelConfig` describes a model that `graph.decoder` can build; what would silently compute something else
-(experts, other architectures, unknown scalings) is refused by name.
+The module owns the names of the metadata keys and their defaults, which are llama.cpp's. It does not touch tensor
+bytes. Invariant: a `ModelConfig` describes a model that `graph.decoder` can build; models that would silently compute
+something else (experts, other architectures, unknown scalings) are refused by name.
 """
 
 import math
@@ -22,11 +22,11 @@ _MAX_LAYERS = 1024
 class ModelConfig:
     """The shape of a decoder. `width` is the residual stream, `kv_width` one token's K (or V).
 
-    `rope` is how layers rotate that see everything, `local_rope` those with a window, if otherwise.
-    `windows`: for each layer the tokens that it sees, 0: all; empty: all layers see everything.
-    `attention_scale` 0: 1 / sqrt(head_dim). Soft cap 0: none. `longest_context`: for contexts beyond this
-    number of tokens the model must be configured anew (LongRoPE); 0: never. `vocabulary`: the tokens that there are;
-    `padding`: rows of embeddings and of the output matrix past the last of them, which get no logits.
+    `rope` is the rotation of layers that see everything, `local_rope` the rotation of layers with a window, if
+    different. `windows`: for each layer the tokens that it sees, 0: all; empty: all layers see everything.
+    `attention_scale` 0: 1 / sqrt(head_dim). Soft cap 0: none. `longest_context`: for contexts beyond this number of
+    tokens the model must be configured anew (LongRoPE); 0: never. `vocabulary`: the number of tokens; `padding`: rows
+    of embeddings and of the output matrix past the last token, which get no logits.
     """
 
     name: str
@@ -57,21 +57,22 @@ class ModelConfig:
 
     @property
     def kv_width(self) -> int:
-        """Elements of one token's K, or V, in one layer."""
+        """The number of elements of one token's K, or V, in one layer."""
         return self.kv_heads * self.head_dim
 
     def window(self, layer: int) -> int:
-        """The tokens that `layer` sees, the present one included; 0: all."""
+        """Return how many tokens `layer` sees, the present one included; 0: all."""
         return self.windows[layer] if self.windows else 0
 
     def layer_rope(self, layer: int) -> RopeConfig:
-        """How `layer` rotates queries and keys."""
+        """Return the rotation of queries and keys in `layer`."""
         return self.local_rope if self.local_rope and self.window(layer) else self.rope
 
     def describe_attention(self) -> str:
-        """One line that differs whenever the keys and values of two models differ, their weights being equal.
+        """Return one line that differs whenever the keys and values of two models with equal weights differ.
 
-        That is the rotation of the keys, and what else changes a layer's output: the next one's input.
+        The line has the rotation of the keys, and everything else that changes a layer's output, the input of the next
+        layer.
         """
         parts = [self.rope.describe()]
         windowed = {window for window in self.windows if window}
@@ -88,10 +89,10 @@ class ModelConfig:
 
     @classmethod
     def from_gguf(cls, file: GGUFFile, context: int | None = None) -> Self:
-        """Read and check the hyperparameters of `file`. Raises UnsupportedModel.
+        """Return the checked hyperparameters of `file`. Raises UnsupportedModel.
 
-        `context`: how long sequences may become. It matters only to models with LongRoPE, which rotate
-        otherwise in a context longer than the one they were first trained on; None: they are not.
+        `context`: the greatest length of sequences. It matters only to models with LongRoPE, which rotate differently
+        in a context longer than the one they were first trained on; None: sequences are not longer.
         """
         keys = Hyperparameters(file.metadata)
         family = _family(keys)
@@ -143,7 +144,7 @@ def _family(keys: Hyperparameters) -> Architecture:
 
 
 def _windows(keys: Hyperparameters, family: Architecture, layers: int) -> tuple[int, ...]:
-    """For each layer the tokens that it sees, 0: all. `period` is llama.cpp's `set_swa_pattern`."""
+    """Return for each layer the number of tokens that it sees, 0: all. `period` is llama.cpp's `set_swa_pattern`."""
     rule, named = family.windows, keys.get("attention.sliding_window")
     if rule is None:
         if named and not family.ignores_window:
@@ -177,7 +178,7 @@ def _softcap(keys: Hyperparameters, key: str, default: float | None) -> float:
 
 
 def _check_heads(keys: Hyperparameters, heads: int, kv_heads: int, head_dim: int) -> None:
-    """Everything that a kernel or GGML_ASSERT would otherwise meet first."""
+    """Check everything that a kernel or GGML_ASSERT would otherwise fail on."""
     sizes = ("attention.value_length", "attention.key_length_swa", "attention.value_length_swa")
     if any(keys.count(key, head_dim) != head_dim for key in sizes):
         raise UnsupportedModel("models whose K and V heads differ in size, or in windows, are not supported")

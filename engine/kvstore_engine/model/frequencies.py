@@ -1,6 +1,7 @@
-"""The angles of a rotation, as `ggml_rope_ext` computes them, for what rotates by a table.
+"""The angles of a rotation, as `ggml_rope_ext` computes them, for rotation by a table.
 
-Pure: `RopeConfig` in, one angle a token for each pair of channels out, with what the rotated pair is multiplied with.
+Pure: it takes a `RopeConfig` and returns one angle a token for each pair of channels, and the factor of the rotated
+pair.
 """
 
 import math
@@ -14,7 +15,7 @@ FloatArray = npt.NDArray[np.float64]
 
 
 def rotation(rope: RopeConfig, factors: npt.NDArray[np.float32] | None) -> tuple[FloatArray, float]:
-    """Radians a token, float64 [dimensions / 2], and the magnitude. `factors`: a divisor for each of them."""
+    """Return radians a token, float64 [dimensions / 2], and the magnitude. `factors`: a divisor for each angle."""
     pairs = np.arange(rope.dimensions // 2, dtype=np.float64)
     plain = rope.frequency_base ** (-2.0 * pairs / rope.dimensions)
     if factors is not None:
@@ -30,6 +31,6 @@ def rotation(rope: RopeConfig, factors: npt.NDArray[np.float32] | None) -> tuple
 
 
 def _turning_pair(rope: RopeConfig, turns: float) -> float:
-    """The pair that makes `turns` turns in the original context (YaRN's correction dimension)."""
+    """Return the pair that makes `turns` turns in the original context (YaRN's correction dimension)."""
     tokens_a_turn = rope.original_context / (turns * 2 * math.pi)
     return rope.dimensions * math.log(tokens_a_turn) / (2 * math.log(rope.frequency_base))

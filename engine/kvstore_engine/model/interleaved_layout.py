@@ -1,8 +1,8 @@
-"""Matrices of which eight rows are interleaved, so that a vector's lanes belong to as many columns of a product.
+"""Matrices with eight rows interleaved, so that a vector's lanes belong to as many columns of a product.
 
-Owns two layouts. q4_0's is the one in which ggml's repacking leaves matrices on x86 (block_q4_0x8), with the test by
-which it is recognised: ggml has others for other processors, and does not report which one it used. q8_0's is our own,
-for `q8_product`.
+The module owns two layouts. q4_0's is the one in which ggml's repacking leaves matrices on x86 (block_q4_0x8), with the
+test by which it is recognised: ggml has others for other processors, and does not report which one it used. q8_0's is
+the project's own, for `q8_product`.
 """
 
 import numpy as np
@@ -17,7 +17,7 @@ _SIGN = np.uint8(0x88)  # turns a nibble that is 8 too large into a signed one
 
 
 def interleave_q4_0(rows: Bytes) -> Bytes:
-    """q4_0 rows, uint8 [8 * n, row bytes], as uint8 [n, 8 * row bytes].
+    """Return q4_0 rows, uint8 [8 * n, row bytes], as uint8 [n, 8 * row bytes].
 
     Of each block of 32 elements first the scales of eight rows, then their nibbles in turns of eight bytes, signed.
     """
@@ -30,12 +30,12 @@ def interleave_q4_0(rows: Bytes) -> Bytes:
 
 
 def is_interleaved_q4_0(rows: Bytes, repacked: Bytes) -> bool:
-    """Whether `repacked`, uint8 [8 * row bytes], is what `interleave_q4_0` makes of the first eight of `rows`."""
+    """Return whether `repacked`, uint8 [8 * row bytes], equals `interleave_q4_0` of the first eight of `rows`."""
     return bool(np.array_equal(interleave_q4_0(rows[:ROWS_TOGETHER])[0], repacked))
 
 
 def interleave_q8_0(rows: Bytes, target: Bytes) -> None:
-    """q8_0 rows, uint8 [8 * n, row bytes], to `target`, uint8 [8 * n * row bytes]; both contiguous.
+    """Write q8_0 rows, uint8 [8 * n, row bytes], to `target`, uint8 [8 * n * row bytes]; both contiguous.
 
     Of each block of 32 elements first the scales of eight rows, then their values in turns of four bytes.
     """

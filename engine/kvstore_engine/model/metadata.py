@@ -1,6 +1,6 @@
 """Typed access to a model's hyperparameters in GGUF metadata.
 
-Owns the rule that a missing or ill-typed value is an `UnsupportedModel` that names its key. It knows no
+The module owns the rule that a missing or ill-typed value is an `UnsupportedModel` that names its key. It knows no
 architecture.
 """
 
@@ -15,25 +15,25 @@ class UnsupportedModel(UsageError):
 
 
 class Hyperparameters:
-    """The `{architecture}.*` keys of a file, read by what comes after the first dot."""
+    """The `{architecture}.*` keys of a file, read by the part after the first dot."""
 
     def __init__(self, metadata: Mapping[str, object]) -> None:
         self._metadata = metadata
         self.architecture = str(metadata.get("general.architecture", ""))
 
     def get(self, key: str) -> object:
-        """The value as it is stored, or None."""
+        """Return the value as it is stored, or None."""
         return self._metadata.get(f"{self.architecture}.{key}")
 
     def count(self, key: str, default: int | None = None) -> int:
-        """A positive integer."""
+        """Return a positive integer. Raises UnsupportedModel."""
         value = self._or(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 31:
             raise UnsupportedModel(f"metadata {self.architecture}.{key} must be a positive integer, is {value!r}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A finite number."""
+        """Return a finite number. Raises UnsupportedModel."""
         value = self._or(key, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
             raise UnsupportedModel(f"metadata {self.architecture}.{key} must be a number, is {value!r}")

@@ -1,6 +1,6 @@
-"""Which of a file's matrices are copied into a layout that is multiplied faster, known before ggml sees the file.
+"""The choice of a file's matrices that are copied into a layout for faster products, made before ggml sees the file.
 
-Owns the rules that the loader shares: which kernel multiplies a matrix, and how much memory copies take.
+The module owns the rules that the loader shares: which kernel multiplies a matrix, and how much memory copies take.
 """
 
 from kvstore_engine.gguf import GGUFFile, TensorInfo
@@ -13,26 +13,26 @@ _EMBEDDING, _OUTPUT = "token_embd.weight", "output.weight"
 
 
 def can_interleave(info: TensorInfo) -> bool:
-    """Whether a tensor is a q8_0 matrix whose rows can be interleaved."""
+    """Return whether a tensor is a q8_0 matrix whose rows can be interleaved."""
     return info.ggml_type == Q8_0 and len(info.shape) == 2 and info.shape[1] % ROWS_TOGETHER == 0
 
 
 def interleaves_q8_0(file: GGUFFile) -> bool:
-    """Whether the file has q8_0 matrices that this machine's kernels multiply themselves. Raises KernelError."""
+    """Return whether the file has q8_0 matrices that this machine's kernels multiply themselves. Raises KernelError."""
     return any(map(can_interleave, file.tensors.values())) and bool(select_kernels().q8_product_address)
 
 
 def order_of_sums(file: GGUFFile) -> str:
-    """A name for the order of sums in products whose last bits differ from ggml's, or "".
+    """Return a name for the order of sums in products whose last bits differ from ggml's, or "".
 
-    Blocks are shared only under the same name: quantising a layer's output amplifies differences in a last bit.
+    Blocks are shared only under one name: quantising a layer's output amplifies differences in a last bit.
     """
     before_output = (info for name, info in file.tensors.items() if name not in (_EMBEDDING, _OUTPUT))
     return _BY_COLUMNS if any(map(can_interleave, before_output)) and interleaves_q8_0(file) else ""
 
 
 def copied_bytes(file: GGUFFile) -> int:
-    """Most memory of copies of matrices, without the mapped file, which the system can drop."""
+    """Return the most bytes of copies of matrices, without the mapped file, which the system can drop."""
     tensors, types = file.tensors, {Q4_0, Q8_0} if interleaves_q8_0(file) else {Q4_0}
     is_tied = _OUTPUT not in tensors  # else rows of the embeddings are only looked up
     return sum(

@@ -1,6 +1,6 @@
-"""Which of ggml's tensor types the loaded library can multiply with, found by asking it.
+"""The tensor types that the loaded ggml library can multiply with, found by asking it.
 
-Owns the question and the refusal. There is no list of supported types here: builds of ggml differ, and a
+The module owns the question and the refusal. There is no list of supported types here: builds of ggml differ, and a
 type that a later one learns to multiply works without a change, once the reader knows its block size.
 """
 
@@ -14,12 +14,12 @@ from kvstore_engine.model.metadata import UnsupportedModel
 
 @cache
 def multipliable_types(library: Library) -> frozenset[int]:
-    """The types whose matrices the CPU backend of `library` multiplies with activations in f32."""
+    """Return the types whose matrices the CPU backend of `library` multiplies with activations in f32."""
     return frozenset(number for number in TENSOR_TYPES if _knows(library, number) and _multiplies(library, number))
 
 
 def check_quantisation(file: GGUFFile, library: Library) -> None:
-    """Raises UnsupportedModel for the first matrix that `library` cannot multiply with."""
+    """Raise UnsupportedModel for the first matrix that `library` cannot multiply with."""
     supported = multipliable_types(library)
     for tensor in file.tensors.values():
         if len(tensor.shape) > 1 and tensor.ggml_type not in supported:
@@ -31,7 +31,7 @@ def check_quantisation(file: GGUFFile, library: Library) -> None:
 
 
 def _knows(library: Library, number: int) -> bool:
-    """Whether the library's type of this number is the one that we mean: an older one has fewer types."""
+    """Return whether the library's type of this number is the expected one: an older library has fewer types."""
     kind = TENSOR_TYPES[number]
     # Sizes first: past the end of an older library's table even the name may be no pointer.
     if (library.blck_size(number), library.type_size(number)) != (kind.block_elements, kind.block_bytes):

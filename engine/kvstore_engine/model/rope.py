@@ -1,12 +1,12 @@
-"""Rotary position embedding: what a file says about it, in the terms of `ggml_rope_ext`.
+"""Rotary position embedding: a file's settings in the terms of `ggml_rope_ext`.
 
-Owns the reading of `rope.*` keys and the line that stands for the rotation in the cache's fingerprint.
-It never rotates.
+The module reads the `rope.*` keys and makes the line that stands for the rotation in the cache's fingerprint. It does
+not rotate.
 
 Su et al., "RoFormer" (2021); linear interpolation by `frequency_scale`; YaRN (Peng et al., 2023) when
-`yarn_extrapolation` is not 0, with the paper's constants: a file's `yarn_ext_factor`, `yarn_attn_factor`,
-`yarn_beta_fast`, `yarn_beta_slow` and `yarn_log_multiplier` are read by llama.cpp for other architectures only; a
-divisor for each frequency (Llama 3; LongRoPE, Ding et al., 2024) by a tensor of the file.
+`yarn_extrapolation` is not 0, with the paper's constants: llama.cpp reads a file's `yarn_ext_factor`,
+`yarn_attn_factor`, `yarn_beta_fast`, `yarn_beta_slow` and `yarn_log_multiplier` for other architectures only; a divisor
+for each frequency (Llama 3; LongRoPE, Ding et al., 2024) by a tensor of the file.
 """
 
 import math
@@ -24,11 +24,11 @@ _SCALINGS = ("none", "linear", "yarn", "longrope")
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """How some layers rotate queries and keys.
+    """The rotation of queries and keys in some layers.
 
-    `neox`: one half of the rotated channels against the other instead of neighbours. `factors`: the tensor
-    with a divisor for each frequency, or nothing. `attention_factor`: what `ggml_rope_ext` gets, which multiplies it
-    by 1 + 0.1 ln(1 / frequency_scale) for YaRN.
+    `neox`: one half of the rotated channels against the other instead of neighbours. `factors`: the tensor with a
+    divisor for each frequency, or "". `attention_factor`: the parameter of `ggml_rope_ext`, which multiplies it by 1 +
+    0.1 ln(1 / frequency_scale) for YaRN.
     """
 
     dimensions: int
@@ -43,7 +43,7 @@ class RopeConfig:
     factors: str = ""
 
     def describe(self) -> str:
-        """One line that differs whenever rotated keys would differ; part of the cache fingerprint."""
+        """Return one line that differs whenever rotated keys would differ; part of the cache fingerprint."""
         line = f"{'neox' if self.neox else 'norm'}/{self.dimensions}"
         line += f"/base={_exact(self.frequency_base)}/scale={_exact(self.frequency_scale)}"
         if self.yarn_extrapolation:
@@ -58,10 +58,10 @@ class RopeConfig:
 def read_rope(
     keys: Hyperparameters, family: Architecture, tensors: Collection[str], head_dim: int, context: int | None
 ) -> tuple[RopeConfig, RopeConfig]:
-    """The rotation of layers that see everything, and of windowed layers. Raises UnsupportedModel.
+    """Return the rotations of layers that see everything, and of windowed layers. Raises UnsupportedModel.
 
-    `context` is how long sequences may become, None: no longer than the model was first trained on. LongRoPE
-    has one set of factors up to that length and another for longer contexts, for every sequence.
+    `context` is the greatest length of sequences, None: no longer than the model was first trained on. LongRoPE has one
+    set of factors up to that length and another for longer contexts, for every sequence.
     """
     scaling = keys.get("rope.scaling.type")
     if scaling is not None and scaling not in _SCALINGS:
@@ -100,7 +100,9 @@ def read_rope(
 
 
 def _factor(keys: Hyperparameters) -> float:
-    """Return how many times longer contexts may be than in the first training; 0: not said. UnsupportedModel."""
+    """Return how many times longer contexts may be than in the first training; 0: not given. Raises
+    UnsupportedModel.
+    """
     factor = keys.number("rope.scaling.factor", 0.0) or keys.number("rope.scale_linear", 0.0)
     if factor and factor < _LEAST_FACTOR:
         raise UnsupportedModel(
@@ -110,7 +112,9 @@ def _factor(keys: Hyperparameters) -> float:
 
 
 def _shrunk(factor: float) -> float:
-    """Return what undoes `ggml_rope_ext`'s factor for a shorter context: YaRN raises attention in longer ones alone."""
+    """Return the value that undoes `ggml_rope_ext`'s factor for a shorter context: YaRN raises attention in longer ones
+    alone.
+    """
     return 1.0 / (1.0 + 0.1 * math.log(factor)) if 0 < factor < 1 else 1.0
 
 
@@ -122,6 +126,6 @@ def _factors(family: Architecture, tensors: Collection[str], *, long: bool) -> s
 
 
 def _exact(number: float) -> str:
-    """`number` in the fewest digits that identify it."""
+    """Return `number` in the fewest digits that identify it."""
     short = f"{number:g}"
     return short if float(short) == number else repr(number)

@@ -1,6 +1,6 @@
-"""Which tensors a model must have, and the check that a file has exactly those.
+"""The tensors that a model must have, and the check that a file has exactly these.
 
-Owns names and shapes. Invariant: a file that passes has every tensor that the graph uses, in the shape that
+The module owns names and shapes. Invariant: a file that passes has every tensor that the graph uses, in the shape that
 it expects, and none that the graph would silently ignore.
 """
 
@@ -19,13 +19,13 @@ _FACTOR_TENSORS = {"freqs": (FREQUENCY_FACTORS,), "long_short": (SHORT_FACTORS, 
 
 
 def layer_parts(config: ModelConfig, layer: int, tensors: Collection[str]) -> Iterator[Part]:
-    """The weights of `layer`: all that its architecture lists, with q, k and v in one or apart."""
+    """Yield the weights of `layer`: all that its architecture lists, with q, k and v in one or apart."""
     absent = _APART if f"blk.{layer}.{_FUSED}.weight" in tensors else (_FUSED,)
     return (part for part in config.family.parts if part.name not in absent)
 
 
 def check_tensors(file: GGUFFile, config: ModelConfig) -> None:
-    """Names, shapes, types and alignment; raises UnsupportedModel with the first difference."""
+    """Check names, shapes, types and alignment. Raises UnsupportedModel with the first difference."""
     expected = dict(_expected(config, file.tensors.keys()))
     for name, shape in expected.items():
         info = file.tensors.get(name)
@@ -45,7 +45,7 @@ def check_tensors(file: GGUFFile, config: ModelConfig) -> None:
 
 
 def _expected(config: ModelConfig, tensors: Collection[str]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and ggml shape (contiguous dimension first) of every tensor that the graph uses."""
+    """Yield name and ggml shape (contiguous dimension first) of every tensor that the graph uses."""
     family, extents, rows = config.family, _extents(config), config.vocabulary + config.padding
     yield "token_embd.weight", (config.width, rows)
     yield "output_norm.weight", (config.width,)

@@ -1,12 +1,11 @@
 """Places a model's weights where they are multiplied fastest: in the file's map, or in a copy.
 
-Owns the ggml context, buffers and tensor handles of the weights. It never builds a graph.
-Invariant: names, shapes and types of all tensors have been checked (`tensors`, `quantisation`) before ggml
-sees one.
+The module owns the ggml context, buffers and tensor handles of the weights. It builds no graph. Invariant: names,
+shapes and types of all tensors have been checked (`tensors`, `quantisation`) before ggml sees one.
 
-Matrices whose type ggml can repack (q4_0 on AVX2 and NEON) are copied through its extra buffer types, as
-llama.cpp's loader does; q8_0 matrices are interleaved by ourselves where our own kernels multiply them. All
-else is used where the file is mapped, so that processes share its pages.
+Matrices whose type ggml can repack (q4_0 on AVX2 and NEON) are copied through its extra buffer types, as llama.cpp's
+loader does; q8_0 matrices are interleaved here if the engine's own kernels multiply them. All other weights are used in
+the mapped file, so that processes share its pages.
 """
 
 import mmap
@@ -31,10 +30,10 @@ _USAGE_WEIGHTS = 1  # GGML_BACKEND_BUFFER_USAGE_WEIGHTS
 
 
 class Linear(NamedTuple):
-    """A matrix and what is added to its product, as ggml tensor handles (addresses); 0: there is none.
+    """A matrix and the bias of its product, as ggml tensor handles (addresses); 0: there is none.
 
-    `interleaved`: the matrix is q4_0 or q8_0 in the layout of `interleaved_layout`. Only our own operation can multiply
-    one of q8_0: ggml does not know the layout.
+    `interleaved`: the matrix is q4_0 or q8_0 in the layout of `interleaved_layout`. Only the engine's own operation can
+    multiply one of q8_0: ggml does not know the layout.
     """
 
     weight: int = 0
@@ -49,7 +48,7 @@ _JOINT = {"attn_qkv": ("attn_q", "attn_k", "attn_v"), "ffn_up": ("ffn_gate", "ff
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One transformer layer; norms as ggml tensor handles. What its architecture does not have is 0."""
+    """One transformer layer; norms as ggml tensor handles. A part that its architecture does not have is 0."""
 
     attn_norm: int
     attn_output: Linear
@@ -70,8 +69,8 @@ class LayerWeights:
 class Model:
     """Configuration plus weights as ggml tensors. Immutable; several executors may share it.
 
-    `file` stays open for the model's life: what is not copied is read in place. `interleaves_q8_0`: q8_0 matrices are
-    for kernels of our own.
+    `file` stays open for the model's life: weights that are not copied are read in place. `interleaves_q8_0`: the
+    engine's own kernels multiply q8_0 matrices.
     """
 
     def __init__(self, file: GGUFFile, library: Library, *, repack: bool = True, context: int | None = None) -> None:
@@ -106,7 +105,7 @@ class Model:
             file.release()
 
     def close(self) -> None:
-        """Give back the weights' memory. No executor may use the model afterwards."""
+        """Free the weights' memory. No executor may use the model afterwards."""
         if self._context:
             self.library.free(self._context)
             for buffer in self._buffers:
@@ -154,7 +153,7 @@ class Model:
         return int(self.file.data.ctypes.data) + info.offset_bytes
 
     def _vector(self, name: str) -> int:
-        """The tensor of this name in place, 0 if the file has none."""
+        """Return the tensor of this name in place, 0 if the file has none."""
         info = self.file.tensors.get(name)
         return self._in_place(info) if info else 0
 
@@ -164,16 +163,16 @@ class Model:
         return tensor
 
     def _matrix(self, info: TensorInfo) -> int:
-        """Repacked if this tensor can be, in place otherwise."""
+        """Return the matrix, repacked if it can be, in place otherwise."""
         tensor = self._new_tensor(info)
         if not self._copied(tensor, [info]):
             self.library.backend_tensor_alloc(self._mapped, tensor, self._address(info))
         return tensor
 
     def _joined(self, names: list[str]) -> int:
-        """Matrices that multiply the same rows, as one: fewer products, of which each ends with threads waiting.
+        """Return matrices that multiply equal rows, as one: fewer products, each of which ends with threads waiting.
 
-        0 unless they can be repacked, which copies them anyway: others are used where the file is mapped.
+        0 unless they can be repacked, which copies them anyway: others are used in the mapped file.
         """
         infos = [self.file.tensors.get(f"{name}.weight") for name in names]
         parts = [info for info in infos if info is not None]
@@ -187,9 +186,9 @@ class Model:
         return tensor if self._copied(tensor, parts) else 0
 
     def _copied(self, tensor: int, parts: list[TensorInfo]) -> bool:
-        """Fill a tensor that has no memory with the rows of `parts`, in a layout that is multiplied faster.
+        """Fill a tensor that has no memory with the rows of `parts`, in a layout for faster products.
 
-        False if there is no such layout; the tensor still has no memory then.
+        Return False if no layout fits; then the tensor still has no memory.
         """
         rows = [self.file.tensor_bytes(part.name).reshape(part.shape[1], -1) for part in parts]
         if self.interleaves_q8_0 and all(map(can_interleave, parts)):
@@ -200,7 +199,7 @@ class Model:
         return True
 
     def _interleave(self, tensor: int, parts: list[npt.NDArray[np.uint8]]) -> None:
-        """Our own layout of a q8_0 matrix."""
+        """Copy the rows of a q8_0 matrix in the engine's own layout."""
         size_bytes = sum(rows.size for rows in parts)
         memory = np.frombuffer(mmap.mmap(-1, size_bytes), np.uint8)  # pages: ggml wants it aligned
         filled = 0
@@ -213,7 +212,7 @@ class Model:
         self._interleaved.add(tensor)
 
     def _repack(self, tensor: int, parts: list[npt.NDArray[np.uint8]], buffer_type: int) -> bool:
-        """One of ggml's layouts; False if the buffer type does not take the tensor."""
+        """Copy the rows in one of ggml's layouts; return False if the buffer type does not take the tensor."""
         ggml = self.library
         buffer = ggml.backend_buft_alloc_buffer(buffer_type, ggml.backend_buft_get_alloc_size(buffer_type, tensor))
         ggml.backend_tensor_alloc(buffer, tensor, ggml.backend_buffer_get_base(buffer))
@@ -240,8 +239,8 @@ class Model:
 def load_model(
     file: GGUFFile, library: Library | None = None, *, repack: bool = True, context: int | None = None
 ) -> Model:
-    """The model in `file`, ready to run; takes over `file`. Raises UnsupportedModel, GGMLError, KernelError.
+    """Return the model in `file`, ready to run; it takes over `file`. Raises UnsupportedModel, GGMLError, KernelError.
 
-    `context`: how long sequences may become, see `ModelConfig.from_gguf`.
+    `context`: the greatest length of sequences, see `ModelConfig.from_gguf`.
     """
     return Model(file, library or load_library(), repack=repack, context=context)

@@ -1,7 +1,7 @@
-"""The folder that holds fetched and converted models, and how files appear in it.
+"""The folder that holds fetched and converted models, and the rules for its files.
 
-Owns the location, the lock between processes, and the rule that a file appears whole or not at all: it is
-written under a temporary name in the same folder, synced, and renamed. It never deletes a finished file.
+The module owns the location, the lock between processes, and the rule that a file appears whole or not at all: it is
+written under a temporary name in that folder, synced, and renamed. It never deletes a finished file.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from kvstore_proto.replaced_file import replaced_file
 
 
 def cache_root() -> Path:
-    """`$XDG_CACHE_HOME/kvstored`, or `~/.cache/kvstored`; it may not exist yet."""
+    """Return `$XDG_CACHE_HOME/kvstored`, or `~/.cache/kvstored`; it may not exist yet."""
     home = os.environ.get("XDG_CACHE_HOME", "")
     # The XDG specification: a relative path is invalid and must be ignored.
     base = Path(home) if os.path.isabs(home) else Path.home() / ".cache"
@@ -25,7 +25,7 @@ def cache_root() -> Path:
 
 
 def models_directory() -> Path:
-    """The models' folder, created if need be; OperationError if that cannot be done."""
+    """Return the models' folder, created if needed. Raises OperationError if that fails."""
     directory = cache_root() / "models"
     try:
         directory.mkdir(parents=True, exist_ok=True)

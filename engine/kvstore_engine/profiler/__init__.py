@@ -1,4 +1,4 @@
-"""What the engine did and how long it took: latencies, throughput, memory, and a trace to look at."""
+"""Records of the engine's work and its times: latencies, throughput, memory, and a trace to look at."""
 
 from kvstore_engine.batching.observer import FanOut
 from kvstore_engine.profiler.histogram import Histogram

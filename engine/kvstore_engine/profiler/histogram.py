@@ -1,9 +1,9 @@
-"""Quantiles of a stream of durations in little memory, with no longest duration that it could hold.
+"""Quantiles of a stream of durations in little memory, without a longest duration.
 
-Owns log-spaced buckets, as in HdrHistogram (Tene) and DDSketch (Masson et al., 2019), kept sparsely: a bucket exists
-once a value fell into it. So there is no range to choose and nothing to clip: a value of a week lands in a bucket of
-its own. Invariants: a quantile is within `ERROR` (relative) of the sample of that rank; least, greatest, count and
-sum are exact, and quantiles 0 and 1 are therefore exact too.
+The module owns log-spaced buckets, as in HdrHistogram (Tene) and DDSketch (Masson et al., 2019), kept sparsely: a
+bucket exists once a value fell into it. So there is no range to choose and nothing to clip: a value of a week gets a
+bucket of its own. Invariants: a quantile is within `ERROR` (relative) of the sample of that rank; least, greatest,
+count and sum are exact, and quantiles 0 and 1 are therefore exact too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ QUANTILES = (0.5, 0.9, 0.95, 0.99, 0.999)
 
 
 class Histogram:
-    """Values of 0 and more. Some 1,400 buckets hold everything from a microsecond to a second."""
+    """A histogram of values of 0 and more. Some 1,400 buckets hold everything from a microsecond to a second."""
 
     def __init__(self, values: Iterable[float] = ()) -> None:
         self.count, self.sum = 0, 0.0
@@ -29,7 +29,7 @@ class Histogram:
             self.add(value)
 
     def add(self, value: float) -> None:
-        """Count `value`. ValueError for one below 0 or not finite: such a duration is a mistake of the caller's."""
+        """Count `value`. Raises ValueError where it is below 0 or not finite: the caller has a bug then."""
         if not 0 <= value < math.inf:
             raise ValueError(f"{value} is no duration")
         self.count += 1
@@ -46,7 +46,7 @@ class Histogram:
         return self.sum / self.count if self.count else 0.0
 
     def quantile(self, share: float) -> float:
-        """The least value that at least `share` of all values do not exceed (nearest rank); 0 of none."""
+        """Return the least value that at least `share` of all values do not exceed (nearest rank); 0 without values."""
         if not 0 <= share <= 1:
             raise ValueError(f"{share} is no share: 0 to 1")
         if not self.count:
@@ -67,7 +67,7 @@ class Histogram:
         raise AssertionError("the buckets hold fewer values than were counted")
 
     def cumulative(self) -> list[tuple[float, float]]:
-        """Points (value, share of all values up to it), for a curve."""
+        """Return points (value, share of all values up to it), for a curve."""
         if not self.count:
             return []
         seen = self._zeros
@@ -78,7 +78,7 @@ class Histogram:
         return points
 
     def as_json(self) -> dict[str, float]:
-        """Count, mean, quantiles by name ("p50", "p99.9") and the extremes."""
+        """Return count, mean, quantiles by name ("p50", "p99.9") and the extremes."""
         named = {f"p{share * 100:g}": self.quantile(share) for share in QUANTILES}
         return {
             "count": self.count,

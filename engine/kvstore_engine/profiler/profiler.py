@@ -1,9 +1,9 @@
-"""Latencies, throughput, memory and hit sources of everything that an engine has done since the profiler was made.
+"""Latencies, throughput, memory and hit sources of all work of an engine since the profiler was made.
 
-Owns the histograms and counters, and of each sequence under way the time of its last token. Never keeps a finished
-sequence, so its memory does not grow with the number of requests. Invariants: each prompt token is counted under one
-source (local, daemon, computed); time to first token and end-to-end begin when the request was queued, so waiting is
-never hidden.
+The module owns the histograms and counters, and for each sequence under way the time of its last token. It never keeps
+a finished sequence, so its memory does not grow with the number of requests. Invariants: each prompt token is counted
+under one source (local, daemon, computed); time to first token and end-to-end begin when the request was queued, so
+waiting is never hidden.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LATENCIES = (
 
 @dataclass(slots=True)
 class _Blocks:
-    """The pool's use, weighted by how long each step took."""
+    """The pool's use, weighted by the length of each step."""
 
     weighted_used: float = 0.0
     weighted_cached: float = 0.0
@@ -40,7 +40,7 @@ class _Blocks:
 
 
 class Profiler(Observer):
-    """Give it to the engine as its observer; `as_json` at any time."""
+    """An observer that counts. Pass it to the engine; call `as_json` at any time."""
 
     def __init__(self) -> None:
         self.latency = {name: Histogram() for name in _LATENCIES}
@@ -116,11 +116,11 @@ class Profiler(Observer):
 
     @property
     def seconds(self) -> float:
-        """Return the time from the first thing that was observed to the last."""
+        """The seconds from the first observed event to the last."""
         return max(0.0, self._end_s - self._begin_s) if self._begin_s is not None else 0.0
 
     def as_json(self) -> dict[str, object]:
-        """Everything, in seconds and tokens; nothing is rounded."""
+        """Return everything, in seconds and tokens, without rounding."""
         seconds, blocks = self.seconds, self._blocks
         per_second = (lambda count: count / seconds) if seconds else (lambda count: 0.0)
         mean_used = blocks.weighted_used / blocks.seconds if blocks.seconds else 0.0

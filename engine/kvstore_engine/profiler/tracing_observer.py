@@ -1,12 +1,12 @@
 """The engine's activity as a trace in the Chrome Trace Event format, for ui.perfetto.dev and chrome://tracing.
 
-Owns the format, and what is drawn where: a track for each sequence, each lane and each worker. Sequences: waiting, each
-chunk of the prompt, decoding, being swapped out. Lanes: what was restored and swapped, and for each restoration, or
-stage of one, what steps computed of it, from the front, and what was loaded, from the back. Workers: the scheduler's
-steps with the forward pass inside, and counters of the pool's use. A sequence's track is its own from the moment it was
-queued, and used again by one that was queued after it had ended. Written as it happens, event by event; a file whose
-writer was killed lacks the closing bracket, which both viewers forgive.
-Invariant: what is drawn on a sequence's track never overlaps; a chunk of a step in which it was admitted begins there.
+The module owns the format, and the tracks: one for each sequence, each lane and each worker. Sequences: waiting, each
+chunk of the prompt, decoding, being swapped out. Lanes: restored and swapped blocks; and for each restoration, or stage
+of one, the part that steps computed, from the front, and the part that was loaded, from the back. Workers: the
+scheduler's steps with the forward pass inside, and counters of the pool's use. A sequence has its track from the moment
+it was queued; a sequence queued after its end may use the track again. Events are written as they happen; a file whose
+writer was killed lacks the closing bracket, which both viewers accept. Invariant: events on a sequence's track never
+overlap; a chunk of a step in which it was admitted begins at the admission.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ Key = tuple[str, int]
 
 
 class TraceFile:
-    """Times are seconds of any one clock; the first one written becomes 0."""
+    """A trace file. Times are seconds of any one clock; the first one written becomes 0."""
 
     def __init__(self, path: Path) -> None:
-        """Create `path`. OperationError if that cannot be."""
+        """Create `path`. Raises OperationError if that fails."""
         try:
             self._file: TextIO = path.open("w", encoding="utf-8")
         except OSError as error:
@@ -45,14 +45,16 @@ class TraceFile:
         self._groups: dict[str, int] = {}
 
     def group(self, name: str) -> int:
-        """The number of a group of tracks ("process" in the format), made on first use."""
+        """Return the number of a group of tracks ("process" in the format), made on first use."""
         if name not in self._groups:
             number = self._groups[name] = len(self._groups) + 1
             self._name("process", number, 0, name, number)
         return self._groups[name]
 
     def track(self, group: str, name: str) -> tuple[int, int]:
-        """The numbers of a track ("thread"), made on first use; tracks are shown in the order of their making."""
+        """Return the numbers of a track ("thread"), made on first use; tracks are shown in the order of their
+        making.
+        """
         pid = self.group(group)
         key = (pid, name)
         if key not in self._tracks:
@@ -61,25 +63,25 @@ class TraceFile:
         return pid, self._tracks[key]
 
     def span(self, track: tuple[int, int], name: str, begin_s: float, end_s: float, **details: object) -> None:
-        """Something that lasted."""
+        """Write an event that has a duration."""
         length = max(0.0, end_s - begin_s)
         self._write(
             {"ph": "X", "name": name, **self._at(track, begin_s), "dur": round(length * _US, 3), "args": details}
         )
 
     def instant(self, track: tuple[int, int], name: str, at_s: float, **details: object) -> None:
-        """Something that happened."""
+        """Write an event at one moment."""
         self._write({"ph": "i", "s": "t", "name": name, **self._at(track, at_s), "args": details})
 
     def counter(self, group: str, name: str, at_s: float, **values: float) -> None:
-        """Write what some quantities are from now on."""
+        """Write the values that some quantities have from now on."""
         self._write({"ph": "C", "name": name, **self._at((self.group(group), 0), at_s), "args": values})
 
     def flush(self) -> None:
         self._file.flush()
 
     def close(self) -> None:
-        """Complete the file; closing twice is closing once."""
+        """Complete the file. Idempotent."""
         if not self._file.closed:
             self._file.write("\n]}\n")
             self._file.close()
@@ -101,7 +103,9 @@ class TraceFile:
 
 @dataclass(slots=True)
 class _Drawn:
-    """A sequence under way: its track, until when it is drawn, and as what it waits (None while it runs)."""
+    """A sequence under way: its track, the time up to which it is drawn, and the reason why it waits (None while it
+    runs).
+    """
 
     number: int
     track: tuple[int, int]
@@ -110,7 +114,7 @@ class _Drawn:
 
 
 class TracingObserver(Observer):
-    """Writes to `path` until `close`. OperationError if the file cannot be written."""
+    """An observer that writes to `path` until `close`. Raises OperationError if the file cannot be written."""
 
     def __init__(self, path: Path) -> None:
         self._file = TraceFile(path)

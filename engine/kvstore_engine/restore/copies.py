@@ -1,9 +1,9 @@
 """Moves storage blocks from leases into a block pool, and from a pool into puts: the contract, and the processor's
 copies.
 
-The caller keeps the engine blocks of a load allocated, and what was there unread, until the load is finished, and its
-lease until then; blocks of a payload stay unchanged until the put has returned. Loads are begun and finished by the
-engine's thread alone, payloads are filled by the one that stores.
+The caller keeps the engine blocks of a load allocated and unread until the load is finished, and its lease until then;
+blocks of a payload stay unchanged until the put has returned. Loads are begun and finished by the engine's thread
+alone, payloads are filled by the thread that stores.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ class BlockLoad(Protocol):
     """Blocks on their way into the pool."""
 
     def finish(self) -> bool:
-        """Wait for all of it. Whether the blocks are there, which they are if their lease was valid then. Never raises;
-        may be called again."""
+        """Wait for all copies. Return whether the blocks are there, which is so if their lease was valid at the end.
+        Never raises; may be called again.
+        """
         ...
 
     @property
     def seconds(self) -> float | None:
-        """The seconds that the copies took, once it is finished; None where the caller has to time them."""
+        """The seconds that the copies took, once the load is finished; None if the caller must time them."""
         ...
 
 
 class BlockCopies(Protocol):
-    """Copies for one pool. `steps_wait`: a step that begins before a load is finished waits for each layer by itself,
-    and counts only if the load turns out to be good. `device`: what sessions are to be connected with.
+    """The copies of one pool. `steps_wait`: a step that begins before a load is finished waits for each layer by
+    itself, and counts only if the load turns out to be good. `device`: the device to connect sessions with.
     """
 
     @property
@@ -45,11 +46,11 @@ class BlockCopies(Protocol):
     def device(self) -> DeviceMemory | None: ...
 
     def load(self, lease: KvLease, blocks: Sequence[tuple[int, list[int]]]) -> BlockLoad:
-        """Begin to copy the lease's blocks, each given with the engine blocks that it fills, in token order."""
+        """Begin to copy the lease's blocks; each is given with the engine blocks that it fills, in token order."""
         ...
 
     def payload(self, table: list[int]) -> Payload:
-        """Return what writes the storage block in the engine blocks `table` to where a put wants it."""
+        """Return a function that writes the storage block in the engine blocks `table` to a put's slot."""
         ...
 
     def decoding(self, is_decoding: bool) -> None:
@@ -67,7 +68,9 @@ class _Copied:
 
 
 class HostCopies:
-    """Reads leases and fills slots as arrays in host memory, through the pool's own copies. A load ends in `load`."""
+    """Copies that read leases and fill slots as arrays in host memory, through the pool's own copies. A load ends in
+    `load`.
+    """
 
     steps_wait, device = False, None
 
@@ -82,4 +85,4 @@ class HostCopies:
         return partial(self._pool.gather_block, table)
 
     def decoding(self, is_decoding: bool) -> None:
-        """Copies in host memory have no link to leave."""
+        """Do nothing: copies in host memory use no link."""

@@ -1,7 +1,7 @@
 """Requests leases on stored prefixes, in threads beside the engine's.
 
-Owns a few threads that wait for the daemon. It never touches the pool: the engine's thread copies what is under a lease
-between two steps, and releases it. No error here fails a request: it is an answer without a lease.
+The module owns a few threads that wait for the daemon. It does not touch the pool: the engine's thread copies leased
+blocks between two steps, and releases the lease. No error here fails a request: it becomes an answer without a lease.
 """
 
 import threading
@@ -20,8 +20,9 @@ Order = Literal["front", "back"]
 @dataclass(slots=True, eq=False)
 class Fetch:
     """One lookup. Once `done`, `lease` is on the leading blocks that are mapped, for the engine to release, or None
-    with the `failure`. If some are not mapped, `tiers` says where each resident block is, and `estimated_load_s` what
-    the daemon expects of mapping them. `due_s`: when the answer is due, unless it waits for a thread.
+    with the `failure`. If some are not mapped, `tiers` has the tier of each resident block, and `estimated_load_s`
+    the daemon's estimate for mapping them, in seconds. `due_s`: when the answer is due, unless it waits for a
+    thread.
     """
 
     begun_s: float
@@ -47,7 +48,9 @@ class Fetch:
 
 @dataclass(slots=True)
 class Arrival:
-    """Blocks first, first + 1, … of a prefix, readable since `at_s`. `copied`: so many of them need no more work."""
+    """Blocks first, first + 1, … of a prefix, readable since `at_s`. `copied`: the number of leading ones that need no
+    more work.
+    """
 
     first: int
     lease: KvLease
@@ -57,8 +60,9 @@ class Arrival:
 
 @dataclass(slots=True, eq=False)
 class Stream:
-    """Blocks of one prefix on their way, in some order. `arrived`: what the engine has not taken yet. `tiers`:
-    where each block was, known once the daemon has answered. Once `done`, no more arrive; `reason` says why.
+    """Blocks of one prefix on their way, in some order. `arrived`: the blocks that the engine has not taken yet.
+    `tiers`: where each block was, known once the daemon has answered. Once `done`, no more arrive; `reason` says
+    why.
     """
 
     begun_s: float
@@ -82,7 +86,7 @@ class Awaited(Protocol):
 
 
 class Fetcher:
-    """Waits for up to `threads` answers at a time; further requests are queued."""
+    """The threads that wait for the daemon, for up to `threads` answers at a time; further requests are queued."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter, threads: int = _THREADS) -> None:
         self._clock = clock
@@ -106,13 +110,13 @@ class Fetcher:
         return stream
 
     def take(self, stream: Stream) -> list[Arrival]:
-        """Return what has arrived since the last call."""
+        """Return the blocks that have arrived since the last call."""
         with self._changed:
             arrived, stream.arrived = stream.arrived, []
         return arrived
 
     def drop(self, dropped: Fetch | Stream) -> None:
-        """Discard the answers, and release their leases, also those of answers that are yet to come."""
+        """Discard the answers, and release their leases, also of later answers."""
         with self._changed:
             dropped.is_dropped = True
             source = dropped.source if isinstance(dropped, Stream) else None
@@ -123,13 +127,15 @@ class Fetcher:
             dropped.release()
 
     def wait(self, awaited: Iterable[Awaited], timeout_s: float) -> None:
-        """Wait until one of `awaited` has news, or for `timeout_s`. `notify` says that one of the caller's own has."""
+        """Wait until one of `awaited` has news, or for `timeout_s` seconds. The caller can also end the wait with
+        `notify`.
+        """
         known = list(awaited)
         with self._changed:
             self._changed.wait_for(lambda: any(each.has_news for each in known), timeout_s)
 
     def notify(self) -> None:
-        """Wake who waits."""
+        """Wake waiting threads."""
         with self._changed:
             self._changed.notify_all()
 

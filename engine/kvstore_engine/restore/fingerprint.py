@@ -1,7 +1,7 @@
-"""The fingerprint of a loaded model: all that its K/V bytes depend on, except the tokens.
+"""The fingerprint of a loaded model: everything that its K/V bytes depend on, except the tokens.
 
-Owns the translation from a model's configuration to `kvstore_proto`'s terms. Two engines share blocks only if every
-field here is equal, so a missing field would serve the K/V of another model.
+The module translates a model's configuration to `kvstore_proto`'s terms. Two engines share blocks only if every field
+here is equal, so a missing field would serve the K/V of another model.
 """
 
 from kvstore_engine.model.config import ModelConfig
@@ -22,13 +22,12 @@ def model_fingerprint(
     order_of_sums: str = "",
     block_tokens: int = STORAGE_BLOCK_TOKENS,
 ) -> Fingerprint:
-    """The fingerprint for `config` with K/V kept as `kv_dtype` in `layout`, `kv_row_bytes` for one token's K.
+    """Return the fingerprint for `config` with K/V kept as `kv_dtype` in `layout`, `kv_row_bytes` for one token's K.
 
-    `order_of_sums`: `model.order_of_sums` of the file; together with the digest it identifies how the weights are
-    multiplied.
+    `order_of_sums`: `model.order_of_sums` of the file; with the digest it identifies the products of the weights.
 
-    All layers form one group, windowed ones too: the pool keeps all tokens of every layer, and a prefix is
-    restored as a whole. FingerprintError if `block_tokens` is no multiple of `engine_block_tokens`.
+    All layers form one group, windowed ones too: the pool keeps all tokens of every layer, and a prefix is restored as
+    a whole. Raises FingerprintError if `block_tokens` is no multiple of `engine_block_tokens`.
     """
     full_attention = LayerGroup(
         group_id=0,

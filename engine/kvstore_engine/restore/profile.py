@@ -1,4 +1,4 @@
-"""Says where the costs of a model are kept for the next run: one small file per model, thread count and processor."""
+"""The files that keep a model's costs for the next run: one small file per model, thread count and processor."""
 
 import contextlib
 import hashlib
@@ -9,8 +9,9 @@ from kvstore_engine.devices import CPU
 
 
 def profile_path(folder: Path, weights_digest: str, threads: int, device: str = CPU, part: str = "") -> Path:
-    """The file of `weights_digest`, run by `threads` threads and `device` on this machine, in the cache folder
-    `folder`. `part`: of the model, where it has costs of its own."""
+    """Return the file for the model `weights_digest`, run by `threads` threads and `device` on this machine, in the
+    cache folder `folder`. `part`: a part of the model that has costs of its own.
+    """
     machine = hashlib.blake2b(_processor().encode(), digest_size=4).hexdigest()
     beside = "" if device == CPU else f"-{device.replace(':', '')}"
     beside += f"-{part}" if part else ""

@@ -1,7 +1,8 @@
-"""One prefix on its way into one range of layers: what is planned, what has come, when the rest is expected.
+"""One prefix on its way into one range of layers: the plan, the blocks that have come, and the expected time of the
+rest.
 
-Owns the expectations by which loading and computing meet, and the record of what was done: of a sequence of the batch
-engine, and of a pipeline's stage. It never computes, copies or waits. A chunk is a storage block.
+The module owns the expectations by which loading and computing meet, and the record of the work, for a sequence of the
+batch engine and for a pipeline's stage. It does not compute, copy or wait. A chunk is a storage block.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ _FEW_CHUNKS = 2  # that the expectation counts for beside what a stream has show
 
 @dataclass(slots=True, eq=False)
 class Link:
-    """Keeps what a stream has shown. `seconds`: at which time after the opening the last chunk of each tier came."""
+    """The observations of a stream. `seconds`: for each tier, the time after the opening at which its last chunk
+    came.
+    """
 
     opened_s: float
     last_s: float
@@ -37,7 +40,9 @@ class Link:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Progress:
-    """`tiers`: where each chunk is, from storage block `first` on. `learned` estimates what pays, and learns."""
+    """The progress of one prefix. `tiers`: where each chunk is, from storage block `first` on. `learned` estimates
+    which loads pay, and learns.
+    """
 
     chunk_tokens: int
     chunk_bytes: int
@@ -68,11 +73,11 @@ class Progress:
         return self.plan
 
     def open(self, stream: Stream, now_s: float) -> None:
-        """`stream` brings chunks from now on."""
+        """Note that `stream` brings chunks from now on."""
         self.stream, self.link = stream, Link(now_s, now_s)
 
     def note_arrival(self, first: int, tiers: tuple[str, ...], at_s: float) -> None:
-        """Note that storage blocks first, first + 1, … have arrived from `tiers`; of what is mapped a stream shows no
+        """Note that storage blocks first, first + 1, … have arrived from `tiers`; mapped blocks do not show a stream's
         speed.
         """
         link = self.link
@@ -108,8 +113,8 @@ class Progress:
             self.learned.observe_load(tier, self.chunk_bytes, seconds, beside_computing=beside)
 
     def left_s(self, chunk: int = 0) -> float:
-        """Predict in how many seconds the links are done with `chunk` and all after it, once they work for this prefix;
-        infinity where the stream stalls.
+        """Return the predicted seconds until the links are done with `chunk` and all after it, once they work for this
+        prefix; infinity if the stream stalls.
         """
         left, link = Counter(self.tiers[each] for each in self.pointers.stored(chunk)), self.link
         seconds = max((count * self._load_s(tier) for tier, count in left.items()), default=0.0)
@@ -124,8 +129,8 @@ class Progress:
         return max(0.0, seconds - silent_s)
 
     def is_overtaken(self, chunk: int, computing_s: float) -> bool:
-        """Return whether computing up to the end of `chunk`, which takes `computing_s` alone, is expected to be done
-        before the links are.
+        """Return whether computing up to the end of `chunk`, which takes `computing_s` alone, is expected to end before
+        the links have loaded it.
         """
         assert self.costs is not None and self.plan is not None
         left_s = self.left_s(chunk)
@@ -136,7 +141,7 @@ class Progress:
         return computing_s * self.costs.contention.compute * _CAUTION <= left_s
 
     def recorded(self, request_id: str, ended_s: float, actual_s: float | None, reason: str) -> RestorationRecord:
-        """Return what was planned and done for a request; `actual_s` after the plan all was present."""
+        """Return the record of a request's plan and result; all was present `actual_s` after the plan."""
         return RestorationRecord(
             request_id=request_id,
             index=0,
@@ -165,6 +170,6 @@ class Progress:
         )
 
     def _load_s(self, tier: str) -> float:
-        """Predict the seconds in which a link brings a chunk, beside computing."""
+        """Return the predicted seconds in which a link brings a chunk, beside computing."""
         assert self.costs is not None
         return self.costs.links[tier].load_s(self.chunk_bytes) * self.costs.contention.load

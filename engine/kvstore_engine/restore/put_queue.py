@@ -1,7 +1,7 @@
 """Stores full blocks of many sequences, and sends hints, in a thread beside the engine's.
 
-Owns that thread and the puts handed to it. It never allocates or frees pool blocks: the caller keeps the blocks of a
-put allocated and unchanged until `finished` has returned it. Nothing here can fail a request.
+The module owns that thread and its puts. It does not allocate or free pool blocks: the caller keeps the blocks of a put
+allocated and unchanged until `finished` has returned it. Nothing here can fail a request.
 
 A put waits for the daemon, and a step must not. But on a machine without idle cores, copying beside ggml's spinning
 threads slows both, so the engine hands over one put between two steps and waits briefly for it (`settle`). If the
@@ -46,7 +46,7 @@ class Put:
 
     @property
     def reason(self) -> str:
-        """Say why not all of them were stored; empty where they were."""
+        """The reason why not all of them were stored; "" if they were."""
         if self.failure:
             return self.failure
         if not self.statuses:
@@ -60,8 +60,8 @@ class Put:
 
 @dataclass(slots=True, eq=False)
 class Hint:
-    """A hint for the chain `tokens`, whole blocks: an answer of `answer_tokens` has ended with it, or a request that
-    waits will need it in about `due_in_s` seconds. `next_step()`, called when it is sent, says what follows the answer.
+    """A hint for the chain `tokens`, whole blocks: an answer of `answer_tokens` has ended with it, or a waiting request
+    will need it in about `due_in_s` seconds. `next_step()`, called when it is sent, says what follows the answer.
     """
 
     session: KvSession
@@ -72,7 +72,7 @@ class Hint:
 
 
 class PutQueue:
-    """Puts and hints, one after another. `copies` has the bytes."""
+    """The queue of puts and hints, one after another. `copies` read the bytes."""
 
     def __init__(self, copies: BlockSender, clock: Callable[[], float] = time.perf_counter) -> None:
         self._copies = copies
@@ -90,12 +90,12 @@ class PutQueue:
 
     @property
     def outstanding(self) -> int:
-        """Puts that `finished` has not returned yet."""
+        """The number of puts that `finished` has not returned yet."""
         return self._puts + self._handed
 
     @property
     def is_full(self) -> bool:
-        """The daemon is behind: offer further blocks later, or not at all."""
+        """True if the daemon is behind: offer further blocks later, or not at all."""
         return self._puts >= _MOST_WAITING
 
     def offer(self, put: Put) -> None:
@@ -109,7 +109,9 @@ class PutQueue:
             self._waiting.append(hint)
 
     def settle(self, patience_s: float, *, everything: bool = False) -> None:
-        """Hand over the next put if the thread is idle, or `everything`, and wait for it up to `patience_s`."""
+        """Hand over the next put if the thread is idle, or all with `everything`, and wait for it up to `patience_s`
+        seconds.
+        """
         if not self._idle.is_set() and not everything:
             self._is_patient = False
             return
@@ -133,7 +135,7 @@ class PutQueue:
             self._idle.wait(patience_s)
 
     def finished(self) -> list[Put]:
-        """Puts that have ended since the last call; their blocks may be freed."""
+        """Return the puts that have ended since the last call; their blocks may be freed."""
         done = []
         while True:
             try:
@@ -146,11 +148,13 @@ class PutQueue:
         return done
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until the thread is idle, or for `timeout_s`."""
+        """Wait until the thread is idle, or for `timeout_s` seconds."""
         self._idle.wait(timeout_s)
 
     def close(self) -> list[Put]:
-        """Finish what was handed over, give up the rest and stop. Returns the puts whose blocks may be freed."""
+        """Finish the puts that were handed over, give up the rest and stop. Return the puts whose blocks may be
+        freed.
+        """
         given_up = [each for each in self._waiting if isinstance(each, Put)]
         self._waiting.clear()
         self._puts = 0

@@ -1,7 +1,7 @@
-"""Records of what each restoration predicted and did, one record each, and what a request restored and stored.
+"""Records of the predictions and results of each restoration, and of a request's restored and stored parts.
 
-Owns plain values: the last records, and totals of all. Times are those of the engine's clock, in seconds; `at` is the
-time of day.
+The module has plain values: the last records, and totals of all. Times are the engine's clock's, in seconds; `at` is
+the time of day.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ PLAN_REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """`tokens` tokens from position `first` on were computed in a step, or loaded: readable at `end_s`.
+    """A piece of work: `tokens` tokens from position `first` on were computed in a step, or loaded: readable at
+    `end_s`.
 
-    kind "states": what was loaded are the hidden states from which a stage computes.
+    kind "states": the loaded data are the hidden states from which a stage computes.
     """
 
     kind: WorkKind
@@ -38,18 +39,18 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class RestorationRecord:
-    """One restoration. Chunks are storage blocks; those that were in DRAM were copied first and are `mapped`. What
-    follows is about the rest, `chunks` of them, which were in `tiers`.
+    """One restoration. Chunks are storage blocks; the ones in DRAM were copied first and are `mapped`. The
+    fields below are about the rest, `chunks` of them, which were in `tiers`.
 
     plan:        "load" or "compute" all of it, "tokens": both at once; empty where DRAM had all, or nothing was stored.
     predicted_s: of the plan; predicted_load_s, predicted_compute_s: of each path alone.
     actual_s:    from the plan until all was present; None if that was left to ordinary steps, or cut short.
-    loaded, computed, lost, wasted: chunks by how they came; lost ones could not be loaded and were computed, wasted
+    loaded, computed, lost, wasted: chunks by the way they came; lost ones could not be loaded and were computed, wasted
                  ones were done twice.
-    load_busy_s, compute_busy_s: how long the link, and steps, worked for it; the rest of `actual_s` they were idle.
-    stage:       None, or the number of the pipeline stage that this is about, which has the layers [first, end) of
-                 `layers`. Its `chunks` are all whole ones of the prompt, also those that were in DRAM, and those that
-                 were not stored, which `tiers` does not count.
+    load_busy_s, compute_busy_s: seconds that the link, and steps, worked for it; the rest of `actual_s` they were idle.
+    stage:       None, or the number of the record's pipeline stage, which has the layers [first, end) of `layers`. Its
+                 `chunks` are all whole ones of the prompt, including chunks in DRAM and chunks that were not stored,
+                 which `tiers` does not count.
     inputs:      chunks whose hidden states the stage loaded.
     forwarded:   chunks that the stage had, and computed for the hidden states that the next one lacked.
     """
@@ -85,11 +86,11 @@ class RestorationRecord:
 
     @property
     def stored(self) -> int:
-        """Chunks that were found in some tier."""
+        """The number of chunks that were found in some tier."""
         return sum(self.tiers.values())
 
     def as_json(self) -> dict[str, object]:
-        """Everything; the times of `work` count from the plan."""
+        """Return everything; the times of `work` count from the plan."""
         kept = asdict(self)
         kept["work"] = [
             {**asdict(each), "begin_s": each.begin_s - self.planned_s, "end_s": each.end_s - self.planned_s}
@@ -105,7 +106,9 @@ class RestorationRecord:
 
 @dataclass(slots=True)
 class RestorationTotals:
-    """Sums up all restorations since the start. The two times are of those that were loaded at least in part."""
+    """The sums over all restorations since the start. The two times count restorations that were loaded at least in
+    part.
+    """
 
     by_plan: dict[str, int] = field(default_factory=lambda: {"load": 0, "compute": 0, "tokens": 0, "mapped": 0})
     chunks: dict[str, int] = field(
@@ -133,15 +136,15 @@ class RestorationLog:
             totals.actual_s += record.actual_s
 
     def last(self, count: int) -> list[RestorationRecord]:
-        """The last `count` records that are kept, the latest first."""
+        """Return the last `count` records that are kept, the latest first."""
         return list(reversed(self._records))[: max(0, count)]
 
 
 @dataclass(frozen=True, slots=True)
 class RestoreReport:
-    """Says what a request restored. `reason` explains why no more was restored.
+    """The restored part of a request. `reason` explains why no more was restored.
 
-    lookup_s: until the first answer; restore_s: the rest, promotion and copies. The two estimates are what was compared
+    lookup_s: until the first answer; restore_s: the rest, promotion and copies. The two estimates are the compared ones
     (see `plan`).
     """
 
@@ -157,7 +160,7 @@ class RestoreReport:
 
 @dataclass(frozen=True, slots=True)
 class StoreReport:
-    """Says what a request stored, in blocks, by the statuses of a put.
+    """The stored part of a request, in blocks, by the statuses of a put.
 
     store_s: the time in puts, for which generation did not wait.
     """

@@ -1,6 +1,6 @@
-"""The needs that the engine has of a kvstored session, as types.
+"""The interface of a kvstored session that the engine needs, as types.
 
-`kvstore_client.connect` returns objects of this shape. Obligations: with a dead or absent daemon nothing raises,
+`kvstore_client.connect` returns objects with this interface. Obligations: with a dead or absent daemon nothing raises,
 lookups miss and puts are dropped; bytes under a lease stay readable and unchanged until it is released; `put` returns
 only when it no longer needs the payload callables; the daemon may ignore a `hint`.
 """
@@ -45,9 +45,9 @@ class KvLease(Protocol):
 
 
 class KvLookup(Protocol):
-    """Says what is resident of a prefix: the tier of each block that was asked for, "absent" where there is none.
-    `load_s`: of each leading block that is resident, the seconds that it adds to loading them all, as the daemon
-    expects; empty where it does not know.
+    """The stored part of a prefix: the tier of each requested block, "absent" if there is none. `load_s`: for each
+    resident leading block, the seconds that it adds to loading them all, as the daemon expects; empty if it does not
+    know.
     """
 
     @property
@@ -57,9 +57,10 @@ class KvLookup(Protocol):
 
 
 class KvStream(Protocol):
-    """Leases on runs of blocks, (first block, lease), each time some have become readable. `tiers` says, from the first
-    run on, where each resident block was; in the end, `reason` why a part was not leased. `close` releases everything
-    and may be called from another thread, while this one waits for a run: it then gets none.
+    """An iterator over leases on runs of blocks, (first block, lease), each time some have become readable. `tiers`
+    says, from the first run on, where each resident block was; in the end, `reason` says why a part was not leased.
+    `close` releases everything and may be called from another thread while this one waits for a run: then there is
+    none.
     """
 
     @property
@@ -71,8 +72,8 @@ class KvStream(Protocol):
 
 
 class KvReceipt(Protocol):
-    """Says what became of each block of a put: "stored", "present", or why it was not stored; and `reason`, in words,
-    where more is known.
+    """The result of a put for each block: "stored", "present", or why it was not stored; and `reason`, in words, if
+    more is known.
     """
 
     @property

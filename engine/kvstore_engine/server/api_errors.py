@@ -1,6 +1,6 @@
-"""Errors in the shape that OpenAI's clients understand.
+"""Errors in the form that OpenAI's clients understand.
 
-Owns the statuses and types. A message says what was wrong and what to do, and never a prompt or a key.
+The module owns the statuses and types. A message says what was wrong and what to do, and never has a prompt or a key.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class ApiError(Exception):
-    """Ends a request with `status` and a JSON body."""
+    """An error that ends a request with `status` and a JSON body."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
-"""The HTTP application: which path leads to which endpoint, and what errors become.
+"""The HTTP application: the endpoint of each path, and the responses for errors.
 
-Owns that each error is a response in OpenAI's form. What a request means, the endpoints' modules know.
+Each error is a response in OpenAI's form. The endpoints' modules interpret requests.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 
 
 def application(service: Service) -> Starlette:
-    """The ASGI application of one server."""
+    """Return the ASGI application of one server."""
     endpoints = _Endpoints(service)
     routes = [
         Route("/v1/completions", endpoints.answering(completions.plan), methods=["POST"]),
@@ -122,7 +122,7 @@ class _Endpoints:
 
 
 async def _no_answer(request: Request, error: Exception) -> Response:
-    """The client has left: for the log and the metrics."""
+    """Answer nothing, since the client has left; the log and the metrics record it."""
     return Response(status_code=CLIENT_LEFT)
 
 

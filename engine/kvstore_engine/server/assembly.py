@@ -1,11 +1,11 @@
-"""Puts the scheduler's process together: what computes, the pool, daemon sessions and the batch engine.
+"""Puts the scheduler's process together: the executor, the pool, daemon sessions and the batch engine.
 
-Owns the lifetime of all of them and the defaults that tie them together. It never runs a step.
+The module owns the lifetime of all of them and the defaults that tie them together. It runs no step.
 
-Of the daemon's sessions there is one for each tenant with requests. To the daemon the server is one user, so a tenant's
-name is in the fingerprint as its account, and so in the root of every key. The nameless tenant of a server without keys
-shares with every other engine of this user. A session can be connected to a daemon that is stopped, whose sockets still
-accept: one thread pings at intervals, never between a request and the daemon.
+There is one daemon session for each tenant with requests. To the daemon the server is one user, so a tenant's name is
+in the fingerprint as its account, and so in the root of every key. The nameless tenant of a server without keys shares
+with every other engine of this user. A session can be connected to a stopped daemon, whose sockets still accept: one
+thread pings at intervals, never between a request and the daemon.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ _STEP_TOKENS = 512
 
 
 class TenantSessions:
-    """Sessions with the daemon in `folder`, opened when first asked for.
+    """The sessions with the daemon in `folder`, opened on first use.
 
-    At most `MAX_SESSIONS` are open; a tenant beyond them computes.
+    At most `MAX_SESSIONS` are open; further tenants compute.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class TenantSessions:
         self.answers = answers
 
     def __call__(self, tenant: str) -> KvSession | None:
-        """The tenant's session: degraded, not an error, while no daemon answers. None beyond the limit."""
+        """Return the tenant's session: degraded, not an error, while no daemon answers. None beyond the limit."""
         session = self._sessions.get(tenant)
         if session is None and len(self._sessions) < MAX_SESSIONS:
             name = f"kvengine:{tenant}" if tenant else "kvengine"
@@ -102,7 +102,7 @@ class TenantSessions:
         return session
 
     def state(self) -> str:
-        """ "connected" if all are and the daemon answers, else "degraded"; "none" before the first."""
+        """Return "connected" if all are and the daemon answers, otherwise "degraded"; "none" before the first."""
         states = {session.state for session in self._sessions.values()}
         if not states:
             return "none"
@@ -128,8 +128,8 @@ def fingerprint_for(fingerprint: Fingerprint, tenant: str) -> Fingerprint:
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """All that the loop drives and reports on. `worker` is None where this process computes, `sessions` without a
-    daemon's folder. `digest`: of the file that `watch` watches.
+    """The parts that the loop drives and reports on. `worker` is None if this process computes, `sessions` without a
+    daemon's folder. `digest`: the digest of the file that `watch` watches.
     """
 
     engine: BatchEngine
@@ -145,8 +145,9 @@ class Serving:
 def open_serving(
     options: EngineOptions, model: HandedFile, on_notice: Callable[[WorkerNotice], None]
 ) -> Iterator[Serving]:
-    """Everything, until the block ends. UsageError and OperationError say in one line what is wrong, FileChanged that
-    the model's file is not what was handed over."""
+    """Yield all parts, until the block ends. Raises UsageError and OperationError, in one line; FileChanged if the
+    model's file is not the one that was handed over.
+    """
     threads = default_threads() if options.threads is None else options.threads
     with contextlib.ExitStack() as stack:
         watch = stack.enter_context(model.taken_over())

@@ -1,7 +1,7 @@
-"""From a request to a pydantic model of its fields; what the model refuses becomes an error in OpenAI's form.
+"""Makes a pydantic model of a request's fields; values that the model refuses become errors in OpenAI's form.
 
-Owns the types that models of bodies are made of, and the wording of errors: the field, what is wrong with it, and never
-a text that the request holds. `null` counts as absent, as in OpenAI's API.
+The module owns the types for models of bodies, and the wording of errors: the field, the mistake, and never a text of
+the request. `null` counts as absent, as in OpenAI's API.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ Flag = Annotated[bool, Field(strict=True)]
 
 
 def unsupported(why: str, *neutral: object) -> AfterValidator:
-    """Of a field that this server does not have: only a value that changes nothing is accepted."""
+    """Return a validator for a field that this server does not have: it accepts only a value that changes nothing."""
 
     def check(value: Any, info: ValidationInfo) -> Any:
         if value not in neutral:
@@ -69,7 +69,7 @@ def not_supported(name: str, why: str) -> ApiError:
 
 
 class BodyRoom:
-    """Memory for bodies that are arriving: at most `most_bytes` of each, `BODIES` times as much of all."""
+    """The memory for bodies that are arriving: at most `most_bytes` for each, `BODIES` times as much for all."""
 
     BODIES = 16
 
@@ -78,7 +78,7 @@ class BodyRoom:
         self._used_bytes = 0
 
     def take(self, nbytes: int) -> None:
-        """Raises ApiError 503 where there is no room now."""
+        """Take memory. Raises ApiError 503 if there is no room now."""
         if self._used_bytes + nbytes > self.BODIES * self.most_bytes:
             raise unavailable("too many large bodies are arriving at once")
         self._used_bytes += nbytes
@@ -88,8 +88,8 @@ class BodyRoom:
 
 
 async def read_fields(request: Request, room: BodyRoom) -> dict[str, Any]:
-    """The fields of the object that the body is. ApiError 400 for anything else, 413 if it is larger than there is
-    `room`, without reading the rest, 503 if others have the room, 408 if it takes too long to arrive.
+    """Return the fields of the object in the body. Raises ApiError 400 for anything else, 413 if it is larger than
+    there is `room`, without reading the rest, 503 if others have the room, 408 if it takes too long to arrive.
     """
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
@@ -107,7 +107,7 @@ async def read_fields(request: Request, room: BodyRoom) -> dict[str, Any]:
 
 
 async def _whole_body(request: Request, room: BodyRoom) -> bytes:
-    """Not by Starlette's `max_body_size`: that answers in plain text."""
+    """Return the whole body. Starlette's `max_body_size` is not used, since it answers in plain text."""
     announced = request.headers.get("content-length", "0")
     if not announced.isdecimal():
         raise invalid("the Content-Length header is not a number")
@@ -130,7 +130,7 @@ async def _whole_body(request: Request, room: BodyRoom) -> bytes:
 
 
 def read(model: type[M], fields: dict[str, Any]) -> M:
-    """`fields` as an instance of `model`. ApiError 400 for the first that is wrong."""
+    """Return `fields` as an instance of `model`. Raises ApiError 400 for the first wrong one."""
     try:
         return model.model_validate(fields)
     except ValidationError as error:
@@ -138,7 +138,7 @@ def read(model: type[M], fields: dict[str, Any]) -> M:
 
 
 def _mistake(errors: list[ErrorDetails]) -> ApiError:
-    """Of the first of `errors`. A misspelt field is named with the one that is missing for it."""
+    """Return an error for the first of `errors`. A misspelt field is named with the missing field that it resembles."""
     unknown = [str(error["loc"][-1]) for error in errors if error["type"] == "extra_forbidden"]
     first = errors[0]
     path = _path(first["loc"]) or "the body"
@@ -152,7 +152,7 @@ def _mistake(errors: list[ErrorDetails]) -> ApiError:
 
 
 def _path(loc: tuple[int | str, ...]) -> str:
-    """As `messages[0].role`."""
+    """Return a location as text, such as `messages[0].role`."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).removeprefix(".")
 
 

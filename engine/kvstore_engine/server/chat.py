@@ -1,8 +1,8 @@
 """`POST /v1/chat/completions`: a conversation through the model's own template, with tools.
 
-Owns the fields that only chats have: messages, which keep the form in which they came, since what the chat template
-reads of them is `kvstore_engine.template`'s to find out; tools; and the forms of `tool_choice`, of which each member is
-read or refused.
+The module owns the fields that only chats have: messages, which keep their original form, since
+`kvstore_engine.template` finds out what the chat template reads of them; tools; and the forms of `tool_choice`, each
+member of which is read or refused.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LOST_MEMBERS = ("audio", "function_call", "refusal", "prefix", "partial")
 
 
 def _content(content: Any) -> Any:
-    """Return a text, a list of text parts, or None, which an empty list comes to."""
+    """Return a text, a list of text parts, or None, also for an empty list."""
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -47,7 +47,7 @@ def _content(content: Any) -> Any:
 
 
 def _arguments(value: Any) -> Any:
-    """Return JSON text, as OpenAI's API has it, or the value itself. ValueError for another text."""
+    """Return JSON text, as OpenAI's API has it, or the value itself. Raises ValueError for another text."""
     try:
         if isinstance(value, str) and value:
             json.loads(value, parse_float=_finite, parse_constant=_finite)
@@ -57,7 +57,7 @@ def _arguments(value: Any) -> Any:
 
 
 def _finite(text: str) -> float:
-    """Return the number, which a template is to print again. ValueError for one that no float holds."""
+    """Return the number, which a template prints again. Raises ValueError for one that no float holds."""
     number = float(text)
     if not math.isfinite(number):
         raise ValueError(text)
@@ -105,15 +105,18 @@ class Message(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """`names` None: all tools are meant, else those. `shows_others`: the prompt has the other tools, too."""
+    """The choice of a tool. `names` None: all tools are meant, otherwise these. `shows_others`: the prompt has the
+    other tools, too.
+    """
 
     is_forced: bool = False
     names: tuple[str, ...] | None = None
     shows_others: bool = True
 
     def among(self, tools: list[Tool]) -> tuple[list[Tool], list[Tool]]:
-        """Return the tools that the model is shown, and the tools of which it must call one: none where it is free.
-        ApiError for names without a tool."""
+        """Return the tools that the model is shown, and the tools of which it must call one: none if it is free. Raises
+        ApiError for names without a tool.
+        """
         chosen = tools
         if self.names is not None:
             by_name = {tool["function"]["name"]: tool for tool in tools}
@@ -126,7 +129,7 @@ class ToolChoice:
 
 
 def read_choice(value: Any) -> ToolChoice:
-    """The choice that a `tool_choice` makes. ApiError for another form."""
+    """Return the choice that a `tool_choice` makes. Raises ApiError for another form."""
     match value:
         case ToolChoice():
             return value
@@ -153,7 +156,7 @@ def _tool_name(tool: Any) -> str:
 
 
 def _functions(tools: list[Any]) -> list[Tool]:
-    """Return `tools` as they are: the template gives them their form."""
+    """Return `tools` unchanged: the template gives them their form."""
     if not all(map(_is_function, tools)):
         raise ValueError("must be a list of functions, each with a name")
     return tools
@@ -170,7 +173,7 @@ def _is_function(tool: Any) -> bool:
 
 
 def _no_lost_members(messages: Any) -> Any:
-    """Refuse what a message says in a member that no template is given."""
+    """Refuse messages with content in a member that no template is given."""
     for message in messages if isinstance(messages, list) else []:
         lost = [name for name in _LOST_MEMBERS if isinstance(message, dict) and message.get(name)]
         if lost:
@@ -206,7 +209,7 @@ class ChatBody(SharedBody):
 
 
 async def plan(fields: dict[str, Any], caller: Caller, service: Service) -> Plan:
-    """Read the body. ApiError for anything that cannot be done as asked."""
+    """Return the plan of a request's body. Raises ApiError for anything that cannot be done as asked."""
     body = read(ChatBody, fields)
     service.model.check_name(body.model)
     grammar = await read_grammar(body.response_format, body.structured_outputs)
@@ -244,7 +247,9 @@ def _check_one_call(body: ChatBody, service: Service) -> None:
 
 
 async def _strict_grammar(body: ChatBody, tools: list[Tool], service: Service) -> Grammar:
-    """Return the grammar that keeps calls to the schemas of strict tools. ApiError 400 if it cannot be followed."""
+    """Return the grammar that keeps calls to the schemas of strict tools. Raises ApiError 400 if it cannot be
+    followed.
+    """
     if not service.model.calls_tools:
         raise not_supported("tools", "strict, as how this model calls tools is not known from its chat template")
     grammar = Grammar("lark", strict_grammar([tool["function"] for tool in tools], service.model.call_marks))
@@ -253,7 +258,7 @@ async def _strict_grammar(body: ChatBody, tools: list[Tool], service: Service) -
 
 
 async def _call_grammar(body: ChatBody, called: list[Tool], other: Grammar | None, service: Service) -> Grammar:
-    """Return the grammar of one call of one of the tools `called`. ApiError 400 if it cannot be followed."""
+    """Return the grammar of one call of one of the tools `called`. Raises ApiError 400 if it cannot be followed."""
     if not service.model.calls_tools:
         raise invalid("tool_choice: how this model calls tools is not known from its chat template", "tool_choice")
     if other is not None:

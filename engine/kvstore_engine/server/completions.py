@@ -1,6 +1,6 @@
 """`POST /v1/completions`: prompts as text or token ids, several at once.
 
-Owns the fields that only completions have.
+The module owns the fields that only completions have.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a request's JSON comes to: what the engine is asked, and how the answer is written."""
+    """A request's plan: the engine's requests, and the way the answer is written."""
 
     asks: list[Ask]
     renderer: Renderer
@@ -35,7 +35,7 @@ class Plan:
 
 
 class CompletionBody(SharedBody):
-    """`prompt`: a text, token ids, or a list of either."""
+    """The body of a completion. `prompt`: a text, token ids, or a list of either."""
 
     prompt: Any
     logprobs: Annotated[Integer, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -50,7 +50,7 @@ class CompletionBody(SharedBody):
 
 
 async def plan(fields: dict[str, Any], caller: Caller, service: Service) -> Plan:
-    """Read the body. ApiError for anything that cannot be done as asked."""
+    """Return the plan of a request's body. Raises ApiError for anything that cannot be done as asked."""
     body = read(CompletionBody, fields)
     service.model.check_name(body.model)
     grammar = await read_grammar(body.response_format, body.structured_outputs)
@@ -101,7 +101,7 @@ def _is_tokens(value: Any) -> bool:
 
 
 def token_array(value: list[int], service: Service, param: str) -> Int32Array:
-    """Token ids as the engine takes them. ApiError if one is outside the vocabulary."""
+    """Return token ids as the engine takes them. Raises ApiError if one is outside the vocabulary."""
     known = len(service.model.tokenizer.vocabulary.tokens)
     if not all(0 <= token < known for token in value):
         raise invalid(f"token ids must be 0 to {known - 1}", param)

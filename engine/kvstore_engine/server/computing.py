@@ -1,9 +1,9 @@
-"""Opens what computes a server's steps, and its pool: ggml in a worker process, or torch in the scheduler's own.
+"""Opens the executor of a server, and its pool: ggml in a worker process, or torch in the scheduler's own.
 
-Owns their lifetime and the size of the pool, and steps in the scheduler's own process: a device's memory belongs to the
-process that got it, and the scheduler copies K and V in and out of it. A step that fails there costs the answers in it
-and no other; one that hangs, and a device that has failed for good, end the process, which is started again: a kernel
-that never ends can be ended in no other way.
+The module owns their lifetime and the size of the pool, and steps in the scheduler's own process: a device's memory
+belongs to the process that got it, and the scheduler copies K and V in and out of it. A step that fails there costs the
+answers in it and no other. If a step hangs, or a device has failed for good, the process ends and is started again:
+only that ends a kernel that never ends.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _end() -> None:
 
 
 class HangWatch:
-    """Watches the steps of one thread until `close`; `end()` does not return, but in tests."""
+    """A watch of the steps of one thread until `close`. `end()` does not return, except in tests."""
 
     def __init__(self, patience: StepPatience, end: Callable[[], None] = _end) -> None:
         self._patience, self._end = patience, end
@@ -62,7 +62,7 @@ class HangWatch:
 
     @contextlib.contextmanager
     def watching(self, slices: Sequence[SequenceSlice]) -> Iterator[None]:
-        """A step of `slices` is computed within."""
+        """Watch the step of `slices` that is computed inside the block."""
         limit_s, begin_s = self._patience.limit_s(slices), time.monotonic()
         with self._changed:
             self._due_s = begin_s + limit_s
@@ -94,15 +94,16 @@ class HangWatch:
 
 
 class InProcess:
-    """The engine's `Compute` over `executor`; both arguments are the caller's to close."""
+    """The engine's `Compute` over `executor`; the caller closes both arguments."""
 
     def __init__(self, executor: StepExecutor, watch: HangWatch) -> None:
         self._executor, self._watch = executor, watch
         self.limits, self.pool = executor.limits, executor.pool
 
     def step(self, slices: Sequence[SequenceSlice], whole: Sequence[int] | None = None, /) -> StepLogits:
-        """Compute as `StepExecutor.step` does; a step that fails is StepFailed. OperationError: no other will do
-        better."""
+        """Compute as `StepExecutor.step` does. A failed step raises StepFailed; OperationError means that no other step
+        can succeed.
+        """
         try:
             with self._watch.watching(slices):
                 return self._executor.step(slices, whole)
@@ -112,8 +113,8 @@ class InProcess:
             raise StepFailed(f"the step failed: {error}", tuple(range(len(slices)))) from error
 
     def warm_up(self) -> None:
-        """Compute a short prompt and one token after it: what has to be compiled is, and what cannot run says so before
-        anything is served. OperationError.
+        """Compute a short prompt and one token after it: this compiles kernels, and shows failures before anything is
+        served. Raises OperationError.
         """
         pool = self.pool
         count = min(_WARM_UP_TOKENS, self.limits.max_tokens, self.limits.max_context - 1)
@@ -129,7 +130,9 @@ class InProcess:
 
 @dataclass(frozen=True, slots=True)
 class Computing:
-    """`worker`: the process that computes; None: this one does. `open_copies`: as of `opening`, for this pool."""
+    """The computing part of a server. `worker`: the process that computes; None: this one does. `open_copies`:
+    `opening.open_copies` for this pool.
+    """
 
     compute: Compute
     open_copies: Callable[[], contextlib.AbstractContextManager[BlockCopies]]
@@ -144,8 +147,9 @@ def open_computing(
     sizes: StepSizes,
     on_notice: Callable[[WorkerNotice], None],
 ) -> Iterator[Computing]:
-    """Compute on the device of `options`, until the block ends; the file of `watch` may be closed then. UsageError and
-    OperationError say in one line what is wrong, and FileChanged that the weights may differ from the file."""
+    """Open the computing part on the device of `options`, until the block ends; the file of `watch` may be closed then.
+    Raises UsageError and OperationError, in one line, and FileChanged if the weights may differ from the file.
+    """
     device = DeviceName.parse(options.device)
     if device.is_torch:
         with _on_device(watch, config, options, device, sizes) as computing:
@@ -185,9 +189,9 @@ def _on_device(
 
 
 def pool_blocks(config: ModelConfig, options: EngineOptions, context: int, available_bytes: int) -> int:
-    """Engine blocks of a pool of the size asked for, or of the default one; `available_bytes`: what the weights leave
-    free. UsageError if one answer does not fit the pool, or it not the memory: touching more than there is would end
-    the process without a word.
+    """Return the number of engine blocks of a pool of the requested size, or of the default one; `available_bytes`: the
+    memory that the weights leave free. Raises UsageError if one answer does not fit the pool, or the pool not the
+    memory: touching more memory than there is would end the process without a message.
     """
     try:
         block_bytes = 2 * config.layers * ENGINE_BLOCK_TOKENS * kv_row_bytes(config, options.kv_dtype)

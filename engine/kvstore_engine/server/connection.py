@@ -1,14 +1,14 @@
-"""uvicorn's server, and one HTTP connection over httptools with what uvicorn's lacks.
+"""uvicorn's server, and one HTTP connection over httptools with limits that uvicorn's lacks.
 
-The only module that imports uvicorn. A connection never reads a body: `body` does.
+Only this module imports uvicorn. A connection does not read a body: `body` does.
 
-| uvicorn, with httptools | here |
+| uvicorn, with httptools | this module |
 |---|---|
-| a head of any size, for as long as it takes | at most `MAX_HEAD_BYTES`, within `HEAD_TIMEOUT_S` |
-| a client that stops reading keeps its connection and its answer | until `WRITE_TIMEOUT_S` |
-| a request that offers another protocol (`Upgrade: h2c`, as Java's client does) loses its body | keeps it |
-| of a client with pipelined requests, the end is seen after the first answer | at once |
-| as many connections as there are descriptors | `most`; the one that is without a whole request for longest ends |
+| A head may have any size and take any time. | It has at most `MAX_HEAD_BYTES` and takes at most `HEAD_TIMEOUT_S`. |
+| A client that stops reading keeps its connection and its answer. | It keeps them until `WRITE_TIMEOUT_S`. |
+| A request that offers another protocol (`Upgrade: h2c`, as Java's client does) loses its body. | It keeps the body. |
+| The end of a client with pipelined requests is seen after the first answer. | It is seen at once. |
+| There may be one connection for each descriptor. | At most `most`; the one without a whole request for longest ends. |
 
 uvicorn over h11 has a limit on the head, and none of the others.
 """
@@ -37,7 +37,7 @@ _KEEP_ALIVE_S = 75
 
 
 class Connection(HttpToolsProtocol):
-    """Made by uvicorn, one for each client."""
+    """An HTTP connection, made by uvicorn for each client."""
 
     most = 1024  # at once
 
@@ -57,7 +57,7 @@ class Connection(HttpToolsProtocol):
         self._make_room()
 
     def _make_room(self) -> None:
-        """End an idle connection where there are too many: this one, if no other is."""
+        """End an idle connection if there are too many: this one, if no other is idle."""
         if len(self.connections) > self.most:
             idle = [one for one in self.connections if isinstance(one, Connection) and one.is_idle]
             leaves = min(idle, key=lambda one: one._idle_since_s)
@@ -66,7 +66,7 @@ class Connection(HttpToolsProtocol):
 
     @property
     def is_idle(self) -> bool:
-        """Return whether no request is under way that has come as a whole."""
+        """True if no request is under way that has come as a whole."""
         cycle = self.cycle
         return not self.pipeline and (cycle is None or cycle.response_complete or cycle.more_body)
 
@@ -176,7 +176,7 @@ class Connection(HttpToolsProtocol):
             self._write_timer = None
 
     def _leave(self) -> None:
-        """Close. What the client has not read by now is dropped: closing would wait for that for ever."""
+        """Close the connection. Data that the client has not read is dropped: closing would wait for that for ever."""
         if self.transport.get_write_buffer_size():
             self.transport.abort()
         else:
@@ -184,8 +184,9 @@ class Connection(HttpToolsProtocol):
 
 
 class Listener(uvicorn.Server):
-    """Serves `application` on `bound`, a socket that listens, until `should_exit` is set and what ran has ended or was
-    cut off after `drain_s`. At most `connections` at once, and half of the descriptors that there may be.
+    """A server of `application` on `bound`, a listening socket, until `should_exit` is set and running requests have
+    ended or were cut off after `drain_s` seconds. At most `connections` at once, and half of the possible
+    descriptors.
     """
 
     def __init__(
@@ -214,5 +215,7 @@ class Listener(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are `run`'s: uvicorn ends the process by the signal that stopped it, and not with status 0."""
+        """Leave signals to `run`: uvicorn would end the process by the signal that stopped it, and not with status
+        0.
+        """
         yield

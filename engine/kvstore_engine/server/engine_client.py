@@ -1,8 +1,8 @@
-"""The HTTP process's end of the scheduler: starts and restarts it, sends requests, distributes events.
+"""The HTTP process's end of the scheduler: it starts and restarts the child, sends requests, and distributes events.
 
-Owns the child process, its socket, and which request waits for what. It never parses HTTP.
+The module owns the child process, its socket, and the requests that wait. It does not parse HTTP.
 
-When the child dies, its requests fail; those that arrive before the next child is ready are refused. A child that
+When the child dies, its requests fail; requests that arrive before the next child is ready are refused. A child that
 cannot start ends the server the first time. Later starts are tried again: the cause may go away. Once the model's file
 was found changed there are none: the tokenizer and the template here are the old file's.
 """
@@ -48,19 +48,19 @@ class EventQueue:
 
     @property
     def is_behind(self) -> bool:
-        """The client does not read what arrives."""
+        """True if the client does not read the arriving events."""
         return self._queue.qsize() >= _MOST_BEHIND
 
     def put(self, item: _Item) -> None:
         self._queue.put_nowait(item)
 
     def abandon(self) -> None:
-        """The client counts as gone; what has arrived is dropped."""
+        """Treat the client as gone; arrived events are dropped."""
         self._queue = asyncio.Queue()
         self.put(None)
 
     async def next(self) -> list[Event] | None:
-        """Return what a step brought; None once the client has left. ApiError if there will be no more."""
+        """Return a step's events; None once the client has left. Raises ApiError if there will be no more."""
         item = await self._queue.get()
         if isinstance(item, ApiError):
             raise item
@@ -68,7 +68,7 @@ class EventQueue:
 
 
 class EngineClient:
-    """Made in the event loop's thread and used there only."""
+    """The client of the scheduler, made in the event loop's thread and used there only."""
 
     def __init__(self, options: EngineOptions) -> None:
         self._options = options
@@ -89,17 +89,18 @@ class EngineClient:
 
     @property
     def pid(self) -> int:
-        """The scheduler's process; 0 while there is none."""
+        """The scheduler's process id; 0 while there is none."""
         return self._process.pid if self._process else 0
 
     @property
     def requests(self) -> int:
-        """Requests that wait for events."""
+        """The number of requests that wait for events."""
         return len(self._waiting)
 
     async def start(self, file: OpenFile) -> None:
-        """Returns when the engine is ready with the model in `file`, which stays open until the end. UsageError and
-        OperationError if it cannot be."""
+        """Start the scheduler; return when the engine is ready with the model in `file`, which stays open until the
+        end. Raises UsageError and OperationError if it cannot be.
+        """
         self._file = file
         try:
             await self._spawn()
@@ -109,7 +110,7 @@ class EngineClient:
         self._task = asyncio.create_task(self._keep_alive())
 
     def submit(self, asks: Sequence[Ask]) -> EventQueue:
-        """Send requests that are answered together. ApiError 503 while the engine is not ready."""
+        """Send requests that are answered together. Raises ApiError 503 while the engine is not ready."""
         if self.state == "stopped":
             raise unavailable(self.trouble, _STOPPED_RETRY_S)
         if self.state != "ready" or self._writer is None:
@@ -121,17 +122,19 @@ class EngineClient:
         return queue
 
     def cancel(self, request_ids: Sequence[str]) -> None:
-        """Their client has left: nothing more is delivered, and the engine computes no more for them."""
+        """Cancel requests whose client has left: nothing more is delivered, and the engine computes no more for
+        them.
+        """
         for request_id in request_ids:
             if self._waiting.pop(request_id, None) is not None and self._writer is not None:
                 self._writer.write(encode({"op": "cancel", "id": request_id}))
 
     async def status(self) -> dict[str, Any] | None:
-        """The scheduler's report; None if it does not arrive within the time."""
+        """Return the scheduler's report; None if it does not arrive in time."""
         return await self._ask({"op": "status"}, _STATUS_TIMEOUT_S)
 
     async def restorations(self, last: int) -> list[dict[str, Any]] | None:
-        """The records of the last restorations, the latest first; None as `status`."""
+        """Return the records of the last restorations, the latest first; None if they do not arrive in time."""
         answer = await self._ask({"op": "restorations", "last": last}, _RECORDS_TIMEOUT_S)
         return None if answer is None else answer["restorations"]
 
@@ -192,7 +195,7 @@ class EngineClient:
             await self._end(patiently=True)
 
     async def _restart_for_ever(self) -> None:
-        """FileChanged once that is of no use."""
+        """Restart the child until that succeeds. Raises FileChanged once that is of no use."""
         pause_s = _FIRST_PAUSE_S
         while True:
             begin_s, self.trouble = time.monotonic(), ""
@@ -217,7 +220,7 @@ class EngineClient:
             _log.warning("the engine is ready again")
 
     async def _restarted(self, pause_s: float) -> bool:
-        """Try to start another child after a pause."""
+        """Try to start another child after a pause; return whether it succeeded."""
         await asyncio.sleep(pause_s)
         self.restarts += 1
         try:
@@ -232,7 +235,7 @@ class EngineClient:
         return True
 
     async def _receive(self) -> Header | None:
-        """One frame's header; None at the end."""
+        """Return one frame's header; None at the end."""
         assert self._reader is not None
         try:
             header, blob = lengths(await self._reader.readexactly(LENGTHS.size))
@@ -263,7 +266,7 @@ class EngineClient:
             raise _FAILURES[kind](message)
 
     def _deliver(self, events: list[Event]) -> None:
-        """Each waiting answer gets its share of a step in one piece: one wake-up, one write to its client."""
+        """Deliver to each waiting answer its share of a step in one piece: one wake-up, one write to its client."""
         shares: dict[EventQueue, list[Event]] = {}
         for event in events:
             queue = self._waiting.get(event.request_id)
@@ -277,7 +280,7 @@ class EngineClient:
                 queue.put(share)
 
     def forget(self, event: Finished) -> None:
-        """A request's last answer has been delivered."""
+        """Forget a request whose last answer has been delivered."""
         self._waiting.pop(event.request_id, None)
 
     def _fail_all(self, error: ApiError) -> None:
@@ -289,7 +292,7 @@ class EngineClient:
                 future.set_result({})
 
     async def _end(self, *, patiently: bool = False) -> None:
-        """Returns when the child has ended. `patiently`: it may first store what it still holds."""
+        """End the child, and return when it has ended. `patiently`: it may first store the blocks it still holds."""
         if self._writer is not None:
             self._writer.close()
             self._writer = self._reader = None

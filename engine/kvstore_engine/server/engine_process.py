@@ -1,13 +1,13 @@
-"""The scheduler's process: takes requests from the HTTP process, steps the engine, sends what a step brought.
+"""The scheduler's process: takes requests from the HTTP process, steps the engine, sends each step's events.
 
     python -m kvstore_engine.server.engine_process SOCKET OPTIONS MODEL
 
-Owns the order of those three, in one thread, the reports on health and counters, and the process: its signals, its log,
-and the report that it cannot start. It never tokenises or renders. SIGINT and SIGTERM are the HTTP process's to handle:
-they reach every process of a terminal or a service at once, and this one has answers to finish.
+The module owns the order of these three, in one thread, the reports on health and counters, and the process: its
+signals, its log, and the report that it cannot start. It does not tokenise or render. The HTTP process handles SIGINT
+and SIGTERM: they reach every process of a terminal or a service at once, and this one has answers to finish.
 
 Between two steps it looks, without waiting, at the socket: so a cancellation holds from the next step on. With nothing
-to compute it waits for the socket and for the end of the worker, where there is one, and looks at the model's file.
+to compute it waits for the socket and for the end of the worker, if there is one, and checks the model's file.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _SWITCH_INTERVAL_S = 0.0005  # the daemon session's threads must not wait for a 
 
 @dataclass(slots=True)
 class StepCounters:
-    """Counters since the process started. Figures of requests are counted in the HTTP process."""
+    """Counters since the process started. The HTTP process counts the figures of requests."""
 
     steps: int = 0
     step_s: float = 0.0
@@ -56,7 +56,7 @@ class StepCounters:
     swaps: int = 0
 
     def count(self, seconds: float, events: Sequence[Event]) -> None:
-        """A step took `seconds` and brought `events`."""
+        """Count a step that took `seconds` and brought `events`."""
         self.steps += 1
         self.step_s += seconds
         for event in events:
@@ -66,7 +66,7 @@ class StepCounters:
 
 
 class EngineLoop:
-    """Made with the connection; `run` once everything is open."""
+    """The loop of the process, made with the connection; call `run` once everything is open."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -81,14 +81,15 @@ class EngineLoop:
         self.send({"worker": asdict(notice)})
 
     def fail(self, error: Exception) -> None:
-        """Say why nothing is computed any more."""
+        """Report why nothing is computed any more."""
         is_operation = isinstance(error, OperationError)
         kind: Failure = "changed" if isinstance(error, FileChanged) else "operation" if is_operation else "usage"
         self.send({"fatal": {"kind": kind, "message": str(error)}})
 
     def run(self, serving: Serving) -> None:
-        """Drive `serving` until the HTTP process closes its end, or the model's file has changed. That is sent at once:
-        what was computed before the change is still to be stored."""
+        """Drive `serving` until the HTTP process closes its end, or the model's file has changed. A change is reported
+        at once: blocks computed before it are still stored.
+        """
         poll = select.poll()
         poll.register(self._connection, select.POLLIN)
         look_s = time.monotonic() + _LOOK_S

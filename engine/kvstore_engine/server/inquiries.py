@@ -1,7 +1,7 @@
 """Answers the endpoints that generate nothing: models, health, and the tokenizer by itself.
 
-Owns their JSON. The fields of `/tokenize` and `/detokenize` are llama.cpp's server's and vLLM's. The words of
-`/health`: "ok": all parts work. "degraded": answers are given, but kvstored cannot be reached, so that prompts are
+The module owns their JSON. `/tokenize` and `/detokenize` have the fields of llama.cpp's and vLLM's servers. The words
+of `/health`: "ok": all parts work. "degraded": answers are given, but kvstored cannot be reached, so that prompts are
 computed. "unavailable" (503): no answers now.
 """
 
@@ -28,7 +28,7 @@ def _token_ids(values: list[Any]) -> list[Any]:
 
 
 class TokenizeBody(BaseModel):
-    """The text is in `content` or in `prompt`."""
+    """The body of `/tokenize`. The text is in `content` or in `prompt`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     model: Text | None = None
@@ -57,7 +57,7 @@ def model(service: Service, name: str) -> dict[str, Any]:
 
 
 async def tokenize(fields: dict[str, Any], service: Service) -> dict[str, Any]:
-    """The token ids of a text."""
+    """Return the token ids of a text."""
     body = read(TokenizeBody, fields)
     service.model.check_name(body.model)
     if (body.content is None) == (body.prompt is None):
@@ -78,7 +78,7 @@ async def tokenize(fields: dict[str, Any], service: Service) -> dict[str, Any]:
 
 
 async def detokenize(fields: dict[str, Any], service: Service) -> dict[str, Any]:
-    """The text of token ids, control tokens with it."""
+    """Return the text of token ids, control tokens included."""
     body = read(DetokenizeBody, fields)
     service.model.check_name(body.model)
     text = await service.model.decode(token_array(body.tokens, service, "tokens").tolist())
@@ -100,7 +100,7 @@ def _model(service: Service) -> dict[str, Any]:
 
 
 async def health(service: Service, *, in_detail: bool) -> tuple[int, dict[str, Any]]:
-    """HTTP status and body. The details are for callers with a key."""
+    """Return HTTP status and body. The details are for callers with a key."""
     engine = service.engine
     status = await engine.status()
     if service.is_draining.is_set():

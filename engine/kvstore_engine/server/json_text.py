@@ -1,7 +1,7 @@
-"""Follows the text of one JSON object as it arrives, and says as early as it can that it is none.
+"""Follows the text of one JSON object as it arrives, and says as early as possible if it is none.
 
-Owns the grammar of JSON (RFC 8259), and no meaning: the members of the object are the text that stands there, so that
-what passes this on changes no digit, no order and no white space. Nesting has no limit and costs no recursion.
+The module owns the grammar of JSON (RFC 8259), without meaning: the members of the object are the original text, so
+that passing it on changes no digit, no order and no white space. Nesting has no limit and needs no recursion.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _CLOSING = {"{": "}", "[": "]"}
 class JsonObject:
     """One object, from a text that grows.
 
-    `state`: "open" while more may come, "whole" once the object is complete, "wrong" if it can become none. `end`:
-    where a whole object ends. `names` and `values`: of its members, in order: a name as it is written, with its quotes,
-    and where a complete value begins and ends.
+    `state`: "open" while more may come, "whole" once the object is complete, "wrong" if it can become none. `end`: the
+    index at which a whole object ends. `names` and `values`: the names and values of its members, in order: a name as
+    it is written, with its quotes, and the range of each complete value.
     """
 
     def __init__(self) -> None:
@@ -41,13 +41,13 @@ class JsonObject:
         self._inside: Literal["", "string", "word"] = ""
 
     def follow(self, text: str) -> State:
-        """`text` is all since the object's beginning, white space before it included."""
+        """Follow `text`, all text since the object's beginning, including white space before it; return the state."""
         while self.state == "open" and self._advance(text):
             pass
         return self.state
 
     def _advance(self, text: str) -> bool:
-        """Pass one token or a part of one; False where that needs more text."""
+        """Pass one token or a part of one; return False if that needs more text."""
         if self._inside == "string":
             return self._string(text)
         if self._inside == "word":
@@ -139,7 +139,7 @@ class JsonObject:
         return True
 
     def _ended(self, text: str) -> None:
-        """A string or a word is complete, and ends at the present place."""
+        """Handle the end of a string or a word, at the present place."""
         if self._expected in ("name", "first name"):
             if len(self._open) == 1:
                 self.names.append(text[self._began : self._at])
@@ -149,6 +149,6 @@ class JsonObject:
 
 
 def end_of(pattern: re.Pattern[str], text: str, at: int) -> int:
-    """Return where a match of `pattern` in `text` that begins at `at` ends; `at` if there is none."""
+    """Return the index at which a match of `pattern` that begins at `at` in `text` ends; `at` if there is none."""
     match = pattern.match(text, at)
     return at if match is None else match.end()

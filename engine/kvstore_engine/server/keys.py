@@ -1,7 +1,7 @@
-"""API keys: which caller has one, for which tenant, with what priority.
+"""API keys: their callers, tenants and priorities.
 
-Owns the file's format and the comparison. Keys are kept as digests only, compared in constant time, and never logged
-or shown.
+The module owns the file's format and the comparison. Keys are kept as digests only, compared in constant time, and
+never logged or shown.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ _LEAST_KEY_CHARACTERS = 8
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """`priority` is the default of its requests; they may name a lower one, and a higher one up to `most_priority`."""
+    """The owner of a key. `priority` is the default of its requests; they may name a lower one, and a higher one up to
+    `most_priority`.
+    """
 
     tenant: str
     priority: int
@@ -35,14 +37,16 @@ ANYBODY = Caller("", 0, MAX_PRIORITY)
 
 
 class KeyRing:
-    """The keys of one server. `open` where there is no file: then every caller is `ANYBODY`."""
+    """The keys of one server. `open` if there is no file: then every caller is `ANYBODY`."""
 
     def __init__(self, callers: dict[bytes, Caller] | None) -> None:
         self._callers = callers
 
     @classmethod
     def read(cls, path: Path) -> KeyRing:
-        """Lines `KEY TENANT [PRIORITY]`; '#' begins a comment. UsageError names the line, never the key."""
+        """Return the keys in a file: lines `KEY TENANT [PRIORITY]`; '#' begins a comment. UsageError names the line,
+        never the key.
+        """
         try:
             lines = path.read_text("utf-8-sig").splitlines()
         except OSError as error:
@@ -66,7 +70,9 @@ class KeyRing:
         return self._callers is None
 
     def caller(self, authorization: str | None) -> Caller | None:
-        """The owner of the key in an Authorization header, whose bytes are read as Latin-1; None if there is none."""
+        """Return the owner of the key in an Authorization header, whose bytes are read as Latin-1; None if there is
+        none.
+        """
         if self._callers is None:
             return ANYBODY
         scheme, _, key = (authorization or "").partition(" ")

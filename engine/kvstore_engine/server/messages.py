@@ -1,10 +1,10 @@
 """The messages between the HTTP process and the scheduler's: frames of a JSON header and raw bytes.
 
-Owns the framing: two lengths, then the header, then the blob, which carries token ids (int32, little endian); and the
-translation between the engine's values and JSON. Nothing is evaluated or unpickled.
+The module owns the framing: two lengths, then the header, then the blob, which carries token ids (int32, little
+endian); and the translation between the engine's values and JSON. Nothing is evaluated or unpickled.
 
 HTTP to scheduler: add (with the prompt's tokens as blob), cancel, status, restorations (answered like status).
-scheduler to HTTP: ready or fatal (once), events (one frame a step), refused, status, worker.
+Scheduler to HTTP: ready or fatal (once), events (one frame a step), refused, status, worker.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def unpack_tokens(blob: bytes) -> Int32Array:
 
 
 def lengths(raw: bytes) -> tuple[int, int]:
-    """Header's and blob's; BrokenFrame if they are absurd."""
+    """Return the lengths of header and blob. Raises BrokenFrame if they are absurd."""
     header, blob = LENGTHS.unpack(raw)
     if header + blob > MAX_FRAME_BYTES:
         raise BrokenFrame(f"a frame of {header + blob} bytes")
@@ -64,14 +64,16 @@ def lengths(raw: bytes) -> tuple[int, int]:
 
 
 class FrameReader:
-    """Puts frames together from what a socket has, without waiting for a whole one."""
+    """A reader that joins frames from the bytes of a socket, without waiting for a whole one."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
         self._buffer = bytearray()
 
     def receive(self) -> list[tuple[Header, bytes]]:
-        """The frames that are complete after one read, which waits if the socket is empty. EOFError at its end."""
+        """Return the frames that are complete after one read, which waits if the socket is empty. Raises EOFError at
+        its end.
+        """
         chunk = self._socket.recv(_READ_BYTES)
         if not chunk:
             raise EOFError
@@ -99,8 +101,8 @@ class Ask:
     """One request as the HTTP process describes it. It has the fields of `batching.RequestSettings` and two more.
 
     one_call: the answer ends with its first tool call.
-    turn:     who speaks after the answer. "person": a person; "tool": a tool where the answer calls one, else a person;
-              "tool_after_thought": the same, where the prompt has opened a thought.
+    turn:     who speaks after the answer. "person": a person; "tool": a tool if the answer calls one, else a person;
+              "tool_after_thought": as "tool", for a prompt that has opened a thought.
     """
 
     id: str
@@ -127,7 +129,7 @@ class Ask:
 
 
 def request_of(header: Header, tokens: Int32Array, constrainer: Constrainer, tokenizer: Tokenizer) -> Request:
-    """The engine's request for an `Ask`'s header. UsageError as its parts raise it."""
+    """Return the engine's request for an `Ask`'s header. Raises UsageError as its parts do."""
     grammar, turn = header["grammar"], header["turn"]
     constraint = constrainer.constraint(Grammar(**grammar)) if grammar else None
     if header["one_call"]:

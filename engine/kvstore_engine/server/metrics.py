@@ -1,7 +1,7 @@
 """The server's figures for Prometheus, by its own client library.
 
-Owns the names, and the counters and histograms of requests as clients see them. The engine's own figures are asked for
-when they are shown.
+The module owns the names, and the counters and histograms of requests as clients see them. The engine's own figures are
+asked for when they are shown.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Metrics:
-    """Fed by the endpoints."""
+    """The figures, which the endpoints update."""
 
     def __init__(self) -> None:
         # Else each counter and histogram has a second series, with the time it began.
@@ -50,11 +50,11 @@ class Metrics:
         self._responses.labels(path, str(status)).inc()
 
     def disconnected(self) -> None:
-        """A client has left before its answer ended."""
+        """Count a client that has left before its answer ended."""
         self._disconnects.inc()
 
     def answered(self, event: Finished) -> None:
-        """An answer has ended."""
+        """Count an answer that has ended."""
         usage = event.usage
         self._answers.labels(event.reason).inc()
         self._tokens.labels("generated").inc(usage.generated_tokens)
@@ -70,7 +70,7 @@ class Metrics:
         self._queued.observe(usage.queued_s)
 
     def text(self, engine: EngineClient, status: Mapping[str, Any] | None) -> bytes:
-        """All of it; `status` is the scheduler's, None while it gives none."""
+        """Return all figures; `status` is the scheduler's, None while it gives none."""
         now = CollectorRegistry()
         now.register(_Now(engine, status))
         return generate_latest(self._registry) + generate_latest(now)

@@ -1,6 +1,6 @@
-"""What happens to every request, on its way in and out: its key, its line in the log, its place in the metrics.
+"""The steps around every request: its key, its line in the log, its metrics.
 
-Owns the order of the two: a request without a key is logged and counted as well.
+The module owns their order: a request without a key is logged and counted as well.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ CLIENT_LEFT = 499  # in the log and the metrics: the client left before the answ
 
 
 class RequestLog:
-    """One line and one count for each request. `paths` are those that the metrics name; others count as "other"."""
+    """The log and the count of requests, one line each. `paths` are the ones that the metrics name; others count as
+    "other".
+    """
 
     def __init__(self, app: ASGIApp, service: Service, paths: Collection[str]) -> None:
         self._app, self._service, self._paths = app, service, paths
@@ -58,7 +60,7 @@ class RequestLog:
 
 
 class RequireKey:
-    """Finds the caller, as `state["caller"]`. `open_paths` need no key."""
+    """The check of keys; the caller is set as `state["caller"]`. `open_paths` need no key."""
 
     def __init__(self, app: ASGIApp, keys: KeyRing, open_paths: Collection[str]) -> None:
         self._app, self._keys, self._open_paths = app, keys, open_paths
@@ -74,7 +76,7 @@ class RequireKey:
 
 
 def log_access(scope: Scope, status: int, seconds: float) -> None:
-    """Who, what, how it ended, how long it took, and its tokens."""
+    """Log the caller, the request, its status, its time, and its tokens."""
     state = scope.get("state", {})
     caller, answers = state.get("caller", ANYBODY), state.get("answers")
     tokens = answers.total_usage() if answers else None

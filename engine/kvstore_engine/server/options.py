@@ -1,7 +1,7 @@
 """The options of a server and its model's open file, as plain values that travel to the scheduler's process.
 
-Owns the defaults, and the JSON form of what goes with the file's descriptor. It never checks whether a port is free or
-a file exists.
+The module owns the defaults, and the JSON that goes with the file's descriptor. It does not check whether a port is
+free or a file exists.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ DEFAULT_HOST = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """The scheduler's process: `None` leaves a choice to it.
+    """The options of the scheduler's process: `None` leaves a choice to it.
 
-    pool_bytes: memory of the K/V pool; None: `max_sequences` of the context, within half of the memory that is free.
-    swap_bytes: memory for preempted sequences; None: the engine's default.
-    trace:       a file for a Chrome trace of all steps.
-    hung_after_s: seconds that any step may take before its process is ended; a long one has more (worker.patience).
-    device:      as `DeviceName.parse` takes it; on all but `cpu` the scheduler computes, and has no worker.
-    store_rate:  of copies out of a GPU's pool while it decodes, as `parse_rate` takes it.
-    has_tenants: requests name tenants; without them there is one, whose daemon session is opened at once.
+    pool_bytes: memory of the K/V pool; None: `max_sequences` of the context, within half of the free memory.
+    swap_bytes: memory for preempted sequences; None: the engine's default. trace: a file for a Chrome trace of all
+    steps. hung_after_s: seconds that any step may take before its process is ended; a long one has more
+    (worker.patience). device: a name for `DeviceName.parse`; on all but `cpu` the scheduler computes, and has no
+    worker. store_rate: for copies out of a GPU's pool while it decodes, a text for `parse_rate`. has_tenants: requests
+    name tenants; without them there is one, whose daemon session is opened at once.
     """
 
     model: str
@@ -59,7 +58,9 @@ class EngineOptions:
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """The HTTP process. `api_keys`: a file; without one there is one tenant and only this machine is served."""
+    """The options of the HTTP process. `api_keys`: a file; without one there is one tenant and only this machine is
+    served.
+    """
 
     engine: EngineOptions
     model_name: str
@@ -75,10 +76,10 @@ class ServerOptions:
 
 @dataclass(frozen=True, slots=True)
 class HandedFile:
-    """The model's open file on its way to a scheduler; `path` is what messages call the file behind `descriptor`.
+    """The model's open file on its way to a scheduler; `path` is the name in messages for the file behind `descriptor`.
 
-    Without a digest the file must be as it was when the HTTP process read its tokenizer and chat template; with the
-    digest of the first scheduler it must hold what it held then.
+    Without a digest the file must be unchanged since the HTTP process read its tokenizer and chat template; with the
+    digest of the first scheduler its content must be unchanged since then.
     """
 
     path: str
@@ -100,7 +101,7 @@ class HandedFile:
 
     @contextlib.contextmanager
     def taken_over(self) -> Iterator[FileWatch]:
-        """The file, parsed and watched, until the block ends. FileChanged if it does not hold what it held."""
+        """Yield the file, parsed and watched, until the block ends. Raises FileChanged if its content has changed."""
         with OpenFile(Path(self.path), self.descriptor, self.identity) as source:
             try:
                 file = GGUFFile.open(source)

@@ -1,7 +1,7 @@
 """Writes answers as OpenAI's objects, for completions and for chats, whole and in chunks.
 
-Owns the JSON, the spelling of tokens in it, and the places of marks that leave no trace in a text. A renderer serves
-one HTTP request: it takes each choice's events and keeps what a whole answer needs.
+The module owns the JSON, the spelling of tokens in it, and the places of marks that are invisible in a text. A renderer
+serves one HTTP request: it takes each choice's events and keeps the parts that a whole answer needs.
 """
 
 from __future__ import annotations
@@ -25,20 +25,22 @@ _FLOOR = -9999.0  # of a log probability: JSON has no infinity
 
 
 class UnseenMarks:
-    """Puts marks of a call that leave no trace in an answer's text where the model wrote them.
+    """Puts invisible marks of a call into an answer's text at the place where the model wrote them.
 
-    A text may come later than its tokens, since the engine holds back what may become a stop string, while a mark is
-    known by its token at once.
+    A text may come later than its tokens, since the engine holds back text that may become a stop string, while a mark
+    is known by its token at once.
     """
 
     def __init__(self, marks: Mapping[int, str], stream: StreamingDetokenizer) -> None:
-        """`marks`: what each such token stands for; `stream` shows the answer's tokens as the engine does."""
+        """Make the object. `marks`: the text of each mark's token; `stream` shows the answer's tokens as the engine
+        does.
+        """
         self._marks, self._stream = marks, stream
         self._written = self._shown = 0  # characters
         self._waiting: deque[tuple[int, str]] = deque()
 
     def put(self, token: int | None, text: str) -> str:
-        """Return `text`, which comes with `token` or with the answer's end, with the marks that stand in it."""
+        """Return `text`, which comes with `token` or with the answer's end, with the marks in it."""
         if token is not None and self._marks:
             self._written += len(self._stream.push(token))
             if token in self._marks:
@@ -53,7 +55,9 @@ class UnseenMarks:
 
 
 class Renderer(ABC):
-    """`chunks` turns a choice's event into the pieces of a stream; `choice` is the whole of it, once it has ended."""
+    """A writer of answers. `chunks` turns a choice's event into the pieces of a stream; `choice` is the whole choice,
+    once it has ended.
+    """
 
     kind: str
     chunk_kind: str
@@ -67,15 +71,15 @@ class Renderer(ABC):
 
     @abstractmethod
     def opening(self, index: int) -> Json | None:
-        """The first chunk's choice, before any token."""
+        """Return the first chunk's choice, before any token."""
 
     @abstractmethod
     def chunks(self, index: int, event: Event) -> list[Json]:
-        """Choices of the chunks that `event` brings."""
+        """Return the choices of the chunks that `event` brings."""
 
     @abstractmethod
     def choice(self, index: int) -> Json:
-        """The whole of an ended choice."""
+        """Return the whole of an ended choice."""
 
     def chunk(self, choices: list[Json], usage: Json | None = None) -> Json:
         return self._object(self.chunk_kind, choices) | ({} if usage is None else {"usage": usage})
@@ -98,7 +102,7 @@ class _Completion:
 
 
 class CompletionRenderer(Renderer):
-    """`echoes`: what stands before each choice's answer, empty where nothing is echoed."""
+    """The renderer of completions. `echoes`: the text before each choice's answer, "" if nothing is echoed."""
 
     kind = chunk_kind = "text_completion"
     prefix = "cmpl"
@@ -149,8 +153,9 @@ class _Message:
 
 
 class ChatRenderer(Renderer):
-    """`reads_calls`: the caller offered tools, and this model's way to call them is known. `in_thought`: the prompt has
-    opened a thought, in which the answer begins."""
+    """The renderer of chats. `reads_calls`: the caller offered tools, and this model's way to call them is known.
+    `in_thought`: the prompt has opened a thought, in which the answer begins.
+    """
 
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
     prefix = "chatcmpl"
@@ -216,7 +221,7 @@ class ChatRenderer(Renderer):
 
 
 def chat_entry(tokenizer: Tokenizer, event: Token) -> dict[str, Any]:
-    """One token of a chat's `logprobs.content`."""
+    """Return one token of a chat's `logprobs.content`."""
     return {
         **_entry(tokenizer, event.token, event.logprob),
         "top_logprobs": [_entry(tokenizer, token, value) for token, value in event.top],
@@ -224,7 +229,9 @@ def chat_entry(tokenizer: Tokenizer, event: Token) -> dict[str, Any]:
 
 
 def completion_entries(tokenizer: Tokenizer, events: Sequence[Token], offsets: list[int]) -> dict[str, Any]:
-    """A completion's `logprobs`; `offsets`: for each event the place in the text of the character it belongs to."""
+    """Return a completion's `logprobs`; `offsets`: for each event the place in the text of the character it belongs
+    to.
+    """
     return {
         "tokens": [_text(tokenizer, event.token) for event in events],
         "token_logprobs": [_floored(event.logprob) for event in events],
@@ -234,7 +241,7 @@ def completion_entries(tokenizer: Tokenizer, events: Sequence[Token], offsets: l
 
 
 def _top(tokenizer: Tokenizer, event: Token) -> dict[str, float]:
-    """The likeliest tokens first, and the chosen one even if it is not one of them, as in OpenAI's API."""
+    """Return the likeliest tokens first, and the chosen one even if it is not one of them, as in OpenAI's API."""
     values: dict[str, float] = {}
     for token, value in (*event.top, (event.token, event.logprob)):
         values.setdefault(_text(tokenizer, token), _floored(value))  # two tokens may look the same
@@ -247,7 +254,9 @@ def _entry(tokenizer: Tokenizer, token: int, logprob: float | None) -> dict[str,
 
 
 def _text(tokenizer: Tokenizer, token: int) -> str:
-    """A part of a character is written by its bytes, as in OpenAI's API: else parts would look the same."""
+    """Return a token's text. A part of a character is written by its bytes, as in OpenAI's API: otherwise parts would
+    look alike.
+    """
     piece = tokenizer.piece(token)
     try:
         return piece.decode()

@@ -1,7 +1,7 @@
-"""The answers to one HTTP request, as the engine's events bring them: one JSON object, or server-sent events.
+"""The answers to one HTTP request, from the engine's events: one JSON object, or server-sent events.
 
-Owns which event belongs to which choice, when all have ended, that the engine stops when the client has left, and the
-HTTP side of an answer. All that a step brought for one client goes out in one write.
+The module assigns events to choices, notices when all have ended, stops the engine when the client has left, and owns
+the HTTP side of an answer. All events of a step for one client go out in one write.
 """
 
 from __future__ import annotations
@@ -34,10 +34,12 @@ _DONE = b"data: [DONE]\n\n"
 
 
 class Answers:
-    """Choice i of the j-th of `asks` has the index that it would have in a list of all of them."""
+    """The answers of one request. Choice i of the j-th of `asks` is numbered by its place in a list of all choices."""
 
     def __init__(self, service: Service, asks: Sequence[Ask], receive: Receive) -> None:
-        """Submit. ApiError 503 while there is no engine. `receive` returns once the client has left."""
+        """Submit the requests. Raises ApiError 503 while there is no engine. `receive` returns once the client has
+        left.
+        """
         self._service = service
         self._events = service.engine.submit(asks)
         self._receive = receive
@@ -52,10 +54,10 @@ class Answers:
         self._leaders = frozenset(self._first.values())
 
     async def steps(self) -> AsyncGenerator[Step]:
-        """The events of each step with their choices, until all have ended.
+        """Yield the events of each step with their choices, until all have ended.
 
-        ApiError if the request is refused, fails, or is cut off by the server's end; ClientDisconnect if the client
-        leaves. What still runs is cancelled.
+        Raises ApiError if the request is refused, fails, or is cut off by the server's end; ClientDisconnect if the
+        client leaves. Choices that still run are cancelled.
         """
         watcher = asyncio.create_task(self._watch())
         try:
@@ -77,7 +79,7 @@ class Answers:
                 await watcher
 
     def total_usage(self) -> dict[str, Any]:
-        """OpenAI's usage. Each prompt counts once, however many answers it has."""
+        """Return OpenAI's usage. Each prompt counts once, however many answers it has."""
         leaders = [self.usage[index] for index in self._leaders]
         prompt = sum(usage.prompt_tokens for usage in leaders)
         local = sum(usage.local_tokens for usage in leaders)
@@ -111,15 +113,16 @@ class Answers:
             raise failed(event.message or "the answer was cut off by the engine")
 
     async def _watch(self) -> None:
-        """The body has been read: what comes next is the client's end."""
+        """Wait for the client's end; the body has been read."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
         self._events.put(None)
 
 
 def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """Answer with JSON in ASCII, unlike Starlette's: a request may hold half of a surrogate pair, and an error repeats
-    its fields."""
+    """Return an answer with JSON in ASCII, unlike Starlette's: a request may hold half of a surrogate pair, and an
+    error repeats its fields.
+    """
     return Response(json.dumps(value), status, headers, "application/json")
 
 
@@ -128,7 +131,9 @@ def error_response(error: ApiError) -> Response:
 
 
 async def whole_response(renderer: Renderer, answers: Answers) -> Response:
-    """Once all choices have ended. ApiError if one fails, ClientDisconnect if the client leaves."""
+    """Return the response once all choices have ended. Raises ApiError if one fails, ClientDisconnect if the client
+    leaves.
+    """
     async with contextlib.aclosing(answers.steps()) as steps:
         async for step in steps:
             for index, event in step:
@@ -137,15 +142,17 @@ async def whole_response(renderer: Renderer, answers: Answers) -> Response:
 
 
 async def stream_response(renderer: Renderer, answers: Answers, *, include_usage: bool) -> EventStream:
-    """Once there is a first step: until then a refusal is a status. ApiError and ClientDisconnect as above."""
+    """Return the stream once there is a first step: until then a refusal is a status. Raises ApiError and
+    ClientDisconnect, as `whole_response`.
+    """
     steps = answers.steps()
     first = await anext(steps)
     return EventStream(steps, _events(renderer, answers, first, steps, include_usage))
 
 
 class EventStream(StreamingResponse):
-    """Starlette's, but for its task that listens for the client's end: `Answers` has one, from before the first token
-    on. It also ends `steps`, and with them the request in the engine, wherever it is interrupted.
+    """A streaming response without Starlette's task that listens for the client's end: `Answers` has one, from before
+    the first token on. It also ends `steps`, and with them the request in the engine, if it is interrupted.
     """
 
     def __init__(self, steps: AsyncGenerator[Step], events: AsyncGenerator[bytes]) -> None:
@@ -153,8 +160,9 @@ class EventStream(StreamingResponse):
         self._steps = steps
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """A client that is gone or reads too slowly gets no end of the body, so that uvicorn cuts the connection: a
-        clean end would make a cut answer look whole."""
+        """Send the stream. A client that is gone or reads too slowly gets no end of the body, so that uvicorn cuts the
+        connection: a clean end would make a cut answer look whole.
+        """
         async with contextlib.aclosing(self._steps):
             with contextlib.suppress(ClientDisconnect):
                 await self.stream_response(send)
@@ -163,7 +171,7 @@ class EventStream(StreamingResponse):
 async def _events(
     renderer: Renderer, answers: Answers, first: Step, steps: AsyncGenerator[Step], include_usage: bool
 ) -> AsyncGenerator[bytes]:
-    """The status is sent: from here on the stream itself has to say what goes wrong."""
+    """Yield the stream's events. The status is sent already, so errors are reported in the stream itself."""
     try:
         openings = [choice for index in range(answers.count) if (choice := renderer.opening(index))]
         yield b"".join(_event(renderer.chunk([choice])) for choice in openings) + _chunks(renderer, first)

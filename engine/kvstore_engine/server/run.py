@@ -1,8 +1,8 @@
-"""Runs a server: the port, the processes, and how it ends.
+"""Runs a server: the port, the processes, and its end.
 
-Owns the life of the HTTP process. SIGTERM or one Ctrl-C drains: nothing new is taken in, what runs may finish within
-`drain_s`, then all processes end and the exit code is 0. A second Ctrl-C ends at once. Modules that need the extra
-`server` are imported once it is known to be installed.
+The module owns the life of the HTTP process. SIGTERM or one Ctrl-C drains: no new requests are taken, running ones may
+finish within `drain_s`, then all processes end and the exit code is 0. A second Ctrl-C ends at once. Modules that need
+the extra `server` are imported once it is known to be installed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 
 def run(options: ServerOptions) -> int:
-    """Serve until a signal; the exit code. UsageError and OperationError say why nothing is served."""
+    """Serve until a signal; return the exit code. Raises UsageError and OperationError, which say why nothing is
+    served.
+    """
     _check_installed()
     from kvstore_engine.server.middleware import access_log
     from kvstore_engine.server.service import ServedModel
@@ -101,7 +103,9 @@ def _on_signals(stopping: asyncio.Event, has_started: Callable[[], bool]) -> Non
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """A socket that listens: connections made before the engine is ready wait. UsageError if the address is taken."""
+    """Return a listening socket: connections made before the engine is ready wait. Raises UsageError if the address is
+    taken.
+    """
     host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(

@@ -1,6 +1,6 @@
-"""What every endpoint needs: the model as the HTTP process sees it, the engine, the counters.
+"""The objects that every endpoint needs: the model as the HTTP process sees it, the engine, the counters.
 
-Owns the tokenizer and the chat template of one model, and the name that clients call it by. It never loads weights.
+The module owns the tokenizer and the chat template of one model, and its name for clients. It never loads weights.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LONG_TEXT = 4096  # characters or tokens: what takes over a millisecond to toke
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """`template` is None for a base model: it completes but does not chat."""
+    """The served model. `template` is None for a base model: it completes but does not chat."""
 
     name: str
     aliases: frozenset[str]
@@ -59,12 +59,12 @@ class ServedModel:
         return cls(name, others, tokenizer, template, calls_tools, tools.CallMarks.of(tokenizer), longest)
 
     def check_name(self, asked: str | None) -> None:
-        """A request that names no model means this one."""
+        """Check the requested name. A request that names no model means this one."""
         if asked is not None and asked not in self.aliases:
             raise unknown_model(asked, self.name)
 
     async def encode(self, text: str, *, add_special: bool, parse_special: bool) -> Int32Array:
-        """Token ids of `text`. ApiError for text that is not Unicode."""
+        """Return the token ids of `text`. Raises ApiError for text that is not Unicode."""
         try:
             if len(text) < _LONG_TEXT:
                 return self.tokenizer.encode(text, add_special, parse_special)
@@ -73,17 +73,17 @@ class ServedModel:
             raise invalid(str(error)) from None
 
     async def decode(self, tokens: list[int]) -> str:
-        """Their text, control tokens with it."""
+        """Return the text of `tokens`, control tokens included."""
         if len(tokens) < _LONG_TEXT:
             return self.tokenizer.decode(tokens, special=True)
         return await asyncio.to_thread(self.tokenizer.decode, tokens, special=True)
 
     def least_tokens(self, text: str) -> int:
-        """No fewer tokens than these make up `text`."""
+        """Return a lower bound of the number of tokens in `text`."""
         return len(text) // self.longest
 
     def text_of(self, token: int) -> str:
-        """One token as a text by itself; half a character becomes U+FFFD."""
+        """Return one token as a text by itself; half a character becomes U+FFFD."""
         return self.tokenizer.piece(token).decode(errors="replace")
 
     def render(
@@ -95,8 +95,8 @@ class ServedModel:
     ) -> str:
         """Return the prompt of a conversation.
 
-        ApiError if the model has no template, or one that refuses the messages, leaves out what they say, or does not
-        read one of `variables`. `effort` is the request's `reasoning_effort`, for templates that read it.
+        Raises ApiError if the model has no template, or one that refuses the messages, leaves out a part of them, or
+        does not read one of `variables`. `effort` is the request's `reasoning_effort`, for templates that read it.
         """
         if self.template is None:
             raise invalid("this model has no chat template: use /v1/completions", "messages")
@@ -114,7 +114,7 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """One server's parts, as the endpoints see them."""
+    """The parts of one server that the endpoints use."""
 
     model: ServedModel
     engine: EngineClient

@@ -1,8 +1,8 @@
 """The fields that completions and chats share, and the engine's request that they make of a prompt.
 
-Owns their ranges and defaults, what cannot be combined, and which fields this server refuses or ignores; and the forms
-of a grammar that an answer has to follow, OpenAI's `response_format` and vLLM's `structured_outputs`, of which each
-member is done or refused. What a schema or a grammar may say, `constrain` checks.
+The module owns their ranges and defaults, the invalid combinations, and the fields that this server refuses or ignores;
+and the forms of a grammar that an answer has to follow, OpenAI's `response_format` and vLLM's `structured_outputs`,
+each member of which is done or refused. `constrain` checks the content of a schema or a grammar.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _NO_PENALTIES = unsupported("this engine samples without penalties", 0)
 
 
 class NamedSchema(BaseModel):
-    """A schema is followed to the letter, `strict` or not; the name and the description are for people."""
+    """A named schema. It is always followed exactly, `strict` or not; the name and the description are for people."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     name: Text | None = None
@@ -42,7 +42,7 @@ class NamedSchema(BaseModel):
 
 
 class ResponseFormat(BaseModel):
-    """`text`: a schema beside the type `json_object`, as llama.cpp's server has it."""
+    """A response format: `text`, or a schema beside the type `json_object`, as llama.cpp's server has it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     type: Literal["text", "json_object", "json_schema"]
@@ -51,7 +51,9 @@ class ResponseFormat(BaseModel):
 
 
 async def read_grammar(response_format: ResponseFormat | None, structured_outputs: dict[str, Any]) -> Grammar | None:
-    """The grammar that one of the two asks for; None if neither does. ApiError 400 if it cannot be followed."""
+    """Return the grammar that one of the two asks for; None if neither does. Raises ApiError 400 if it cannot be
+    followed.
+    """
     if response_format and structured_outputs:
         raise invalid("give response_format or structured_outputs, not both", "structured_outputs")
     if structured_outputs:
@@ -74,7 +76,9 @@ async def read_grammar(response_format: ResponseFormat | None, structured_output
 
 
 async def checked(grammar: Grammar, param: str) -> Grammar:
-    """`grammar`, if answers can follow it. ApiError 400 if not. In a thread: a large one takes its time."""
+    """Return `grammar`, if answers can follow it. Raises ApiError 400 if not. The check runs in a thread: a large
+    grammar takes its time.
+    """
     try:
         await asyncio.to_thread(check_grammar, grammar)
     except GrammarError as error:
@@ -114,7 +118,7 @@ class StreamOptions(BaseModel):
 
 
 class SharedBody(BaseModel):
-    """`max_tokens` absent: as far as the context reaches, unless the endpoint has a default."""
+    """The shared fields. `max_tokens` absent: up to the end of the context, unless the endpoint has a default."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -172,7 +176,7 @@ class SharedBody(BaseModel):
         return bool(self.stream_options.include_usage)
 
     def check_grammar(self, grammar: Grammar | None) -> None:
-        """ApiError 400 if an answer that follows `grammar` cannot be given as the other fields want it."""
+        """Raise ApiError 400 if an answer that follows `grammar` cannot satisfy the other fields."""
         if grammar is not None and self.ignore_eos:
             raise invalid("ignore_eos cannot be combined with a constrained answer", "ignore_eos")
 
@@ -188,7 +192,9 @@ class SharedBody(BaseModel):
         grammar: Grammar | None,
         default_max_tokens: int | None = None,
     ) -> Ask:
-        """The engine's request for one prompt, which is the field `param`. ApiError if it does not fit the context."""
+        """Return the engine's request for one prompt, which is the field `param`. Raises ApiError if it does not fit
+        the context.
+        """
         context, count = service.engine.context, len(tokens)
         if not count:
             raise invalid("the prompt is empty: there is nothing to continue", param)
@@ -218,7 +224,9 @@ class SharedBody(BaseModel):
 
 
 def check_length(text: str, service: Service, param: str) -> None:
-    """ApiError for a text that can be seen to be too long: to tokenise a whole library takes a minute."""
+    """Raise ApiError for a text that is certainly too long, before it is tokenised: a whole library would take a
+    minute.
+    """
     least, context = service.model.least_tokens(text), service.engine.context
     if least >= context:
         raise too_long(least, context, param, at_least=True)

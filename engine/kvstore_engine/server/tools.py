@@ -1,11 +1,11 @@
-"""Tool calls: what a model writes to call a tool that its prompt offers, how it is read, and grammars that allow it.
+"""Tool calls: the text by which a model calls an offered tool, its reader, and grammars that allow it.
 
-Owns one format, the `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` of the Hermes models, which Qwen and
-many others use. A model's chat template shows whether it writes it. Text in any other format stays content.
-The grammars (Lark's syntax, as llguidance reads it) are two: of exactly one call, for requests that force it, and of a
-free answer whose calls follow their schemas, for tools with `strict`.
-Invariants: every character of an answer is content or part of a call that was read, however the text was cut into
-pieces; a call's arguments are the characters that the model wrote.
+The module owns one format, the `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` of the Hermes models, which
+Qwen and many others use. A model's chat template shows whether it writes it. Text in any other format stays content.
+There are two grammars (Lark's syntax, as llguidance reads it): of exactly one call, for requests that force it, and of
+a free answer whose calls follow their schemas, for tools with `strict`. Invariants: every character of an answer is
+content or part of a call that was read, however the text was cut into pieces; a call's arguments are the model's own
+characters.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _ANYTHING = f"(/(.|\\n)*/ & ~/(.|\\n)*{OPENING}(.|\\n)*/)"
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """`arguments` is JSON text, as in OpenAI's API."""
+    """A call of a tool. `arguments` is JSON text, as in OpenAI's API."""
 
     name: str
     arguments: str
@@ -59,10 +59,10 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class CallMarks:
-    """The marks around a call in a grammar: special tokens, where the vocabulary has them, or text.
+    """The marks around a call in a grammar: special tokens, if the vocabulary has them, or text.
 
-    `unseen`: the marks, those of a thought too, that leave no trace in an answer's text, with what they stand for.
-    `thoughts`: how those marks of a thought stand in a grammar that are special tokens.
+    `unseen`: the marks, also of a thought, that are invisible in an answer's text, with their texts. `thoughts`: the
+    marks of a thought that are special tokens, in the form for a grammar.
     """
 
     opening: str
@@ -88,11 +88,11 @@ def understands(template: str) -> bool:
 
 
 class ToolCallReader:
-    """Reads one answer as it comes, and holds back what may still become a call or a mark.
+    """A reader of one answer as it comes, which holds back text that may still become a call or a mark.
 
-    Content is every character of the answer outside of calls. Where that is white space alone, beside calls, it
-    separates them and is dropped. A mark that no call follows is content, and so is all that stands in a thought: one
-    that the answer begins with, or that the prompt has opened (`in_thought`).
+    Content is every character of the answer outside of calls. White space alone beside calls separates them and is
+    dropped. A mark that no call follows is content, and so is everything in a thought: one that the answer begins with,
+    or that the prompt has opened (`in_thought`).
     """
 
     def __init__(self, in_thought: bool = False) -> None:
@@ -105,7 +105,7 @@ class ToolCallReader:
         self.calls = 0
 
     def push(self, text: str) -> list[str | ToolCall]:
-        """Return what has become certain: content (never empty) and calls, in order."""
+        """Return the parts that have become certain: content (never empty) and calls, in order."""
         self._held += text
         while self._advance():
             pass
@@ -113,7 +113,9 @@ class ToolCallReader:
         return found
 
     def finish(self) -> list[str | ToolCall]:
-        """The rest, when no more text comes: a call that was cut off is content, unless only its end is missing."""
+        """Return the rest, when no more text comes: a call that was cut off is content, unless only its end is
+        missing.
+        """
         while self._place == "call":
             if self._object.state != "whole" or not self._take_call(len(self._held)):
                 self._give_up()
@@ -127,7 +129,7 @@ class ToolCallReader:
         return found
 
     def _advance(self) -> bool:
-        """Pass what is certain; False where that needs more text."""
+        """Pass the parts that are certain; return False if that needs more text."""
         if self._place == "begin":
             begin = self._held.lstrip()
             if begin != THOUGHT and THOUGHT.startswith(begin):
@@ -167,7 +169,7 @@ class ToolCallReader:
         return True
 
     def _take_call(self, end: int) -> bool:
-        """The held text up to `end` is a call; False where its object names no function."""
+        """Take the held text up to `end` as a call; return False if its object names no function."""
         call = _call_of(self._held, self._object)
         if call is None:
             return False
@@ -177,7 +179,7 @@ class ToolCallReader:
         return True
 
     def _give_up(self) -> None:
-        """No call follows the mark, which is content; what stands behind it is read again."""
+        """Treat the mark as content, since no call follows it; the text behind it is read again."""
         self._content(OPENING)
         self._place = "text"
 
@@ -191,7 +193,7 @@ class ToolCallReader:
 
 
 def next_step(tokenizer: Tokenizer, turn: Turn, answer: Sequence[int]) -> NextStep:
-    """Return what follows an answer that has ended by itself: a tool, if it calls one that can be read; a person."""
+    """Return what follows an answer that has ended by itself: a tool, if it has a readable call, otherwise a person."""
     if turn != "person":
         reader = ToolCallReader(in_thought=turn == "tool_after_thought")
         reader.push(tokenizer.decode(answer, special=True))
@@ -202,8 +204,9 @@ def next_step(tokenizer: Tokenizer, turn: Turn, answer: Sequence[int]) -> NextSt
 
 
 def _may_be_call(names: Sequence[str]) -> bool:
-    """Return whether an object with members of these names, as they are written, calls a function. One with others does
-    not: they would be lost."""
+    """Return whether an object with members of these names, as they are written, calls a function. An object with other
+    members does not: they would be lost.
+    """
     read = [json.loads(name) for name in names]
     return len(set(read)) == len(read) and set(read) in _MEMBERS
 
@@ -220,8 +223,9 @@ def _call_of(text: str, read: JsonObject) -> ToolCall | None:
 
 
 def _unwrapped(literal: str) -> str:
-    """Return the object that some models write as a JSON string; another string stays as it is written, since arguments
-    are JSON text, and come back in the next request's history."""
+    """Return the object that some models write as a JSON string. Another string is unchanged, since arguments are JSON
+    text, and come back in the next request's history.
+    """
     text, inner = json.loads(literal), JsonObject()
     is_object = inner.follow(text) == "whole" and not text[inner.end :].strip()
     return text if is_object and not _SURROGATE.search(text) else literal
@@ -233,13 +237,16 @@ def _overlap(text: str, mark: str) -> int:
 
 
 class OneCall:
-    """Ends an answer with its first tool call: until then every token is allowed, or what another constraint allows.
+    """A constraint that ends an answer with its first tool call: until then every token is allowed, or the tokens of
+    another constraint.
 
     Implements `batching.Constraint`, for requests with `parallel_tool_calls` false.
     """
 
     def __init__(self, tokenizer: Tokenizer, turn: Turn, make_other: Callable[[], Constraint] | None) -> None:
-        """`turn` says where the answer begins; `make_other` makes a constraint that holds as well."""
+        """Make the constraint. `turn` says where the answer begins; `make_other` makes a constraint that holds as
+        well.
+        """
         self._reader = ToolCallReader(in_thought=turn == "tool_after_thought")
         self._stream = tokenizer.stream(special=True, continues=True)
         self._other = make_other() if make_other is not None else None
@@ -258,7 +265,7 @@ class OneCall:
 
 
 def call_grammar(functions: Sequence[dict[str, Any]], marks: CallMarks) -> str:
-    """Exactly one call of one of `functions`, without optional white space."""
+    """Return a grammar of exactly one call of one of `functions`, without optional white space."""
     rules = []
     for number, function in enumerate(functions):
         name = json.dumps(function["name"], ensure_ascii=False)
@@ -268,10 +275,10 @@ def call_grammar(functions: Sequence[dict[str, Any]], marks: CallMarks) -> str:
 
 
 def strict_grammar(functions: Sequence[dict[str, Any]], marks: CallMarks) -> str:
-    """Any text, in which the mark of a call is followed by a call of one of `functions`.
+    """Return a grammar of any text in which the mark of a call is followed by a call of one of `functions`.
 
-    Arguments of `strict` functions follow their schemas; the space within a call is the model's, up to 8
-    characters at a place.
+    Arguments of `strict` functions follow their schemas; the model chooses the space within a call, up to 8 characters
+    at a place.
     """
     rules = [f"TEXT: {_ANYTHING}", _SPACE]
     before = f"TEXT? {marks.opening}"

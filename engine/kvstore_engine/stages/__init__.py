@@ -1,5 +1,5 @@
-"""A model in stages: each computes a range of its layers over a pool of its own, several steps at a time, and restores
-those layers by itself.
+"""A model in stages. Each stage computes a range of its layers over a pool of its own, several steps at a time, and
+restores these layers by itself.
 
-Imports load ggml, like those of `executor`.
+Importing it loads ggml, as importing `executor` does.
 """

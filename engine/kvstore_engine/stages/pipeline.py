@@ -1,11 +1,11 @@
-"""Computes steps through stages, of which each has a range of the layers. Implements `batching.Compute`.
+"""Computes steps through stages, each of which has a range of the layers. Implements `batching.Compute`.
 
-Owns the stages' executors and their threads. A stage does one piece of work at a time, in the order in which it was
-given; while it computes one piece of a step, the stages before it compute the following ones. It never schedules or
-samples. Invariants: the K and V of a stage's layers are written in its thread; the results are those of one executor.
+The module owns the stages' executors and their threads. A stage does one piece of work at a time, in the given order;
+while it computes one piece of a step, the stages before it compute the following ones. It does not schedule or sample.
+Invariants: the K and V of a stage's layers are written in its thread; the results equal one executor's.
 
 Stages are threads of one process: ggml computes without the GIL, the weights are loaded once, and hidden states pass as
-arrays. On machines of their own they would be processes; what a stage stores and loads does not depend on that.
+arrays. On machines of their own they would be processes; a stage's stored and loaded blocks do not depend on that.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Result = TypeVar("Result")
 
 
 class Stage:
-    """One range of layers: its executor, its pool, and the thread in which all of its work is done."""
+    """One range of layers: its executor, its pool, and the thread that does all of its work."""
 
     def __init__(self, executor: Executor, number: int) -> None:
         self.executor, self.number = executor, number
@@ -38,20 +38,22 @@ class Stage:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"kvengine-stage-{number}")
 
     def submit(self, work: Callable[[], Result]) -> Future[Result]:
-        """Do `work` in the stage's thread, after all that was submitted before."""
+        """Do `work` in the stage's thread, after all work submitted before."""
         return self._thread.submit(work)
 
     def close(self) -> None:
-        """Wait for the work that was submitted, and free the executor."""
+        """Wait for the submitted work, and free the executor."""
         self._thread.shutdown(wait=True)
         self.executor.close()
 
 
 class Pipeline:
-    """The stages of one model. `pool` has all layers; those of each executor are a part of it."""
+    """The stages of one model. `pool` has all layers; the pools of the executors are parts of it."""
 
     def __init__(self, executors: Sequence[Executor], pool: BlockPool) -> None:
-        """ValueError unless the executors' layers follow one another, from the first to the last."""
+        """Make a pipeline. Raises ValueError unless the executors' layers follow one another, from the first to the
+        last.
+        """
         bounds = [(each.layers.start, each.layers.stop) for each in executors]
         starts, ends = [start for start, _ in bounds], [end for _, end in bounds]
         if not executors or [*starts, executors[0].config.layers] != [0, *ends]:
@@ -60,7 +62,7 @@ class Pipeline:
         self.stages = tuple(Stage(each, number) for number, each in enumerate(executors))
 
     def forward(self, slices: Sequence[SequenceSlice], out: FloatArray | None = None) -> FloatArray:
-        """Compute one step, as `Executor.forward`; its prompts in pieces, so that all stages work at once."""
+        """Compute one step, as `Executor.forward` does, with its prompts in pieces, so that all stages work at once."""
         plan_step(slices, self.limits)
         pieces = [self.submit(each) for each in micro_batches(slices)]
         wait(pieces)  # all of them: none may still write to the pool when this one raises
@@ -72,11 +74,11 @@ class Pipeline:
         return rows
 
     def step(self, slices: Sequence[SequenceSlice], whole: Sequence[int] | None = None) -> StepLogits:
-        """Compute one step, as `StepExecutor.step`."""
+        """Compute one step, as `StepExecutor.step` does."""
         return HostLogits(self.forward(slices))
 
     def submit(self, slices: Sequence[SequenceSlice]) -> Future[FloatArray]:
-        """Send `slices` through the stages, behind what was submitted before. The future has the logits."""
+        """Send `slices` through the stages, behind earlier ones. Return a future of the logits."""
         done: Future[FloatArray] = Future()
         self._enter(0, slices, None, done)
         return done
@@ -113,11 +115,11 @@ class Pipeline:
 def micro_batches(slices: Sequence[SequenceSlice], rows: int = BLOCK_TOKENS) -> list[list[SequenceSlice]]:
     """Cut a step into pieces of `rows` rows, each of one sequence, that follow one another through the stages.
 
-    What remains is last: of each of `slices` `rows` to 2 * `rows` - 1 rows, or all of a shorter one and of one whose
-    logits are all wanted. No piece but the last has outputs. The pieces compute the bits of the step: ggml multiplies
-    the last rows of a product, and a single row, with other kernels (`graph.plan`); so whole storage blocks are taken
-    from the head of each prompt, and everything whose logits are wanted remains in one piece, which has the step's last
-    rows and as many outputs.
+    The last piece is the remainder: of each of `slices` `rows` to 2 * `rows` - 1 rows, or all of a shorter one and of
+    one whose logits are all wanted. No piece but the last has outputs. The pieces compute the bits of the step: ggml
+    multiplies the last rows of a product, and a single row, with other kernels (`graph.plan`); so whole storage blocks
+    are taken from the head of each prompt, and all rows whose logits are wanted remain in one piece, which has the
+    step's last rows and as many outputs.
     """
     pieces, rest = [], []
     for each in slices:
@@ -130,7 +132,7 @@ def micro_batches(slices: Sequence[SequenceSlice], rows: int = BLOCK_TOKENS) -> 
 
 
 def stage_layers(layers: int, stages: int) -> list[range]:
-    """The layers of each stage, as even as they can be. ValueError for more stages than layers."""
+    """Return the layers of each stage, as even as they can be. Raises ValueError for more stages than layers."""
     if not 1 <= stages <= layers:
         raise ValueError(f"a model of {layers} layers has 1 to {layers} stages, not {stages}")
     return [range(*pair) for pair in pairwise(layers * number // stages for number in range(stages + 1))]

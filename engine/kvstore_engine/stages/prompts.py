@@ -1,9 +1,9 @@
 """The prompts of one generator whose model is computed in stages: restored before their first step, stored after their
 answer.
 
-Owns the restorer, the lifetime of the stages' sessions, and the hidden states that are yet to be stored. It never
-schedules: the engine's steps find what was restored as blocks of a shared prefix. One prompt at a time. Invariant: no
-block is written once it is ready.
+The module owns the restorer, the lifetime of the stages' sessions, and the hidden states that wait to be stored. It
+does not schedule: the engine's steps find restored blocks as a shared prefix. One prompt at a time. Invariant: no block
+is written once it is ready.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ _STAGING_BLOCKS = 4  # of a session: the daemon copies some while the stage writ
 
 @dataclass(frozen=True, slots=True)
 class RestoredPrompt:
-    """`report`: its `tokens` are those that each stage loaded, or more; its `bytes` those of all stages, hidden states
-    included. `records`: of each stage. `computing_s`: how long stages computed; all of the time if none loaded.
+    """The result of restoring a prompt. `report`: its `tokens` count tokens that every stage loaded, or more; its
+    `bytes` are the sum over stages, hidden states included. `records`: one for each stage. `computing_s`: the
+    seconds that stages computed; all of the time if none loaded.
     """
 
     report: RestoreReport
@@ -50,8 +51,10 @@ class RestoredPrompt:
 
 
 class StagedPrompts:
-    """`stores`, `costs`: of each stage of `pipeline`. `keeps_inputs`: hidden states at boundaries are stored, too.
-    `check`: as `FileWatch.check`, called after the stages have computed; False: they compute again."""
+    """The prompts of one generator. `stores`, `costs`: one for each stage of `pipeline`. `keeps_inputs`: hidden states
+    at boundaries are stored, too. `check`: a function like `FileWatch.check`, called after the stages have computed;
+    False: they compute again.
+    """
 
     def __init__(
         self,
@@ -70,11 +73,11 @@ class StagedPrompts:
 
     @property
     def is_connected(self) -> bool:
-        """Some stage's K/V can be asked for."""
+        """True if some stage's K/V can be asked for."""
         return any(store.kv is not None and store.kv.state == "connected" for store in self._stores)
 
     def wake(self) -> None:
-        """A prompt is about to come."""
+        """Wake the sessions: a prompt is about to come."""
         for session in self._sessions():
             session.wake()
 
@@ -85,8 +88,8 @@ class StagedPrompts:
         self._restorer.warm_up(table)
 
     def restore(self, space: BlockSpace, tokens: Tokens, request_id: str, *, is_stored: bool) -> RestoredPrompt:
-        """Bring the K/V of all whole storage blocks before the last of `tokens` to blocks of `space`, for the request
-        with these tokens that is admitted next. `is_stored`: `store` follows. Raises what computing raised.
+        """Bring the K/V of all whole storage blocks before the last of `tokens` to blocks of `space`, for the next
+        admitted request with these tokens. `is_stored`: `store` follows. Raises the errors of computing.
         """
         whole = (len(tokens) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
         table = space.claim(_TENANT, tokens[:whole])
@@ -102,8 +105,8 @@ class StagedPrompts:
         return _of(restored)
 
     def store(self, space: BlockSpace, tokens: Tokens, answer_tokens: int) -> StoreReport:
-        """Store what `space` has of `tokens`, a prompt and its answer of `answer_tokens`, and the hidden states that
-        `restore` kept. The daemon learns how long the answer was.
+        """Store the blocks of `tokens` in `space`, a prompt and its answer of `answer_tokens`, and the hidden states
+        that `restore` kept. The daemon is sent the length of the answer.
         """
         begin_s = self._clock()
         table = space.claim(_TENANT, tokens[: len(tokens) // BLOCK_TOKENS * BLOCK_TOKENS])
@@ -120,12 +123,14 @@ class StagedPrompts:
         return StoreReport(**counts, store_s=self._clock() - begin_s, reason=reason)
 
     def forget(self, space: BlockSpace, tokens: Tokens) -> None:
-        """Discard the blocks of `tokens`, and what `restore` kept: the next prompt has what the store provides."""
+        """Discard the blocks of `tokens`, and the hidden states that `restore` kept: the next prompt restores from the
+        store.
+        """
         self._inputs = ()
         space.discard(space.claim(_TENANT, tokens[: len(tokens) // space.block_tokens * space.block_tokens]))
 
     def announce(self, tokens: Tokens, due_in_s: float) -> None:
-        """Have the daemon know that the conversation of `tokens` goes on in about `due_in_s`."""
+        """Inform the daemon that the conversation of `tokens` goes on in about `due_in_s` seconds."""
         self._hint(tokens, due_in_s=due_in_s, next_step="end_of_turn")
 
     def close(self) -> None:
@@ -192,11 +197,11 @@ def open_staged_prompts(
     keeps_inputs: bool = True,
     check: Callable[[], bool] = lambda: True,
 ) -> Iterator[StagedPrompts]:
-    """Open what restores and stores the prompts of `pipeline`, whose model in one piece has the fingerprint `whole`.
+    """Yield the prompts of `pipeline`, whose model in one piece has the fingerprint `whole`.
 
-    `profiles`: the file of each stage's costs. `check`: as of `StagedPrompts`. A stage has two sessions, the first
-    stage one. Each may fill a few blocks of its own size at a time: the daemon has memory for all of them where it had
-    enough for one engine.
+    `profiles`: the file of each stage's costs. `check`: see `StagedPrompts`. A stage has two sessions, the first stage
+    one. Each may fill a few blocks of its own size at a time, so a daemon with memory for one engine has memory for all
+    of them.
     """
     layers = [stage.layers for stage in pipeline.stages]
     with ExitStack() as stack:

@@ -1,7 +1,7 @@
-"""One stage's part of a restoration under way: what is stored, what is planned, what has come.
+"""One stage's part of a restoration under way: the stored chunks, the plan, and the chunks that have come.
 
-Owns the stage's plan and the record of what it did; `restore.progress` has the expectations on which it decides. It
-never computes, copies or waits. A chunk is a storage block.
+The module owns the stage's plan and the record of its work; `restore.progress` has the expectations on which it
+decides. It does not compute, copy or wait. A chunk is a storage block.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ class Step:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class StageSide(Progress):
-    """`input_bytes`: of a chunk's hidden states, which `inputs` brings; `stream` brings its K/V."""
+    """The progress of one stage. `input_bytes`: the bytes of a chunk's hidden states, which `inputs` brings; `stream`
+    brings its K/V.
+    """
 
     number: int
     layers: range
@@ -54,7 +56,7 @@ class StageSide(Progress):
 
     @property
     def stored(self) -> int:
-        """Leading chunks whose K/V are stored."""
+        """The number of leading chunks whose K/V are stored."""
         return leading(self.found.kv)
 
     @property
@@ -67,8 +69,8 @@ class StageSide(Progress):
         return self.pointers.loaded * self.chunk_bytes + self.inputs_loaded * self.input_bytes
 
     def make_plan(self, before: StageSide | None, *, loads_all: bool = False) -> Plan:
-        """Decide how much to load of what is stored. `before`: the stage before, which has its plan. `loads_all`: all
-        of it, if it comes.
+        """Decide how many stored chunks to load. `before`: the stage before, which has its plan. `loads_all`: all of
+        them, as far as they come.
         """
         self.tiers = self.found.kv
         for tier, seconds in self.found.load_s.items():
@@ -96,7 +98,7 @@ class StageSide(Progress):
         return plan
 
     def wanted_inputs(self) -> int:
-        """Return up to which chunk inputs are to be asked for now; `inputs_end`: no further."""
+        """Return the chunk up to which inputs shall be requested now; `inputs_end`: no further."""
         assert self.stages is not None and self.plan is not None
         wanted = self.stages.wanted(self.number)
         if wanted is None or self.inputs is not None or not self.inputs_end <= wanted < self.stored_inputs:
@@ -111,19 +113,19 @@ class StageSide(Progress):
         self.inputs_at_s = at_s
 
     def lose_kv(self) -> None:
-        """No more K/V come. Those of a chunk that is being computed are not missed."""
+        """Note that no more K/V come. A chunk that is being computed is not counted as lost."""
         under_way = None if self.stages is None else self.stages.computing(self.number)
         self.lost += sum(chunk != under_way for chunk in self.pointers.stored())
         self.pointers.lose_all()
 
     def lose_inputs(self) -> None:
-        """No more of the hidden states that were asked for come."""
+        """Note that no more of the requested hidden states come."""
         assert self.stages is not None
         for chunk in range(self.inputs_end):
             self.stages.lose_input(self.number, chunk)
 
     def record(self, request_id: str, ended_s: float) -> RestorationRecord:
-        """Return what the stage planned and did for a request."""
+        """Return the record of the stage's plan and work for a request."""
         actual_s = None if self.done_s is None else self.done_s - self.planned_s
         record = self.recorded(request_id, ended_s, actual_s, self._reason())
         return replace(
@@ -144,15 +146,15 @@ class StageSide(Progress):
         return PLAN_REASONS[self.plan.axis] if self.stored and self.plan is not None else "nothing resident"
 
     def _overtakes(self, chunk: int) -> bool:
-        """Return whether computing up to `chunk`, from now on, is expected to be done before its load, and can be begun
-        at all.
+        """Return whether computing up to `chunk`, from now on, is expected to end before its load, and can begin at
+        all.
         """
         if self.stages is None or not self.stages.is_within_reach(self.number, chunk):
             return False
         return self.is_overtaken(chunk, self._computing_s(range(self.pointers.head, chunk + 1)))
 
     def _computing_s(self, chunks: range) -> float:
-        """Predict the seconds to compute `chunks` alone, each in a step."""
+        """Return the predicted seconds to compute `chunks` alone, each in a step."""
         assert self.costs is not None
         cost, tokens = self.costs.compute, self.chunk_tokens
         return sum(cost.chunk_s(chunk * tokens, tokens) for chunk in chunks)

@@ -41,10 +41,11 @@ _PATIENCE_S = 0.02  # until expectations are looked at again
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """`seconds`: all of it; `lookup_s`: until the stages had their plans. `nbytes`: what was loaded.
+    """The result of a restoration. `seconds`: its whole time; `lookup_s`: until the stages had their plans. `nbytes`:
+    the loaded bytes.
 
-    `inputs`: for each stage the hidden states that were computed for it now, by chunk, if they were to be kept: those
-    that continue what is stored of them without a gap. float32 [BLOCK_TOKENS, width].
+    `inputs`: for each stage the hidden states that were computed for it now, by chunk, if they were to be kept: the
+    ones that continue the stored ones without a gap. float32 [BLOCK_TOKENS, width].
     """
 
     stages: tuple[RestorationRecord, ...]
@@ -58,8 +59,8 @@ class Restored:
 class Run:
     """One restoration of all stages under way.
 
-    `table`: the prompt's engine blocks. `held`: for each stage the inputs that it will compute from, by chunk.
-    `kept`: those that were computed and are not stored, None if they are not kept.
+    `table`: the prompt's engine blocks. `held`: for each stage the inputs that it will compute from, by chunk. `kept`:
+    computed inputs that are not stored, None if they are not kept.
     """
 
     tokens: Tokens
@@ -71,7 +72,9 @@ class Run:
     steps: list[Step] = field(default_factory=list)
 
     def take_computed(self, stage: int, chunk: int, states: FloatArray, *, is_lacking: bool) -> None:
-        """The stage has computed a chunk that ends in `states`, which the next one lacks, or has already."""
+        """Take in a chunk that the stage has computed; it ends in `states`, which the next stage lacks, or has
+        already.
+        """
         self.held[stage].pop(chunk, None)
         following = stage + 1
         if following == len(self.sides):
@@ -82,7 +85,7 @@ class Run:
             self.kept[following][chunk] = states
 
     def continued_inputs(self) -> tuple[dict[int, FloatArray], ...]:
-        """Return, of what is kept, the chunks that follow the stored ones without a gap."""
+        """Return the kept chunks that follow the stored ones without a gap."""
         runs = []
         for side, kept in zip(self.sides, self.kept or (), strict=False):
             end = side.stored_inputs
@@ -92,8 +95,8 @@ class Run:
         return tuple(runs)
 
     def take_kv(self, side: StageSide, pool: BlockPool, arrival: Arrival, clock: Callable[[], float]) -> None:
-        """Copy the K/V that are wanted to the stage's `pool`, and release the lease. Raises ValueError for a payload
-        of another size.
+        """Copy the wanted K/V to the stage's `pool`, and release the lease. Raises ValueError for a payload of another
+        size.
         """
         lease, per_block = arrival.lease, BLOCK_TOKENS // pool.block_tokens
         side.note_arrival(arrival.first, side.found.kv[arrival.first : arrival.first + len(lease)], arrival.at_s)
@@ -115,7 +118,7 @@ class Run:
         lease.__exit__(None, None, None)
 
     def take_states(self, side: StageSide, arrival: Arrival) -> None:
-        """Keep the hidden states that are wanted, and release the lease. Raises as `take_kv`."""
+        """Keep the wanted hidden states, and release the lease. Raises the errors of `take_kv`."""
         lease = arrival.lease
         side.note_inputs(arrival.first, len(lease), arrival.at_s)
         for at in range(len(lease)):
@@ -130,9 +133,10 @@ class Run:
 
 
 class StagedRestorer:
-    """`stores`, `costs`: of each stage. One prompt at a time; the pipeline computes nothing else meanwhile.
+    """The restorer. `stores`, `costs`: one for each stage. One prompt at a time; the pipeline computes nothing else
+    meanwhile.
 
-    `loads_all`: what is stored is loaded, unless that stalls.
+    `loads_all`: stored chunks are loaded, unless that stalls.
     """
 
     def __init__(
@@ -154,7 +158,7 @@ class StagedRestorer:
         self._fetcher = Fetcher(clock, threads=2 * count)
 
     def warm_up(self, table: npt.NDArray[np.int32]) -> None:
-        """Compute a chunk in all stages at once, into the blocks of `table`, to learn what that takes."""
+        """Compute a chunk in all stages at once, into the blocks of `table`, to learn its time."""
         work = [stage.submit(partial(self._timed, stage.number, table)) for stage in self.pipeline.stages]
         for costs, each in zip(self._costs, work, strict=True):
             costs.observe_batch([(BLOCK_TOKENS, 0)], each.result())
@@ -162,7 +166,9 @@ class StagedRestorer:
     def prefill(
         self, tokens: Tokens, table: npt.NDArray[np.int32], *, keeps_inputs: bool = False
     ) -> tuple[FloatArray, Restored]:
-        """The last token's logits, float32 [vocabulary], with the K/V of all `tokens` in the blocks of `table`."""
+        """Bring the K/V of all `tokens` to the blocks of `table`; return the last token's logits, float32 [vocabulary],
+        and the result.
+        """
         restored = self.restore(tokens, table, keeps_inputs=keeps_inputs)
         tail = (len(tokens) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
         logits: FloatArray = self.pipeline.forward([SequenceSlice(tokens[tail:], tail, table)])[0]
@@ -171,10 +177,11 @@ class StagedRestorer:
     def restore(
         self, tokens: Tokens, table: npt.NDArray[np.int32], *, keeps_inputs: bool = False, request_id: str = ""
     ) -> Restored:
-        """Bring the K/V of all whole storage blocks before the last token to the blocks of `table`, one way or other.
+        """Bring the K/V of all whole storage blocks before the last token to the blocks of `table`, by loading or
+        computing.
 
-        `keeps_inputs`: to store them (`store_prefix`); a chunk's hidden states have 4 bytes for each token and value.
-        `request_id`: of the records. Raises what computing raised; nothing of the prefix counts then.
+        `keeps_inputs`: keep hidden states for `store_prefix`; a chunk's hidden states have 4 bytes for each token and
+        value. `request_id`: for the records. Raises the errors of computing; then nothing of the prefix counts.
         """
         begun_s = self._clock()
         run = self._begin(tokens[: (len(tokens) - 1) // BLOCK_TOKENS * BLOCK_TOKENS], table, begun_s)
@@ -256,7 +263,7 @@ class StagedRestorer:
     # ---- going on ----------------------------------------------------------------------------------------------
 
     def _advance(self, run: Run) -> None:
-        """Take what is there, begin what can be begun, and wait for more."""
+        """Take in arrived chunks, begin possible work, and wait for more."""
         now = self._clock()
         for side in run.sides:
             side.now_s = now
@@ -312,7 +319,7 @@ class StagedRestorer:
             side.lose_inputs()
 
     def _take(self, side: StageSide, stream: Stream | None, what: str, use: Callable[[Arrival], None]) -> bool:
-        """`use` what a stream has brought. Returns whether it has ended now."""
+        """Pass the chunks that a stream has brought to `use`. Return whether the stream has ended."""
         if stream is None:
             return False
         is_over = stream.done  # before the rest is taken

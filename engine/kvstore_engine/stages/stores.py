@@ -1,9 +1,9 @@
-"""The daemon's share in each stage: the K/V of its layers, and the hidden states from which it computes.
+"""The blocks of each stage in the daemon: the K/V of its layers, and the hidden states from which it computes.
 
-Owns the fingerprints, the look-ups and the order of puts. K/V of a stage are a shard: other cuts of the model do not
-find them. Hidden states belong to the layer that they are the input of, so stages that begin there share them, in any
-number of stages. A store that cannot be reached, or does not answer in time, has nothing; a failure to store is a
-reason, never an error.
+The module owns the fingerprints, the look-ups and the order of puts. K/V of a stage are a shard: other cuts of the
+model do not find them. Hidden states belong to the layer whose input they are, so stages that begin there share them,
+in any number of stages. A store that cannot be reached, or does not answer in time, has nothing; a failure to store is
+a reason, never an error.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _DEADLINE_S = 0.25
 
 @dataclass(frozen=True, slots=True)
 class StageStore:
-    """Sessions for a stage's K/V and for its inputs, of the same block size; None: nothing is stored there."""
+    """The sessions for a stage's K/V and for its inputs, of equal block size; None: nothing is stored there."""
 
     kv: KvSession | None = None
     inputs: KvSession | None = None
@@ -38,7 +38,7 @@ class StageStore:
 def stage_fingerprints(
     whole: Fingerprint, layers: Sequence[range], width: int
 ) -> list[tuple[Fingerprint, Fingerprint | None]]:
-    """Return the fingerprints of each stage's K/V and of its inputs, which the first stage has not. `whole` is the
+    """Return the fingerprints of each stage's K/V and of its inputs; the first stage has no inputs. `whole` is the
     fingerprint of the model in one piece, `width` the number of values of a hidden state.
     """
     (group,) = whole.groups
@@ -53,8 +53,8 @@ def stage_fingerprints(
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The tier of each chunk's K/V and of its input, "absent" where there is none; always so for the first stage's
-    inputs. `load_s`: for each tier the seconds that the daemon expects of loading a chunk's K/V.
+    """The result of a look-up: the tier of each chunk's K/V and of its input, "absent" if there is none; always so for
+    the first stage's inputs. `load_s`: for each tier the seconds that the daemon expects of loading a chunk's K/V.
     """
 
     kv: tuple[str, ...]
@@ -63,19 +63,19 @@ class Found:
 
 
 def look_up(store: StageStore, tokens: Tokens) -> Found:
-    """Return what `store` has of the whole chunks of `tokens`."""
+    """Return the stored parts of the whole chunks of `tokens`."""
     kv, load_s = _tiers(store.kv, tokens)
     inputs, _ = _tiers(store.inputs, tokens)
     return Found(kv, inputs, load_s)
 
 
 def leading(tiers: tuple[str, ...]) -> int:
-    """Count the chunks that are stored before the first that is not."""
+    """Return how many chunks are stored before the first that is not."""
     return next((at for at, tier in enumerate(tiers) if tier == ABSENT), len(tiers))
 
 
 def _tiers(session: KvSession | None, tokens: Tokens) -> tuple[tuple[str, ...], dict[str, float]]:
-    """Return where each chunk of `tokens` is, and what loading one from each tier is expected to take."""
+    """Return where each chunk of `tokens` is, and the expected seconds of loading one from each tier."""
     chunks = len(tokens) // BLOCK_TOKENS
     tiers: tuple[str, ...] = ()
     seconds: dict[str, list[float]] = {}
@@ -93,8 +93,8 @@ def _tiers(session: KvSession | None, tokens: Tokens) -> tuple[tuple[str, ...], 
 
 @dataclass(frozen=True, slots=True)
 class StageStored:
-    """Says what became of each block of a stage's K/V and of its inputs, as a put's statuses; `failure`: why not all of
-    them were stored.
+    """The result for each block of a stage's K/V and of its inputs, as a put's statuses; `failure`: why not all of them
+    were stored.
     """
 
     kv: tuple[str, ...] = ()
@@ -117,8 +117,8 @@ def store_prefix(
     table: npt.NDArray[np.int32],
     inputs: Sequence[Mapping[int, FloatArray]] = (),
 ) -> list[StageStored]:
-    """Put all whole storage blocks of `tokens`, whose K/V are in the blocks of `table`: of each stage what `stores` has
-    sessions for. `inputs`: `Restored.inputs`; of each stage the run from its first chunk on is put.
+    """Put all whole storage blocks of `tokens`, whose K/V are in the blocks of `table`, through the sessions that
+    `stores` has for each stage. `inputs`: `Restored.inputs`; for each stage the run from its first chunk on is put.
     """
     whole = tokens[: len(tokens) // BLOCK_TOKENS * BLOCK_TOKENS]
     given = [*inputs] or [{}] * len(pipeline.stages)

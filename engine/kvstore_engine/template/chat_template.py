@@ -1,8 +1,8 @@
-"""A model's chat template: turns a list of messages into the prompt text the model was trained on.
+"""A model's chat template: it turns a list of messages into the form of prompt that the model was trained on.
 
-Owns which of a model's templates is asked, and the promise that what was said is in the prompt: a message, a call or a
-tool that its template leaves out is refused. It never tokenises; a rendered prompt is encoded with `parse_special=True`
-and, as templates write their own BOS, with `add_special=False`.
+The module chooses among a model's templates, and promises that the whole conversation is in the prompt: a message, a
+call or a tool that its template leaves out is refused. It does not tokenise; a rendered prompt is encoded with
+`parse_special=True` and, as templates write their own BOS, with `add_special=False`.
 """
 
 import json
@@ -27,12 +27,12 @@ _OWN = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eo
 
 
 class Marks:
-    """Marks what a conversation says, to see that all of it reaches the prompt.
+    """Marks the parts of a conversation, to check that all of them reach the prompt.
 
-    A word that stands in no text is put at both ends of every text, at the end of every name of a tool, and into the
-    arguments of every call. A template that shows a text shows its ends, whatever else it does to it: trims it, escapes
-    it. Of an answer only the end counts, since templates cut thoughts off its head. A text with white space alone says
-    nothing. A text beside tool calls is the template's to leave out, as many do; the calls are not.
+    A word that occurs in no text is put at both ends of every text, at the end of every name of a tool, and into the
+    arguments of every call. A template that shows a text shows its ends, also if it trims or escapes it. Of an answer
+    only the end counts, since templates cut thoughts off its head. A text with white space alone needs no mark. A
+    template may leave out a text beside tool calls, as many do, but not the calls.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class Marks:
     def check(self, marked: str, prompt: str) -> None:
         """Raise TemplateError for the first mark that is not in `marked`, the prompt of the marked conversation.
 
-        `prompt` is that of the conversation itself.
+        `prompt` is the prompt of the original conversation.
         """
         shown = set(re.findall(rf"{self._stem}\d+e", marked))
         for mark, (place, param) in self._places.items():
@@ -86,7 +86,7 @@ class Marks:
         return head + text + self._mark(place, "messages")
 
     def _called(self, function: Json, place: str) -> Json:
-        """Mark a call's arguments, or the name where it has none: some templates show an id in place of the name."""
+        """Mark a call's arguments, or the name if it has none: some templates show an id in place of the name."""
         arguments = function.get("arguments") or {}
         if isinstance(arguments, str):
             arguments = json.loads(arguments)
@@ -107,7 +107,7 @@ class Marks:
 
 
 class ChatTemplate:
-    """The chat template of one model; compiled, and asked what it reads, when first used."""
+    """The chat template of one model; compiled, and its inputs found out, on first use."""
 
     def __init__(
         self,
@@ -118,7 +118,9 @@ class ChatTemplate:
         tool_source: str | None = None,
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
-        """`tool_source` is another template for requests with tools, `now` the clock that templates may show."""
+        """Make a template. `tool_source` is another template for requests with tools, `now` the clock that templates
+        may show.
+        """
         self.source, self.tool_source = source, tool_source or source
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
         self._now = now
@@ -127,8 +129,8 @@ class ChatTemplate:
     def from_metadata(cls, metadata: Mapping[str, object], vocabulary: Vocabulary | None = None) -> "ChatTemplate":
         """Return the file's templates: the default one, and the one named `tool_use` for requests with tools.
 
-        A file with one of them has it for both; TemplateError for a file with neither. `vocabulary` has the texts of
-        the special tokens.
+        If a file has one of them, it serves for both; TemplateError for a file with neither. `vocabulary` has the texts
+        of the special tokens.
         """
         found = [value for key in (_KEY, _TOOL_KEY) if isinstance(value := metadata.get(key), str) and value.strip()]
         if not found:
@@ -148,9 +150,9 @@ class ChatTemplate:
     ) -> str:
         """Return the prompt for `messages` (OpenAI's form), ready for the assistant's turn.
 
-        Content is a text or a list of text parts; an assistant's message and a tool's may have none. `tools`
-        (OpenAI's form) are passed to the template, which has to show them to the model. `variables` are what one
-        family's templates read, such as Qwen3's `enable_thinking`. TemplateError says what is refused.
+        Content is a text or a list of text parts; an assistant's message and a tool's may have none. `tools` (OpenAI's
+        form) are passed to the template, which has to show them to the model. `variables` are inputs of one family's
+        templates, such as Qwen3's `enable_thinking`. TemplateError says what is refused.
         """
         for message in messages:
             role, content = message.get("role"), message.get("content")
@@ -176,18 +178,22 @@ class ChatTemplate:
         return prompt
 
     def prepare(self) -> None:
-        """Compile and try the templates now, rather than at the first prompt. TemplateError for one that is broken."""
+        """Compile and try the templates now, rather than at the first prompt. Raises TemplateError for a broken one."""
         _ = self._for_messages, self._for_tools
 
     def reads(self, variable: str, *, with_tools: bool) -> bool:
-        """Does a template, the one for requests with tools or the other, read `variable`, which a caller may set?"""
+        """Return whether a template (the one for requests with tools, or the other) reads `variable`, which a caller
+        may set.
+        """
         compiled, _ = self._for_tools if with_tools else self._for_messages
         return variable in compiled.variables and variable not in _OWN
 
     def _defaults(self, compiled: CompiledTemplate) -> dict[str, object]:
-        """Return what a request may set and llama.cpp's server otherwise gives: the day, and leave to think.
+        """Return values that a request may set and llama.cpp's server sets by default: the day, and permission to
+        think.
 
-        Files in GGUF are tried with that server, and some close the thoughts of a model that was not asked to think.
+        GGUF files are tried with that server, and some templates close the thoughts of a model that was not asked to
+        think.
         """
         now = self._now()
         days = {"date_string": now.strftime("%d %b %Y"), "datetime": now.strftime("%b %d %Y")}
@@ -212,7 +218,7 @@ class ChatTemplate:
 
 
 def _special_text(metadata: Mapping[str, object], name: str, vocabulary: Vocabulary | None) -> str:
-    """Return the text of the `name` token: none where the file names none and an ordinary token stands in for it."""
+    """Return the text of the `name` token; "" if the file names none and an ordinary token stands in for it."""
     token = None if vocabulary is None else {"bos": vocabulary.bos_id, "eos": vocabulary.eos_id}[name]
     if vocabulary is None or token is None:
         return ""

@@ -1,10 +1,10 @@
 """Compiles a chat template and runs it.
 
-Owns the Jinja environment. Templates come out of downloaded files, so they run sandboxed, get nothing from the machine
-but the time, and cannot change what they are given.
+The module owns the Jinja environment. Templates come out of downloaded files, so they run sandboxed, get nothing from
+the machine but the time, and cannot change their inputs.
 
-The environment (trimmed blocks, `raise_exception`, `tojson`, `strftime_now`, loop controls, `generation`) is the one
-Hugging Face `transformers` gives to templates, which is what their authors test against.
+The environment (trimmed blocks, `raise_exception`, `tojson`, `strftime_now`, loop controls, `generation`) is the one of
+Hugging Face `transformers`, with which template authors test.
 """
 
 import json
@@ -25,8 +25,8 @@ _MOST_STEPS = 1 << 20  # of all the `range`s of one rendering; the sandbox bound
 class TemplateError(UsageError):
     """The model has no usable chat template, or the template refuses these messages.
 
-    `param` is the field of a chat request at fault: `messages`, `tools` or `chat_template_kwargs`. Where the template
-    leaves out what the conversation says, `prompt` is what it makes of the rest.
+    `param` is the field of a chat request at fault: `messages`, `tools` or `chat_template_kwargs`. If the template
+    leaves out a part of the conversation, `prompt` is the prompt without it.
     """
 
     def __init__(self, message: str, param: str = "messages", prompt: str | None = None) -> None:
@@ -37,11 +37,14 @@ class TemplateError(UsageError):
 class CompiledTemplate:
     """One template's source, compiled.
 
-    `words` are the names of fields and the texts in its code, `variables` what it reads of its surroundings.
+    `words` are the names of fields and the texts in its code, `variables` the names that it reads from its
+    surroundings.
     """
 
     def __init__(self, source: str, now: Callable[[], datetime]) -> None:
-        """Raise TemplateError if `source` is no template. `now` is the clock that `strftime_now` shows."""
+        """Compile a template. Raises TemplateError if `source` is none. `now` is the clock that `strftime_now`
+        shows.
+        """
         try:
             from jinja2 import TemplateError as JinjaError
             from jinja2 import nodes
@@ -71,7 +74,7 @@ class CompiledTemplate:
         self.variables = frozenset(node.name for node in tree.find_all(nodes.Name) if node.ctx == "load")
 
     def render(self, variables: Mapping[str, Any]) -> str:
-        """Return the prompt. Raise TemplateError, of one line, if the template refuses or fails."""
+        """Return the prompt. Raises TemplateError, of one line, if the template refuses or fails."""
         self._steps = 0
         try:
             return self._template.render(variables)
@@ -110,7 +113,9 @@ def _to_json(
 
 
 def _generation_tag() -> "type[Extension]":
-    """`{% generation %}...{% endgeneration %}`, which marks what training is to learn: here only its content."""
+    """Return the extension for `{% generation %}...{% endgeneration %}`, which marks text for training; here its
+    content is kept unchanged.
+    """
     from jinja2 import nodes
     from jinja2.ext import Extension
 

@@ -1,8 +1,8 @@
-"""Finds out the forms in which one template reads a conversation, and makes messages of OpenAI's form into those.
+"""Finds out the forms in which one template reads a conversation, and converts messages from OpenAI's form to these.
 
-Owns the choice between them: content as a text or as parts, a call's arguments as an object or as JSON text, a system
-message or a part of the first question, and the name under which an assistant's reasoning goes; and the one form of a
-tool. Fields that are not named here pass through: a template that does not read them takes no notice.
+The module owns the choice between forms: content as a text or as parts, a call's arguments as an object or as JSON
+text, a system message or a part of the first question, and the name of the field for an assistant's reasoning; and the
+one form of a tool. Other fields pass through: a template that does not read them ignores them.
 """
 
 import json
@@ -37,8 +37,8 @@ _MISWRITTEN = re.compile(rf"""'{_KEY}': '{_VALUE}'|\\"{_KEY}""")
 def shown_tools(tools: Sequence[Message]) -> list[Json]:
     """Return `tools` as templates print them: each has a name, a description and parameters, in this order.
 
-    A description that was not sent is empty, and so are such parameters, as from llama.cpp's server; other members
-    stay, behind these.
+    A missing description is empty, and so are missing parameters, as from llama.cpp's server; other members stay,
+    behind these.
     """
     return [{"type": "function", **tool, "function": _shown(tool["function"])} for tool in tools]
 
@@ -51,10 +51,11 @@ def _shown(function: Json) -> Json:
 
 @dataclass(frozen=True, slots=True)
 class Forms:
-    """`text` and `parts` are the roles whose content is read as a text and as a list of parts.
+    """The forms of one template. `text` and `parts` are the roles whose content is read as a text and as a list of
+    parts.
 
     `system` and `developer`: messages of these roles are read. `object_arguments`: a call's arguments are read as
-    objects. `bare`: the content of a message that has calls and no text. `words`: all in the template's code.
+    objects. `bare`: the content of a message that has calls and no text. `words`: all words in the template's code.
     """
 
     text: frozenset[str]
@@ -125,7 +126,7 @@ def _joined(content: str | list[Json]) -> str:
 
 
 def probe(render: Render, words: frozenset[str]) -> Forms:
-    """Return the forms that the template behind `render` reads; `words` are those in its code."""
+    """Return the forms that the template behind `render` reads; `words` are the words in its code."""
     text: set[str] = set()
     parts: set[str] = set()
 
@@ -163,7 +164,9 @@ def _answers(empty: Json) -> dict[Bare, Json]:
 
 
 def _calls(render: Render, question: Json, answers: dict[Bare, Json]) -> tuple[bool, Bare]:
-    """Are a call's arguments read as an object, and what is the content of a message that has calls and no text?"""
+    """Return whether a call's arguments are read as an object, and the content of a message that has calls and no
+    text.
+    """
     result = {"role": "tool", "tool_call_id": "call00001", "content": "r"}
     for (bare, answer), arguments in product(answers.items(), _ARGUMENTS):
         call = _call(answer, arguments)
@@ -180,7 +183,7 @@ def _call(message: Json, arguments: object) -> Json:
 
 
 def _prompt(render: Render, messages: list[Json]) -> str:
-    """Return what comes of `messages`, with a tool if they have calls, or are refused without; "" if refused."""
+    """Return the prompt of `messages`, with a tool if they have calls, or are refused without; "" if refused."""
     has_calls = any("tool_calls" in message for message in messages)
     for tools in ([_TOOL],) if has_calls else (None, [_TOOL]):
         with suppress(TemplateError):

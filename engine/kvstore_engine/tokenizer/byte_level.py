@@ -1,14 +1,13 @@
-"""Byte-level BPE ("gpt2" vocabularies): the cutting into words, the encoder, and the bytes each token stands for.
+"""Byte-level BPE ("gpt2" vocabularies): the cutting into words, the encoder, and the bytes of each token.
 
-Owns the table of cutting rules, one for each `tokenizer.ggml.pre`, and GPT-2's alphabet, in which every byte has a
-printable character. It never sees special tokens. Algorithm: Radford et al., "Language Models are Unsupervised
-Multitask Learners" (2019), section 2.2; the merging is done by Hugging Face `tokenizers` (Rust). A rule's name that is
-not here is refused, because a near miss gives plausible, wrong token ids that nothing downstream can notice.
+The module owns the table of cutting rules, one for each `tokenizer.ggml.pre`, and GPT-2's alphabet, in which every byte
+has a printable character. It does not see special tokens. Algorithm: Radford et al., "Language Models are Unsupervised
+Multitask Learners" (2019), section 2.2; Hugging Face `tokenizers` (Rust) does the merging. An unknown rule name is
+refused, because a similar rule gives plausible, wrong token ids that nothing downstream can notice.
 
-The expressions are those the models' own `tokenizer.json` files hold, in the form llama.cpp runs them; each
-name in the table is compared with llama.cpp's tokenizer in tests/e2e/test_tokenizer_against_llama.py. They
-are applied one after the other: what an expression matches becomes a word of its own, and so does each gap
-between matches.
+The expressions are from the models' own `tokenizer.json` files, in the form llama.cpp runs them; each name in the table
+is compared with llama.cpp's tokenizer in tests/e2e/test_tokenizer_against_llama.py. They are applied one after the
+other: each match of an expression becomes a word of its own, and so does each gap between matches.
 """
 
 from collections.abc import Callable
@@ -22,8 +21,8 @@ _PLACEHOLDER = "\0"  # no byte is spelt so: GPT-2's alphabet writes byte 0 as U+
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """A cutting rule. `ignore_merges`: a word that is a token is taken whole. `add_bos`: if the file is
-    silent.
+    """A cutting rule. `ignore_merges`: a word that is a token is taken whole. `add_bos`: the default if the file does
+    not say.
     """
 
     patterns: tuple[str, ...]
@@ -38,7 +37,7 @@ _DIGITS = r"\p{N}"
 
 
 def _llama3_like(digits: str) -> str:
-    """The GPT-4 family's expression, which differs between models in how many digits make a word."""
+    """Return the GPT-4 family's expression, which differs between models in the number of digits that make a word."""
     return rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
 
 
@@ -59,7 +58,7 @@ _UPPER, _LOWER = r"[\p{L}&&[^a-z]]", r"[\p{L}&&[^A-Z]]"
 
 
 def _cased(contraction: str, digits: str) -> str:
-    """The o200k family's expression, which also cuts where the case changes."""
+    """Return the o200k family's expression, which also cuts where the case changes."""
     start = r"[^\r\n\p{L}\p{N}]?"
     return (
         rf"{start}{_UPPER}*{_LOWER}+{contraction}|{start}{_UPPER}+{_LOWER}*{contraction}|{digits}"
@@ -85,7 +84,9 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
 
 
 def pre_tokenizer(name: str) -> PreTokenizer:
-    """The rule for `tokenizer.ggml.pre == name`; TokenizerError names the unknown one and lists the known."""
+    """Return the rule for `tokenizer.ggml.pre == name`. Raises TokenizerError, which names the unknown one and lists
+    the known.
+    """
     rule = PRE_TOKENIZERS.get(name)
     if rule is None:
         known = ", ".join(sorted(filter(None, PRE_TOKENIZERS)))
@@ -97,7 +98,7 @@ def pre_tokenizer(name: str) -> PreTokenizer:
 
 
 def byte_level_encoder(vocabulary: Vocabulary) -> Callable[[str], list[int]]:
-    """A function from plain text to ids of `vocabulary`."""
+    """Return a function from plain text to ids of `vocabulary`."""
     from tokenizers import Regex, Tokenizer
     from tokenizers.models import BPE
     from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
@@ -126,7 +127,7 @@ def byte_level_encoder(vocabulary: Vocabulary) -> Callable[[str], list[int]]:
 
 
 def token_bytes(text: str) -> bytes:
-    """The bytes that the stored token `text` stands for; characters outside GPT-2's alphabet as UTF-8."""
+    """Return the bytes that the stored token `text` stands for; characters outside GPT-2's alphabet as UTF-8."""
     alphabet = _byte_of_character()
     return b"".join(bytes([alphabet[character]]) if character in alphabet else character.encode() for character in text)
 

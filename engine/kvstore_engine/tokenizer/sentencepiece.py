@@ -1,16 +1,16 @@
-"""SentencePiece BPE ("llama" vocabularies): the encoder, and the bytes each token stands for.
+"""SentencePiece BPE ("llama" vocabularies): the encoder, and the bytes of each token.
 
-Owns the joining by scores and the byte fallback. It never adds the leading space: that depends on what stands
-before the text, which the caller knows.
+The module owns the joining by scores and the byte fallback. It does not add the leading space: that depends on the text
+before, which the caller knows.
 
-A llama vocabulary has scores and no merges: of all neighbouring symbols whose concatenation is a token, the
-pair with the highest score is joined first, the leftmost of equals (Kudo and Richardson, "SentencePiece",
-2018; the order is that of llama.cpp's `llm_tokenizer_spm_session`). Gemma's runs of spaces and newlines have
-equal scores, so the order among equals decides ids. A general BPE engine ranks equals by id instead, and its
-merges would have to be derived from a quarter of a million tokens at every start.
+A llama vocabulary has scores and no merges: of all neighbouring symbols whose concatenation is a token, the pair with
+the highest score is joined first, the leftmost of equals (Kudo and Richardson, "SentencePiece", 2018; the order is
+llama.cpp's, in `llm_tokenizer_spm_session`). Gemma's runs of spaces and newlines have equal scores, so the order among
+equals decides ids. A general BPE engine ranks equals by id instead, and its merges would have to be derived from a
+quarter of a million tokens at every start.
 
-Texts are cut before spaces where no token reaches across, and the ids of each piece are remembered: most of a
-text is words that were seen before.
+Texts are cut before spaces where no token reaches across, and the ids of each piece are remembered: most of a text is
+words that were seen before.
 """
 
 import heapq
@@ -25,7 +25,7 @@ _NO_SYMBOL = -1
 
 
 class SentencePieceEncoder:
-    """Turns text, its spaces already written as U+2581, into ids of one vocabulary."""
+    """An encoder of text, its spaces already written as U+2581, into ids of one vocabulary."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._ids = {text: i for i, text in enumerate(vocabulary.tokens)}
@@ -38,7 +38,7 @@ class SentencePieceEncoder:
         self._remembered: dict[str, list[int]] = {}
 
     def __call__(self, text: str) -> list[int]:
-        """Ids of `text`; a character that is no token becomes its bytes' tokens."""
+        """Return the ids of `text`; a character that is no token becomes its bytes' tokens."""
         ids: list[int] = []
         for piece in self._pieces.split(text):
             known = self._remembered.get(piece)
@@ -52,7 +52,9 @@ class SentencePieceEncoder:
         return ids
 
     def _encode(self, text: str) -> list[int]:
-        """Join neighbours, best score first. A joined symbol takes the left one's place; "" is a gone one."""
+        """Return the ids of one piece, by joining neighbours, best score first. A joined symbol takes the left one's
+        place; "" is a removed one.
+        """
         symbols = list(text)
         following = [*range(1, len(symbols)), _NO_SYMBOL]
         preceding = [_NO_SYMBOL, *range(len(symbols) - 1)]
@@ -89,7 +91,7 @@ class SentencePieceEncoder:
 
 
 def token_bytes(text: str, kind: int) -> bytes:
-    """The bytes that the stored token `text` of `kind` stands for."""
+    """Return the bytes that the stored token `text` of `kind` stands for."""
     if kind == BYTE:
         return bytes([int(text[3:5], 16)])
     return text.replace(SPACE, " ").encode()

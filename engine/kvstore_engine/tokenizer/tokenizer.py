@@ -1,7 +1,7 @@
 """The tokenizer of one model: text to ids, ids to text, and a digest for the cache's fingerprint.
 
-Owns the order of steps: special tokens first, then plain stretches, then BOS and EOS. What a plain stretch
-becomes is decided in `byte_level` or `sentencepiece`. Correctness is equality with llama.cpp, id by id.
+The module owns the order of steps: special tokens first, then plain stretches, then BOS and EOS. `byte_level` or
+`sentencepiece` encodes a plain stretch. Correctness is equality with llama.cpp, id by id.
 """
 
 import codecs
@@ -19,12 +19,10 @@ _WHITE_SPACE = " \t\n\v\f\r"  # C's isspace
 
 
 class StreamingDetokenizer:
-    """Feeds tokens' bytes through an incremental UTF-8 decoder; bytes that can be no character become
-    U+FFFD.
-    """
+    """An incremental UTF-8 decoder of tokens' bytes; bytes that can be no character become U+FFFD."""
 
     def __init__(self, piece: Callable[[int], bytes], strip_first_space: bool = False) -> None:
-        """`piece(token_id)` gives a token's bytes; `strip_first_space` undoes SentencePiece's leading
+        """Make a decoder. `piece(token_id)` gives a token's bytes; `strip_first_space` undoes SentencePiece's leading
         space.
         """
         self._piece = piece
@@ -33,7 +31,7 @@ class StreamingDetokenizer:
         self._characters = 0
 
     def push(self, token_id: int) -> str:
-        """The text that `token_id` completes; empty while a character is still incomplete."""
+        """Return the text that `token_id` completes; "" while a character is still incomplete."""
         return self._decoded(self._next(token_id))
 
     def place(self, token_id: int) -> int:
@@ -60,7 +58,7 @@ class StreamingDetokenizer:
         return text
 
     def finish(self) -> str:
-        """Return what is left when no more tokens come: U+FFFD for an incomplete character, else nothing."""
+        """Return the rest when no more tokens come: U+FFFD for an incomplete character, otherwise ""."""
         return self._decoder.decode(b"", final=True)
 
 
@@ -68,7 +66,7 @@ class SpecialTokens:
     """Finds special tokens in text before anything else is tokenised.
 
     The order is llama.cpp's (`tokenizer_st_partition`): longest special first, over all the text that is still plain.
-    That is not leftmost-longest: where two specials overlap, the longer wins wherever it stands.
+    That is not leftmost-longest: of two overlapping specials, the longer always wins.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -85,7 +83,7 @@ class SpecialTokens:
         self._user_defined = tuple(entry for entry in special if vocabulary.kinds[entry[1]] == USER_DEFINED)
 
     def split(self, text: str, parse_special: bool) -> Sequence[str | int]:
-        """`text` as stretches: str for plain text (never empty), int for a special token's id."""
+        """Return `text` as stretches: str for plain text (never empty), int for a special token's id."""
         stretches: list[str | int] = [text] if text else []
         for special, token_id in self._all if parse_special else self._user_defined:
             if special in text:
@@ -94,7 +92,7 @@ class SpecialTokens:
 
 
 def _split_by(stretches: Sequence[str | int], special: str, token_id: int, *, strip: bool) -> list[str | int]:
-    """`stretches` with each `special` in them replaced; `strip`: the white space behind it belongs to it."""
+    """Return `stretches` with each `special` in them replaced; `strip`: the white space behind it belongs to it."""
     result: list[str | int] = []
     for stretch in stretches:
         if isinstance(stretch, int):
@@ -110,7 +108,7 @@ def _split_by(stretches: Sequence[str | int], special: str, token_id: int, *, st
 
 
 class Tokenizer:
-    """Built once per model. Safe to share between threads: nothing changes after construction but caches."""
+    """The tokenizer, built once per model. Safe to share between threads: after construction only caches change."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
@@ -140,14 +138,14 @@ class Tokenizer:
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, object]) -> "Tokenizer":
-        """Build from a GGUF file's metadata; TokenizerError says why that cannot be done."""
+        """Return the tokenizer of a GGUF file's metadata. TokenizerError says why that is impossible."""
         return cls(Vocabulary.from_metadata(metadata))
 
     def encode(self, text: str, add_special: bool = True, parse_special: bool = False) -> npt.NDArray[np.int32]:
-        """Token ids of `text`, int32 [n].
+        """Return the token ids of `text`, int32 [n].
 
-        `add_special` adds BOS and EOS where the model wants them. `parse_special` recognises control tokens
-        in the text: right for a rendered chat template, wrong for what a user typed.
+        `add_special` adds BOS and EOS if the model wants them. `parse_special` recognises control tokens in the text:
+        right for a rendered chat template, wrong for text that a user typed.
         """
         try:
             text.encode()
@@ -168,7 +166,9 @@ class Tokenizer:
         return np.array(ids, np.int32)
 
     def encode_onwards(self, text: str) -> list[int]:
-        """Ids of plain `text` that continues another, without the space that SentencePiece puts before a text."""
+        """Return the ids of plain `text` that continues another, without the space that SentencePiece puts before a
+        text.
+        """
         return list(self._encode_plain(text, after_special=False))
 
     def _encode_plain(self, text: str, after_special: bool) -> list[int]:
@@ -179,19 +179,19 @@ class Tokenizer:
         return self._encode_stretch(text)
 
     def decode(self, ids: Iterable[int], special: bool = False) -> str:
-        """The text of `ids`; control tokens are left out unless `special`. Broken UTF-8 becomes U+FFFD."""
+        """Return the text of `ids`; control tokens are left out unless `special`. Broken UTF-8 becomes U+FFFD."""
         stream = self.stream(special)
         return "".join([*(stream.push(int(token_id)) for token_id in ids), stream.finish()])
 
     def stream(self, special: bool = False, continues: bool = False) -> StreamingDetokenizer:
-        """A detokenizer for one answer; `continues` when text stands before it, so a leading space is
+        """Return a detokenizer for one answer; `continues` if there is text before it, so that a leading space is
         text.
         """
         piece = self.piece if special else self._visible_piece
         return StreamingDetokenizer(piece, strip_first_space=self._space_prefix and not continues)
 
     def piece(self, token_id: int) -> bytes:
-        """The bytes of one token, control tokens as their text. IndexError outside the vocabulary."""
+        """Return the bytes of one token, control tokens as their text. Raises IndexError outside the vocabulary."""
         piece = self._pieces.get(token_id)
         if piece is None:
             if not 0 <= token_id < len(self.vocabulary.tokens):
@@ -211,12 +211,12 @@ class Tokenizer:
 
     @cached_property
     def _hidden(self) -> frozenset[int]:
-        """Ids that are never shown as text."""
+        """The ids that are never shown as text."""
         return frozenset(np.flatnonzero(np.isin(self.vocabulary.kinds, (CONTROL, UNKNOWN))).tolist())
 
     @cached_property
     def digest(self) -> str:
-        """32 hex digits over everything that decides which ids a text becomes."""
+        """The digest of everything that decides which ids a text becomes: 32 hex digits."""
         vocabulary = self.vocabulary
         state = hashlib.blake2b(digest_size=16)
         flags = (self.add_bos, self.add_eos, self._space_prefix, vocabulary.bos_id, vocabulary.eos_id)

@@ -1,7 +1,7 @@
-"""The vocabulary a GGUF file carries: tokens, kinds, merges, scores, and which ids are special.
+"""The vocabulary in a GGUF file: tokens, kinds, merges, scores, and the special ids.
 
-Owns the reading of every `tokenizer.ggml.*` key and llama.cpp's defaults for the absent ones. It never
-encodes. Invariants: token texts are unique and none is empty; every special id is a valid index or None.
+The module reads every `tokenizer.ggml.*` key and owns llama.cpp's defaults for the absent ones. It does not encode.
+Invariants: token texts are unique and none is empty; every special id is a valid index or None.
 
 The defaults and the lists of texts that end a generation follow `llama_vocab::impl::load` of llama.cpp
 (https://github.com/ggml-org/llama.cpp, src/llama-vocab.cpp): files rely on them.
@@ -44,11 +44,11 @@ class TokenizerError(UsageError):
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """Everything about a tokenizer that the file says.
+    """The file's description of a tokenizer.
 
-    `tokens[i]` is the stored text of id i (byte-level for gpt2 models, with U+2581 for spaces for llama
-    models); `kinds` int32 [n_tokens] and `scores` float32 [n_tokens] are indexed by id; `merges` is empty for
-    llama models. White space behind a special token of `strip_after` is part of it.
+    `tokens[i]` is the stored text of id i (byte-level for gpt2 models, with U+2581 for spaces for llama models);
+    `kinds` int32 [n_tokens] and `scores` float32 [n_tokens] are indexed by id; `merges` is empty for llama models.
+    White space behind a special token of `strip_after` is part of it.
     """
 
     model: str
@@ -68,7 +68,7 @@ class Vocabulary:
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, object]) -> "Vocabulary":
-        """Read the `tokenizer.ggml.*` keys. TokenizerError says which key is missing or damaged."""
+        """Return the vocabulary in the `tokenizer.ggml.*` keys. TokenizerError says which key is missing or damaged."""
         model = _text(metadata, "model")
         if model not in ("gpt2", "llama"):
             raise TokenizerError(
@@ -161,7 +161,7 @@ def _flag(metadata: Mapping[str, object], name: str) -> bool | None:
 def _end_ids(
     metadata: Mapping[str, object], tokens: Sequence[str], kinds: npt.NDArray[np.int32], eos_id: int | None
 ) -> frozenset[int]:
-    """Ids that end a generation. Corrects `kinds` in place where a file forgot to mark a control token."""
+    """Return the ids that end a generation. Correct `kinds` in place if a file forgot to mark a control token."""
     ids = {text: i for i, text in enumerate(tokens)}
     ends = {ids[text] for text in _END_TEXTS if text in ids}
     for name, texts in _FIM_END_TEXTS.items():

@@ -1,6 +1,6 @@
-"""The executor that computes with torch: on GPUs with our CUDA kernels, on processors for comparisons.
+"""The executor that computes with torch: on GPUs with the engine's CUDA kernels, on processors for comparisons.
 
-Importing this does not import torch; opening an executor does.
+Importing this package does not import torch; opening an executor does.
 """
 
 from kvstore_engine.torch_executor.library import numerics

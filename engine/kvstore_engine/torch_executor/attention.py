@@ -1,4 +1,4 @@
-"""Attention over the paged cache: its contract, our CUDA kernels, and plain torch on the processor.
+"""Attention over the paged cache: its contract, the engine's CUDA kernels, and plain torch on the processor.
 
 The caller guarantees that positions are below the longest context, and that slots and block ids are inside the pool.
 The implementation MUST NOT let keys or values past a row's own position change that row, and MUST NOT store rows whose
@@ -46,19 +46,19 @@ class StepRows:
     longest_context: int
 
     def select(self, rows: Any) -> StepRows:
-        """The attending side of `rows`, an integer tensor; their K and V have been written."""
+        """Return the rows that the integer tensor `rows` selects for attention; their K and V have been written."""
         return replace(self, count=len(rows), sequences=self.sequences[rows], contexts=self.contexts[rows])
 
 
 class AttentionBackend(ABC):
-    """Attention of one model over one pool. `layer` is a layer's number."""
+    """The attention of one model over one pool. `layer` is a layer's number."""
 
     def begin(self, tables: Iterable[npt.NDArray[np.int32]]) -> Hashable:
-        """Prepare a step whose work is not queued yet. `tables`: of each sequence the whole blocks before the step's
+        """Prepare a step whose work is not queued yet. `tables`: for each sequence the whole blocks before the step's
         tokens, once.
 
-        Returns what a recording of the step depends on beside its rows and its longest context: a recorded step may
-        stand for this one where that was equal.
+        Return a value on which a recording of the step depends, beside its rows and its longest context: a recorded
+        step may replace another one with an equal value.
         """
         return None
 
@@ -66,23 +66,24 @@ class AttentionBackend(ABC):
     def write(self, layer: int, queries: Any, keys: Any, values: Any, rows: StepRows) -> Any:
         """Rotate queries and keys by their positions, and write keys and values to the cache.
 
-        bf16 [rows, heads, head_dim], of which the last two dimensions are contiguous. Returns the rotated queries,
-        contiguous.
+        bf16 [rows, heads, head_dim], with the last two dimensions contiguous. Return the rotated queries, contiguous.
         """
 
     @abstractmethod
     def attend(self, layer: int, queries: Any, rows: StepRows) -> Any:
-        """Attention of rotated queries, bf16 [rows, heads, head_dim]; the same shape."""
+        """Return attention of rotated queries, bf16 [rows, heads, head_dim], in that shape."""
 
 
 class KernelAttention(AttentionBackend):
-    """`stream()`: the address of the stream that the step's other work is queued on. `window`: of its L2 cache."""
+    """Attention by the CUDA kernels. `stream()`: the address of the stream that the step's other work is queued on.
+    `window`: the window of its L2 cache.
+    """
 
     def __init__(
         self, cache: Cache, launcher: Launcher, stream: Callable[[], int], window: PrefixWindow | None = None,
         crossover: Crossover | None = None,
     ) -> None:  # fmt: skip
-        """UnsupportedModel for heads that the kernels were not made for."""
+        """Make the backend. Raises UnsupportedModel for heads that the kernels do not support."""
         self._cache, self._stream, self._window, self._torch = cache, stream, window, torch_library()
         shape = kernel_shape(cache.config, cache.block_tokens, cache.kv_dtype)
         self.attention = PagedAttention(launcher, shape, crossover=crossover)
@@ -127,8 +128,10 @@ class KernelAttention(AttentionBackend):
 
 
 def crossover_on(device: Device, cache: Cache) -> Crossover:
-    """Return where attention over `cache`, which is on `device`, becomes one pass: by `crossover.settled`, measured on
-    the first layer's planes with the rows that decode steps have. Before they are in use. Raises as `kernel_shape`."""
+    """Return the crossover to one pass for attention over `cache`, which is on `device`: by `crossover.settled`,
+    measured on the first layer's planes with the rows that decode steps have. Call it before the planes are in use.
+    Raises the errors of `kernel_shape`.
+    """
     attention = PagedAttention(device, kernel_shape(cache.config, cache.block_tokens, cache.kv_dtype))
     planes = cache.planes
 
@@ -145,7 +148,7 @@ def crossover_on(device: Device, cache: Cache) -> Crossover:
 
 
 def kernel_shape(config: ModelConfig, block_tokens: int, kv_dtype: str) -> CacheShape:
-    """The kernels' shape of a model's cache. UnsupportedModel for heads that they were not made for."""
+    """Return the kernels' shape of a model's cache. Raises UnsupportedModel for heads that they do not support."""
     try:
         return CacheShape(config.heads, config.kv_heads, config.head_dim, block_tokens, cache=kv_dtype)
     except ValueError as error:
@@ -153,10 +156,10 @@ def kernel_shape(config: ModelConfig, block_tokens: int, kv_dtype: str) -> Cache
 
 
 class ReferenceAttention(AttentionBackend):
-    """Attention in plain torch over `cache`, whose `turns` are on the processor: slow, the CUDA kernels must agree with
-    it.
+    """Attention in plain torch over `cache`, whose `turns` are on the processor: slow, and the reference for the CUDA
+    kernels.
 
-    It computes in float32 what `kernels.reference.paged_attention` defines. Padding rows give zeros.
+    It computes in float32 the definition in `kernels.reference.paged_attention`. Padding rows give zeros.
     """
 
     def __init__(self, cache: Cache) -> None:
@@ -183,7 +186,7 @@ class ReferenceAttention(AttentionBackend):
         return output
 
     def _sequence(self, layer: int, queries: Any, table: Any, contexts: Any) -> Any:
-        """float32 [rows, heads, head_dim] of one sequence's rows."""
+        """Return float32 [rows, heads, head_dim] of one sequence's rows."""
         torch, cache = self._torch, self._cache
         kind: LayerAttention = cache.kinds[layer]
         positions = torch.arange(int(contexts.max()))
@@ -200,7 +203,7 @@ class ReferenceAttention(AttentionBackend):
         return torch.einsum("rht,thd->rhd", weights, values)
 
     def _rotated(self, layer: int, heads: Any, turned: Any) -> Any:
-        """float32; `turned`: [rows, 1, pairs, 2] of cosines and sines."""
+        """Return the rotated heads, float32; `turned`: [rows, 1, pairs, 2] of cosines and sines."""
         torch, result = self._torch, heads.float().clone()
         rope = self._cache.ropes[layer]
         half = rope.dimensions // 2

@@ -1,9 +1,9 @@
 """A pool's planes and a model's layers as attention sees them: stored rows, tables of turns, kinds of layers, arrivals.
 
-Owns the tables of turns and the list of loads under way: before a step reads a layer, its stream waits until that layer
-has come. It never computes, nor waits itself for a copy. Stored rows are the slow twins of csrc/elements.h and
-csrc/cache_layout.h, for attention in plain torch. A slot is a token's place in a plane: block id * block_tokens + place
-in the block.
+The module owns the tables of turns and the list of loads under way: before a step reads a layer, its stream waits until
+that layer has come. It does not compute, nor wait itself for a copy. Stored rows are the slow twins of csrc/elements.h
+and csrc/cache_layout.h, for attention in plain torch. A slot is a token's place in a plane: block id * block_tokens +
+place in the block.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ZERO = 1e-34  # a row whose greatest element is below is stored as zeros
 class Arrivals:
     """The loads under way into one pool of `layers` layers. For the engine's thread alone.
 
-    A load is the function that lets what this thread queues from now on run after a layer has come. It never raises.
+    A load is a function that makes work queued later by this thread run after a layer has come. It never raises.
     """
 
     def __init__(self, layers: int) -> None:
@@ -52,7 +52,7 @@ class Arrivals:
             load(layer)
 
     def wait_all(self) -> None:
-        """Let a step that was recorded, or is about to be, wait for all layers: a replay waits for none."""
+        """Let a step that was recorded, or will be recorded, wait for all layers: a replay waits for none."""
         loads, self._loads = self._loads, []
         for load in loads:
             for layer in range(self._layers):
@@ -68,14 +68,14 @@ class StoredRows(ABC):
 
     @abstractmethod
     def load(self, slots: Any) -> Any:
-        """float32 [n, kv_heads, head_dim]."""
+        """Return float32 [n, kv_heads, head_dim]."""
 
 
 class PlainRows(StoredRows):
-    """Elements of a float type."""
+    """Rows of elements of a float type."""
 
     def __init__(self, plane: Any, kv_dtype: str, kv_heads: int, head_dim: int) -> None:
-        """`plane`: uint8 [blocks, block_bytes]."""
+        """Make rows over `plane`: uint8 [blocks, block_bytes]."""
         torch = torch_library()
         self._rows = plane.view(getattr(torch, _TYPES[kv_dtype])).view(-1, kv_heads, head_dim)
 
@@ -87,14 +87,14 @@ class PlainRows(StoredRows):
 
 
 class ScaledRows(StoredRows):
-    """int8 or fp8, with a float scale for each token and head that follows the block's elements.
+    """Rows of int8 or fp8, with a float scale for each token and head that follows the block's elements.
 
-    An element is off by at most 1/254 of its row's greatest as int8. As fp8 it is off by at most 1/16 of itself, or
-    1/458,752 of the greatest where it is below 1/28,672 of that.
+    An int8 element is off by at most 1/254 of its row's greatest. An fp8 element is off by at most 1/16 of itself, or,
+    if it is below 1/28,672 of the greatest, by at most 1/458,752 of the greatest.
     """
 
     def __init__(self, plane: Any, kv_dtype: str, block_tokens: int, kv_heads: int, head_dim: int) -> None:
-        """`plane`: uint8 [blocks, block_bytes]."""
+        """Make rows over `plane`: uint8 [blocks, block_bytes]."""
         self._torch = torch = torch_library()
         name, self._greatest = _SCALED[kv_dtype]
         self._type, self._block_tokens = getattr(torch, name), block_tokens
@@ -123,8 +123,9 @@ class ScaledRows(StoredRows):
 
 
 class Cache:
-    """`planes`: the pool's memory, a uint8 tensor [planes, blocks, block_bytes]. `arrivals`: loads on their way
-    there."""
+    """The cache as attention sees it. `planes`: the pool's memory, a uint8 tensor [planes, blocks, block_bytes].
+    `arrivals`: loads on their way there.
+    """
 
     def __init__(
         self,
@@ -149,11 +150,11 @@ class Cache:
         }
 
     def rows(self, layer: int) -> tuple[StoredRows, StoredRows]:
-        """The layer's K and V."""
+        """Return the layer's K and V."""
         return self._rows[2 * layer], self._rows[2 * layer + 1]
 
     def turns(self, layer: int) -> Any:
-        """Cosines and sines, float32 [positions, pairs, 2]."""
+        """Return cosines and sines, float32 [positions, pairs, 2]."""
         return self._turns[self.ropes[layer]]
 
     def _stored(self, plane: Any) -> StoredRows:

@@ -1,11 +1,10 @@
 """Copies between the daemon's memory and planes on a CUDA device, by its copy engines, beside the step's stream.
 
-Leased blocks come from the GPU tier's chunks on the device, or from arenas in host memory; puts are filled where they
-are stored. Owns the transfers of one pool, in and out. An engine block is a page; a storage block has several,
-anywhere in the pool.
-Invariants: copies into blocks begin behind all that the engine's stream was given when the load was begun; a layer is
-read only behind its copies. Blocks that are put were written by steps that have ended (`forward` waits for them). While
-the engine decodes, they are copied out at the rate of the budget.
+Leased blocks come from the GPU tier's chunks on the device, or from arenas in host memory; puts are filled in the slots
+where they are stored. The module owns the transfers of one pool, in and out. An engine block is a page; a storage block
+has several, anywhere in the pool. Invariants: copies into blocks begin behind all work that the engine's stream had
+when the load was begun; a layer is read only behind its copies. Blocks that are put were written by steps that have
+ended (`forward` waits for them). While the engine decodes, they are copied out at the rate of the budget.
 """
 
 from __future__ import annotations
@@ -37,8 +36,9 @@ _log = logging.getLogger(__name__)
 
 
 class DeviceCopies:
-    """`BlockCopies` of a pool on `device`, which sessions are connected with. `arrivals`: what the pool's executor
-    waits for. `budget` is closed with it. Raises DeviceError."""
+    """The `BlockCopies` of a pool on `device`, with which sessions are connected. `arrivals`: the loads that the pool's
+    executor waits for. `budget` is closed with it. Raises DeviceError.
+    """
 
     steps_wait = True
 
@@ -71,7 +71,7 @@ class DeviceCopies:
         self.budget.decoding(is_decoding)
 
     def settle(self, timeout_s: float) -> bool:
-        """Wait until host memory that was named is registered; False when that took longer."""
+        """Wait until the named host memory is registered; return False if that took longer than `timeout_s` seconds."""
         return self._transfers.loads.registered.settle(timeout_s)
 
     def close(self) -> None:
@@ -105,7 +105,7 @@ class _Load:
 
 
 def device_pool(pool: BlockPool) -> DevicePool:
-    """`pool` as copies see it: K, then V of each layer, as its payloads have them."""
+    """Return `pool` as copies see it: K, then V of each layer, as in its payloads."""
     layers = [
         [PoolPart(address, pool.block_bytes, pool.block_bytes) for address in pool.plane_addresses(layer)]
         for layer in range(pool.layers)
@@ -118,8 +118,10 @@ def device_pool(pool: BlockPool) -> DevicePool:
 def open_device_copies(
     index: int, pool: BlockPool, arrivals: Arrivals, stream: Stream, store_rate: Rate = AUTO
 ) -> Iterator[DeviceCopies | None]:
-    """Copies by CUDA device `index`, as this process counts, until the block ends; `store_rate`: of those out of the
-    pool while the engine decodes. None, and the reason in the log, where it cannot make any."""
+    """Yield copies by CUDA device `index`, as this process counts, until the block ends; `store_rate`: the rate of
+    copies out of the pool while the engine decodes. If the device cannot make copies, yield None, and log the
+    reason.
+    """
     copies = None
     try:
         copies = DeviceCopies(DeviceMemory(index), pool, arrivals, stream, LinkBudget(store_rate))

@@ -1,8 +1,8 @@
-"""Computes steps with torch: on a GPU with our kernels, or on the processor. torch's `StepExecutor`.
+"""Computes steps with torch: on a GPU with the engine's kernels, or on the processor. It is torch's `StepExecutor`.
 
-Owns the step's memory and the recorded decode steps. It never samples or schedules. Decode steps are padded to a bucket
-(`recordings`), prompts are computed as they come. The last action of a step is to wait for it, so an error of the
-device is raised by the step that met it.
+The module owns the step's memory and the recorded decode steps. It does not sample or schedule. Decode steps are padded
+to a bucket (`recordings`), prompts are computed without padding. The last action of a step is to wait for it, so an
+error of the device is raised by the step that met it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvstore_engine.torch_executor.step_memory import Computed, DeviceLogits, In
 
 
 class TorchExecutor(StepExecutor):
-    """Computes forward steps of `model` over `pool`, whose planes `attention` reads and writes."""
+    """The executor of forward steps of `model` over `pool`, whose planes `attention` reads and writes."""
 
     def __init__(
         self,
@@ -37,9 +37,10 @@ class TorchExecutor(StepExecutor):
         record: Record | None = None,
         arrivals: Arrivals | None = None,
     ) -> None:
-        """`arrivals`: into the pool, which `attention` waits for.
+        """Make the executor. `arrivals`: loads into the pool, for which `attention` waits.
 
-        ValueError if the pool was made for another model, or is too large for 32-bit slots."""
+        Raises ValueError if the pool was made for another model, or is too large for 32-bit slots.
+        """
         config = model.config
         if (pool.layers, pool.row_elements) != (config.layers, config.kv_width):
             raise ValueError("the block pool was made for another model")

@@ -1,6 +1,6 @@
-"""torch, imported when it is first needed, and what this package asks of it about devices.
+"""torch, imported on first use, and its answers about devices.
 
-The only file that imports torch at a call.
+Only this file imports torch at a call.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _OLDEST = (2, 8)  # the first whose products of bf16 give float32
 
 
 def torch_library() -> ModuleType:
-    """OperationError, with what to install."""
+    """Return the torch module. Raises OperationError, with what to install."""
     try:
         import torch
     except ImportError:
@@ -27,7 +27,7 @@ def torch_library() -> ModuleType:
 
 
 def check_device(device: DeviceName) -> None:
-    """UsageError if this machine has no such device."""
+    """Raise UsageError if this machine has no such device."""
     torch = torch_library()
     if not device.is_cuda:
         return
@@ -39,8 +39,9 @@ def check_device(device: DeviceName) -> None:
 
 
 def check_answers(device: DeviceName) -> None:
-    """OperationError if the device has failed for good: after a kernel's wrong access every call of its process
-    fails."""
+    """Raise OperationError if the device has failed for good: after a kernel's wrong access every call of its process
+    fails.
+    """
     if device.is_cuda:
         try:
             torch_library().cuda.synchronize(device.torch_name)
@@ -49,19 +50,19 @@ def check_answers(device: DeviceName) -> None:
 
 
 def free_bytes(device: DeviceName) -> int:
-    """Memory of the device that can be had."""
+    """Return the free bytes of the device's memory."""
     if device.is_cuda:
         return int(torch_library().cuda.mem_get_info(device.torch_name)[0])
     return available_bytes()
 
 
 def current_stream(device: DeviceName) -> int:
-    """The address of the CUstream that this thread's work is queued on; 0 on the processor."""
+    """Return the address of the CUstream on which this thread's work is queued; 0 on the processor."""
     return int(torch_library().cuda.current_stream(device.torch_name).cuda_stream) if device.is_cuda else 0
 
 
 def numerics(device: DeviceName) -> str:
-    """A name for how sums are made on the device: blocks are shared only under the same name.
+    """Return a name for the order of sums on the device: blocks are shared only under one name.
 
     Two generations of GPUs multiply with different kernels, so the name holds the architecture.
     """

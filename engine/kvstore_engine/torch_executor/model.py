@@ -1,12 +1,12 @@
 """A model in torch: its weights as bf16 tensors on a device, and a decoder's forward step: embedding, layers, head.
 
-Owns the tensors, from the matrices of a GGUF file of any type that ggml reads. The configuration, the list of a
-layer's parts and the checks are `kvstore_engine.model`'s, as for ggml.
-Matrices that multiply the same rows are joined, as phi3's files have them: q, k and v; gate and up. Vectors stay
-float32, and so does the output matrix on a processor, where bf16 products cannot give float32.
+The module owns the tensors, made from the matrices of a GGUF file of any type that ggml reads. `kvstore_engine.model`
+has the configuration, the list of a layer's parts and the checks, as for ggml. Matrices that multiply equal rows are
+joined, as in phi3's files: q, k and v; gate and up. Vectors stay float32, and so does the output matrix on a processor,
+where bf16 products cannot give float32.
 
-The step's order of operations is `graph.decoder`'s, and what differs between architectures is the same data
-(`model.architecture`). Products are of bf16; the residual stream, norms and logits are float32.
+The step has the order of operations of `graph.decoder`, and the differences between architectures are the data in
+`model.architecture`. Products are of bf16; the residual stream, norms and logits are float32.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SLICE_BYTES = 64 << 20  # of floats at a time: a large matrix is not held in fl
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """A matrix, [outputs, inputs], and what is added to its product, or None."""
+    """A matrix, [outputs, inputs], and the bias of its product, or None."""
 
     weight: Any
     bias: Any = None
@@ -61,7 +61,7 @@ class TorchModel:
     """Configuration and weights on `device`; takes over `file`, which stays open for its metadata."""
 
     def __init__(self, file: GGUFFile, device: DeviceName, context: int) -> None:
-        """UnsupportedModel as for ggml; UsageError if the weights do not fit the device's memory."""
+        """Load the weights. Raises UnsupportedModel as for ggml; UsageError if they do not fit the device's memory."""
         self.file = file
         self.config = config = ModelConfig.from_gguf(file, context)
         self.device = device
@@ -84,7 +84,7 @@ class TorchModel:
         file.release()
 
     def close(self) -> None:
-        """Give back the weights' memory. No executor may use the model afterwards."""
+        """Free the weights' memory. No executor may use the model afterwards."""
         self.layers, self.token_embedding, self.output = (), None, Linear(None)
         self.file.close()
 
@@ -106,7 +106,7 @@ class TorchModel:
         )
 
     def _joined(self, prefix: str, joint: str, parts: tuple[str, ...] = ()) -> Linear:
-        """`joint` alone where the file has it joined, or has no parts."""
+        """Return the joined matrix: `joint` alone if the file has it joined, or has no parts."""
         if f"{prefix}{parts[0] if parts else joint}.weight" not in self.file.tensors:
             parts = ()
         names = [prefix + name for name in parts or (joint,)]
@@ -137,11 +137,11 @@ class TorchModel:
         return matrix
 
     def _floats(self, name: str) -> npt.NDArray[np.float32]:
-        """A copy: nothing here reads the file once it is loaded."""
+        """Return a copy as float32: nothing reads the file once it is loaded."""
         return self.file.tensor_bytes(name).view(np.float32).copy()
 
     def _vector(self, name: str) -> Any:
-        """float32 on the device, None if the file has none."""
+        """Return float32 on the device, None if the file has none."""
         if name not in self.file.tensors:
             return None
         return self._torch.tensor(self._floats(name), device=self.device.torch_name)
@@ -155,7 +155,7 @@ class TorchModel:
 
 
 def weight_bytes(file: GGUFFile, config: ModelConfig, device: DeviceName) -> int:
-    """Memory of the weights on `device`."""
+    """Return the bytes of the weights on `device`."""
     elements = sum(int(np.prod(info.shape)) for info in file.tensors.values())
     output = config.width * (config.vocabulary + config.padding)
     if device.is_cuda:
@@ -164,15 +164,17 @@ def weight_bytes(file: GGUFFile, config: ModelConfig, device: DeviceName) -> int
 
 
 class Decoder:
-    """Computes steps of `model` with `attention`. It never decides what is in a step, and works without looking at the
-    values of a tensor: a step can be captured and replayed."""
+    """The computation of steps of `model` with `attention`. It does not decide what is in a step, and does not look at
+    the values of a tensor: a step can be captured and replayed.
+    """
 
     def __init__(self, model: TorchModel, attention: AttentionBackend) -> None:
         self._model, self._attention, self._torch = model, attention, torch_library()
         self._functional = self._torch.nn.functional
 
     def step(self, tokens: Any, rows: StepRows, outputs: Any = None, *, wants_logits: bool = True) -> Any:
-        """Logits, float32 [outputs, vocabulary], of the rows that the integer tensor `outputs` names; None: of all.
+        """Return logits, float32 [outputs, vocabulary], of the rows that the integer tensor `outputs` names; None: of
+        all.
 
         Without `wants_logits` only K and V are computed, and the result is None.
         """
@@ -192,7 +194,7 @@ class Decoder:
         return self._logits(self._norm(hidden, model.output_norm))
 
     def _write_cache(self, index: int, layer: TorchLayer, hidden: Any, rows: StepRows) -> Any:
-        """The layer's rotated queries; its K and V are in the cache."""
+        """Write the layer's K and V to the cache, and return its rotated queries."""
         config = self._model.config
         fused = self._linear(layer.qkv, self._norm(hidden, layer.attn_norm))
         heads = fused.view(rows.count, config.heads + 2 * config.kv_heads, config.head_dim)
@@ -214,12 +216,12 @@ class Decoder:
         return hidden + self._branch(self._linear(layer.ffn_down, gated), layer.post_ffw_norm)
 
     def _branch(self, values: Any, norm: Any) -> Any:
-        """Return what is added to the residual stream, float32."""
+        """Return the addend of the residual stream, float32."""
         values = values.float()
         return values if norm is None else self._normed(values, norm)
 
     def _norm(self, values: Any, weight: Any) -> Any:
-        """RMSNorm of float32, as bf16."""
+        """Return RMSNorm of float32, as bf16."""
         return self._normed(values, weight).to(self._torch.bfloat16)
 
     def _normed(self, values: Any, weight: Any) -> Any:

@@ -1,6 +1,7 @@
-"""Puts model, pool, attention and executor together for a device of torch's.
+"""Puts model, pool, attention and executor together for a torch device.
 
-Owns their lifetime, and the choice of attention: our kernels on a GPU, plain torch on the processor.
+The module owns their lifetime, and the choice of attention: the engine's kernels on a GPU, plain torch on the
+processor.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def open_torch_copies(executor: TorchExecutor, store_rate: Rate = AUTO) -> Itera
 
 
 def refusals(file: GGUFFile, config: ModelConfig, device: DeviceName) -> list[str]:
-    """Return why the model of `file` cannot run on `device`, beside what ggml's checks find."""
+    """Return why the model of `file` cannot run on `device`, beside the findings of ggml's checks."""
     found = []
     try:
         check_device(device)
@@ -91,8 +92,9 @@ def refusals(file: GGUFFile, config: ModelConfig, device: DeviceName) -> list[st
 
 
 def room_for_pool(file: GGUFFile, config: ModelConfig, device: DeviceName) -> int:
-    """Bytes of the device's memory that the weights of `file`, which are not there yet, would leave free. UsageError if
-    there is no such device."""
+    """Return the bytes of the device's memory that the weights of `file`, which are not loaded yet, would leave free.
+    Raises UsageError if there is no such device.
+    """
     check_device(device)
     return max(0, free_bytes(device) - weight_bytes(file, config, device))
 
@@ -104,7 +106,9 @@ def new_pool(
     launcher: Launcher | None = None,
     memory: Memory | None = None,
 ) -> tuple[BlockPool, Cache]:
-    """A pool on the model's device, and its planes as attention sees them; `launcher`, `memory` as of `TorchPlanes`."""
+    """Return a pool on the model's device, and its planes as attention sees them; for `launcher` and `memory` see
+    `TorchPlanes`.
+    """
     placed: list[TorchPlanes] = []
 
     def place(count: int, blocks: int, block_bytes: int) -> TorchPlanes:

@@ -1,9 +1,9 @@
 """A pool's planes as a torch tensor, and the copies between it and host memory.
 
-Owns the tensor and the staging memory. Copies to and from a GPU pass through pinned memory, in pieces in the order of
-the planes, on a stream of each direction: they run beside a step, and have ended when a method returns. Within the
-device, blocks are moved by our kernels where there is a launcher for them, in merged runs. Gathers are called from the
-storing thread too, so each direction has its lock. What moves blocks without this detour: `device_copies`.
+The module owns the tensor and the staging memory. Copies to and from a GPU pass through pinned memory, in pieces in the
+order of the planes, on a stream of each direction: they run beside a step, and have ended when a method returns. Within
+the device, the engine's kernels move blocks if there is a launcher for them, in merged runs. Gathers are called from
+the storing thread too, so each direction has its lock. `device_copies` moves blocks without this detour.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ class BlockMoves(ABC):
 
     @abstractmethod
     def gather(self, planes: slice, block_ids: Int32Array) -> Any:
-        """These blocks of some planes as a new tensor of the device, uint8 [planes, n, block_bytes]."""
+        """Return these blocks of some planes as a new tensor of the device, uint8 [planes, n, block_bytes]."""
 
     @abstractmethod
     def scatter(self, parts: Any, planes: slice, block_ids: Int32Array) -> None:
-        """Copy such a tensor into these blocks, none twice."""
+        """Copy a tensor as `gather` returns it into these blocks; no block is named twice."""
 
     @abstractmethod
     def move(self, sources: Int32Array, targets: Int32Array) -> None:
-        """Block sources[i] of every plane over block targets[i]; no block is named twice."""
+        """Copy block sources[i] of every plane over block targets[i]; no block is named twice."""
 
 
 class TorchMoves(BlockMoves):
@@ -69,8 +69,9 @@ class TorchMoves(BlockMoves):
 
 
 class KernelMoves(BlockMoves):
-    """Moves by csrc/blocks.cu, all planes in one launch. `stream()`: the address of torch's current stream. ValueError
-    for blocks that are no multiple of 16 bytes."""
+    """Moves by csrc/blocks.cu, all planes in one launch. `stream()`: the address of torch's current stream. Raises
+    ValueError for blocks that are no multiple of 16 bytes.
+    """
 
     def __init__(self, tensor: Any, launcher: Launcher, stream: Callable[[], int] = lambda: STREAM_OF_DEFAULT) -> None:
         super().__init__(tensor)
@@ -94,15 +95,16 @@ class KernelMoves(BlockMoves):
         self._mover.move(planes, runs, lists, plane_count=len(self._addresses), stream=self._stream())
 
     def _to_payload(self, copy: Callable[..., None], parts: Any, planes: slice, block_ids: Int32Array) -> None:
-        """`parts` is one payload of the planes."""
+        """Copy between blocks and `parts`, which is one payload of the planes."""
         addresses = self._addresses[planes]
         runs = BlockRuns.of_payloads(np.asarray(block_ids, np.int32)[None], self._block_bytes)
         listed, payloads, lists, _kept = self._on_device(runs, addresses, parts.data_ptr())
         copy(listed, payloads, runs, lists, plane_count=len(addresses), stream=self._stream())
 
     def _on_device(self, runs: BlockRuns, planes: Any, payload: int = 0) -> tuple[int, int, tuple[int, int], Any]:
-        """Return where the kernel finds addresses of planes, of the payload, runs and pieces: all in one tensor, the
-        last value. Its memory is used again only for work that is queued on the same stream later."""
+        """Return the addresses, for the kernel, of the planes' addresses, the payload, runs and pieces: all in one
+        tensor, the last value. Its memory is reused only for work that is queued on that stream later.
+        """
         arrays = [
             runs.runs,
             planes,
@@ -117,14 +119,17 @@ class KernelMoves(BlockMoves):
 
 
 class TorchPlanes(PoolPlanes):
-    """`tensor`: uint8 [planes, blocks, block_bytes] on `device`; on the processor `array` is the same memory."""
+    """Planes as a tensor: uint8 [planes, blocks, block_bytes] on `device`; on the processor `array` is the same
+    memory.
+    """
 
     def __init__(
         self, count: int, blocks: int, block_bytes: int, *, device: DeviceName,
         launcher: Launcher | None = None, memory: Memory | None = None,
     ) -> None:  # fmt: skip
-        """`launcher`: of our kernels. `memory`: provides the tensor, torch does by default. UsageError if the planes do
-        not fit the device's memory."""
+        """Allocate the planes. `launcher`: for the engine's kernels. `memory`: provides the tensor; by default torch
+        does. Raises UsageError if the planes do not fit the device's memory.
+        """
         torch = torch_library()
         needed, free = count * blocks * block_bytes, free_bytes(device)
         if needed > free:
@@ -191,7 +196,7 @@ class _Direction:
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
-        """What is queued within has run at the end."""
+        """Yield the direction for use; work queued inside the block has run at its end."""
         with self._lock, self._torch.inference_mode():
             if self._stream is None:
                 yield
@@ -201,14 +206,14 @@ class _Direction:
                 self._stream.synchronize()
 
     def stage(self, shape: tuple[int, ...]) -> Any:
-        """Host memory, uint8 of `shape`, that no copy reads any more."""
+        """Return host memory, uint8 of `shape`, that no copy reads any more."""
         self._turn = 1 - self._turn
         if self._leaving[self._turn] is not None:
             self._leaving[self._turn].synchronize()
         return self._stages[self._turn][: int(np.prod(shape))].view(shape)
 
     def staged(self) -> None:
-        """The copy out of the last stage is queued."""
+        """Note that the copy out of the last stage is queued."""
         if self._stream is not None:
             self._leaving[self._turn] = self._stream.record_event()
 

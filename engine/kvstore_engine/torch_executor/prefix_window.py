@@ -1,8 +1,8 @@
 """Keeps the keys of the prefix that a step's sequences share in a device's L2 cache, while attention reads them.
 
-Owns the setting, and which window a stream has. Off unless $KVENGINE_L2_PREFIX sets bytes of the cache aside: what it
-gains has not been measured. It never changes a result. Decode steps that were recorded keep the window that they were
-recorded with: `choose` says which steps have the same.
+The module owns the setting, and the window of each stream. It is off unless $KVENGINE_L2_PREFIX sets bytes of the cache
+aside: its gain has not been measured. It never changes a result. Decode steps that were recorded keep the window that
+they were recorded with: `choose` says which steps have equal windows.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class KeepsInCache(Protocol):
 
 
 class PrefixWindow:
-    """Windows of `device` over planes of blocks of `block_bytes`. For one thread."""
+    """The windows of `device` over planes of blocks of `block_bytes`. For one thread."""
 
     def __init__(self, device: KeepsInCache, block_bytes: int) -> None:
         self._device, self._block_bytes = device, block_bytes
@@ -46,8 +46,9 @@ class PrefixWindow:
 
     @classmethod
     def wanted(cls, device: KeepsInCache, block_bytes: int) -> PrefixWindow | None:
-        """Return a window by the setting; None without it, and where the device has no windows. UsageError for a wrong
-        size."""
+        """Return a window by the setting; None without it, and if the device has no windows. Raises UsageError for a
+        wrong size.
+        """
         text = os.environ.get(VARIABLE, "")
         try:
             nbytes = parse_size(text or "0")
@@ -62,14 +63,15 @@ class PrefixWindow:
         return cls(device, block_bytes)
 
     def choose(self, tables: Iterable[Int32Array]) -> CacheWindow | None:
-        """Choose for a step whose sequences only read the blocks of `tables`. Steps with equal results have equal
-        windows, in planes that begin at address 0."""
+        """Choose a window for a step whose sequences only read the blocks of `tables`. Steps with equal results have
+        equal windows, in planes that begin at address 0.
+        """
         shared = most_shared(tables)
         self._chosen = CacheWindow.of_blocks(0, self._block_bytes, shared, self._device.window_bytes)
         return self._chosen
 
     def place(self, plane: int, stream: int) -> None:
-        """The next launches on `stream` read the plane at address `plane`."""
+        """Place the window for the next launches on `stream`, which read the plane at address `plane`."""
         chosen = self._chosen
         if chosen is not None:
             self._device.keep_in_cache(CacheWindow(plane + chosen.address, chosen.nbytes), stream=stream)
@@ -80,8 +82,8 @@ class PrefixWindow:
 
 
 def most_shared(tables: Iterable[Int32Array]) -> Int32Array:
-    """The leading blocks of some of `tables`, each sequence's block ids, of which most reads are repetitions: of n
-    sequences that share m blocks, (n - 1) * m. Empty where nothing is shared.
+    """Return the leading blocks of some of `tables`, each sequence's block ids, for which most reads are repetitions:
+    of n sequences that share m blocks, (n - 1) * m. Empty if nothing is shared.
     """
     order = sorted(tables, key=lambda table: table.tobytes())  # those with a common beginning are neighbours
     common = [_common(one, other) for one, other in pairwise(order)]
@@ -99,7 +101,7 @@ def most_shared(tables: Iterable[Int32Array]) -> Int32Array:
 
 
 def _common(one: Int32Array, other: Int32Array) -> int:
-    """Leading blocks that both have."""
+    """Return the number of leading blocks that both have."""
     length = min(len(one), len(other))
     differs = one[:length] != other[:length]
     return int(differs.argmax()) if differs.any() else length

@@ -1,8 +1,8 @@
 """Decode steps that are recorded once for each bucket and then replayed: one launch instead of a thousand.
 
-Owns the recordings, when one is made, and which steps share one: rows and contexts are rounded up to a bucket's. Rows
-of padding are computed and thrown away; a context that is rounded up costs thread blocks that end at once. CUDA graphs
-have not yet run on hardware.
+The module owns the recordings, the time of making one, and the grouping of steps: rows and contexts are rounded up to a
+bucket's. Rows of padding are computed and thrown away; a context that is rounded up costs thread blocks that end at
+once. CUDA graphs have not yet run on hardware.
 """
 
 from __future__ import annotations
@@ -26,20 +26,22 @@ _MOST_KEPT = 128  # buckets times lengths of a context are about half as many
 
 
 def bucket_of(slices: Sequence[SequenceSlice]) -> int:
-    """The rows of the bucket for a step in which every sequence decodes one token; 0: it is no such step."""
+    """Return the rows of the bucket for a step in which every sequence decodes one token; 0 for any other step."""
     if any(len(piece.tokens) != 1 or piece.outputs == "none" for piece in slices):
         return 0
     return next((bucket for bucket in BUCKETS if bucket >= len(slices)), 0)
 
 
 def context_bound(longest: int, partition_keys: int) -> int:
-    """`longest` rounded up to a power of two of partitions."""
+    """Return `longest` rounded up to a power of two of partitions."""
     partitions = max(1, -(-longest // partition_keys))
     return partition_keys << (partitions - 1).bit_length()
 
 
 def cuda_recorder() -> Record:
-    """Return what records as CUDA graphs, which share one pool of memory: they never run at the same time."""
+    """Return a function that records CUDA graphs. They share one pool of memory, since they never run at the same
+    time.
+    """
     torch = torch_library()
     pool = torch.cuda.graph_pool_handle()
 
@@ -54,7 +56,7 @@ def cuda_recorder() -> Record:
 
 
 class DecodeSteps:
-    """Computes decode steps; with `record`, the second of a kind is recorded, and later ones are replayed.
+    """Decode steps; with `record`, the second of a kind is recorded, and later ones are replayed.
 
     At most `_MOST_KEPT` kinds are known; the one that was not seen for longest is forgotten first.
     """
@@ -64,8 +66,8 @@ class DecodeSteps:
         self._known: OrderedDict[Hashable, tuple[Replay, Any] | None] = OrderedDict()  # None: computed once
 
     def run(self, rows: int, longest_context: int, variant: Hashable = None) -> Any:
-        """The results of `rows` rows, for use before the next call. Rows and context are a bucket's; `variant` is what
-        else steps of one kind have in common.
+        """Return the results of `rows` rows, for use before the next call. Rows and context are a bucket's; `variant`
+        has the other common properties of steps of one kind.
         """
         key = rows, longest_context, variant
         if self._record is None:

@@ -1,9 +1,9 @@
-"""The fixed memory that a step's inputs and logits pass through between the host and a device of torch's.
+"""The fixed memory that a step's inputs and logits pass through between the host and a torch device.
 
-Owns it. Inputs are filled on the host, copied to the device at once and seen there as tensors, whose addresses never
-change, so that a recorded graph can be replayed with other inputs. The caller lets a step end before it fills the next
-one. Queued with the step: the largest logit of each row, which is all that a greedy choice needs. Rows of logits are
-copied to host memory when they are asked for.
+Inputs are filled on the host, copied to the device at once and seen there as tensors, whose addresses never change, so
+that a recorded graph can be replayed with other inputs. The caller lets a step end before it fills the next one. The
+largest logit of each row is queued with the step: a greedy choice needs nothing else. Rows of logits are copied to host
+memory when they are asked for.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FIELDS = 6
 
 
 class InputMemory:
-    """Inputs of steps within `limits`, padded by at most `padding` rows."""
+    """The inputs of steps within `limits`, padded by at most `padding` rows."""
 
     def __init__(self, limits: StepLimits, device: DeviceName, padding: int) -> None:
         torch = torch_library()
@@ -60,7 +60,7 @@ class InputMemory:
         return self._field(_OUTPUTS, count)
 
     def rows(self, count: int, longest_context: int) -> StepRows:
-        """The first `count` rows."""
+        """Return the first `count` rows."""
         tables = self._device[_FIELDS * self._rows :].view(-1, self._width)
         return StepRows(
             count=count,
@@ -78,14 +78,15 @@ class InputMemory:
 
 class Computed(NamedTuple):
     """Tensors of a step on the device: `logits` float32 [rows, vocabulary]; `likeliest` int32 [rows, 2], a token and
-    the bits of its logit."""
+    the bits of its logit.
+    """
 
     logits: Any
     likeliest: Any
 
     @classmethod
     def of(cls, logits: Any) -> Computed:
-        """Find the likeliest of each row. Queues work, and waits for none."""
+        """Return the results with the likeliest token of each row. It queues work, and waits for none."""
         torch = torch_library()
         most, best = logits.max(dim=-1)
         return cls(logits, torch.stack((best.int(), most.view(torch.int32)), -1))
@@ -103,7 +104,7 @@ class LogitsMemory:
         self._rows = self._new(0, self._torch.float32)
 
     def received(self, computed: Computed | None, whole: Sequence[int] | None) -> DeviceLogits:
-        """Wait for the step that has these results (None: none are wanted), and for its rows `whole` (None: all)."""
+        """Wait for the step with these results (None: none are wanted), and for its rows `whole` (None: all)."""
         if computed is None:
             self._synchronize()
             return DeviceLogits([], [], [], np.empty((0, 0), np.float32))
@@ -119,7 +120,7 @@ class LogitsMemory:
         return DeviceLogits(best, most, rows, whole_rows)
 
     def _fetched(self, logits: Any, rows: list[int]) -> FloatArray:
-        """Rows of `logits` in host memory, once the stream has come so far."""
+        """Return rows of `logits` in host memory, once the stream has come so far."""
         if not rows:
             return np.empty((0, logits.shape[1]), np.float32)
         every = rows == list(range(len(logits)))
@@ -140,8 +141,9 @@ class LogitsMemory:
 
 
 class DeviceLogits(StepLogits):
-    """Of a step that has ended. `best`, `most`: of each row; `whole`: those of which `array` has all, until the next
-    step."""
+    """The logits of a step that has ended. `best`, `most`: the likeliest token of each row and its logit; `whole`: the
+    rows that `array` has as a whole, until the next step.
+    """
 
     def __init__(self, best: list[int], most: list[float], whole: Sequence[int], array: FloatArray) -> None:
         self._best, self._most, self._whole, self._array = best, most, list(whole), array

@@ -2,11 +2,11 @@
 
     python -m kvstore_engine.worker SOCKET MODEL POOL MAILBOX    (four inherited descriptors)
 
-Owns the process it runs in. It never schedules, and never writes to the pool but by computing.
+It owns the process it runs in. It does not schedule, and writes to the pool only by computing.
 
 It ends with its parent: between steps it reads the socket's end, and within a step a thread that waits for nothing else
-exits the process. SIGINT and SIGTERM are the parent's to handle: they reach every process of a terminal or a service at
-once, and a worker that obeyed would cut off answers that the parent is still finishing.
+exits the process. The parent handles SIGINT and SIGTERM: they reach every process of a terminal or a service at once,
+and a worker that obeyed would cut off answers that the parent is still finishing.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _compute(executor: StepExecutor, mailbox: Mailbox, order: Order) -> Reply:
 
 
 def _end_with(handle: int) -> None:
-    """Exit when the other end of `handle` is closed: a step of a dead parent has no use."""
+    """Exit the process when the other end of `handle` is closed: a step of a dead parent has no use."""
     poll = select.poll()
     poll.register(handle, 0)  # POLLHUP is always reported
     while not any(event & (select.POLLHUP | select.POLLERR) for _, event in poll.poll()):

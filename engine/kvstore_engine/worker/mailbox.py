@@ -1,9 +1,9 @@
 """A step and its logits in shared memory: the arrays never travel through the socket.
 
-Owns the layout. The parent writes a step and then sends a packet; the child reads it, writes the logits and answers.
-So there is one writer at a time, and the packets order the memory.
-Invariants: what the child reads back is checked by its executor, not trusted; there are two slots for logits, used in
-turn, so a result stays as it is until the step after the next one.
+The module owns the layout. The parent writes a step and then sends a packet; the child reads it, writes the logits and
+answers. So there is one writer at a time, and the packets order the memory. Invariants: the child's executor checks its
+inputs and does not trust them; there are two slots for logits, used in turn, so a result stays unchanged until the step
+after the next one.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Mailbox:
         )
 
     def write(self, slices: Sequence[SequenceSlice]) -> None:
-        """Lay out `slices`. ValueError if they do not fit; the executor checks the rest."""
+        """Lay out `slices`. Raises ValueError if they do not fit; the executor checks the rest."""
         if not 0 < len(slices) <= self._max_sequences:
             raise ValueError(f"a step takes 1 to {self._max_sequences} sequences, not {len(slices)}")
         total = sum(len(piece.tokens) for piece in slices)
@@ -63,7 +63,7 @@ class Mailbox:
         np.concatenate([piece.tokens for piece in slices], out=self._tokens[:total], casting="same_kind")
 
     def read(self, count: int) -> list[SequenceSlice]:
-        """The `count` slices that were written, as views."""
+        """Return the `count` slices that were written, as views."""
         slices, first = [], 0
         for index, (start, tokens, blocks, outputs) in enumerate(self._slices[:count].tolist()):
             table = self._tables[index, :blocks]
@@ -72,6 +72,6 @@ class Mailbox:
         return slices
 
     def logits(self, step: int, rows: int | None = None) -> FloatArray:
-        """The place of the logits of step number `step`, float32 [rows, vocabulary]."""
+        """Return the place of the logits of step number `step`, float32 [rows, vocabulary]."""
         view: FloatArray = self._logits[step % _SLOTS, :rows]
         return view

@@ -1,7 +1,7 @@
 """Memory that two processes map: an unlinked, unnamed file.
 
-Owns the descriptor and the sizes. It never decides what the memory holds.
-Invariant: the file cannot shrink under a mapping (sealed), so no reader gets SIGBUS.
+The module owns the descriptor and the sizes. It does not decide what the memory holds. Invariant: the file cannot
+shrink under a mapping (sealed), so no reader gets SIGBUS.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import numpy as np
 
 
 class SharedMemory:
-    """A memfd of this process, to be passed to a child. `allocate` may be called once.
+    """A memfd of this process, for a child. `allocate` may be called once.
 
-    With `touched`, all pages are there before it returns; without, each comes when first written, so that an upper
-    bound costs nothing until it is used.
+    With `touched`, all pages are there before it returns; without, each comes when first written, so that a generous
+    size uses no memory in advance.
     """
 
     def __init__(self, name: str, *, touched: bool) -> None:
@@ -25,7 +25,7 @@ class SharedMemory:
         self._touched = touched
 
     def allocate(self, size_bytes: int) -> mmap.mmap:
-        """A zeroed mapping of `size_bytes`."""
+        """Return a zeroed mapping of `size_bytes`."""
         os.ftruncate(self.descriptor, size_bytes)
         fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         memory = attach(self.descriptor, size_bytes)
@@ -41,7 +41,7 @@ class SharedMemory:
 
 
 def attach(descriptor: int, size_bytes: int) -> mmap.mmap:
-    """A mapping of memory that another `SharedMemory` made. ValueError if that is smaller."""
+    """Return a mapping of memory that another `SharedMemory` made. Raises ValueError if that is smaller."""
     memory = mmap.mmap(descriptor, size_bytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)  # has an effect where transparent_hugepage/shmem_enabled is "advise"

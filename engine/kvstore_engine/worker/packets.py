@@ -1,9 +1,9 @@
 """The packets between an executor and its worker: fixed binary, one datagram each.
 
-Owns their layout. Nothing is evaluated or unpickled on either side.
+The module owns their layout. Nothing is evaluated or unpickled on either side.
 
-parent to child: the setup (JSON, once), then `Order` for each step.
-child to parent: `Reply` for the setup and for each order.
+Parent to child: the setup (JSON, once), then `Order` for each step. Child to parent: `Reply` for the setup and for each
+order.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ MAX_PACKET_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class WorkerSetup:
-    """`model`: what messages call the file, whose descriptor the worker inherits. `pool`: whose memory it maps."""
+    """The worker's setup. `model`: the name in messages of the file whose descriptor the worker inherits. `pool`: the
+    size of the memory that it maps.
+    """
 
     model: str
     pool: PoolSetup
@@ -39,7 +41,7 @@ class WorkerSetup:
 
 
 class Status(IntEnum):
-    """The end of an order. All but DONE come with a message."""
+    """The result of an order. All but DONE come with a message."""
 
     DONE = 0
     INVALID = 1  # ValueError: the step breaks a limit
@@ -49,7 +51,7 @@ class Status(IntEnum):
 
 
 class Order(NamedTuple):
-    """Compute the step that is in the mailbox."""
+    """An order to compute the step in the mailbox."""
 
     step: int
     slices: int
@@ -64,7 +66,9 @@ class Order(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """`rows` of logits are in the mailbox, or `message` says why not. `compute_ns`: what the executor took."""
+    """An answer: `rows` of logits are in the mailbox, or `message` says why not. `compute_ns`: the executor's time in
+    nanoseconds.
+    """
 
     step: int
     status: Status

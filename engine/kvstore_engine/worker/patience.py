@@ -1,11 +1,11 @@
-"""How long a step may take before its worker is taken for hung.
+"""The time that a step may take before its worker counts as hung.
 
-Owns the limit: so many times what steps of that size have taken, and some seconds at least, since a machine that swaps
-or a process that was stopped for a while is no reason to load the model again.
+The module owns the limit: a multiple of the time of earlier steps of that size, and at least some seconds, since a
+machine that swaps or a process that was stopped for a while is no reason to load the model again.
 
-What a step takes is bounded by the slowest of those that were no smaller, in tokens and in what these attend to. A
-fitted model of the costs would answer for every size, but what it says of one unlike any before is a guess, and a guess
-must not kill a worker: such a step has the longest time.
+A step's time is bounded by the slowest of the steps that were no smaller, in tokens and in the tokens that these attend
+to. A fitted model of the costs would answer for every size, but its answer for a new size is a guess, and a guess must
+not kill a worker: a step larger than all before has the longest time.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ _MEMORY = 0.99  # a step that was slow once counts less with each that is not
 
 
 class StepPatience:
-    """`least_s` to `MOST_S` seconds for a step, or always `least_s` if that is more."""
+    """The limits of steps: `least_s` to `MOST_S` seconds, or always `least_s` if that is more."""
 
     def __init__(self, least_s: float = LEAST_S) -> None:
         if not least_s > 0:
@@ -29,7 +29,7 @@ class StepPatience:
         self._slowest: dict[tuple[int, int], float] = {}  # by size, in powers of two
 
     def limit_s(self, slices: Sequence[SequenceSlice]) -> float:
-        """Seconds that a step of `slices` may take."""
+        """Return the seconds that a step of `slices` may take."""
         tokens, attended = _size(slices)
         known = self._slowest.items()
         predicted = [seconds for size, seconds in known if size[0] >= tokens and size[1] >= attended]
@@ -38,13 +38,13 @@ class StepPatience:
         return min(max(self._least_s, _STRETCH * min(predicted)), self._most_s)
 
     def took(self, slices: Sequence[SequenceSlice], seconds: float) -> None:
-        """A step of `slices` has been computed."""
+        """Note that a step of `slices` took `seconds`."""
         size = _size(slices)
         self._slowest[size] = max(seconds, _MEMORY * self._slowest.get(size, 0.0))
 
 
 def _size(slices: Sequence[SequenceSlice]) -> tuple[int, int]:
-    """The powers of two of the tokens, and of the positions that they attend to."""
+    """Return the powers of two of the tokens, and of the positions that they attend to."""
     tokens = sum(len(piece.tokens) for piece in slices)
     attended = sum(len(piece.tokens) * (piece.start + len(piece.tokens)) for piece in slices)
     return tokens.bit_length(), attended.bit_length()

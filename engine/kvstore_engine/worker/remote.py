@@ -1,11 +1,11 @@
-"""An executor whose ggml runs in another process, and which outlives it.
+"""An executor whose ggml runs in another process, and which outlives that process.
 
-Owns the worker, its socket and restarts, and the mailbox. It never samples or schedules, and never loses K/V: the
-pool's memory belongs to the caller.
+The module owns the worker, its socket and restarts, and the mailbox. It does not sample or schedule, and never loses
+K/V: the pool's memory belongs to the caller.
 
-When a worker dies the same step is computed again by a new one: computing writes K and V of the step's own positions
-and nothing else, so doing it twice is doing it once. A step that has killed `_ATTEMPTS` workers is taken apart:
-each slice runs alone, and those that kill a worker again are named in `StepFailed`.
+When a worker dies, a new one computes the step again: computing writes K and V of the step's own positions and nothing
+else, so doing it twice changes nothing. A step that has killed `_ATTEMPTS` workers is taken apart: each slice runs
+alone, and slices that kill a worker again are named in `StepFailed`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class StepFailed(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class WorkerNotice:
-    """The worker's state changed. `deaths` counts since the executor was made; `reason` says why, for "dead"."""
+    """A change of the worker's state. `deaths` counts since the executor was made; `reason` says why, for "dead"."""
 
     state: Literal["starting", "ready", "dead"]
     pid: int
@@ -92,11 +92,13 @@ class WorkerProcess:
         return self._process.pid
 
     def fileno(self) -> int:
-        """Readable while no order is out: the process has ended."""
+        """Return a descriptor that becomes readable, while no order is out, when the process has ended."""
         return self._socket.fileno()
 
     def order(self, order: Order, timeout_s: float) -> Reply:
-        """Have one step computed. WorkerDied if that is the end of the process, or takes longer."""
+        """Compute one step in the child, and return its reply. Raises WorkerDied if the process ends, or takes longer
+        than `timeout_s` seconds.
+        """
         self._send(order.encode())
         return self.receive(timeout_s)
 
@@ -114,7 +116,7 @@ class WorkerProcess:
         return Reply.decode(packet)
 
     def end(self) -> None:
-        """Kill it; returns when it is gone."""
+        """Kill the process; return when it is gone."""
         self._process.kill()
         self._process.wait()
         self._socket.close()
@@ -142,10 +144,10 @@ class WorkerProcess:
 
 
 class RemoteExecutor:
-    """`Executor`, in a child process. `pool_memory` holds the pool's planes.
+    """An `Executor` in a child process. `pool_memory` holds the pool's planes.
 
-    The logits that `forward` returns are a view that stays valid until the step after the next.
-    `on_notice` is called, in the thread that uses the executor, when a worker starts, is ready, or has died.
+    The logits that `forward` returns are a view that stays valid until the step after the next. `on_notice` is called,
+    in the thread that uses the executor, when a worker starts, is ready, or has died.
     """
 
     def __init__(
@@ -159,9 +161,9 @@ class RemoteExecutor:
         patience: StepPatience | None = None,
         on_notice: Callable[[WorkerNotice], None] | None = None,
     ) -> None:
-        """Start the worker and wait until it has the model, from the open file that is watched. UsageError and
-        OperationError as loading a model raises them; FileChanged, here and later, instead of a worker that would have
-        other weights.
+        """Start the worker and wait until it has the model, from the open file that is watched. Raises UsageError and
+        OperationError as loading a model does; FileChanged, here and later, instead of using a worker with other
+        weights.
         """
         self.pool, self.threads = pool, sizes.threads
         self.limits = sizes.limits(config.vocabulary, pool)
@@ -188,14 +190,14 @@ class RemoteExecutor:
         return self._worker.pid if self._worker else 0
 
     def fileno(self) -> int:
-        """Readable between steps when the worker has died: call `revive` then."""
+        """Return a descriptor that becomes readable between steps when the worker has died: then call `revive`."""
         return self._living().fileno()
 
     def forward(self, slices: Sequence[SequenceSlice]) -> FloatArray:
         """Compute one step, as `Executor.forward` does.
 
-        ValueError for a step that breaks a limit; StepFailed if it kills one worker after another, or ggml says
-        that it failed; OperationError if no worker can be started any more.
+        Raises ValueError for a step that breaks a limit; StepFailed if it kills one worker after another, or ggml
+        reports failure; OperationError if no worker can be started any more.
         """
         self._mailbox.write(slices)
         for _ in range(_ATTEMPTS):
@@ -208,7 +210,7 @@ class RemoteExecutor:
         raise AssertionError("unreachable")
 
     def step(self, slices: Sequence[SequenceSlice], whole: Sequence[int] | None = None) -> StepLogits:
-        """Compute as `StepExecutor.step` does; raises as `forward`."""
+        """Compute as `StepExecutor.step` does; raises the errors of `forward`."""
         return HostLogits(self.forward(slices))
 
     def revive(self) -> None:
@@ -234,7 +236,7 @@ class RemoteExecutor:
         return self._worker
 
     def _compute(self, slices: Sequence[SequenceSlice]) -> FloatArray:
-        """Have the step of `slices`, which is in the mailbox, computed. WorkerDied if this worker does not."""
+        """Compute the step of `slices`, which is in the mailbox, in this worker. Raises WorkerDied."""
         self._step += 1
         count = len(slices)
         order = Order(self._step, count, self.threads)
@@ -269,7 +271,7 @@ class RemoteExecutor:
         raise StepFailed(f"ggml failed: {reason}", tuple(culprits) or tuple(range(len(slices))))
 
     def _on_worker_death(self, error: WorkerDied) -> None:
-        """Count it, log it, and notify the owner."""
+        """Count and log the death, and notify the owner."""
         pid = self.pid
         self._living().end()
         self.deaths += 1
@@ -277,7 +279,9 @@ class RemoteExecutor:
         self._on_notice(WorkerNotice("dead", pid, self.deaths, str(error)))
 
     def _start(self) -> None:
-        """A new worker, ready. All but the first are tried for a while: what killed the last may hit the next."""
+        """Start a new worker, and return when it is ready. Restarts are retried for a while: the cause of the last
+        death may hit the next worker.
+        """
         pause_s, last = _FIRST_PAUSE_S, ""
         attempts = _START_ATTEMPTS if self._has_served else 1
         for attempt in range(attempts):

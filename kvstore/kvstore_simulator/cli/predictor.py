@@ -1,4 +1,4 @@
-"""`kvstored predictor`: train a model of return from recordings, and say what predictors are worth on them."""
+"""`kvstored predictor`: train a model of return from recordings, and measure how good predictors are on them."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
 
 def _makers(arguments: argparse.Namespace) -> dict[str, Callable[[], Any]]:
-    """By name what makes the predictors that were asked for. Raises ValueError with one line."""
+    """Return by name the functions that make the chosen predictors. Raises ValueError with one line."""
     from kvstored.predictor_names import LEARNED, NONE, ON_HINT, PREDICTORS
     from kvstored.store.prefetch.guarded_predictor import create_predictor
 
@@ -165,7 +165,7 @@ def _makers(arguments: argparse.Namespace) -> dict[str, Callable[[], Any]]:
 
 
 def _read(arguments: argparse.Namespace, progress: Callable[[str, int, int], None]) -> list[Trace]:
-    """Raises ValueError (TraceError) with one line."""
+    """Return the traces of the recordings. Raises ValueError (TraceError) with one line."""
     from kvstore_simulator.readers import FORMATS, ReadOptions, read_trace
 
     name = one_of("--format", arguments.format, FORMATS)
@@ -182,7 +182,7 @@ def _read(arguments: argparse.Namespace, progress: Callable[[str, int, int], Non
 
 
 def _check_out(out: Path, recordings: list[Path]) -> None:
-    """Before long work, not after it. Raises ValueError."""
+    """Check `out` before the long work begins. Raises ValueError."""
     if out.suffix != ".npz":
         raise ValueError(f"--out {out}: a name that ends in .npz; its card is written beside it")
     if out.is_dir() or not out.parent.is_dir():

@@ -1,4 +1,4 @@
-"""`kvstored simulate`: which trace, in which format, and which part of it."""
+"""`kvstored simulate`: the choice of a trace, its format, and the part to replay."""
 
 from __future__ import annotations
 
@@ -41,8 +41,9 @@ def add_options(simulate: argparse.ArgumentParser) -> None:
 
 
 def read(arguments: argparse.Namespace, progress: Any) -> tuple[Trace, int]:
-    """The part of the trace to look at, and the first request that counts; options of it and `--model` are right then.
-    Raises ValueError (TraceError) with one line; OSError."""
+    """Return the chosen part of the trace, and the number of the first request that counts; options of the part and
+    `--model` are checked. Raises ValueError (TraceError) with one line; OSError.
+    """
     from kvstore_console.units import human_bytes
     from kvstore_simulator.readers import FORMATS, ReadOptions, read_trace
     from kvstore_simulator.worth import models
@@ -72,7 +73,7 @@ def read(arguments: argparse.Namespace, progress: Any) -> tuple[Trace, int]:
 
 
 def _part(trace: Trace, arguments: argparse.Namespace) -> tuple[Trace, int]:
-    """What to replay, and the number of the first request that counts."""
+    """Return the part to replay, and the number of the first request that counts."""
     import numpy as np
 
     words = {"all": "0:1", "first-half": "0:0.5", "second-half": "0.5:1"}

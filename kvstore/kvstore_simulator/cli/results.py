@@ -1,6 +1,4 @@
-"""The last step of every mode of `kvstored simulate`: what a study found goes to standard output, and as a page to a
-file.
-"""
+"""The last step of every mode of `kvstored simulate`: results go to standard output, and as a page to a file."""
 
 from __future__ import annotations
 
@@ -22,9 +20,10 @@ Advance = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """What a study of `trace` with this `model` found: `facts` and `rows` for machines, `text` and `page` for people.
+    """The results of a study of `trace` with this `model`: `facts` and `rows` for machines, `text` and `page` for
+    people.
 
-    `note`: what is no row, said beside --csv.
+    `note`: text that is no row, printed beside --csv.
     """
 
     trace: Trace
@@ -37,8 +36,8 @@ class Results:
 
 
 def carry_out(arguments: argparse.Namespace, find: Callable[[Advance], Results]) -> int:
-    """Print what `find` finds, and write its page where one is wanted; return the exit status. Raises BrokenPipeError,
-    and OSError with what could not be written.
+    """Print the results of `find`, and write its page if one is wanted; return the exit status. Raises BrokenPipeError,
+    and OSError with the file that could not be written.
     """
     from kvstore_console.progress import Progress
 
@@ -86,5 +85,5 @@ def _print(arguments: argparse.Namespace, found: Results) -> None:
 
 
 def keep() -> None:
-    """Let the trace that was read stay: no collection need walk it, as in the daemon."""
+    """Exclude the trace from garbage collection, as the daemon does with its own long-lived objects."""
     gc.freeze()

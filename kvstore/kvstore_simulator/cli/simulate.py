@@ -1,5 +1,5 @@
-"""`kvstored simulate`: the hits of a policy on a recorded trace, beside two upper bounds; with --mode timing, which is
-`timing`, the latency on a machine or several.
+"""`kvstored simulate`: the hits of a policy on a recorded trace, beside two upper bounds. With --mode timing (module
+`timing`): the latency on one machine or several.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _check_plot(arguments: argparse.Namespace) -> None:
-    """Before a long replay, not after it. Raises ValueError with one line; OSError."""
+    """Check --plot before the long replay begins. Raises ValueError with one line; OSError."""
     plot = arguments.plot
     if plot is None:
         return
@@ -151,7 +151,7 @@ def _replay(arguments: argparse.Namespace, advance: Advance) -> Results:
 
 
 def _study(arguments: argparse.Namespace, progress: Any) -> Study:
-    """Raises ValueError (TraceError) with one line; OSError."""
+    """Return the study that `arguments` describe. Raises ValueError (TraceError) with one line; OSError."""
     from kvstore_simulator.hints import NO_HINTS, parse_hints
     from kvstore_simulator.policies.clairvoyant import Clairvoyant
     from kvstore_simulator.study import UNBOUNDED, Study
@@ -173,7 +173,7 @@ def _study(arguments: argparse.Namespace, progress: Any) -> Study:
 def _policies(
     arguments: argparse.Namespace, default: str, more: tuple[str, ...] = ()
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Policies and admissions that were asked for. Raises ValueError with one line."""
+    """Return the chosen policies and admissions. Raises ValueError with one line."""
     from kvstore_simulator.policies import POLICIES
     from kvstored.policy_names import ADMISSIONS, BEST, WITH_WORTH, resolve
 

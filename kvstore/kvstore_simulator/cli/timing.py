@@ -1,5 +1,5 @@
-"""`kvstored simulate --mode timing`: how long a trace's requests would have waited for a first token on a machine; with
---nodes, on several that share a remote store.
+"""`kvstored simulate --mode timing`: the time that a trace's requests would have waited for a first token on a machine;
+with --nodes, on several that share a remote store.
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ def add_fleet_options(simulate: argparse.ArgumentParser) -> None:
 
 
 def find(arguments: argparse.Namespace, policies: Policies, advance: Advance) -> Results:
-    """Return what a study of the trace that `arguments` name finds; `policies` reads what mode replay has too."""
+    """Return the results of a study of the trace that `arguments` name; `policies` reads the options shared with mode
+    replay.
+    """
     from kvstore_console.units import human_bytes
     from kvstore_simulator.timing_report import report, timing_page
 
@@ -105,7 +107,7 @@ def find(arguments: argparse.Namespace, policies: Policies, advance: Advance) ->
 
 
 def study_of(arguments: argparse.Namespace, policies: Policies, progress: Any) -> TimingStudy:
-    """Raises ValueError (TraceError) with one line; OSError."""
+    """Return the study that `arguments` describe. Raises ValueError (TraceError) with one line; OSError."""
     from kvstore_simulator.machine import GPU, load_machine
     from kvstore_simulator.node_settings import ABLATIONS
     from kvstore_simulator.options import read_gpu
@@ -149,7 +151,7 @@ def _default_tiers(machine: Machine) -> str:
 
 
 def _tiers(text: str, machine: Machine) -> tuple[tuple[tuple[str, int], ...], int | None]:
-    """The store's tiers, and the bytes of the engine's own blocks where they were given."""
+    """Return the store's tiers, and the bytes of the engine's own blocks if they were given."""
     from kvstore_console.units import parse_size
     from kvstore_simulator.machine import ENGINE, GPU, HBM, MAPPED, MEDIA
 
@@ -181,7 +183,9 @@ def _tiers(text: str, machine: Machine) -> tuple[tuple[tuple[str, int], ...], in
 
 
 def _engine_bytes(left_bytes: int, engine_bytes: int | None, gpu_bytes: int) -> int:
-    """For the engine's own blocks, of what the weights leave and the store's tier takes some of."""
+    """Return the bytes for the engine's own blocks: the rest of `left_bytes`, which the weights leave, after the
+    store's GPU tier. Raises ValueError if both do not fit.
+    """
     from kvstore_console.units import human_bytes
 
     if engine_bytes is None:
@@ -218,7 +222,7 @@ def _without(text: str | None, known: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _predictors(arguments: argparse.Namespace) -> dict[str, MakePredictor]:
-    """By name what makes the predictors that were asked for. Raises ValueError with one line."""
+    """Return by name the functions that make the chosen predictors. Raises ValueError with one line."""
     from kvstore_simulator.predictors import FOR_STUDIES, shipped
     from kvstored.predictor_names import LEARNED, NONE, PREDICTORS
 
@@ -235,7 +239,7 @@ def _predictors(arguments: argparse.Namespace) -> dict[str, MakePredictor]:
 
 
 def find_fleet(arguments: argparse.Namespace, policies: Policies, advance: Advance) -> Results:
-    """Return what a study of several nodes finds; `policies` reads what mode replay has too."""
+    """Return the results of a study of several nodes; `policies` reads the options shared with mode replay."""
     from kvstore_console.units import human_bytes
     from kvstore_simulator.report import fleet_table
 
@@ -261,7 +265,9 @@ def find_fleet(arguments: argparse.Namespace, policies: Policies, advance: Advan
 
 
 def _fleet_study(arguments: argparse.Namespace, policies: Policies, progress: Any) -> FleetStudy:
-    """Raises ValueError (TraceError) with one line; OSError."""
+    """Return the study of several nodes that `arguments` describe. Raises ValueError (TraceError) with one line;
+    OSError.
+    """
     from kvstore_simulator.fleet import ROUTINGS, FleetStudy
     from kvstore_simulator.options import parse_remote
 

@@ -1,10 +1,10 @@
-"""ARC: recency and frequency side by side, the room between them moved by what returns; leaf-first.
+"""ARC: recency and frequency side by side; returns move the room between them; leaf-first.
 
 Megiddo, Modha: "ARC: a self-tuning, low overhead replacement cache", FAST 2003. Blocks used once (T1) and more often
-(T2) are two LRU queues; keys that left either are remembered (B1, B2), and one that returns makes the queue it left
-larger. The tier's size is taken for what is in it when something must be evicted. A bad choice where a return is no
-news about others: in chats every session's blocks come back by themselves, and the target swings without a gain over
-LRU.
+(T2) are two LRU queues. Keys that left either are remembered (B1, B2), and one that returns makes the queue it left
+larger. The number of blocks in the tier counts as its size when something must be evicted. A bad choice if a return
+says nothing about other blocks: in chats every session's blocks come back by themselves, and the target swings without
+a gain over LRU.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ _NO_ROW = -1
 
 
 class Arc(Discipline):
-    """O(1) an event; remembers as many keys as the tenant has blocks, of both queues together."""
+    """The ARC policy. An event costs O(1); it remembers as many keys as the tenant has blocks, of both queues
+    together.
+    """
 
     inside = 2
 
@@ -38,7 +40,9 @@ class Arc(Discipline):
             self._gone[tenant][queue][self.key(row)] = None
 
     def _recall(self, row: int, tenant: int) -> int:
-        """The queue that `row` left, if that is remembered, else the door; a return moves the target, once."""
+        """Return the queue that `row` left, if it is remembered, otherwise the queue for new blocks; a return moves the
+        target, once.
+        """
         known, queue = self._known[tenant]
         if known == row:
             return queue

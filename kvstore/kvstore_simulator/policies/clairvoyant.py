@@ -1,9 +1,8 @@
-"""What only a simulator knows: when each block is used next, and a policy that uses it.
+"""The next use of each block, which only a simulator knows, and a policy that uses it.
 
 `Clairvoyant` is Belady's MIN (IBM Systems Journal 5(2), 1966) with bypass for chains: it evicts the block whose next
 use is farthest away, the deeper one of two, so that leaves are evicted first; a block just stored may be evicted at
-once. With blocks of one size no policy has more prefix-closed hits. Never in a daemon: it is not in the registry of
-policies.
+once. With blocks of one size no policy has more prefix-closed hits. The daemon's registry of policies does not have it.
 """
 
 from __future__ import annotations
@@ -27,9 +26,10 @@ _SLACK_ENTRIES = 4096
 
 
 def next_uses(trace: Trace) -> npt.NDArray[np.int64]:
-    """For each block access, the number of the next request that looks the block up, or the number of requests: never.
+    """Return for each block access the number of the next request that looks the block up, or the number of requests if
+    there is none.
 
-    Storing alone (a PUT) is no use.
+    A PUT, which only stores, is no use.
     """
     request_of = np.repeat(np.arange(trace.requests), np.diff(trace.starts))
     counts = (trace.ops != Op.PUT)[request_of]
@@ -47,7 +47,9 @@ def next_uses(trace: Trace) -> npt.NDArray[np.int64]:
 
 
 class Clairvoyant(Policy):
-    """`foresee` is called with the next uses of a request's rows before anything is evicted."""
+    """Belady's policy for chains. `foresee` is called with the next uses of a request's rows before anything is
+    evicted.
+    """
 
     name = "clairvoyant"
 
@@ -89,7 +91,9 @@ class Clairvoyant(Policy):
     # Decisions
 
     def next_victim(self, now_ns: int, *, exclude: Container[int] = (), tenant: int | None = None) -> int:
-        """Rows of a replay are never pinned, and by urgency children come before parents: the top may be evicted."""
+        """Return the row to evict. Rows of a replay are never pinned, and by urgency children come before parents, so
+        the top row may always be evicted.
+        """
         heap, urgency = self._heap, self._urgency
         while heap:
             entry = -heap[0]

@@ -1,14 +1,14 @@
-"""FIFO, and SIEVE: FIFO with a hand that spares what was used since it last came by and leaves it there; leaf-first.
+"""FIFO, and SIEVE: FIFO with a hand that spares blocks used since it last passed, and leaves them in place; leaf-first.
 
-FIFO is the yardstick that shows what recency is worth. It needs no work at all on a hit, which is why caches with many
-threads like it (Yang, Zhang, Qiu, Yue, Rashmi: "FIFO queues are all you need for cache eviction", SOSP 2023, shows when
-it is enough with a little more). A bad choice nearly everywhere here: a prompt that all sessions share is evicted as
-soon as a private chat of the same age, but for its children, which hold it.
+FIFO is the yardstick for the value of recency. It needs no work at all on a hit, which is why caches with many threads
+use it (Yang, Zhang, Qiu, Yue, Rashmi: "FIFO queues are all you need for cache eviction", SOSP 2023, shows when it is
+enough with a little more). A bad choice nearly everywhere here: a prompt that all sessions share is evicted as early as
+a private chat of its age, unless its children keep it.
 
-Zhang, Yang, Yue, Vigfusson, Rashmi: "SIEVE is simpler than LRU", NSDI 2024. The queue is kept as two: what the hand has
-yet to meet on this round, new blocks at its end, and what it has spared. A bad choice for chats: a session between two
-turns looks like one that ended, and nothing says how long ago a block was used; scans of one-time blocks hurt it less
-than they hurt LRU.
+Zhang, Yang, Yue, Vigfusson, Rashmi: "SIEVE is simpler than LRU", NSDI 2024. The queue is kept as two: blocks that the
+hand has yet to meet on this round, with new blocks at the end, and blocks it has spared. A bad choice for chats: a
+session between two turns looks like one that ended, and nothing says how long ago a block was used; scans of one-time
+blocks hurt it less than they hurt LRU.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvstored.store.policies.queued import Discipline, Queues, first_of
 
 
 class Fifo(Discipline):
-    """Evicts the oldest block, used or not. O(1) an event."""
+    """The FIFO policy: it evicts the oldest block, used or not. An event costs O(1)."""
 
     inside = 1
 
@@ -28,7 +28,7 @@ class Fifo(Discipline):
 
 
 class Sieve(Discipline):
-    """O(1) an event; a question costs the blocks it spares, each paid for by a use."""
+    """The SIEVE policy. An event costs O(1); choosing a victim costs the blocks it spares, each paid for by a use."""
 
     inside = 2
 

@@ -1,11 +1,11 @@
-"""Greedy dual, size and frequency: what is expensive to compute again is kept longer; leaf-first.
+"""Greedy dual, size and frequency: blocks that are expensive to compute again are kept longer; leaf-first.
 
 Cherkasova: "Improving WWW proxies performance with greedy-dual-size-frequency caching policy", HP Labs 1998. The rank
-is K = age + uses * cost / size, `age` the K of the last victim. A larger model has larger blocks and computes them at
-a higher cost, by about the same factor, so of cost / size the position is what is left: attention looks back at
-everything before a block. A block 64 places down its chain is taken to cost twice what the first one does. A bad
-choice for agents and long chats: the blocks of a long session that ended outrank the short ones that continue. LFU is
-what is left where all blocks cost alike.
+is K = age + uses * cost / size, `age` the K of the last victim. A larger model has larger blocks and computes them at a
+higher cost, by about one factor, so cost / size depends on the position alone: attention looks back at everything
+before a block. A block 64 places down its chain is taken to cost twice as much as the first one. A bad choice for
+agents and long chats: the blocks of a long session that ended outrank the short ones that continue. If all blocks cost
+alike, the policy is LFU.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SLACK_ENTRIES = 1024
 
 
 class Gdsf(OrderedPolicy):
-    """O(log n) an event; 16 bytes a row and up to two entries of a heap."""
+    """The GDSF policy. An event costs O(log n); memory is 16 bytes a row and up to two entries of a heap."""
 
     def __init__(
         self, residency: ResidencyView, tier: int, settings: PolicySettings | None = None, name: str = ""

@@ -1,12 +1,12 @@
-"""W-TinyLFU: a block enters for good only if it was used more often lately than the one it would replace; leaf-first.
+"""W-TinyLFU: a new block stays only if it was used more often lately than the block it would replace; leaf-first.
 
-Einziger, Friedman, Manes: "TinyLFU: a highly efficient cache admission policy", ACM TOS 13(4), 2017, as in Caffeine:
-new blocks live in a window, an LRU queue of a hundredth of the tier; what drops out of it stands against the oldest of
-the main part, and the one whose key was seen less often leaves. The main part is a segmented LRU, four fifths of it
-for what was used there. So admission is part of the choice of what is evicted. A tier is taken to be full from the
-first time that a victim is asked for; until then everything enters the main part. Where room was made before a block
-came, the contest is held with the next victim. A bad choice for sessions: a new turn's blocks have been seen once and
-lose against any old ones that were seen twice. Good where few prompts are shared by many requests.
+Einziger, Friedman, Manes: "TinyLFU: a highly efficient cache admission policy", ACM TOS 13(4), 2017, as in Caffeine.
+New blocks enter a window, an LRU queue of a hundredth of the tier. A block that drops out of it competes with the
+oldest block of the main part, and the one whose key was seen less often is evicted. The main part is a segmented LRU,
+four fifths of it for blocks used there. So admission is part of the choice of the victim. A tier counts as full from
+the first time that a victim is asked for; until then everything enters the main part. If room was made before a block
+came, it competes with the next victim. A bad choice for sessions: a new turn's blocks have been seen once and lose
+against any old ones that were seen twice. Good if few prompts are shared by many requests.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _SEEDS = (0xC3A5C85C97CB3127, 0xB492B66FBE98F273, 0x9AE16A3B2F90404F, 0xCBF29CE4
 
 
 class FrequencySketch:
-    """Counts how often about `keys` different keys were used lately: four rows of small saturating counters, halved now
-    and then (Cormode, Muthukrishnan: J. Algorithms 55(1), 2005; the halving is TinyLFU's). It answers too high at times
-    and never too low, but for the halving.
+    """A sketch that counts how often about `keys` different keys were used lately: four rows of small saturating
+    counters, halved now and then (Cormode, Muthukrishnan: J. Algorithms 55(1), 2005; the halving is TinyLFU's).
+    Apart from the halving, a count may be too high and is never too low.
     """
 
     def __init__(self, keys: int) -> None:
@@ -66,7 +66,7 @@ _FIRST_KEYS = 1024
 
 
 class WTinyLfu(Discipline):
-    """O(1) an event, and four counters a use."""
+    """The W-TinyLFU policy. An event costs O(1); a use also updates four counters."""
 
     inside = 4
 
@@ -97,7 +97,7 @@ class WTinyLfu(Discipline):
             self.queues.move(self._arrived, tenant, _TRIAL)
 
     def entrance(self, row: int, tenant: int) -> int:
-        """The window. A row that has to give way there moves to the main part, or competes with its oldest."""
+        """Return the window. A row that drops out of it moves to the main part, or competes with its oldest row."""
         window = self.queues.of[tenant][_WINDOW]
         while window and self._is_window_full(tenant):
             self.queues.move(window.front, tenant, _TRIAL if self._has_won or not self._is_full else _ARRIVED)

@@ -1,1 +1,1 @@
-"""Calls of an operator to a live daemon: views, removal of blocks, and its lifetime."""
+"""An operator's calls to a live daemon: views, removal of blocks, and its lifetime."""

@@ -1,7 +1,7 @@
 """Blocks and requests of each account of a tenant.
 
-An account is for whom an engine that serves several users stores and asks: a name in its fingerprints. Quotas are the
-tenant's. Reads only, in slices, so that lookups are answered meanwhile.
+An account is the user for whom an engine with several users stores and asks: a name in its fingerprints. Quotas belong
+to the tenant. The module only reads, in slices, so that lookups are answered meanwhile.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _accounts_of_kinds(parts: Parts) -> dict[int, tuple[int, str]]:
 
 
 async def _count_kinds(residency: Residency) -> tuple[Sums, list[Sums]]:
-    """Readable blocks of each kind of rows, and the bytes of their slots in each tier."""
+    """Return the readable blocks of each kind of rows, and the bytes of their slots in each tier."""
     kinds, columns = len(residency.kinds), residency.rows
     blocks, tier_bytes = np.zeros(kinds), [np.zeros(kinds) for _ in residency.tiers]
     first = 0

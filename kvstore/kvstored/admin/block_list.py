@@ -1,7 +1,7 @@
-"""The listing of blocks for operators: pages in row order, or the first of an order.
+"""The listing of blocks for operators: pages in row order, or the first blocks by some order.
 
-Reads only. Works in slices, so that lookups are answered meanwhile: a block that is stored or removed during a
-listing may be in it or not.
+The module only reads. It works in slices, so that lookups are answered meanwhile: a block that is stored or removed
+during a listing may be included or not.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ORDERS: Mapping[str, Order] = {
 
 
 class BlockList:
-    """See the module."""
+    """The listings of blocks."""
 
     def __init__(self, views: Views) -> None:
         self._parts = views.parts
@@ -51,7 +51,9 @@ class BlockList:
         self._views = views
 
     async def blocks(self, request: pb.BlocksRequest) -> pb.BlocksReply:
-        """Raises KVStoreError for a tier, tenant, model, class or order that does not exist."""
+        """Return a page of blocks. Raises KVStoreError for a tier, tenant, model, class or order that does not
+        exist.
+        """
         residency = self._store.residency
         selection = self.selection(request)
         limit = min(request.limit or DEFAULT_PAGE, MAX_PAGE)
@@ -75,7 +77,7 @@ class BlockList:
         return reply
 
     def selection(self, wanted: pb.BlocksRequest) -> Selection:
-        """Return which blocks are asked for. Raises KVStoreError as `blocks`."""
+        """Return the selection that a request asks for. Raises KVStoreError as `blocks` does."""
         parts, residency = self._parts, self._store.residency
         if wanted.residency and wanted.residency not in CLASSES:
             raise KVStoreError(ErrorKind.INVALID, f"no class {wanted.residency!r}; classes are {', '.join(CLASSES)}")
@@ -97,7 +99,7 @@ class BlockList:
         return is_of_class
 
     def _prints(self, model: str) -> frozenset[int]:
-        """Fingerprints whose label has `model` in it or whose digest begins so."""
+        """Return the fingerprints whose label contains `model` or whose digest begins with it."""
         tenants = self._parts.tenants
         stored = {number for index in self._store.residency.tenants for number in index.fingerprints}
         labels = {number: tenants.fingerprint_label(tenants.fingerprint_digest(number)) for number in stored}
@@ -116,8 +118,9 @@ class BlockList:
     async def _first_of(
         self, order: Order, selection: Selection, limit: int, *, reverse: bool
     ) -> tuple[list[int], int]:
-        """The rows of the `limit` largest by `order`, or the smallest, and how many rows are selected in all. Equal
-        ones in row order."""
+        """Return the rows of the `limit` largest by `order`, or the smallest, and how many rows are selected in all.
+        Equal ones are in row order.
+        """
         residency = self._store.residency
         tokens, values = np.empty(0, np.uint64), np.empty(0, np.int64)
         selected = 0

@@ -1,8 +1,8 @@
 """Sums over stored blocks for operators: by tenant, by model, or by prefix.
 
-A prefix is the first `prefix_blocks` blocks of a chain. Chains that begin alike for so long count together, under the
-key of the last of those blocks; what comes before that block counts under the chain's first one, and so do chains that
-are shorter. Reads only, in slices, as `BlockList`.
+A prefix is the first `prefix_blocks` blocks of a chain. Chains with equal prefixes count together, under the key of the
+prefix's last block. Blocks before it, and chains that are shorter, count under the chain's first block. The module only
+reads, in slices, as `BlockList` does.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Sums:
 
 
 class BlockTotals:
-    """See the module."""
+    """The sums over stored blocks."""
 
     def __init__(self, parts: Parts, blocks: BlockList) -> None:
         self._parts = parts
@@ -52,7 +52,9 @@ class BlockTotals:
         self._blocks = blocks
 
     async def totals(self, request: pb.BlockTotalsRequest) -> pb.BlockTotalsReply:
-        """The groups with the most bytes first. Raises KVStoreError for an unknown grouping, or as `BlockList`."""
+        """Return the groups, the ones with the most bytes first. Raises KVStoreError for an unknown grouping, or as
+        `BlockList`.
+        """
         if request.by not in GROUPINGS:
             raise KVStoreError(ErrorKind.INVALID, f"no totals by {request.by!r}; there are {', '.join(GROUPINGS)}")
         selection = self._blocks.selection(request.of)
@@ -169,12 +171,12 @@ class _Heads:
         return cls(heads, generation)
 
     def is_current(self, residency: Residency, row: int) -> bool:
-        """Return whether the row is still what it was."""
+        """Return whether the row still holds the block it held then."""
         return bool(residency.rows.generation[row] == self._generation[row]) and residency.rows.key(row) is not None
 
 
 def _largest(groups: dict[int, _Sums], limit: int) -> tuple[list[tuple[int, _Sums]], int, int]:
-    """The groups with the most bytes, and the blocks and bytes of all."""
+    """Return the groups with the most bytes, and the blocks and bytes of all groups."""
     found = heapq.nsmallest(limit, groups.items(), key=lambda item: (-item[1].payload_bytes, item[0]))
     blocks = sum(sums.blocks for sums in groups.values())
     return found, blocks, sum(sums.payload_bytes for sums in groups.values())

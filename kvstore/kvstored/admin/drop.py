@@ -1,8 +1,8 @@
 """Removal of blocks by an operator: a tier's copies, or everything of a fingerprint.
 
 Leased blocks, blocks in transfer and their ancestors stay and are counted as kept. So does a block whose only copy is
-in the tier, unless `discard` or `all` is set: what no slower tier takes is lost only when the operator says so.
-Works in slices, so that lookups are answered meanwhile.
+in the tier, unless `discard` or `all` is set: a block that no slower tier takes is lost only if the operator says so.
+The module works in slices, so that lookups are answered meanwhile.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MIN_PREFIX = 8
 
 
 class Drop:
-    """See the module."""
+    """The removals by an operator."""
 
     def __init__(self, store: Store, tenants: TenantDirectory) -> None:
         self._store = store
@@ -33,7 +33,7 @@ class Drop:
         self._tenants = tenants
 
     async def drop(self, request: pb.DropRequest) -> pb.DropReply:
-        """Raises KVStoreError for a tier or tenant that does not exist."""
+        """Remove copies from a tier. Raises KVStoreError for a tier or tenant that does not exist."""
         residency = self._residency
         tier_names = residency.tiers if request.all else (request.tier,)
         tiers = [tier_named(residency, name) for name in tier_names]
@@ -49,14 +49,14 @@ class Drop:
         return reply
 
     async def empty(self, tenant: int) -> pb.DropReply:
-        """All blocks of the tenant with this number in residency, regardless of its present name."""
+        """Remove all blocks of the tenant with this number in residency, regardless of its present name."""
         reply = pb.DropReply()
         self._forget_gone((tenant,))
         await self._drop_from(range(len(self._residency.tiers)), tenant, reply, forget=True)
         return reply
 
     async def invalidate(self, request: pb.InvalidateRequest) -> pb.InvalidateReply:
-        """Everything stored under fingerprints whose digest starts with the given hex."""
+        """Remove everything stored under fingerprints whose digest starts with the given hex digits."""
         wanted = request.fingerprint.lower()
         if len(wanted) < MIN_PREFIX or any(char not in "0123456789abcdef" for char in wanted):
             raise KVStoreError(
@@ -86,7 +86,8 @@ class Drop:
 
     async def _make_final(self, *, is_named_on_medium: bool = True) -> None:
         """Make removals durable: a removed block must not reappear after a crash, nor out of a remote store.
-        `is_named_on_medium`: whether records of what was removed may be there."""
+        `is_named_on_medium`: the medium may have records of removed blocks.
+        """
         self._residency.deletions += 1  # answers of remote stores to questions asked before are dropped
         if self._store.writeback is not None:
             is_synced = await self._store.writeback.sync()
@@ -148,7 +149,7 @@ class Drop:
         return True
 
     def _forget_gone(self, tenants: Iterable[int]) -> None:
-        """What is still known of blocks of theirs that left earlier."""
+        """Forget the remaining knowledge about blocks of `tenants` that left earlier."""
         for tenant in tenants:
             self._residency.forget(tenant, None)
 

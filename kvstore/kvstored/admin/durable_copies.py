@@ -1,6 +1,6 @@
-"""Durable copies on NVMe of blocks that are only in DRAM, made before an operator takes the DRAM copy away.
+"""Durable copies on NVMe of blocks that are only in DRAM, made before an operator removes the DRAM copy.
 
-Asks write-back in portions, because a lane's queue is bounded and refuses what is over it. Never drops anything.
+The module asks write-back in portions, because a lane's queue is bounded and refuses more. It drops nothing.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ SLICE_TOKENS = 1000  # ... and one by one
 
 
 async def tokens_in_tier(residency: Residency, tier: int, tenant: int | None = None) -> Sequence[int]:
-    """Names of the rows with a readable copy in a tier, deepest first. The loop runs meanwhile: what changes then
-    may be there or not."""
+    """Return the names of the rows with a readable copy in a tier, deepest first. The loop runs meanwhile: later
+    changes may be included or not.
+    """
     columns = residency.rows
     found, depths = [np.empty(0, np.uint64)], [np.empty(0, np.uint32)]
     first = 0
@@ -51,10 +52,10 @@ def _deepest_first(parts: list[Tokens], depths: list[npt.NDArray[np.uint32]]) ->
 async def save(
     residency: Residency, writeback: WriteBack, tiers: Sequence[int], timeout_s: float, tenant: int | None = None
 ) -> tuple[int, int]:
-    """Write every block of `tiers`, which are in memory, that is not durable; (blocks that are by now, those that are
-    not).
+    """Write every block of the in-memory `tiers` that is not durable; return how many blocks are durable now, and how
+    many are not.
 
-    A block whose write the medium refuses stays where it is and counts among the second.
+    A block whose write the medium refuses stays in place and is among the second.
     """
     deadline = asyncio.get_running_loop().time() + timeout_s
     wanted = array("Q")
@@ -71,7 +72,7 @@ async def save(
 
 
 async def _unsafe(residency: Residency, writeback: WriteBack, tokens: Sequence[int]) -> array[int]:
-    """Return the ones that are neither durable nor gone by policy meanwhile."""
+    """Return the rows that are still not durable and were not evicted meanwhile."""
     left = array("Q")
     for position, token in enumerate(tokens):
         row = residency.current(token)

@@ -1,7 +1,7 @@
-"""Explain: where each block of a chain is and what getting it would cost, or why it is not there.
+"""Explain: where each block of a chain is and what getting it would cost, or why it is missing.
 
-Reads residency, the ghosts and the miss log; changes nothing, counts no access. Shows keys and sizes, never token ids.
-Searches in slices, so that lookups are answered meanwhile.
+The module reads residency, the ghosts and the miss log; it changes nothing and counts no access. It shows keys and
+sizes, never token ids. It searches in slices, so that lookups are answered meanwhile.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NOT_KNOWN = -1
 
 
 class Explain:
-    """See the module."""
+    """The explanations of blocks."""
 
     def __init__(self, views: Views, misses: RecentMisses) -> None:
         self._parts = views.parts
@@ -40,14 +40,17 @@ class Explain:
         self._one_client = asyncio.Lock()  # clients take turns: walks of many would add up to a long pause
 
     async def explain(self, request: pb.ExplainRequest) -> pb.ExplainReply:
-        """Raises KVStoreError for what cannot be a key, for a prefix of several keys, and for unknown names."""
+        """Explain blocks to an operator. Raises KVStoreError for invalid keys, for a prefix of several keys, and for
+        unknown names.
+        """
         parts = self._parts
         tenant = parts.tenants.number(request.tenant, self._store.residency) if request.tenant else None
         return await self._answer(request, tenant, set(parts.tenants.fingerprints()))
 
     async def own(self, session: Session, request: pb.ExplainRequest) -> pb.ExplainReply:
-        """`explain` for a client: of its own tenant's blocks and misses, without the places of copies. Raises as
-        `explain`, and FORBIDDEN for another tenant."""
+        """Explain to a client its own tenant's blocks and misses, without the places of copies. Raises the errors of
+        `explain`, and FORBIDDEN for another tenant.
+        """
         if request.tenant not in ("", session.tenant.name):
             raise KVStoreError(ErrorKind.FORBIDDEN, f"a client may ask for its own tenant, {session.tenant.name}, only")
         if sum(len(key) < KEY_DIGITS for key in request.keys) > 1:  # each is a walk over the whole index
@@ -63,7 +66,9 @@ class Explain:
         return reply
 
     async def _answer(self, request: pb.ExplainRequest, tenant: int | None, known: set[bytes]) -> pb.ExplainReply:
-        """`known` are digests of fingerprints that may be named although nothing is stored under them."""
+        """Return the answer. `known` are digests of fingerprints that may be named although nothing is stored under
+        them.
+        """
         if len(request.keys) > MAX_KEYS:
             raise KVStoreError(ErrorKind.TOO_LARGE, f"{len(request.keys)} keys, at most {MAX_KEYS} at once: split them")
         reply = pb.ExplainReply(fingerprints=self._fingerprints(request.fingerprint.lower(), tenant, known))
@@ -153,7 +158,7 @@ class Explain:
         block.cause = cause.name.lower()
 
     def _missing_ancestor(self, row: int) -> str:
-        """The nearest block before `row` that is not readable; empty when a get can come this far."""
+        """Return the nearest block before `row` that is not readable; "" if a get can come this far."""
         residency = self._store.residency
         for _ in range(MAX_ANCESTORS):
             row = residency.parent(row)
@@ -164,7 +169,7 @@ class Explain:
         return ""
 
     def _ancestors(self, tenant: int, key: bytes) -> list[tuple[int, bytes]]:
-        """The blocks that `key` continues, head first, as far as they are known."""
+        """Return the blocks that `key` continues, head first, as far as they are known."""
         residency = self._store.residency
         row = residency.find_any(tenant, key) if tenant >= 0 else -1
         found: list[tuple[int, bytes]] = []
@@ -177,7 +182,7 @@ class Explain:
     # Names
 
     async def _resolve(self, text: str, only: int | None) -> tuple[int, bytes]:
-        """(tenant, key) of a whole key, or of the only key with that prefix; tenant -1 for an unknown key."""
+        """Return (tenant, key) of a whole key, or of the only key with that prefix; tenant -1 for an unknown key."""
         if not MIN_KEY_DIGITS <= len(text) <= KEY_DIGITS or any(char not in "0123456789abcdef" for char in text):
             raise KVStoreError(
                 ErrorKind.INVALID,
@@ -220,8 +225,9 @@ class Explain:
         return {(tenant, key) for tenant, key in found if tenant in tenants}
 
     def _fingerprints(self, prefix: str, tenant: int | None, known: set[bytes]) -> list[pb.FingerprintStatus]:
-        """List the fingerprints whose digest begins with `prefix`; without one, under which the tenant (or any) has
-        stored."""
+        """Return the fingerprints whose digest begins with `prefix`; without a prefix, all under which the tenant (or
+        any tenant) has stored.
+        """
         parts, residency = self._parts, self._store.residency
         if prefix and (len(prefix) < MIN_FINGERPRINT_DIGITS or any(char not in "0123456789abcdef" for char in prefix)):
             raise KVStoreError(

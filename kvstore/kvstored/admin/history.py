@@ -1,4 +1,4 @@
-"""The past as an operator sees it: samples, causes of misses and the settings in use. Reads only."""
+"""The daemon's past for an operator: samples, causes of misses and the settings in use. The module only reads."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ SERIES_A_SLICE = 4
 
 
 async def history(request: pb.HistoryRequest, kept: History, store: Store, config: Config) -> pb.HistoryReply:
-    """Return samples of `kept`, the causes of misses and `config`, which is in force. Raises KVStoreError for a
-    resolution that is not kept."""
+    """Return samples of `kept`, the causes of misses, and the settings of `config`, which is in force. Raises
+    KVStoreError for a resolution that is not kept.
+    """
     resolution_s = request.resolution_s or min(kept.resolutions_s)
     if resolution_s not in kept.resolutions_s:
         listed = ", ".join(map(str, kept.resolutions_s))

@@ -1,6 +1,6 @@
-"""Flush, drain and stop: the end of a daemon's life in good order.
+"""Flush, drain and stop: the orderly end of a daemon's life.
 
-Draining refuses new clients; those connected are served until they leave.
+A draining daemon refuses new clients; connected clients are served until they leave.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ class State(Enum):
 
 
 class Phase:
-    """The daemon's place in its life; each of `on_change` is called at once when that changes. `ready_after_s`: from
-    the start of the process to serving, 0 before."""
+    """The daemon's phase; each of `on_change` is called at once when it changes. `ready_after_s`: the seconds from the
+    start of the process to serving, 0 before.
+    """
 
     def __init__(self) -> None:
         self._state = State.STARTING
@@ -51,8 +52,9 @@ class Phase:
 
 
 class Lifetime:
-    """The calls of an operator that change the `phase`. `stop` is called once a shutdown is wanted; it returns at once.
-    `after_stop()` says what becomes of DRAM then."""
+    """The calls of an operator that change the `phase`. `stop` is called when a shutdown is wanted; it returns at once.
+    `after_stop()` says what happens to DRAM then.
+    """
 
     def __init__(
         self,
@@ -72,7 +74,7 @@ class Lifetime:
         self._shutting_down: asyncio.Task[None] | None = None
 
     async def flush(self, request: pb.FlushRequest) -> pb.FlushReply:
-        """Write what is only in DRAM, regardless of the durability that each put asked for."""
+        """Write the blocks that are only in DRAM, regardless of the durability that each put asked for."""
         residency, writeback = self._store.residency, self._store.writeback
         if writeback is None:
             return pb.FlushReply()
@@ -81,7 +83,9 @@ class Lifetime:
         return pb.FlushReply(written_blocks=saved, pending_blocks=left)
 
     async def drain(self, request: pb.DrainRequest) -> pb.DrainReply:
-        """Refuse new clients, wait until the others have left or the time is up; `undo` takes new ones again."""
+        """Refuse new clients, and wait until the others have left or the time is over; `undo` takes new clients
+        again.
+        """
         phase, writeback = self._phase, self._store.writeback
         self._handshake.accepting = request.undo
         phase.state = State.SERVING if request.undo else State.DRAINING
@@ -99,7 +103,9 @@ class Lifetime:
         )
 
     def shutdown(self, request: pb.ShutdownRequest) -> pb.ShutdownReply:
-        """Stop: at once with `now`, else after clients had some time to leave. Either way the daemon flushes."""
+        """Stop: at once with `now`, otherwise after clients had some time to leave. The daemon flushes in both
+        cases.
+        """
         self._shutting_down = asyncio.create_task(self._shut_down(request.now))
         return pb.ShutdownReply(pid=os.getpid(), after_stop=self._after_stop())
 

@@ -1,6 +1,6 @@
-"""The settings that take effect while the daemon serves, and how.
+"""The settings that take effect while the daemon serves.
 
-Owns the list. What a setting does belongs to the part that has it. See docs/kvstored.md for the same list in words.
+The module owns the list; the part that has a setting gives it its effect. docs/kvstored.md has this list in words.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ log = logging.getLogger(__name__)
 
 
 class LiveTenants:
-    """`tokens` is None where the daemon was started without `unary.tokens_file`: another then waits for a restart."""
+    """The live settings of tenants. `tokens` is None if the daemon was started without `unary.tokens_file`: then a new
+    one waits for a restart.
+    """
 
     def __init__(
         self,
@@ -58,7 +60,7 @@ class LiveTenants:
             self._entries = read_tokens(path, lambda name: _may_be_tenant(config, name))
 
     def relist(self, config: Config) -> None:
-        """Let the tenants be those of `config`. Raises ConfigError where that cannot be written down."""
+        """Let the tenants of `config` be in force. Raises ConfigError if that cannot be written down."""
         tenants = self._tenants
         former, with_tokens = (tenants.listed, tenants.default), names_in(config.unary.tokens_in_use)
         tenants.relist(config.tenants, config.tenant_default)
@@ -73,7 +75,7 @@ class LiveTenants:
             log.info("%d clients have to connect again: they are of another tenant now", left)
 
     def renew_tokens(self) -> None:
-        """Let the tokens be those that `prepare` has read."""
+        """Let the tokens that `prepare` has read be in force."""
         if self._tokens is not None and self._entries:
             self._tokens.replace(self._entries)
 
@@ -83,13 +85,15 @@ class LiveTenants:
 
 
 def _may_be_tenant(config: Config, name: str) -> bool:
-    """Return whether a token may be a tenant's, as `TenantDirectory.named` will have it."""
+    """Return whether a token may belong to the tenant `name`, by the rule of `TenantDirectory.named`."""
     is_user = config.tenant_default == "by-uid" and uid_of(name) is not None
     return is_user or any(section.name == name for section in config.tenants)
 
 
 class LiveSettings:
-    """`resizes`: of the tiers whose capacity can change, by name. `certificates`: of the listener with TLS, if any."""
+    """The live settings. `resizes`: for each tier whose capacity can change, by name. `certificates`: the certificates
+    of the listener with TLS, if any.
+    """
 
     def __init__(
         self, store: Store, resizes: Mapping[str, TierResize], tenants: LiveTenants, certificates: Certificates | None
@@ -100,7 +104,9 @@ class LiveSettings:
         self._certificates = certificates
 
     def prepare(self, config: Config) -> None:
-        """Raises ConfigError for what cannot be applied to this daemon, having changed nothing."""
+        """Check and read a configuration. Raises ConfigError for settings that cannot be applied to this daemon, having
+        changed nothing.
+        """
         host = self._store.host
         least_bytes = host.charged_bytes + config.host.arena_bytes
         if config.host.capacity_bytes < least_bytes:
@@ -113,8 +119,9 @@ class LiveSettings:
         self._tenants.prepare(config)
 
     def apply(self, config: Config, names: set[str]) -> set[str]:
-        """Let the settings `names` be as in `config`; those that took effect. Raises ConfigError, with everything as it
-        was."""
+        """Let the settings `names` be as in `config`; return the names of the ones that took effect. Raises
+        ConfigError, with everything as it was.
+        """
         applied = names & (TENANTS | {"daemon.log_level"})
         if applied & TENANTS:  # first, since it alone may fail
             self._tenants.relist(config)
@@ -132,7 +139,7 @@ class LiveSettings:
         return applied
 
     def _apply_to(self, position: int, section: TierSection, config: Config, names: set[str]) -> set[str]:
-        """The settings of one tier; the names of those that took effect."""
+        """Apply the settings of one tier; return the names of the ones that took effect."""
         live = POLICY | {"admission"} | ({"capacity"} if section.name in self._resizes else set())
         keys = {key for key in live if f"{section.name}.{key}" in names}
         if keys & POLICY:

@@ -1,7 +1,7 @@
-"""The figures that monitoring reads: counters, levels and request times as Prometheus metric families.
+"""The figures for monitoring: counters, levels and request times as Prometheus metric families.
 
-Makes families of the replies that operators get; keeps nothing. Invariant: the number of series does not grow with the
-number of tenants: the first `NAMED_TENANTS` have their own, the others are summed up.
+The module makes families of the replies that operators get, and keeps nothing. Invariant: the number of series does not
+grow with the number of tenants: the first `NAMED_TENANTS` have their own, the others are summed up.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ Family = type[CounterMetricFamily] | type[GaugeMetricFamily]
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One moment. `misses`: blocks missed by cause; `latencies`: a histogram of request times by verb."""
+    """The figures of one moment. `misses`: blocks missed by cause; `latencies`: a histogram of request times by
+    verb.
+    """
 
     status: pb.StatusReply
     tiers: pb.TiersReply
@@ -146,7 +148,7 @@ def _requests(latencies: dict[str, Counts]) -> Metric:
 def _labelled(
     kind: Family, name: str, about: str, labels: Sequence[str], samples: Iterable[tuple[Sequence[str], float]]
 ) -> Metric:
-    """`samples`: the values of the labels, and the metric's value."""
+    """Return a metric with labels. `samples`: the values of the labels, and the metric's value."""
     family = kind(f"kvstored_{name}", about, labels=labels)
     for values, value in samples:
         family.add_metric(values, value)

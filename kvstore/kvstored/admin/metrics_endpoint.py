@@ -1,8 +1,8 @@
 """The HTTP endpoint that monitoring scrapes: `GET /metrics`, in Prometheus' and OpenMetrics' text formats.
 
-Owns its listener and connections: one request a connection, each within a time, and no more of them than were allowed.
-The numbers are taken on the daemon's loop, so that they are of one moment. Never does: serve
-anything else, or ask who is reading: the numbers name tenants, so `metrics.listen` belongs on loopback or behind what
+The module owns its listener and connections: one request a connection, each within a time limit, and a bounded number
+of connections. The figures are taken on the daemon's loop, so that they are of one moment. It serves nothing else, and
+does not ask who is reading: the figures name tenants, so `metrics.listen` belongs on loopback or behind a proxy that
 the operator trusts.
 """
 
@@ -44,7 +44,7 @@ Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 
 def serve_metrics(section: MetricsSection, views: Views, latencies: Latencies) -> BoundedHttp:
-    """Listen as `section` says, from now on until the server that is returned is closed. Raises SocketError."""
+    """Listen as `section` says until the returned server is closed. Raises SocketError."""
     flows = views.parts.store.flows
 
     def take() -> Snapshot:
@@ -87,10 +87,11 @@ class _OnLoop(Collector):
 
 
 class BoundedHttp:
-    """Serves the WSGI `application` on `listener` in a thread of its own, from now on until `close`.
+    """A server of the WSGI `application` on `listener`, in a thread of its own, from now on until `close`.
 
     Invariants: a connection ends `REQUEST_S` and `ANSWER_S` after it began, even if its peer says nothing; over `most`
-    the oldest that has not sent its request makes room, so that half-open connections keep no scraper out."""
+    connections, the oldest that has not sent its request makes room, so that half-open connections keep no scraper out.
+    """
 
     def __init__(self, listener: socket.socket, application: Application, most: int) -> None:
         self._listener, self._application, self._most = listener, application, most
@@ -102,7 +103,7 @@ class BoundedHttp:
         self._thread.start()
 
     def close(self) -> None:
-        """End all connections. Returns when the thread has ended."""
+        """End all connections, and return when the thread has ended."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._answering.shutdown(wait=True, cancel_futures=True)
@@ -145,7 +146,7 @@ class BoundedHttp:
         self._open.discard(writer)
 
     async def _head(self, reader: asyncio.StreamReader) -> dict[str, Any] | bytes:
-        """A request, as WSGI has it; or the answer to one that is none."""
+        """Return a request, in WSGI's form; or the answer to bytes that are no request."""
         try:
             raw = await reader.readuntil(b"\r\n\r\n")
         except asyncio.LimitOverrunError:

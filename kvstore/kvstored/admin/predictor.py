@@ -1,4 +1,4 @@
-"""Prefetch by prediction as an operator sees it, and its switch. Keeps nothing."""
+"""The operator's view of prefetch by prediction, and its switch. The module keeps nothing."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from kvstored.store.prefetch.prefetcher import Prefetcher
 
 
 def predictor(prefetcher: Prefetcher, residency: Residency, request: pb.PredictorRequest) -> pb.PredictorReply:
-    """Return the status of `prefetcher`, after its switch was set if `request` asks for that. Raises KVStoreError where
-    nothing can be switched on."""
+    """Return the status of `prefetcher`, after setting its switch if `request` asks for that. Raises KVStoreError if it
+    cannot be switched on.
+    """
     if request.switch == pb.PredictorRequest.ON:
         _require_predictor(prefetcher)
     if request.switch:

@@ -1,7 +1,6 @@
-"""Quarantine for an operator: which slots are in it and why, and giving them back.
+"""Quarantine for an operator: the slots in it with their reasons, and their release.
 
-Owns no slot: the tier does. Never shows a byte of a block. Records are read on a thread, since that may wait for a
-device.
+The tier owns the slots. No byte of a block is shown. Records are read on a thread, since that may wait for a device.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from kvstored.store.assembly import Store
 
 
 class Quarantine:
-    """Lists and releases the quarantine of `store`'s NVMe tier; a daemon without one has none."""
+    """The quarantine of `store`'s NVMe tier; it is empty where the store has none."""
 
     def __init__(self, store: Store, tenants: TenantDirectory) -> None:
         self._store = store
@@ -39,7 +38,7 @@ class Quarantine:
         return reply
 
     async def release(self, request: pb.ReleaseQuarantineRequest) -> pb.ReleaseQuarantineReply:
-        """Raises KVStoreError for a place that is not in quarantine; then nothing is released."""
+        """Release slots. Raises KVStoreError for a place that is not in quarantine; then nothing is released."""
         if request.all == bool(request.locations):
             raise KVStoreError(ErrorKind.INVALID, "give the places to release, or all")
         held = self._nvme.quarantined() if self._nvme is not None else {}
@@ -61,7 +60,7 @@ class Quarantine:
         return pb.ReleaseQuarantineReply(released=len(slots), released_bytes=sum(slot.nbytes for slot in slots))
 
     async def _name(self, slot: Slot, entry: pb.QuarantinedSlot) -> None:
-        """Which block it was, as far as its record still says."""
+        """Enter which block the slot held, as far as its record still says."""
         assert self._nvme is not None
         try:
             header = await asyncio.to_thread(self._nvme.describe_quarantined, slot)

@@ -1,7 +1,7 @@
 """Reload of the configuration while the daemon serves, at SIGHUP or `kvctl reload`.
 
-Owns the rules: a configuration that cannot be used changes nothing; of one that can, the settings that
-`LiveSettings` knows take effect at once, and every other that differs is named as one that waits for a restart.
+The module owns the rules: a configuration that cannot be used changes nothing. Of a usable one, the settings that
+`LiveSettings` knows take effect at once, and every other difference is reported as waiting for a restart.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NEVER_READ = frozenset({"daemon.record"})  # written
 
 @dataclass(frozen=True)
 class Difference:
-    """One setting, by its name in the file, with its values for people."""
+    """A changed setting, by its name in the file, with its old and new value for people."""
 
     name: str
     before: str
@@ -38,7 +38,7 @@ class Difference:
 
 
 class Reload:
-    """`read()` reads the configuration as at the start; ConfigError when it cannot be used."""
+    """The reload. `read()` reads the configuration as at the start; it raises ConfigError if it cannot be used."""
 
     def __init__(self, config: Config, read: Callable[[], Config], live: LiveSettings) -> None:
         self.config = config  # what is in force
@@ -48,7 +48,7 @@ class Reload:
         self._contents = contents_of(config)
 
     def reload(self) -> pb.ReloadReply:
-        """Raises KVStoreError, with everything as it was, when the configuration cannot be used."""
+        """Reload the configuration. Raises KVStoreError, with everything as it was, if it cannot be used."""
         notify("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
         try:
             return self._reload()
@@ -56,7 +56,7 @@ class Reload:
             notify("READY=1")
 
     def on_signal(self) -> None:
-        """Do as `reload`, for a caller that reads the log alone."""
+        """Reload the configuration, and report to the log alone."""
         try:
             self.reload()
         except KVStoreError:
@@ -114,7 +114,7 @@ def _capacity(config: Config, section: str) -> int:
 
 
 def changed_files(before: Mapping[str, Content], after: Mapping[str, Content]) -> Iterator[Difference]:
-    """Yield the settings that name the same file as before, which holds something else by now."""
+    """Yield the settings that name an unchanged path whose file has changed."""
     for name, old in before.items():
         new = after.get(name, old)
         if new.path == old.path and new.digest != old.digest:
@@ -130,7 +130,7 @@ def _shown_tiers(sections: tuple[TierSection, ...]) -> str:
 
 
 def _shown_tenant(section: TenantSection) -> str:
-    """Its name and what the file says of it."""
+    """Return a tenant's name and its settings in the file."""
     said = {
         "host_max": human_bytes(section.host_max_bytes) if section.host_max_bytes else "",
         "host_min": human_bytes(section.host_min_bytes) if section.host_min_bytes else "",
@@ -149,8 +149,9 @@ def _shown_tenant(section: TenantSection) -> str:
 
 
 def _merged(old: Config, new: Config, applied: set[str]) -> Config:
-    """Return what is in force: the new settings that were applied, the old ones elsewhere. A setting that waits for a
-    restart is so named again at the next reload."""
+    """Return the configuration in force: the new settings that were applied, the old ones elsewhere. So a setting that
+    waits for a restart is reported again at the next reload.
+    """
     sections = {name: section for name, section in vars(old).items() if is_dataclass(section)}
     return Config(
         **{name: _live(name, section, getattr(new, name), applied) for name, section in sections.items()},
@@ -163,7 +164,7 @@ def _merged(old: Config, new: Config, applied: set[str]) -> Config:
 
 
 def _live(section: str, before: Any, after: Any, applied: set[str]) -> Any:
-    """Return a section as it is in force. `after` is None of a tier that is no longer listed."""
+    """Return a section as it is in force. `after` is None for a tier that is no longer listed."""
     live = {
         field.name: getattr(after, field.name)
         for field in fields(before)
@@ -173,7 +174,7 @@ def _live(section: str, before: Any, after: Any, applied: set[str]) -> Any:
 
 
 def _written(before: Settings, after: Settings, applied: set[str]) -> Iterator[WrittenSetting]:
-    """Return what was written of the settings in force: a setting that waits for a restart is as it was."""
+    """Yield the settings in force as they were written: a setting that waits for a restart has its old value."""
     latter = {each.name: each for each in after}
     for old in before:
         if not old.tenant:
@@ -183,7 +184,7 @@ def _written(before: Settings, after: Settings, applied: set[str]) -> Iterator[W
 
 
 class Content(NamedTuple):
-    """`digest` identifies what a file held; `seen` says to people when it was written."""
+    """The content of a file: `digest` identifies it; `seen` says when it was written, for people."""
 
     path: Path
     digest: bytes
@@ -191,8 +192,9 @@ class Content(NamedTuple):
 
 
 def contents_of(config: Config) -> dict[str, Content]:
-    """Return what each file that a setting names holds now, by the setting's name: its path stays the same when that
-    changes."""
+    """Return the present content of each file that a setting names, by the setting's name: the path stays equal when
+    the content changes.
+    """
     named = {f"{section}.{field}": value for section, field, value in config.fields() if isinstance(value, Path)}
     return {name: _content(path) for name, path in named.items() if name not in NEVER_READ and not path.is_dir()}
 

@@ -1,8 +1,8 @@
-"""Moves the blocks of one tenant's name to another, on an operator's request; the daemon never decides that itself.
+"""Move the blocks of one tenant's name to another, at an operator's request; the daemon never decides that itself.
 
 The former name must be out of use and the new one listed. Clients of both names have to connect again, since their keys
-start from other roots afterwards. What the new name has stored of its own is removed, if the operator says so.
-Never gives what user N stored as tenant uid-N to a tenant that does not list N.
+start from other roots afterwards. Blocks that the new name has stored are removed, if the operator says so. Blocks that
+user N stored as tenant uid-N are never given to a tenant that does not list N.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ P = ParamSpec("P")
 
 
 class RenameTenant:
-    """See the module. One at a time. `with_tokens()` are the tenants that the tokens file names."""
+    """The renaming of tenants, one at a time. `with_tokens()` returns the tenants that the tokens file names."""
 
     def __init__(
         self,
@@ -45,7 +45,9 @@ class RenameTenant:
         self._turn = asyncio.Lock()
 
     async def rename(self, request: pb.RenameTenantRequest) -> pb.RenameTenantReply:
-        """Raises KVStoreError; then nothing has changed, or what `replace` drops has gone."""
+        """Rename a tenant. Raises KVStoreError; then nothing has changed, except that blocks dropped for `replace` are
+        gone.
+        """
         async with self._turn:
             identity = self._check(request.old, request.new)
             stored = StoredAmounts(self._residency)
@@ -69,7 +71,7 @@ class RenameTenant:
             return reply
 
     def _check(self, old: str, new: str) -> str:
-        """The identity that changes its name. Raises KVStoreError."""
+        """Return the identity that changes its name. Raises KVStoreError."""
         tenants, keyring = self._tenants, self._tenants.keyring
         identity, section = keyring.identity_of(old), tenants.section(new)
         if old == new:

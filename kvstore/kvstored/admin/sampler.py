@@ -1,7 +1,7 @@
 """Samples for the history: one reading of every part, at most once a second.
 
-Reads the reports of the parts and keeps nothing but the history. Invariant: the number of series does not grow with
-the number of tenants: the first `NAMED_TENANTS` have their own, the others are summed up.
+The module reads the reports of the parts and keeps nothing but the history. Invariant: the number of series does not
+grow with the number of tenants: the first `NAMED_TENANTS` have their own, the others are summed up.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _Level = Iterator[tuple[SeriesKey, float]]
 
 
 class Sampler:
-    """`sample` belongs into a timer that runs a few times a second."""
+    """A sampler of all parts; call `sample` from a timer a few times a second."""
 
     def __init__(self, parts: Parts, latencies: Latencies) -> None:
         self._parts = parts

@@ -13,8 +13,9 @@ from kvstored.config import Config, WrittenSetting
 
 
 def settings(reload: Reload) -> pb.ConfigReply:
-    """Return the settings in force, and those that wait for a restart since the last `reload`. Shows the names of files
-    with secrets and never what they hold."""
+    """Return the settings in force, and the ones that wait for a restart since the last `reload`. Files with secrets
+    are shown by name, never by content.
+    """
     config = reload.config
     waiting = {each.name: each.after for each in reload.waiting}
     reply = pb.ConfigReply(source=config.source, tenants_waiting=waiting.get("[[tenant]]", ""))
@@ -27,8 +28,9 @@ def settings(reload: Reload) -> pb.ConfigReply:
 
 
 def in_force(config: Config, setting: WrittenSetting) -> str:
-    """Return what became of a setting, where its text does not say it: a share, "auto", a relative path, a size that
-    was cut. Empty elsewhere."""
+    """Return the effective value of a setting if its text does not show it: a share, "auto", a relative path, a size
+    that was cut. "" otherwise.
+    """
     section: Any = config.tier(setting.section) or getattr(config, setting.section, None)
     if setting.tenant:
         section = next((tenant for tenant in config.tenants if tenant.name == setting.tenant), None)
@@ -40,7 +42,7 @@ def in_force(config: Config, setting: WrittenSetting) -> str:
 
 
 def toml_value(value: Any) -> str:
-    """A value of a setting as TOML reads it again."""
+    """Return a setting's value in TOML."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, list):
@@ -51,7 +53,7 @@ def toml_value(value: Any) -> str:
 
 
 def _bytes_of(value: Any) -> int | None:
-    """None for a share and for "auto", which say no number of bytes by themselves."""
+    """Return the bytes of a size; None for a share and for "auto", which give no number of bytes by themselves."""
     try:
         return parse_size(value)
     except ValueError:

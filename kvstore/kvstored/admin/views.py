@@ -1,4 +1,4 @@
-"""Status, tiers, tenants and blocks as an operator sees them. Reads the reports of all parts; keeps nothing."""
+"""Status, tiers, tenants and blocks for an operator. The module reads the reports of all parts and keeps nothing."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ class Parts:
 
 
 class Views:
-    """Answers of this moment. Reads `parts`, the daemon's `phase`, and what `maintenance` and `integrity` report."""
+    """The operator's views of the present moment. They read `parts`, the daemon's `phase`, and the reports of
+    `maintenance` and `integrity`.
+    """
 
     def __init__(self, parts: Parts, phase: Phase, maintenance: Maintenance, integrity: Integrity) -> None:
         self.parts = parts
@@ -107,20 +109,22 @@ class Views:
         return reply
 
     def _other_tier_messages(self) -> list[str]:
-        """Messages of tiers that are in no degraded mode."""
+        """Return the messages of tiers that are not degraded."""
         store = self._store
         degraded = {item.part for item in store.modes.all()}
         reports = [(name, tier.statistics()) for name, tier in zip(store.residency.tiers, store.tiers, strict=True)]
         return [f"{name}: {report.message}" for name, report in reports if report.message and name not in degraded]
 
     def _state_of(self, position: int) -> str:
-        """The degraded mode of a tier, or the state that it reports."""
+        """Return the degraded mode of a tier, or the state that it reports."""
         store = self._store
         mode = store.modes.mode(store.residency.tiers[position])
         return store.tiers[position].statistics().state.value if mode is Mode.OK else mode.value
 
     def tiers(self, *, with_classes: bool = True) -> pb.TiersReply:
-        """`with_classes`: how many blocks are hot, warm and cold too, which takes some 15 ms a million blocks."""
+        """Return the status of all tiers. `with_classes`: also count hot, warm and cold blocks, which takes some 15 ms
+        a million blocks.
+        """
         store = self._store
         now_ns = store.clock.monotonic_ns()
         reply = pb.TiersReply()
@@ -212,7 +216,7 @@ class Views:
 
 
 def _describe_integrity(report: IntegrityReport, reply: pb.StatusReply) -> None:
-    """Fill in the reply, and warn where something is wrong."""
+    """Fill in the reply, and warn if something is wrong."""
     scrub, books = report.scrub, report.books
     reply.orphaned_blocks = report.orphaned_blocks
     reply.scrub.CopyFrom(pb.ScrubStatus(**vars(scrub)))
@@ -227,13 +231,15 @@ def _by_name(classes: Mapping[ResidencyClass, int]) -> dict[str, int]:
 
 
 def resident_bytes() -> int:
-    """This process's resident set without touched arena pages, which `kvctl tiers` shows: the daemon's own cost."""
+    """Return this process's resident bytes without touched arena pages, which `kvctl tiers` shows: the daemon's own
+    memory.
+    """
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return sum(int(fields[name].split()[0]) * 1024 for name in ("RssAnon", "RssFile"))
 
 
 def tier_named(residency: Residency, name: str) -> int:
-    """Its position. Raises KVStoreError, naming those that there are, for another name."""
+    """Return the position of the tier `name`. Raises KVStoreError, naming the daemon's tiers, for an unknown name."""
     if name not in residency.tiers:
         known = ", ".join(residency.tiers)
         raise KVStoreError(ErrorKind.INVALID, f"no tier {name!r}; this daemon has: {known}")

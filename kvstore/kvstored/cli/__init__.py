@@ -1,4 +1,4 @@
-"""The `kvstored` command: one file a subcommand. Parses, reports mistakes in one line, starts things."""
+"""The `kvstored` command: one file a subcommand. It parses, reports mistakes in one line, and starts the work."""
 
 from __future__ import annotations
 

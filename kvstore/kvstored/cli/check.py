@@ -1,4 +1,4 @@
-"""`kvstored check`: every invariant of an NVMe directory that no daemon is using, and its repair."""
+"""`kvstored check`: checks every invariant of an NVMe directory that no daemon is using, and repairs it."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _counted(progress: Progress) -> Callable[[int], None]:
-    """Adds up the bytes read."""
+    """Return a function that adds up the bytes read, for `progress`."""
     from kvstore_console.units import human_bytes
 
     read_bytes = 0
@@ -147,7 +147,9 @@ def _plain(finding: Finding) -> dict[str, Any]:
 
 
 def what_is_wrong(directory: Path) -> str | None:
-    """One line, or None. A crash may have left either without the other: slabs, or the file that names the format."""
+    """Return one line, or None if the directory is right. A crash may have left either without the other: slabs, or the
+    file that names the format.
+    """
     if not directory.is_dir():
         return f"{directory} is not a directory"
     if (directory / "slabs").is_dir() or (directory / "format").exists():

@@ -1,5 +1,6 @@
-"""`kvstored config`: the reference configuration, or whether one is usable; and the options that choose one, the same
-for every command that needs one."""
+"""`kvstored config`: prints the reference configuration, or checks one; and the options that choose a configuration,
+for every command that needs one.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 def overrides(arguments: argparse.Namespace) -> list[str]:
-    """Return what the command line sets, as `load_config` takes it."""
+    """Return the settings on the command line, as `load_config` takes them."""
     short = [
         f"daemon.{key}={json.dumps(value)}"
         for key, value in (("socket_dir", arguments.socket_dir), ("state_dir", arguments.state_dir))

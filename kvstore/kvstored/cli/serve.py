@@ -98,7 +98,7 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _overrides(arguments: argparse.Namespace) -> list[str]:
-    """Return what the command line sets, these two included."""
+    """Return the settings on the command line, with the ones that this command adds."""
     short = [
         f"daemon.{key}={json.dumps(value)}"
         for key, value in (("record", arguments.record), ("log_level", arguments.log_level))

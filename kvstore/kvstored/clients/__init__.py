@@ -1,1 +1,3 @@
-"""The way of bytes and rights to a client: handshake and descriptors, staging memory, leases, limbo."""
+"""The part of the daemon that gives bytes and rights to a client: handshake and descriptors, staging memory, leases,
+limbo.
+"""

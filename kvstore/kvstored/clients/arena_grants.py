@@ -1,5 +1,5 @@
-"""The arenas that a client may map: read-only its own tenant's and no other's, and writable only the ones for puts in
-place, where its tenant may do that. A client on a device may import memory of its tenant there.
+"""Grants of the arenas that a client may map: its own tenant's read-only, and, if its tenant may put in place, the
+arenas for such puts writable. A client on a device may import memory of its tenant there.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kvstored.store.assembly import Store
 
 
 class ArenaGrants:
-    """Grants the memory of `store` to clients."""
+    """The grants of the memory of `store` to clients."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -24,13 +24,13 @@ class ArenaGrants:
         return tenant.puts_in_place(self._store.config.put)
 
     def prepare(self, tenant: Tenant) -> None:
-        """The first client of a tenant is coming that may store: make arenas for it."""
+        """Make arenas for a tenant, before its first client that may store connects."""
         owner = writable_owner(tenant.index_name) if self.puts_in_place(tenant) else tenant.index_name
         if not self._arenas_of(owner):
             self._host.precreate(owner, self._store.config.host.prefault_ahead_bytes)
 
     def announce(self, tenant: Tenant, welcome: hs.Welcome) -> None:
-        """Enter into a welcome which arenas there are."""
+        """Enter the present arenas into a welcome."""
         writable = self._arenas_of(writable_owner(tenant.index_name))
         welcome.arena_ids.extend([*self._arenas_of(tenant.index_name), *writable])
         welcome.put_in_place = self.puts_in_place(tenant)
@@ -38,7 +38,9 @@ class ArenaGrants:
             welcome.writable_arena_ids.extend(writable)
 
     def grant(self, session: Session, request: hs.ArenaRequest) -> tuple[hs.ArenaGrant, int]:
-        """KVStoreError for an arena that is not this tenant's, in the same words as for one that is not there."""
+        """Return the arena's grant and descriptor. Raises KVStoreError for an arena of another tenant, in the words
+        used for an arena that does not exist.
+        """
         number, index_name = request.arena_id, session.tenant.index_name
         exporter = self._store.exporter_of(number, session.device_tiers) if not request.writable else None
         if exporter is not None and exporter.owner(number) == index_name:

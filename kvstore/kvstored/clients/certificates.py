@@ -1,6 +1,6 @@
 """The certificate of the TCP listener for unary calls, which a reload renews without closing a connection.
 
-Owns the pair that is served: a new one takes its place only when its files are whole and belong together, so a
+The module owns the pair that is served: a new pair replaces it only when its files are whole and belong together, so a
 half-written renewal changes nothing.
 """
 
@@ -18,32 +18,33 @@ Pair = tuple[bytes, bytes]  # private key, certificate chain; PEM
 
 
 class Certificates:
-    """Reads the pair of `config`. Raises ConfigError for one that cannot be used."""
+    """The served pair, read from `config`. Raises ConfigError for a pair that cannot be used."""
 
     def __init__(self, config: UnarySection) -> None:
         self._prepared = self._served = read_pair(config)
 
     @staticmethod
     def of(config: UnarySection) -> Certificates | None:
-        """None where there is no TLS."""
+        """Return the certificates of `config`; None without TLS."""
         return Certificates(config) if config.listen and config.tls_cert is not None else None
 
     def credentials(self) -> grpc.ServerCredentials:
-        """Return credentials that each new connection is served the pair of its time by."""
+        """Return credentials that serve to each new connection the pair in force at that time."""
         return grpc.dynamic_ssl_server_credentials(_configuration(self._served), lambda: _configuration(self._served))
 
     def prepare(self, config: UnarySection) -> None:
-        """Read the pair again. Raises ConfigError, and the one that is served stays."""
+        """Read the pair again. Raises ConfigError, and the served pair stays."""
         self._prepared = read_pair(config) if config.tls_cert is not None else self._served
 
     def renew(self) -> None:
-        """Serve what `prepare` has read, from the next connection on."""
+        """Serve the pair that `prepare` has read, from the next connection on."""
         self._served = self._prepared
 
 
 def read_pair(config: UnarySection) -> Pair:
-    """Return key and certificate chain. Raise ConfigError where they cannot be read or do not belong together: gRPC
-    would only say so when a client comes."""
+    """Return key and certificate chain. Raises ConfigError if they cannot be read or do not belong together: gRPC would
+    only say so when a client comes.
+    """
     assert config.tls_cert is not None and config.tls_key is not None
     named = f"unary.tls_cert {config.tls_cert} and unary.tls_key {config.tls_key}"
     try:

@@ -9,7 +9,7 @@ from kvstored.tier_set import NO_TIERS, TIER_SETS, TierSet
 
 
 def tier_code(residency: ResidencyView, position: int, device_tiers: TierSet = NO_TIERS) -> int:
-    """The TierCode of the tier at `position`. `device_tiers`: those that the client reads on its device."""
+    """Return the TierCode of the tier at `position`. `device_tiers`: the tiers that the client reads on its device."""
     if position in device_tiers:
         return pb.TIER_CODE_GPU
     if position == residency.mapped:
@@ -20,7 +20,7 @@ def tier_code(residency: ResidencyView, position: int, device_tiers: TierSet = N
 
 
 def codes_by_mask(residency: ResidencyView, device_tiers: TierSet = NO_TIERS) -> bytes:
-    """Return, by a row's tier mask, the TierCode of the tier from which a client has it soonest; 0 for none."""
+    """Return, by a row's tier mask, the TierCode of the fastest tier for the client; 0 for none."""
     fastest = (residency.fastest_of(tiers, device_tiers) for tiers in TIER_SETS[1 : 2 ** len(residency.tiers)])
     return bytes([0, *(tier_code(residency, position, device_tiers) for position in fastest)])
 
@@ -30,5 +30,5 @@ def miss_reason(cause: Cause) -> pb.MissReason.ValueType:
 
 
 def known_step(step: int) -> int:
-    """Return why an engine stopped (a NextStep), unless only a newer one knows what it says."""
+    """Return `step` (a NextStep, why an engine stopped); 0 for a value that only a newer version knows."""
     return step if step in pb.NextStep.values() else pb.NEXT_STEP_UNSPECIFIED

@@ -1,7 +1,7 @@
-"""Containers whose programs are one tenant, since they run under one uid: noticed, and said once.
+"""Containers whose programs are one tenant, since they run under one uid: the daemon notices them and says so once.
 
 A tenant is a user as the kernel names it to the daemon. Containers that share a user namespace share uids, so that
-programs of one uid in two of them read each other's blocks. Never decides anything: a cgroup is a label, which its
+programs of one uid in two of them read each other's blocks. The module decides nothing: a cgroup is a label, which its
 process may have chosen.
 """
 
@@ -29,9 +29,10 @@ _POD = re.compile(r"(kubepods.*-)?pod[^/]+")
 
 def container_of(cgroup: str) -> str:
     """Return the path of the innermost container that a cgroup's path names; "" for a service, a login or the root. A
-    path that no service manager and no tool known here makes counts as a container's.
+    path that no known service manager and no known tool makes counts as a container's.
 
-    A path that begins with `/..` is outside the daemon's own cgroup namespace, so of another container or the host.
+    A path that begins with `/..` is outside the daemon's own cgroup namespace, so it belongs to another container or to
+    the host.
     """
     parts = [part for part in cgroup.split("/") if part]
     outside = next((place for place, part in enumerate(parts) if part != ".."), len(parts))
@@ -58,15 +59,18 @@ def _is_container(parts: list[str], place: int) -> bool:
 
 
 class SeenContainers:
-    """Remembers from which containers each user has come since the start, and says in the log, once for each user, that
-    there are several. A container that has ended counts: what it stored is there."""
+    """The containers from which each user has come since the start; the log says, once for each user, that there are
+    several. A container that has ended counts: its blocks are still stored.
+    """
 
     def __init__(self) -> None:
         self._seen: OrderedDict[tuple[str, int], OrderedDict[str, None]] = OrderedDict()
         self._said: set[tuple[str, int]] = set()
 
     def note(self, tenant: str, uid: int, cgroup: str) -> None:
-        """A user opened a session. One whose cgroup is not known, or is no container's, does not count."""
+        """Note that a user opened a session. A session whose cgroup is unknown, or is no container's, does not
+        count.
+        """
         place, who = container_of(cgroup), (tenant, uid)
         if not place:
             return
@@ -83,7 +87,7 @@ class SeenContainers:
             log.warning("%s", _sentence(*who, places))
 
     def sentences(self) -> list[str]:
-        """Return one for each user who came from several containers."""
+        """Return a sentence for each user who came from several containers."""
         return [_sentence(*who, places) for who, places in self._seen.items() if len(places) > 1]
 
 
@@ -98,6 +102,6 @@ def _sentence(tenant: str, uid: int, places: Collection[str]) -> str:
 
 
 def _shown(place: str) -> str:
-    """A container's name for people: ids are cut as the tools do that made them."""
+    """Return a container's name for people, with its id cut as the container tools do."""
     name = _ID.sub(lambda found: found[0][:12], place.rpartition("/")[2].removesuffix(".scope"))
     return "".join(char if char.isprintable() else "?" for char in name)[:64]

@@ -1,8 +1,9 @@
 """The handshake socket: the kernel names the caller, descriptors are passed, and the end of a client is noticed.
 
-One SOCK_SEQPACKET connection a client, open for its whole life; its end (the last holder of the descriptor exits or
+Each client has one SOCK_SEQPACKET connection for its whole life. Its end (the last holder of the descriptor exits or
 closes) ends the session and everything it held. gRPC cannot do this: it knows no peer and its streams break for other
-reasons. Runs on the control loop, never blocks: packets are small and a client that does not read them is cut off.
+reasons. The module runs on the control loop and never blocks: packets are small, and a client that does not read them
+is cut off.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ _UCRED = struct.Struct("3i")
 
 
 class HandshakeServer:
-    """Listens on `path`. `start` binds and returns; `close` ends every connection and with it every session. Of one
-    user at most `limits.handshakes_per_user` connections may not have said hello yet: the oldest makes room."""
+    """The server on `path`. `start` binds and returns; `close` ends every connection and with it every session. At most
+    `limits.handshakes_per_user` connections of one user may be without a hello: the oldest of them makes room.
+    """
 
     def __init__(self, path: Path, reception: Reception, limits: LimitsSection) -> None:
         self.path = path
@@ -50,7 +52,7 @@ class HandshakeServer:
         self.accepting = True
 
     def start(self, listener: socket.socket) -> None:
-        """Take clients from `listener`, and none from one before it; connected clients stay."""
+        """Take clients from `listener`, and none from an earlier listener; connected clients stay."""
         self._stop_listening()
         listener.setblocking(False)
         self._listener = listener
@@ -68,7 +70,9 @@ class HandshakeServer:
             self._listener = None
 
     def hang_up(self, is_meant: Callable[[Session], bool]) -> int:
-        """End the sessions for which `is_meant` holds; how many. Their clients notice, and may reconnect."""
+        """End the sessions for which `is_meant` holds, and return their number. Their clients notice, and may
+        reconnect.
+        """
         meant = [connection for connection in self._connections if connection.is_of(is_meant)]
         for connection in meant:
             connection.end()
@@ -103,7 +107,7 @@ class HandshakeServer:
             waiting[0].end()
 
     def _refusal(self, uid: int) -> KVStoreError | None:
-        """Return why a new client is not taken now, if so."""
+        """Return why a new client cannot be taken now; None if it can."""
         if not self.accepting:
             return KVStoreError(
                 ErrorKind.UNAVAILABLE, "the daemon is draining and takes no new clients (kvctl drain --undo ends that)"

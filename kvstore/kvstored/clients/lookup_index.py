@@ -1,12 +1,12 @@
 """The lookup indexes: for each tenant that asks, a table in shared memory that says where its blocks are.
 
-Owns one memfd a tenant, from the first session that asks for it to the end of the last, and the memory that all of
-them together may take. Follows residency by its presence events, so a stored block is in the table before its
-put is answered. Never does: serve bytes, or know how a client uses an answer. A tenant gets the descriptor of
-its own table only, read-only; the memfd is sealed, so that not even root opens it writable.
+The module owns one memfd for each tenant, from the first session that asks for it to the end of the last, and bounds
+the memory of all of them together. It follows residency by its presence events, so a stored block is in the table
+before its put is answered. It serves no bytes. A tenant gets the descriptor of its own table only, read-only; the memfd
+is sealed, so that not even root opens it writable.
 
 Invariants: a table in state SERVING holds every readable block of its tenant, in a slot or in an overflow count; only
-this process writes it, on the control thread; a table that is no longer kept up says CLOSED.
+this process writes it, on the control thread; a table that is no longer updated says CLOSED.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ KEYS_A_SLICE, ROWS_A_SLICE = 200, 2000  # each some 0.4 ms of the control thread
 
 
 class IndexTable:
-    """The writer's side of one table. `slots` of the layout hold tags; what overflows is remembered here."""
+    """The writer's side of one table. `slots` of the layout hold tags; keys that overflow are remembered here."""
 
     def __init__(self, fixed: IndexLayout) -> None:
         self.layout = fixed
@@ -63,7 +63,7 @@ class IndexTable:
         self._publish()
 
     def put(self, key: bytes, code: int) -> None:
-        """The fastest readable copy of `key` is in the tier `code` now."""
+        """Enter that the fastest readable copy of `key` is in the tier `code` now."""
         tag = layout.key_tag(key, self._seed)
         offset = layout.bucket_offset(tag, self._buckets)
         tags, tiers = self._read(offset)
@@ -84,7 +84,7 @@ class IndexTable:
         self._write(offset, tags, tiers)
 
     def remove(self, key: bytes) -> None:
-        """`key` is no longer readable. A key that found the bucket full gets its slot."""
+        """Remove `key`, which is no longer readable. A key that had found the bucket full gets its slot."""
         tag = layout.key_tag(key, self._seed)
         offset = layout.bucket_offset(tag, self._buckets)
         tags, tiers = self._read(offset)
@@ -106,11 +106,11 @@ class IndexTable:
         self._write(offset, tags, tiers)
 
     def readonly_fd(self) -> int:
-        """A new O_RDONLY descriptor for a client; the caller closes it."""
+        """Return a new O_RDONLY descriptor for a client; the caller closes it."""
         return os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC)
 
     def close(self) -> None:
-        """Say CLOSED to processes that still map it, and give it up. Idempotent."""
+        """Write CLOSED for processes that still map the table, and release it. Idempotent."""
         if self._fd >= 0:
             self.set_state(IndexState.CLOSED)
             self._memory.close()
@@ -154,7 +154,7 @@ class LookupIndexes:
         return self._buckets > 0
 
     def changed(self, tenant: int, key: bytes, mask: int, row: int) -> None:
-        """See `PresenceListener`."""
+        """Update the tenant's table after a change of a block, as `PresenceListener` describes."""
         table = self._tables.get(tenant)
         if table is None:
             return
@@ -164,7 +164,9 @@ class LookupIndexes:
             table.remove(key)
 
     def grant(self, session: Session) -> tuple[hs.LookupIndexGrant, int | None]:
-        """The session's tenant's table, made if this is the first to ask; without a descriptor, the reason why not."""
+        """Return the table of the session's tenant, made if this is the first to ask, and its descriptor; without a
+        descriptor, the grant has the reason.
+        """
         if not self.offered:
             return hs.LookupIndexGrant(reason="this daemon keeps no lookup index (index.slots = 0)"), None
         tenant = session.tenant_id
@@ -196,7 +198,7 @@ class LookupIndexes:
         return table
 
     def _build(self, tenant: int, table: IndexTable, first_row: int) -> None:
-        """Enter what is stored already, a slice at a time. Changes meanwhile arrive through `changed`."""
+        """Enter the blocks that are stored already, a slice at a time. Changes meanwhile arrive through `changed`."""
         if self._tables.get(tenant) is not table:
             return
         rows = self._residency.rows

@@ -1,4 +1,4 @@
-"""Reception: what the daemon does at a client's hello, when it asks for a descriptor, and at its end."""
+"""Reception: the daemon's part at a client's hello, when it asks for a descriptor, and at its end."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ PROTOCOL_VERSION = 1
 
 
 class Streams(Protocol):
-    """Opens direct streams."""
+    """A maker of direct streams."""
 
     def open(self, session: Session) -> int:
-        """The client's end, a descriptor to hand over and close. Raises KVStoreError."""
+        """Return the client's end of a new stream, a descriptor to hand over and close. Raises KVStoreError."""
         ...
 
 
 class Reception:
-    """Receives clients of the handshake socket, and lets them go; refusals are KVStoreError. `former` is None without
-    warm restart."""
+    """The reception of clients at the handshake socket; a refusal is a KVStoreError. `former` is None without warm
+    restart.
+    """
 
     def __init__(
         self,
@@ -51,7 +52,7 @@ class Reception:
         self._warned_of_unmapped = False
 
     def welcome(self, peer: Peer, hello: hs.Hello) -> tuple[Session, hs.Welcome, int | None]:
-        """Open a session; the answer and the staging descriptor to send, if any."""
+        """Open a session; return it, the answer, and the staging descriptor to send, if any."""
         try:
             session = self._open(peer, hello)
         except KVStoreError as error:
@@ -87,7 +88,7 @@ class Reception:
         return session, welcome, staging.fd if staging is not None else None
 
     def grant(self, session: Session, kind: str, packet: hs.ClientPacket, reply: hs.DaemonPacket) -> int | None:
-        """Fill the reply in; the descriptor that goes with it, which is closed after it was sent."""
+        """Fill in the reply; return the descriptor that goes with it, which is closed after it was sent."""
         if kind == "arena":
             arena, descriptor = self._arenas.grant(session, packet.arena)
             reply.arena.CopyFrom(arena)
@@ -124,5 +125,5 @@ class Reception:
 
 
 def _printable(name: str) -> str:
-    """A client's name for itself, fit for log lines and for the name of a memfd."""
+    """Return a client's name for itself, made safe for log lines and for the name of a memfd."""
     return "".join(char if " " <= char <= "~" else "?" for char in name[:64]) or "unnamed"

@@ -1,7 +1,7 @@
-"""Sessions: one for each handshake connection, which is a client's identity and the anchor of all it holds.
+"""Sessions, one for each handshake connection: a session is a client's identity, and everything it holds depends on it.
 
-Owns loan and staging of each client, and how a tenant, a fingerprint and staging memory become a session; ends all that
-a client held when its connection ends. Never speaks to a client.
+The module owns loan and staging of each client, and makes a session from a tenant, a fingerprint and staging memory.
+When a connection ends, it ends everything that the client held. It never speaks to a client.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ LOOK_AGAIN_S = 0.25  # for a client that has left, until the kernel says that it
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Session(Client):
-    """`staging` is None for a client that only reads, and for a unary call. `loan` is the number under which the client
-    may store from its staging, 0 before it has asked; what was asked for under an earlier number is void."""
+    """The session of one client. `staging` is None for a client that only reads, and for a unary call. `loan` is the
+    number under which the client may store from its staging, 0 before it has asked; requests under an earlier number
+    are void.
+    """
 
     token: bytes = field(repr=False)  # who has it is this session's client on data.sock
     peer: Peer
@@ -42,7 +44,7 @@ class Session(Client):
     on_close: list[Callable[[], None]] = field(default_factory=list)
 
     def put_ended(self) -> None:
-        """Give the staging memory back after the end, as soon as nothing copies from it any more."""
+        """Release the staging memory after the session's end, as soon as nothing copies from it any more."""
         if self.closed and not self.copying and self.staging is not None:
             staging, self.staging = self.staging, None
             staging.forget_fd()
@@ -50,28 +52,30 @@ class Session(Client):
 
 
 class ReturningClients(Protocol):
-    """Clients of the daemon process before, whose leases still stand."""
+    """Clients of the former daemon process whose leases still stand."""
 
     keeps_leases: bool
 
     @property
     def epoch(self) -> bytes:
-        """Names the numbering of arenas."""
+        """The name of the numbering of arenas."""
         ...
 
     def arrived(self, session: Session, token: bytes) -> list[int]:
-        """Return the numbers of the leases of a client that connects which still stand, if `token` is one that it had
-        before."""
+        """Return the numbers of the leases that still stand of a client that connects, if `token` is one that it had
+        before.
+        """
         ...
 
     def left(self, session: Session) -> None:
-        """Forget a client, for good: it left while the daemon served."""
+        """Forget a client for good: it left while the daemon served."""
         ...
 
 
 class Sessions:
-    """All live sessions by token: 16 random bytes, of which an unknown one reveals nothing. `former` is None without
-    warm restart. Session numbers go on after `last_id`."""
+    """All live sessions by token: 16 random bytes, so that an unknown token reveals nothing. `former` is None without
+    warm restart. Session numbers go on after `last_id`.
+    """
 
     def __init__(
         self,
@@ -101,14 +105,16 @@ class Sessions:
         return self._by_token.get(token)
 
     def tenant_of(self, peer: Peer) -> Tenant:
-        """Raises KVStoreError for a user without a tenant."""
+        """Return the tenant of `peer`. Raises KVStoreError for a user without a tenant."""
         tenant = self._tenants.resolve(peer)
         if tenant is None:
             raise KVStoreError(ErrorKind.FORBIDDEN, self._tenants.why_refused(peer))
         return tenant
 
     def open(self, tenant: Tenant, fingerprint: Fingerprint, peer: Peer, name: str, staging_bytes: int) -> Session:
-        """Return a session of a client that has connected, with as much staging memory as it wants and may have."""
+        """Return a session for a client that has connected, with up to `staging_bytes` of staging memory, as far as its
+        share allows.
+        """
         staging = self._make_staging(staging_bytes, name)
         session = self._session(tenant, fingerprint, self._tenants.remember(fingerprint), peer, name, staging)
         self._name(session)
@@ -117,8 +123,9 @@ class Sessions:
         return session
 
     def open_call(self, tenant: Tenant, fingerprint: Fingerprint, name: str) -> Session:
-        """Return a session for one unary call, in no table: nothing follows its end. Its fingerprint is not noted, so
-        that asking for made-up ones costs nothing: `note_fingerprint` before blocks are stored under it."""
+        """Return a session for one unary call. It is in no table, since its end is not watched. Its fingerprint is not
+        noted, so that made-up fingerprints cost nothing: call `note_fingerprint` before blocks are stored under it.
+        """
         return self._session(tenant, fingerprint, fingerprint.digest(), Peer(0, -1, -1), name, None)
 
     def note_fingerprint(self, session: Session) -> None:
@@ -127,8 +134,9 @@ class Sessions:
         self._name(session)
 
     def close(self, session: Session) -> None:
-        """End a session whose client has gone, run what was attached to its end, and give back what it held: staging
-        memory, reserved slots, and leases, but for those that the next process of the daemon is to find. Idempotent."""
+        """End a session whose client has gone, run the actions attached to its end, and release what it held: staging
+        memory, reserved slots, and leases, except leases that the daemon's next process shall find. Idempotent.
+        """
         if session.closed:
             return
         session.closed = True
@@ -145,9 +153,10 @@ class Sessions:
         session.put_ended()
 
     def _free_reserved(self, session: Session, done_ns: int) -> None:
-        """Free the slots that a client had reserved. Its process may live on with the arenas mapped, a thread of it in
-        the middle of a write: they are freed when it has exited, or at `done_ns`. A process that ends closes its
-        sockets before the kernel says that it has exited: so look again."""
+        """Free the slots that a client had reserved. Its process may live on with the arenas mapped, with a thread in
+        the middle of a write: the slots are freed when it has exited, or at `done_ns`. A process that ends closes
+        its sockets before the kernel reports its exit, so this looks again later.
+        """
         reservations = self._store.reservations
         if has_exited(session.peer) or self._store.clock.monotonic_ns() >= done_ns:
             reservations.end_session(session.session_id)
@@ -178,7 +187,7 @@ class Sessions:
         )
 
     def _name(self, session: Session) -> None:
-        """Give a session the number of its fingerprint, which is remembered, and what belongs to it."""
+        """Give a session the number of its fingerprint, which is remembered, and the fields that follow from it."""
         session.fingerprint_id = self._tenants.fingerprint_number(session.fingerprint_digest)
         session.family = self._tenants.family(session.fingerprint)
 

@@ -1,7 +1,7 @@
-"""Blocks as a put takes them: from a client's staging memory, from slots that it had reserved, or from a message.
+"""The sources of a put's blocks: a client's staging memory, slots that it had reserved, or a message.
 
-Owns one memfd a client, sealed against resizing, so that no client can make the daemon fault on a vanished page. Never
-trusts its content: the daemon copies first and checks the copy.
+The module owns one memfd for each client, sealed against resizing, so that no client can make the daemon fault on a
+vanished page. It never trusts the content: the daemon copies first and checks the copy.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 class Staging:
-    """`size_bytes` of shared memory; `fd` is handed to the client once and closed here by `forget_fd`."""
+    """A client's staging memory: `size_bytes` of shared memory. `fd` is handed to the client once and closed here by
+    `forget_fd`.
+    """
 
     def __init__(self, size_bytes: int, label: str) -> None:
         self.size_bytes = -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
@@ -38,7 +40,7 @@ class Staging:
         self.address = int(self.view.ctypes.data)
 
     def tokens_at(self, offset: int) -> bytes:
-        """Return token ids as the client wrote them, taken once: it may still be writing."""
+        """Return token ids as the client wrote them, read once: the client may still be writing."""
         return tokens_in(ctypes.string_at(self.address + offset, HEADER_BYTES))
 
     def payload_at(self, offset: int, nbytes: int) -> Segment:
@@ -51,14 +53,15 @@ class Staging:
 
 
 def tokens_in(header: bytes) -> bytes:
-    """Packed token ids of a header as a client writes it: nothing else in it is anything."""
+    """Return the packed token ids of a header that a client wrote; no other field of it is read."""
     count = int.from_bytes(header[TOKEN_COUNT_OFFSET : TOKEN_COUNT_OFFSET + 4], "little")
     return header[TOKENS_OFFSET : TOKENS_OFFSET + min(count, MAX_TOKENS) * 4]
 
 
 class StagingPool:
-    """The part of the DRAM capacity that all clients' staging together may take. It is set aside at the start of the
-    daemon, so that a tier full of blocks never keeps a client from writing."""
+    """The part of the DRAM capacity for all clients' staging together. It is set aside at the start of the daemon, so
+    that a full tier never keeps a client from writing.
+    """
 
     def __init__(self, size_bytes: int, per_client_bytes: int) -> None:
         self.size_bytes = size_bytes
@@ -66,8 +69,9 @@ class StagingPool:
         self._per_client_bytes = per_client_bytes
 
     def take(self, wanted_bytes: int) -> int:
-        """Return what a client gets: what it wants, up to its own limit and a quarter of what is left, so that later
-        clients can write too; 0 when nothing is left."""
+        """Return the bytes that a client gets: its wish, up to its own limit and a quarter of what is left, so that
+        later clients can write too; 0 if nothing is left.
+        """
         left_bytes = self.size_bytes - self.used_bytes
         fair_bytes = max(left_bytes // 4, min(left_bytes, SMALLEST_SHARE_BYTES))
         granted_bytes = min(wanted_bytes, self._per_client_bytes, fair_bytes)
@@ -80,7 +84,9 @@ class StagingPool:
 
 
 class ReservedBlocks:
-    """Implements `Staged`: the offset of a block is the place of its slot in the reservation."""
+    """Blocks in reserved slots, an implementation of `Staged`: the offset of a block is the place of its slot in the
+    reservation.
+    """
 
     def __init__(self, slots: Mapping[int, Slot], tenant: int, host: HostTier, reservations: Reservations) -> None:
         self._images = {place: host.slot_segment(slot) for place, slot in slots.items()}
@@ -95,20 +101,22 @@ class ReservedBlocks:
         return self._images[offset].part(HEADER_BYTES, nbytes)
 
     def take(self, offset: int) -> Slot:
-        """The slot is a block's from now on: the caller attaches it in the same turn of the loop."""
+        """Return a slot, which belongs to a block from now on: the caller attaches it in this turn of the loop."""
         slot = self._left.pop(offset)
         self._reservations.used(self._tenant, slot)
         return slot
 
     def end(self) -> None:
-        """Free what no block has taken. Idempotent."""
+        """Free the slots that no block has taken. Idempotent."""
         left, self._left = self._left, {}
         for slot in left.values():
             self._reservations.free(self._tenant, slot)
 
 
 class InlineBlocks:
-    """Implements `Staged`: the offset of a block is its place in `tokens` and `payloads`."""
+    """Blocks in a message, an implementation of `Staged`: the offset of a block is its place in `tokens` and
+    `payloads`.
+    """
 
     def __init__(self, tokens: Sequence[bytes], payloads: Sequence[bytes]) -> None:
         self._tokens = tokens

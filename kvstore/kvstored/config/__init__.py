@@ -1,5 +1,6 @@
-"""The configuration: reference.toml says what there is, schema.py its shape, parse.py how a file becomes one; tiers/
-has a file for each kind of tier."""
+"""The configuration: reference.toml has every setting, schema.py the dataclasses, parse.py reads a file; tiers/ has a
+file for each kind of tier.
+"""
 
 from kvstored.config.documents import reference_text
 from kvstored.config.mistakes import ConfigError

@@ -1,4 +1,4 @@
-"""Addresses to listen on: one reading of "host:port" for every listener, IPv6 in brackets included."""
+"""Addresses to listen on: one parser of "host:port" for every listener, IPv6 in brackets included."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BARE_IPV6 = re.compile(r"(?P<host>[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*):(?P<port>\d{1,
 
 
 class Address(NamedTuple):
-    """`host` has no brackets; "*" is every interface."""
+    """An address. `host` has no brackets; "*" is every interface."""
 
     host: str
     port: int
@@ -28,8 +28,9 @@ class Address(NamedTuple):
 
 
 def address_of(name: str, value: str, example: str, prefix: str = "") -> Address:
-    """Return the address that the setting `name` has as `value`, "host:port" after `prefix`, such as "tcp://". Raise
-    ConfigError for anything else; the message shows `example`."""
+    """Return the address in the setting `name` with the text `value`, "host:port" after `prefix`, such as "tcp://".
+    Raises ConfigError for anything else; the message shows `example`.
+    """
     found = _HOST_AND_PORT.match(value.removeprefix(prefix)) if value.startswith(prefix) else None
     bare = None if found else _BARE_IPV6.match(value.removeprefix(prefix))
     need(
@@ -46,7 +47,7 @@ def address_of(name: str, value: str, example: str, prefix: str = "") -> Address
 
 
 def numeric(name: str, address: Address) -> Address:
-    """Return `address` with the number that its name stands for, IPv4 first. Raise ConfigError for an unknown name."""
+    """Return `address` with its host name resolved to a number, IPv4 first. Raises ConfigError for an unknown name."""
     if address.host == "*" or address.is_ipv6:
         return address
     try:

@@ -1,6 +1,6 @@
-"""The documents that settings are written in, laid one over the other by section. Each tier is a section of its name.
+"""The TOML documents with settings, laid one over the other by section. Each tier is a section of its name.
 
-Unknown names and values of a wrong type are errors here; what a value means is not looked at.
+Unknown names and values of a wrong type are errors here; the meaning of values is checked elsewhere.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def reference_text() -> str:
 
 
 def read_reference() -> Table:
-    """Every section with its defaults, the tiers as sections too."""
+    """Return every section with its defaults, the tiers as sections too."""
     return dict(_named(tomllib.loads(reference_text()), {}, "reference.toml")) | {TENANT: []}
 
 
 def read_file(path: Path, merged: Table) -> Table:
-    """The sections of a file. `merged` says which tiers there are already."""
+    """Return the sections of a file. `merged` has the tiers that exist already."""
     try:
         document = tomllib.loads(path.read_text())
     except OSError as error:
@@ -47,7 +47,7 @@ def read_file(path: Path, merged: Table) -> Table:
 
 
 def read_override(text: str, merged: Table) -> Table:
-    """The section of section.key=value, or of tier.NAME.key=value, which also adds a tier."""
+    """Return the section of section.key=value, or of tier.NAME.key=value, which also adds a tier."""
     name, equals, value = text.partition("=")
     section, dot, key = name.strip().partition(".")
     tier, of_tier, tier_key = key.partition(".")
@@ -64,7 +64,7 @@ def read_override(text: str, merged: Table) -> Table:
 
 
 def _named(document: Table, merged: Table, source: str) -> Table:
-    """The document with each `[[tier]]` as a section of its name, where it stands; [NAME] says more of the same."""
+    """Return the document with each `[[tier]]` as a section of its name, in its place; a section [NAME] adds to it."""
     sections: Table = {}
     for section, keys in document.items():
         for name, table in _entries(keys, merged, source) if section == TIER else [(section, keys)]:
@@ -100,7 +100,9 @@ def _entries(entries: Any, merged: Table, source: str) -> Iterator[tuple[str, Ta
 
 
 def lay_over(merged: Table, sections: Table, reference: Table, source: str) -> None:
-    """Let what `sections` say hold, in place. A value is of the type of its default. Raises ConfigError."""
+    """Lay the values of `sections` over `merged`, in place. Each value must have the type of its default. Raises
+    ConfigError.
+    """
     for section, table in sections.items():
         if section == TENANT:
             merged[section] = table
@@ -118,7 +120,7 @@ def lay_over(merged: Table, sections: Table, reference: Table, source: str) -> N
 
 
 def tiers_in(merged: Table) -> dict[str, Table]:
-    """The sections that are tiers, fastest first; those of one kind as they were written."""
+    """Return the sections that are tiers, fastest first; tiers of one kind stay in the order of the file."""
     tiers = {name: table for name, table in merged.items() if isinstance(table, dict) and "kind" in table}
     order = [*KINDS]
 
@@ -130,14 +132,14 @@ def tiers_in(merged: Table) -> dict[str, Table]:
 
 
 def in_order(merged: Table) -> Table:
-    """The sections as in reference.toml, with all tiers where its tiers are."""
+    """Return the sections in the order of reference.toml, with all tiers in the place of its tiers."""
     tiers = tiers_in(merged)
     first, *others = (name for name in merged if name not in tiers)
     return {first: merged[first]} | tiers | {name: merged[name] for name in others}
 
 
 def _new_tier(name: str, table: Table, merged: Table, source: str) -> Table:
-    """The defaults of a tier that is not listed yet."""
+    """Return the defaults of a tier that is not listed yet."""
     if "kind" not in table:
         hint = '; a new tier says its kind: kind = "memory"' if "capacity" in table else ""
         raise ConfigError(f"{source}: unknown section [{name}]{did_you_mean(name, merged)}{hint}")
@@ -170,13 +172,13 @@ def _check_type(name: str, default: Any, value: Any) -> None:
 
 
 def names_in(sections: Table) -> Iterator[tuple[str, str]]:
-    """(section, key) of each setting; (TENANT, "") for all tenants."""
+    """Yield (section, key) of each setting; (TENANT, "") for all tenants."""
     for section, keys in sections.items():
         yield from ((section, key) for key in (keys if isinstance(keys, dict) else ("",)))
 
 
 def written(merged: Table, origins: Mapping[tuple[str, str], str]) -> Iterator[WrittenSetting]:
-    """Every setting, with the origin of those that are not defaults. `merged` must have been checked."""
+    """Yield every setting with its origin, the default or a file. `merged` must have been checked."""
     for section, keys in merged.items():
         if section != TENANT:
             for key, value in keys.items():

@@ -1,7 +1,8 @@
-"""Makes a Config of TOML: reference.toml, then the operator's file, then `--set section.key=value`, checked as a whole.
+"""Make a Config from TOML: reference.toml, then the operator's file, then `--set section.key=value`, checked as a
+whole.
 
-Unknown keys are errors with a suggestion. Never does: touch the file system beyond reading the file and asking how
-large the machine's memory and the NVMe file system are.
+Unknown keys are errors with a suggestion. The module only reads the file, and asks for the sizes of the machine's
+memory and of the NVMe file system.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ _UID_TENANT = re.compile(r"uid-\d+\Z")  # what tenants.default = "by-uid" calls 
 
 
 def load_config(path: Path | None, overrides: Iterable[str] = ()) -> Config:
-    """Raises ConfigError with one line that names the key."""
+    """Return the configuration. Raises ConfigError with one line that names the key."""
     reference = read_reference()
     merged = copy.deepcopy(reference)
     origins: dict[tuple[str, str], str] = {}
@@ -162,7 +163,9 @@ def _check(config: Config) -> None:
 
 
 def check_plausible(config: Config, staging_bytes: int) -> None:
-    """`staging_bytes`: what the operator asked for, 0 where that is the default."""
+    """Check that the settings fit together. `staging_bytes`: the operator's setting, 0 if it is the default. Raises
+    ConfigError.
+    """
     host = config.host
     if staging_bytes > host.capacity_bytes // 2:
         raise ConfigError(
@@ -199,7 +202,7 @@ def _check_shares(config: Config) -> None:
 
 
 def tenant_sections(raw: Any, config: Config) -> tuple[TenantSection, ...]:
-    """Percentages are of the tiers' capacities in `config`. Raises ConfigError."""
+    """Return the tenants' sections. Percentages are of the tiers' capacities in `config`. Raises ConfigError."""
     if not isinstance(raw, list):
         raise ConfigError("tenant: write each one as [[tenant]]")
     found: dict[str, TenantSection] = {}

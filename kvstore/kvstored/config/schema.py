@@ -1,4 +1,5 @@
-"""The shape of the configuration: one frozen dataclass a section, sizes in bytes, paths absolute. Tiers: `tiers/`.
+"""The dataclasses of the configuration: one frozen dataclass for each section, sizes in bytes, paths absolute. Tiers:
+`tiers/`.
 
 Defaults live in reference.toml alone; these classes have none, so that the two cannot differ.
 """
@@ -77,7 +78,9 @@ class MovementSection:
 
 @dataclass(frozen=True)
 class PrefetchSection:
-    """`budget_bytes_per_s`: 0 is no limit of its own. `model`: the file that predictor `learned` is made with."""
+    """Section `[prefetch]`. `budget_bytes_per_s`: 0 sets no limit. `model`: the file that predictor `learned` is made
+    with.
+    """
 
     enabled: bool
     predictor: str
@@ -95,7 +98,7 @@ class IndexSection:
 
 @dataclass(frozen=True)
 class MetricsSection:
-    """`listen` is host:port of the HTTP endpoint, "" for none."""
+    """Section `[metrics]`. `listen` is host:port of the HTTP endpoint, "" for none."""
 
     listen: str
     connections: int
@@ -103,7 +106,9 @@ class MetricsSection:
 
 @dataclass(frozen=True)
 class EventsSection:
-    """`listen`, `replay`: ZMQ addresses, "" for none. `tenant`: whose blocks alone are published, "" for everyone's."""
+    """Section `[events]`. `listen`, `replay`: ZMQ addresses, "" for none. `tenant`: the one tenant whose blocks are
+    published, "" for all.
+    """
 
     listen: str
     replay: str
@@ -118,7 +123,7 @@ class EventsSection:
 
 @dataclass(frozen=True)
 class UnarySection:
-    """`listen` is host:port of the TCP listener, "" for none; a path is None where none is set."""
+    """Section `[unary]`. `listen` is host:port of the TCP listener, "" for none; a path that is not set is None."""
 
     enabled: bool
     message_bytes: int
@@ -131,20 +136,22 @@ class UnarySection:
 
     @property
     def tokens_in_use(self) -> Path | None:
-        """The tokens file, where unary calls are taken at all."""
+        """The tokens file, if unary calls are taken at all."""
         return self.tokens_file if self.enabled else None
 
 
 @dataclass(frozen=True)
 class ClusterSection:
-    """`secret_file`: shared by the nodes that may read each other's blocks in remote tiers; None: this node alone."""
+    """Section `[cluster]`. `secret_file`: shared by the nodes that may read each other's blocks in remote tiers; None:
+    this node alone.
+    """
 
     secret_file: Path | None
 
 
 @dataclass(frozen=True)
 class TenantSection:
-    """One listed tenant; maxima of 0 mean no limit of its own. `remote`: how its blocks are in remote tiers."""
+    """One listed tenant; a maximum of 0 sets no limit. `remote`: the form of its blocks in remote tiers."""
 
     name: str
     uids: tuple[int, ...] = ()
@@ -161,8 +168,10 @@ class TenantSection:
 
 
 class WrittenSetting(NamedTuple):
-    """A setting as it was written: `value` as TOML reads it, and `origin`, "default", "--set" or the file's path. For
-    one of a `[[tenant]]`, `section` is "tenant" and `tenant` its name; for one of a tier, `section` is its name."""
+    """A setting as it was written: `value` as TOML reads it, and `origin`, "default", "--set" or the file's path. For a
+    setting of a `[[tenant]]`, `section` is "tenant" and `tenant` its name; for a tier's setting, `section` is the
+    tier's name.
+    """
 
     section: str
     key: str
@@ -177,8 +186,9 @@ class WrittenSetting(NamedTuple):
 
 @dataclass(frozen=True)
 class Config:
-    """`listed` has the tiers that there may be, fastest first. `written` has every setting as it was written, in the
-    order of the reference file, tenants last."""
+    """The configuration. `listed` has the tiers, also disabled ones, fastest first. `written` has every setting as it
+    was written, in the order of the reference file, tenants last.
+    """
 
     daemon: DaemonSection
     listed: tuple[TierSection, ...]
@@ -200,17 +210,17 @@ class Config:
 
     @property
     def tiers(self) -> tuple[TierSection, ...]:
-        """Return the tiers that are not turned off."""
+        """The tiers that are enabled."""
         return tuple(tier for tier in self.listed if tier.enabled)
 
     @property
     def host(self) -> SharedSection:
-        """The one that clients map."""
+        """The tier that clients map."""
         return next(tier for tier in self.listed if isinstance(tier, SharedSection))
 
     @property
     def nvme(self) -> NvmeSection:
-        """The durable one, which may be turned off."""
+        """The durable tier, which may be disabled."""
         return next(tier for tier in self.listed if isinstance(tier, NvmeSection))
 
     def tier(self, name: str) -> TierSection | None:

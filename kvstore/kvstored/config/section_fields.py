@@ -1,4 +1,4 @@
-"""Makes the dataclass of a section of its table in a TOML document: each field has the key of its name."""
+"""Make the dataclass of a section from its table in a TOML document: each field has the key of its name."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ NOTHING: Mapping[str, Any] = {}
 
 
 def section_of(kind: type[Section], name: str, table: Table, known: Mapping[str, Any] = NOTHING) -> Section:
-    """`known` values, and the others as `table` has them: sizes in bytes, without the suffix in their key; paths
-    absolute, None where "" may stand for none. Raises ConfigError."""
+    """Return the section, with the `known` values, and the others from `table`: sizes in bytes, without the suffix in
+    their key; paths absolute, None if "" may stand for none. Raises ConfigError.
+    """
     hints = get_type_hints(kind)
     values = dict(known)
     for field in fields(kind):  # type: ignore[arg-type]
@@ -34,7 +35,7 @@ def section_of(kind: type[Section], name: str, table: Table, known: Mapping[str,
 
 
 def size(section: str, table: Table, key: str, whole_bytes: int = 0) -> int:
-    """Bytes of a setting; percentages are of `whole_bytes`. Raises ConfigError."""
+    """Return the bytes of a setting; percentages are of `whole_bytes`. Raises ConfigError."""
     try:
         return parse_size(table[key], whole_bytes)
     except ValueError as error:

@@ -1,7 +1,7 @@
 """The bytes of a batch of events, as vLLM's decoders read them.
 
 A batch is the array [time, events, rank]. `map`: each event is a map with its "type", as of vLLM 0.24; `array`: an
-array that begins with the type, as before. Hashes are integers below 2**63, which every consumer's 64-bit type takes.
+array that begins with the type, as before. Hashes are integers below 2**63, which every consumer's 64-bit type holds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Encode = Callable[[float, Sequence["Stored | Removed | Cleared"]], bytes]
 
 
 class CopyPlace(NamedTuple):
-    """The place of copies, as events say it. `locality`: "" for this node."""
+    """The place of copies, in the words of events. `locality`: "" for this node."""
 
     medium: str
     locality: str = ""
@@ -25,7 +25,7 @@ class CopyPlace(NamedTuple):
 
 @dataclass(slots=True)
 class Stored:
-    """Blocks of one chain, each the parent of the next. `tokens`: of all of them, or empty."""
+    """Blocks of one chain, each the parent of the next. `tokens`: the token ids of all of them, or empty."""
 
     place: CopyPlace
     parent: int | None
@@ -48,7 +48,7 @@ class Cleared:
 
 
 def hash_of(key: bytes) -> int:
-    """Return what names a block in events."""
+    """Return the number that names a block in events."""
     return (int.from_bytes(key[:8], "big") ^ int.from_bytes(key[8:], "big")) & HASH_MASK
 
 

@@ -1,8 +1,8 @@
-"""An address that subscribers connect to: a ZMQ socket, what a connection of it may cost, and how many there are.
+"""An address that subscribers connect to: a ZMQ socket, with limits for each connection and for their number.
 
-A connection that says nothing ends after `HANDSHAKE_MS`, one that is dead after `DEAD_MS`. ZMQ itself bounds neither
-their number nor what waits for them: those over the number are cut here, by their descriptor, which ZMQ takes for a
-peer that left.
+A silent connection ends after `HANDSHAKE_MS`, a dead one after `DEAD_MS`. ZMQ itself bounds neither the number of
+connections nor the messages that wait for them. Connections over the number are cut here, by closing their descriptor,
+which ZMQ takes for a peer that left.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _WATCHED = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 
 
 class Endpoint:
-    """Listens on `address` as a socket of `kind`, for at most `most` connections at once. Raises ZMQError."""
+    """A ZMQ socket of `kind` that listens on `address`, for at most `most` connections at once. Raises ZMQError."""
 
     def __init__(self, context: Any, kind: int, address: str, most: int, high_water: int) -> None:
         self._address, self._most = address, most
@@ -49,8 +49,9 @@ class Endpoint:
         return len(self._connections)
 
     def send(self, *frames: bytes) -> Any:
-        """Send a message, at once; the memory of the last frame is shared. Return the tracker of that memory, or None
-        for a peer that left or that takes nothing more."""
+        """Send a message at once; the memory of the last frame is shared. Return the tracker of that memory, or None if
+        the peer left or takes nothing more.
+        """
         try:
             for frame in frames[:-1]:
                 self.socket.send(frame, zmq.SNDMORE | zmq.NOBLOCK, copy=True)
@@ -61,7 +62,7 @@ class Endpoint:
             raise
 
     def look(self) -> None:
-        """Take note of who came and left; cut connections beyond the limit."""
+        """Note which peers came and left; cut connections beyond the limit."""
         while self.monitor.poll(0):
             event = recv_monitor_message(self.monitor)
             descriptor = int(event["value"])
@@ -74,22 +75,23 @@ class Endpoint:
         self.socket.get(zmq.EVENTS)  # lets ZMQ free what waited for those that left
 
     def cut(self, descriptor: int) -> None:
-        """End a connection; what waits for it is freed."""
+        """End a connection; messages that wait for it are freed."""
         if descriptor not in self._connections:
             return
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
             connection.shutdown(socket.SHUT_RDWR)
 
     def cut_slow(self) -> int:
-        """End the connections that have not read what was sent to them, or all if that is not known of any.
-        Return how many."""
+        """End the connections that have not read the messages sent to them, or all if that is known of none. Return
+        their number.
+        """
         slow = [descriptor for descriptor in self._connections if _unread_bytes(descriptor)]
         for descriptor in slow or list(self._connections):
             self.cut(descriptor)
         return len(slow or self._connections)
 
     def restore(self) -> None:
-        """Bind anew where the socket's file was removed; its connections end, and come back to the new one."""
+        """Bind anew if the socket's file was removed; its connections end, and come back to the new socket."""
         if not self._address.startswith(IPC) or os.path.exists(self._address.removeprefix(IPC)):
             return
         with contextlib.suppress(zmq.ZMQError):
@@ -114,7 +116,7 @@ def _unread_bytes(descriptor: int) -> int:
 
 
 class Sent:
-    """Messages whose memory ZMQ still holds: for peers that have not read them."""
+    """Messages whose memory ZMQ still holds, for peers that have not read them."""
 
     def __init__(self) -> None:
         self._held: list[tuple[Any, int]] = []
@@ -128,7 +130,7 @@ class Sent:
         self.held_bytes += nbytes
 
     def look(self) -> bool:
-        """Forget what is free by now; whether anything was."""
+        """Forget messages whose memory is free by now; return whether there were any."""
         left = [each for each in self._held if not each[0].done]
         is_less = len(left) < len(self._held)
         if is_less:

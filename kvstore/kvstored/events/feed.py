@@ -1,11 +1,11 @@
-"""The control thread's part: it notes the row of each change, and a little later sends what the rows have become.
+"""The control thread's part of events: it notes the row of each change, and a little later sends the state of the rows.
 
 A put pays for an append; everything else is done for all rows of some milliseconds together, in columns. A block that
-was stored and has gone meanwhile is never heard of. While the publisher cannot take more, rows wait; noted twice, they
-are sent once.
+was stored and has left before is never sent. While the publisher cannot take more, rows wait; a row noted twice is sent
+once.
 
-Owns which blocks the publisher knows, by row and generation, and with or without their token ids. Invariants: a row
-that the publisher knows otherwise than residency has it waits in `_rows`; a block is sent after its parent.
+The module owns which blocks the publisher knows, by row and generation, and with or without their token ids.
+Invariants: a row whose state the publisher does not know waits in `_rows`; a block is sent after its parent.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ Integers = npt.NDArray[np.integer]
 
 
 class TokenColumns:
-    """Reads the token ids of many blocks at once, from the headers of their copies in memory. `tiers`: by position;
-    those in memory are where token ids are read. None where they are private. On the control thread, which gives no
-    slot away meanwhile. Clients may write some of these arenas: a count that cannot be is none."""
+    """A reader of the token ids of many blocks at once, from the headers of their copies in memory. `tiers`: by
+    position; token ids are read from the tiers in memory. None if they are private. It runs on the control thread,
+    which gives no slot away meanwhile. Clients may write some of these arenas: an impossible count is read as none.
+    """
 
     def __init__(self, residency: Residency, tiers: Sequence[Tier]) -> None:
         self._residency = residency
@@ -48,8 +49,9 @@ class TokenColumns:
         self.readable = TierSet.of(*(position for position, tier in enumerate(tiers) if tier.info.is_in_memory))
 
     def read(self, rows: Integers, masks: npt.NDArray[np.uint8]) -> tuple[npt.NDArray[np.uint16], bytes]:
-        """Return how many each of `rows` has, and all of them, packed in order. None of a block that is not in
-        memory."""
+        """Return the number of token ids of each of `rows`, and all token ids, packed in order. A block that is not in
+        memory has none.
+        """
         counts = np.zeros(len(rows), np.uint16)
         left = masks.copy()
         parts: list[tuple[Integers, Integers, npt.NDArray[np.int32]]] = []  # which rows, their places, the memory
@@ -75,8 +77,9 @@ class TokenColumns:
     def _places(
         self, tier: Tier, position: int, rows: Integers, here: Integers
     ) -> list[tuple[Integers, Integers, npt.NDArray[np.int32]]]:
-        """Return, of the rows that `here` picks, the words of each container's memory, and where in them each slot
-        begins."""
+        """Return, for the rows that `here` picks, the words of each container's memory, and the place of each slot in
+        them.
+        """
         copies, wanted = self._residency.copies[position], rows[here]
         containers = np.frombuffer(copies.container, np.uint32)[wanted]
         offsets = np.frombuffer(copies.offset, np.uint64)[wanted].astype(np.int64)
@@ -94,7 +97,7 @@ class TokenColumns:
 
 
 class Outlet(Protocol):
-    """Takes messages. Sent to while it is not ready, it keeps them."""
+    """The receiver of messages. It keeps messages that come while it is not ready."""
 
     @property
     def ready(self) -> bool: ...
@@ -103,8 +106,10 @@ class Outlet(Protocol):
 
 
 class EventFeed:
-    """`kind_text` gives a row kind's topic and its tokens a block; None: not published. `tiers`: by position; those in
-    memory are where token ids are read; none where they are private. `call_later`: after seconds, on this thread."""
+    """The feed of events. `kind_text` gives a row kind's topic and its tokens a block; None: not published. `tiers`: by
+    position; token ids are read from the tiers in memory, from none if they are private. `call_later`: after
+    seconds, on this thread.
+    """
 
     def __init__(
         self,
@@ -129,11 +134,11 @@ class EventFeed:
 
     @property
     def waiting_rows(self) -> int:
-        """Changes that have not been sent."""
+        """The number of changes that have not been sent."""
         return len(self._rows) - self._taken
 
     def announce_all(self) -> None:
-        """Notice changes from now on. Let the publisher forget what it knows, and send it everything."""
+        """Notice changes from now on. Let the publisher forget everything, and send it everything."""
         rows = self._residency.rows
         self._known = np.zeros(rows.capacity, np.uint8)
         self._published = np.zeros(0, np.uint8)
@@ -153,7 +158,7 @@ class EventFeed:
     # What waits
 
     def _wait_for(self, rows: Numbers) -> None:
-        """These rows wait, parents before children, in place of those that did."""
+        """Let these rows wait, parents before children, in place of the waiting ones."""
         depth = np.frombuffer(self._residency.rows.depth, np.uint32)[rows]
         depth = np.minimum(depth, 0xFFFF).astype(np.uint16)  # which numpy sorts in a tenth of the time
         del self._rows[:]
@@ -161,7 +166,7 @@ class EventFeed:
         self._rows.frombytes(rows[np.argsort(depth, kind="stable")].astype(np.uint32).tobytes())
 
     def _wait_once(self) -> None:
-        """Let what was noted twice wait once."""
+        """Let rows that were noted twice wait once."""
         is_noted = np.zeros(self._residency.rows.capacity, np.bool_)  # sorting millions of rows would take seconds
         is_noted[np.frombuffer(self._rows[self._taken :], np.uint32)] = True
         self._wait_for(np.flatnonzero(is_noted))
@@ -177,8 +182,9 @@ class EventFeed:
             self._call_later(DELAY_S, self._flush)
 
     def _flush(self) -> None:
-        """Send a slice of what waits. A mistake of ours ends the events for a while, and nothing else: all blocks are
-        announced again later."""
+        """Send a slice of the waiting rows. A bug ends the events for a while, and nothing else: all blocks are
+        announced again later.
+        """
         self._is_waiting = False
         try:
             self._flush_slice()
@@ -207,7 +213,7 @@ class EventFeed:
     # One slice
 
     def _send(self, noted: Numbers) -> None:
-        """Send what these rows are now."""
+        """Send the present state of these rows."""
         columns = self._residency.rows
         self._grow(columns.capacity)
         self._learn_kinds()
@@ -238,7 +244,7 @@ class EventFeed:
     def _stored_columns(
         self, rows: Numbers, kind: npt.NDArray[np.uint32], mask: npt.NDArray[np.uint8]
     ) -> tuple[bytes, bytes, bytes]:
-        """Return, of blocks that are stored, what each has, the keys of parents, token ids."""
+        """Return the columns of stored blocks: their fields, the keys of parents, token ids."""
         if not len(rows):
             return b"", b"", b""
         counts, ids = self._tokens.read(rows, mask)
@@ -255,8 +261,9 @@ class EventFeed:
         return b"".join([keys[row] or key(row) for row in rows.tolist()])
 
     def _parents_first(self, noted: Numbers) -> Numbers:
-        """Each of these rows once, at its last change, and before them what is stored above them that the publisher
-        does not know yet."""
+        """Return each of these rows once, at its last change, and before them the stored ancestors that the publisher
+        does not know yet.
+        """
         columns = self._residency.rows
         order = np.arange(1, len(noted) + 1)
         self._place[noted] = order  # the last of those that are the same row stays
@@ -283,7 +290,9 @@ class EventFeed:
         return found
 
     def _is_news(self, rows: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
-        """Return whether each of `rows` (of any, for -1) is stored and not known, or known as another block."""
+        """Return whether each of `rows` is stored and unknown to the publisher, or known as another block; False for
+        -1.
+        """
         columns = self._residency.rows
         stored = np.frombuffer(columns.mask, np.uint8)[rows] != 0
         other = np.frombuffer(columns.generation, np.uint32)[rows] != self._generation[rows]
@@ -291,7 +300,7 @@ class EventFeed:
         return found
 
     def _learn_kinds(self) -> None:
-        """Find out which kinds of rows are published; the publisher hears of them first."""
+        """Find out which kinds of rows are published, and send them to the publisher first."""
         kinds = self._residency.kinds
         if len(kinds) == len(self._published):
             return

@@ -1,11 +1,11 @@
-"""Keeps what outlives the process that publishes events: an epoch that only grows, and the topics that were published.
+"""State that outlives the process that publishes events: an epoch that only grows, and the topics that were published.
 
-The numbers of a process's batches begin at its epoch times 2**31, so they are larger than every number of a process
-before it: also after a step of the wall clock, and if that process alone was started again. Topics of
-which this daemon has no block are published too, as cleared: subscribers may still have blocks of them.
+The numbers of a process's batches begin at its epoch times 2**31. So they are larger than every number of a former
+process, also after a step of the wall clock, and if that process alone was restarted. Topics of which this daemon has
+no block are published too, as cleared: subscribers may still have blocks of them.
 
-A file of the state directory has both. Where it cannot be written, numbers grow as long as the daemon lives; where it
-is lost, the wall clock alone orders this daemon's numbers after those before.
+A file of the state directory has both. If it cannot be written, numbers grow as long as the daemon lives; if it is
+lost, the wall clock alone orders this daemon's numbers after earlier ones.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MAX_FILE_BYTES = 1 << 20
 
 
 class PublishedBefore:
-    """`directory` is the state directory, None for none; `now_s` is the wall clock, in seconds."""
+    """The history. `directory` is the state directory, None for none; `now_s` is the wall clock, in seconds."""
 
     def __init__(self, directory: Path | None, now_s: Callable[[], float] = time.time) -> None:
         self._path = None if directory is None else directory / FILE
@@ -63,7 +63,7 @@ class PublishedBefore:
         return 0, []
 
     def _write(self) -> None:
-        """Not synced: after a loss of power the wall clock orders the numbers."""
+        """Write the file, not synced: after a loss of power the wall clock orders the numbers."""
         if self._path is None:
             return
         content = json.dumps({"epoch": self._epoch, "topics": self.topics})

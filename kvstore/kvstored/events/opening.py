@@ -1,4 +1,4 @@
-"""KV events as the configuration wants them: the process that publishes, and the feed that residency notifies."""
+"""Opens KV events by the configuration: the process that publishes, and the feed that residency notifies."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NOT_IN_TOPICS = re.compile(r"[@\s\x00-\x1f]")
 
 
 def place_of(info: TierInfo) -> CopyPlace:
-    """Return how events name a tier."""
+    """Return the place of a tier's copies in the words of events."""
     if info.kind == "keyed":
         return CopyPlace("STORAGE", "REMOTE")
     if info.kind == "gpu":
@@ -39,7 +39,7 @@ def place_of(info: TierInfo) -> CopyPlace:
 
 @dataclass(frozen=True)
 class TopicNames:
-    """`section.topic` filled in. What would look like its separator is written as "_"."""
+    """The topics: `section.topic` filled in. A separator inside a name is written as "_"."""
 
     section: EventsSection
     node: str
@@ -53,7 +53,7 @@ class TopicNames:
 def open_events(
     section: EventsSection, state_dir: Path, tenants: TenantDirectory, store: Store, stack: AsyncExitStack
 ) -> None:
-    """Publish from now on, where the configuration says so; `stack` ends it. Raises PublisherError."""
+    """Publish from now on, if the configuration says so; `stack` ends it. Raises PublisherError."""
     if not section.listen:
         return
     missing = [name for name, module in (("pyzmq", "zmq"), ("msgspec", "msgspec")) if not _is_there(module)]
@@ -96,7 +96,9 @@ def open_events(
 
 
 def _numeric(name: str, address: str) -> str:
-    """Return a ZMQ address to bind: ZMQ binds no names of hosts. Raise PublisherError for a name that is not known."""
+    """Return a ZMQ address to bind, with the host's number, since ZMQ binds no names of hosts. Raises PublisherError
+    for an unknown name.
+    """
     if not address.startswith(TCP):
         return address
     setting = f"events.{name}"

@@ -1,6 +1,7 @@
-"""The daemon's side of the process that publishes events: starts it, sends it messages, replaces it when it has died.
+"""The daemon's side of the process that publishes events: it starts the process, sends it messages, and replaces it
+when it has died.
 
-A message is sent at once, as far as the process takes it; until it has taken all, `ready` says no. Single-threaded, on
+A message is sent at once, as far as the process takes it; until it has taken all, `ready` is False. Single-threaded, on
 the control loop, and never blocks it once it has started.
 """
 
@@ -35,7 +36,7 @@ class PublisherError(ValueError):
 
 
 class Publisher:
-    """`start` it once. `settings`: as the worker takes them, less what `before` says of the processes before."""
+    """The publisher; `start` it once. `settings`: the worker's, without the part that `before` supplies."""
 
     def __init__(self, settings: Mapping[str, Any], before: PublishedBefore, counters: Counters) -> None:
         self._settings = settings
@@ -51,8 +52,9 @@ class Publisher:
         self._statistics = (0, 0, 0)
 
     def start(self, announce_all: Callable[[], None]) -> None:
-        """Start the first process, and wait for it. `announce_all` is called whenever a new process knows nothing, from
-        now on. Raises PublisherError."""
+        """Start the first process, and wait for it. `announce_all` is called from now on whenever a new process knows
+        nothing. Raises PublisherError.
+        """
         self._announce_all = announce_all
         ours = self._launch()
         ours.settimeout(START_S)
@@ -74,11 +76,11 @@ class Publisher:
 
     @property
     def ready(self) -> bool:
-        """Return whether there is a process, and it has taken everything so far."""
+        """True if there is a process that has taken everything so far."""
         return self._socket is not None and not self._waiting
 
     def send(self, message: bytes) -> None:
-        """Send `message`. Without a process it is lost: everything is announced to the next one."""
+        """Send `message`. Without a process it is lost: everything is announced to the next process."""
         if self._socket is None:
             return
         self._waiting += message
@@ -93,7 +95,7 @@ class Publisher:
     # The process
 
     def _launch(self) -> socket.socket:
-        """A new process, which is to answer."""
+        """Start a process, and return the socket on which it will answer."""
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
@@ -134,7 +136,7 @@ class Publisher:
             self._timer = self._loop.call_later(AGAIN_S, self._start_again)
 
     def _start_again(self) -> None:
-        """Do as `start`, but wait for no answer."""
+        """Start a new process as `start` does, but wait for no answer."""
         self._counters.add("event_restarts")
         try:
             self._coming = self._launch()
@@ -146,7 +148,7 @@ class Publisher:
         self._timer = self._loop.call_later(START_S, self._failed, f"it did not answer for {START_S:g} s")
 
     def _answered(self) -> None:
-        """The process that was started again says a line."""
+        """Read the line by which a restarted process answers."""
         assert self._coming is not None and self._timer is not None
         try:
             answer = _line(self._coming)

@@ -1,4 +1,4 @@
-"""What the daemon writes to the process that publishes events: messages, each of changes that are sent together.
+"""The messages from the daemon to the process that publishes events; each has changes that are sent together.
 
     kind     u8 1, u32 number, u32 tokens a block, u16 group, u16 length, topic
     changes  u8 2, u32 each: gone, changed, stored, parents, token ids; then columns, of as many entries:
@@ -47,7 +47,7 @@ class StoredBlock(NamedTuple):
 
 
 class Changes(NamedTuple):
-    """`gone`: rows. `changed`: rows with their masks."""
+    """A message of changes. `gone`: rows. `changed`: rows with their masks."""
 
     gone: Sequence[int] = ()
     changed: Sequence[tuple[int, int]] = ()
@@ -66,7 +66,7 @@ def pack_kind(number: int, block_tokens: int, group: int, topic: bytes) -> bytes
 
 
 def unpack(data: bytearray) -> Iterator[Record]:
-    """The whole messages at the start of `data`, which keeps what is after them."""
+    """Yield the whole messages at the start of `data`, and remove them from it."""
     at, end = 0, len(data)
     try:
         while at < end:

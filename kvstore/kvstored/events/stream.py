@@ -1,9 +1,9 @@
-"""Makes batches of events of records: what each topic's subscribers have been sent, and what they are sent again.
+"""Makes batches of events from records, for each topic's subscribers, and keeps batches for replay.
 
-Owns a plain model of what is stored where, by topic, the sequence numbers and the batches kept for replay. Never sends.
-Invariants: numbers of a topic have no gap; its first event says that nothing is stored; a subscriber
-that applies a topic's batches in order, from the first or from a snapshot on, has what the model has. Applying batches
-again that a snapshot contains already changes nothing in the end: each of them sets what is so, or a later one does.
+The module owns a plain model of what is stored where, by topic, the sequence numbers and the kept batches. It sends
+nothing. Invariants: numbers of a topic have no gap; its first event says that nothing is stored; a subscriber that
+applies a topic's batches in order, from the first or from a snapshot on, has the model's state. Applying batches again
+that a snapshot contains already changes nothing in the end: each of them sets the final state, or a later one does.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LEAST_STALE = 1024  # entries of batches that are not kept any more, before they
 
 
 class Block(NamedTuple):
-    """`places`: where there is a copy."""
+    """A block. `places`: the places of its copies."""
 
     places: frozenset[CopyPlace]
     parent: bytes
@@ -53,9 +53,11 @@ class _Topic:
 
 
 class EventStream:
-    """`places`: by tier position. `buffer`: batches kept for each topic, `kept_bytes` those of all. `now_s`: wall time.
-    `first_number`: of each topic; larger than any of a process before this one, so that a subscriber that lost the end
-    of the one and the beginning of the other sees a gap. `former_topics`: published by processes before this one."""
+    """The events of all topics. `places`: by tier position. `buffer`: batches kept for each topic, `kept_bytes` for all
+    topics together. `now_s`: wall time. `first_number`: the first number of each topic, larger than any of a former
+    process, so that a subscriber that lost the end of one process and the beginning of the next sees a gap.
+    `former_topics`: published by former processes.
+    """
 
     def __init__(
         self,
@@ -89,7 +91,7 @@ class EventStream:
         return list(self._topics)
 
     def apply(self, records: Iterable[Record]) -> None:
-        """Take in changes; `batches` has what follows from them."""
+        """Take in changes; `batches` yields the events that follow from them."""
         for record in records:
             if isinstance(record, Changes):
                 for row in record.gone:
@@ -110,7 +112,7 @@ class EventStream:
                     topic.last_key = b""
 
     def batches(self) -> Iterator[Batch]:
-        """Return what is to be published now, in order; one batch a topic."""
+        """Yield the batches to publish now, in order; one batch a topic."""
         for topic in self._topics.values():
             if topic.events:
                 events, topic.events, topic.last_key = topic.events, [], b""
@@ -119,17 +121,19 @@ class EventStream:
 
     def beats(self) -> Iterator[Batch]:
         """Yield a batch without events for each topic that had none since the last call: a subscriber that lost the
-        last one, or that connected again late, sees the gap."""
+        last batch, or that connected again late, sees the gap.
+        """
         for topic in self._topics.values():
             if topic.is_silent and topic.next_number > self._first_number:
                 yield self._batch(topic, [])
             topic.is_silent = True
 
     def replay(self, first: int, name: bytes | None = None) -> Iterator[Batch]:
-        """Yield a topic's batches from number `first` to the latest of now; where some of them are gone, or go while
-        this waits, one batch under the latest number that clears and then has all that is stored. Without a name: of
-        the only topic, nothing where there are several. Of a topic that this process does not have: that nothing is
-        stored, under the number before its first."""
+        """Yield a topic's batches from number `first` to the latest of now. If some of them are gone, or go while this
+        waits, yield one batch under the latest number that clears and then has everything stored. Without a name: of
+        the only topic, nothing if there are several. For a topic that this process does not have: that nothing is
+        stored, under the number before its first.
+        """
         topic = self._only_topic() if name is None else self._topics.get(name)
         if topic is None:
             if name is not None:
@@ -153,7 +157,7 @@ class EventStream:
         self._whole = None
 
     def _only_topic(self) -> _Topic | None:
-        """The topic that a request without a name means."""
+        """Return the topic of a request without a name: the only one, otherwise None."""
         found = [topic for topic in self._topics.values() if topic.is_current] or list(self._topics.values())
         return found[0] if len(found) == 1 else None
 
@@ -188,8 +192,7 @@ class EventStream:
             self._kept = deque(filter(self._is_kept, self._kept))
 
     def _is_kept(self, topic: _Topic) -> bool:
-        """Return whether the topic's oldest entry in the order of all, which is taken out of it now, is of a kept
-        batch."""
+        """Take the oldest entry of all topics, which is this topic's, and return whether its batch is still kept."""
         if not topic.forgotten:
             return True
         topic.forgotten -= 1
@@ -210,7 +213,7 @@ class EventStream:
         self._announce(topic, new.key, block, known)
 
     def _changed(self, row: int, mask: int) -> None:
-        """The block of `row` is in the places of `mask`; 0: it has gone."""
+        """Note that the block of `row` is in the places of `mask`; 0: it has gone."""
         topic, key = self._rows[row]
         if not mask:
             del self._rows[row]
@@ -263,7 +266,7 @@ class EventStream:
     # All blocks
 
     def _snapshot(self, topic: _Topic) -> list[Stored | Removed | Cleared]:
-        """Each block after its parent, in whichever place that is: pieces of chains that are in the same places."""
+        """Return each block after its parent, with its places: pieces of chains that are in equal places."""
         whole, piece = _Topic(topic.name, 0), list[tuple[bytes, Block]]()
         for key in _parents_first(topic.blocks):
             block = topic.blocks[key]

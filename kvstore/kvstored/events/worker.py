@@ -1,4 +1,4 @@
-"""The process that publishes events: it reads the daemon's records, sends batches, and answers who missed some.
+"""The process that publishes events: it reads the daemon's records, sends batches, and sends missed ones again.
 
     python -m kvstored.events.worker SOCKET_FD
 
@@ -63,13 +63,14 @@ class _Peer:
 
 
 class Replays:
-    """Answers on `endpoint`, a ROUTER, from `stream`: who asked for what it missed is sent it as it reads. `now_s` is a
-    monotonic clock.
+    """The replays from `stream` on `endpoint`, a ROUTER: a peer that asks for missed batches is sent them as it reads.
+    `now_s` is a monotonic clock.
 
-    A peer is sent the next batch when it has read most of what it was sent before, so a peer that never reads costs
-    `WINDOW_BYTES` or one batch, and all of them together `MOST_BYTES` and one batch more. One that reads nothing for
-    `STALL_S` while others wait, or for `GIVEN_UP_S`, is cut. A peer asks for one replay at a time: `WAITING_A_PEER`
-    wait behind it, more are dropped."""
+    A peer is sent the next batch when it has read most of the last one, so a peer that never reads costs `WINDOW_BYTES`
+    or one batch, and all of them together `MOST_BYTES` and one batch more. A peer that reads nothing for `STALL_S`
+    while others wait, or for `GIVEN_UP_S`, is cut. A peer asks for one replay at a time: `WAITING_A_PEER` wait behind
+    it, more are dropped.
+    """
 
     def __init__(self, endpoint: Endpoint, stream: EventStream, now_s: Callable[[], float]) -> None:
         self._endpoint, self._stream, self._now_s = endpoint, stream, now_s
@@ -82,11 +83,11 @@ class Replays:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that peers were sent and have not read."""
+        """The bytes that peers were sent and have not read."""
         return sum(peer.sent.held_bytes for peer in self._peers.values())
 
     def take(self) -> None:
-        """Take in requests that have come: the number of the first batch, after the topic where there are several."""
+        """Take in requests that have come: the number of the first batch, after the topic if there are several."""
         for _ in range(REQUESTS_A_TURN):
             try:
                 frames = self._endpoint.socket.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -103,7 +104,7 @@ class Replays:
                 peer.waiting.append((words[0] if len(words) == 2 else None, int.from_bytes(words[-1], "big")))
 
     def go_on(self) -> None:
-        """Send each peer what it has room for, and cut peers that do not read."""
+        """Send each peer as much as it has room for, and cut peers that do not read."""
         now_s = self._now_s()
         for peer in self._peers.values():
             if peer.sent.look() or not len(peer.sent):
@@ -125,7 +126,7 @@ class Replays:
             self._stream.forget_snapshot()
 
     def _send_next(self, identity: bytes, peer: _Peer) -> bool:
-        """Send one batch, or the end of a replay; whether the peer took it."""
+        """Send one batch, or the end of a replay; return whether the peer took it."""
         if peer.current is None:
             name, first = peer.waiting.popleft()
             peer.current = self._stream.replay(first, name)
@@ -144,7 +145,7 @@ class Replays:
 
 
 class EventWorker:
-    """`replay` is None where replay is off."""
+    """The process's main object. `replay` is None if replay is off."""
 
     def __init__(self, daemon: socket.socket, stream: EventStream, publish: Endpoint, replay: Endpoint | None) -> None:
         self._daemon = daemon
@@ -184,7 +185,7 @@ class EventWorker:
         return min(AGAIN_MS, until_beat_ms) if is_busy else until_beat_ms
 
     def _receive(self) -> bool:
-        """Apply what the daemon sent, and publish it. Return whether the daemon is still there."""
+        """Apply the daemon's messages, and publish their events. Return whether the daemon is still there."""
         received = self._daemon.recv(READ_BYTES)
         self._unread += received
         self._stream.apply(unpack(self._unread))

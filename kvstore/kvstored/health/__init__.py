@@ -1,1 +1,1 @@
-"""Self-care of the daemon: periodic work, the invariant checker, and the scrubber for damage on NVMe."""
+"""The daemon's care for itself: periodic work, the invariant checker, and the scrubber for damage on NVMe."""

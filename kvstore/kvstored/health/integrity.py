@@ -1,6 +1,6 @@
 """The integrity of a running daemon: the scrubber, the orphans, the invariant checker.
 
-Composes and reports; each part decides for itself. No request waits for any of it.
+The module composes and reports; each part decides for itself. No request waits for any of it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SLICE_ROWS = 4096
 
 @dataclass
 class InvariantReport:
-    """The findings of the walks over the daemon's books."""
+    """The findings of the walks over the daemon's records."""
 
     walks: int = 0
     last_walk_s: float = 0.0
@@ -45,14 +45,15 @@ class InvariantReport:
 
 
 class InvariantChecker:
-    """Compares, when the daemon is idle, as `is_idle()` says, residency with itself and with the tiers' slots. `run` is
-    a task until it is cancelled.
+    """A checker that compares residency with itself and with the tiers' slots, when the daemon is idle, as `is_idle()`
+    says. `run` is a task until it is cancelled.
 
-    Owns when to walk and what is reported; the judgement is `residency.check` and the tier's own (`check_books`,
-    `check_held`). The walk is cut into slices of half a millisecond; what takes longer in one piece is done in a
-    thread, on a copy. What changes meanwhile would look like a broken invariant: a walk during which anything moved
-    counts for nothing, and a finding is looked for a second time, at once and in one piece, before it is reported. A
-    broken invariant is a mistake of ours: it is logged once, loudly, and shown until the restart."""
+    It decides when to walk and what is reported; `residency.check` and the tier (`check_books`, `check_held`) judge.
+    The walk is cut into slices of half a millisecond; longer pieces are done in a thread, on a copy. A change meanwhile
+    would look like a broken invariant: a walk during which anything moved counts for nothing, and a finding is looked
+    for a second time, at once and in one piece, before it is reported. A broken invariant is a bug: it is logged once,
+    at error level, and shown until the restart.
+    """
 
     def __init__(self, store: Store, is_idle: Callable[[], bool]) -> None:
         self._store = store
@@ -69,7 +70,7 @@ class InvariantChecker:
                 pause_s = min(LAST_BUSY_S, 2 * pause_s)
 
     async def walk(self) -> bool:
-        """One walk; False when something moved meanwhile."""
+        """Do one walk; return False if something moved meanwhile."""
         store, now_ns = self._store, self._store.clock.monotonic_ns
         before = self._state()
         walk = Walk(store.residency)
@@ -108,11 +109,13 @@ class InvariantChecker:
         )  # fmt: skip
 
     def _state(self) -> object:
-        """Return what differs whenever something moved. What only reads, the scrubber above all, moves nothing."""
+        """Return a value that differs whenever something moved. Readers, such as the scrubber, move nothing."""
         return self._store.residency.changes
 
     def _check_held(self, faults: list[str]) -> Iterator[None]:
-        """Ask the NVMe tier whether it agrees that each copy's slot is taken, in that generation; adds to `faults`."""
+        """Ask the NVMe tier whether it agrees that each copy's slot is taken, in that generation; add faults to
+        `faults`.
+        """
         store, copies = self._store, self._store.residency.copies[-1]
         if store.nvme is None:
             return
@@ -152,7 +155,7 @@ class Integrity:
         self.report.books = self.books.report
 
     def tasks(self) -> dict[str, Task]:
-        """Return what to run, by name."""
+        """Return the tasks to run, by name."""
         scrub = self._store.config.scrub
         wanted: dict[str, Task] = {"orphans": self._watch_orphans}
         if scrub.books_s:
@@ -186,7 +189,7 @@ class Integrity:
             await asyncio.sleep(max(ORPHANS_S, ORPHANS_REST * (now_ns() - began_ns) / NS_PER_S))
 
     async def count_orphans(self) -> None:
-        """Find them, and have them leave first; a thread does the walking."""
+        """Find the orphans, and let them leave first; a thread does the walking."""
         self._counted_at = self._store.counters["orphaned_blocks"]
         tiers = len(self._store.tiers)
         chains = snapshot(self._store.residency)

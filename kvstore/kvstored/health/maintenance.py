@@ -1,7 +1,7 @@
 """Periodic work: expired leases and blocks, prefaulting of arenas, the watchdog of systemd, samples for the history.
 
-One tick a tenth of a second, each bounded; prefaulting runs in a thread of its own without the GIL.
-Invariant: no mistake of a part ends the ticks, which leases and the service manager's watchdog depend on.
+One tick a tenth of a second, each bounded; prefaulting runs in a thread of its own without the GIL. Invariant: a
+failure in a part does not end the ticks, which leases and the service manager's watchdog depend on.
 """
 
 from __future__ import annotations

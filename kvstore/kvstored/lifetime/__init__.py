@@ -1,1 +1,3 @@
-"""The daemon from start to stop: one daemon a directory, what the last one left, what the next one gets."""
+"""The daemon from start to stop: one daemon a directory, the state left by the last process, and the state left for the
+next.
+"""

@@ -12,11 +12,11 @@ letter and a name, with the descriptor where there is one:
     L                     list: answered by one "F name" + descriptor for each, then by "E"
     Q                     quit: drop everything and exit; a service stays
 
-Owns the descriptors and nothing else: it never maps or reads them, and imports little, to stay small. It
+The process owns the descriptors and nothing else: it never maps or reads them, and imports little, to stay small. It
 outlives the daemon's death (own session, no inherited pipe), and ends by itself: on Q, when it holds nothing and has
 no connection, when it had no connection for the time that S set, or when its socket's file is gone.
-Invariants: only this user (and root) is listened to; what a daemon sent before it died is taken in before any other is
-answered.
+Invariants: only this user (and root) is listened to; packets of a daemon that died are taken in before any other
+connection is answered.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MAX_DESCRIPTORS = 65_536
 
 
 class Holder:
-    """See the module. `path` is the file of `listener`."""
+    """The holder of descriptors. `path` is the file of `listener`."""
 
     def __init__(self, listener: socket.socket, path: str, *, stays: bool = False) -> None:
         self._listener = listener
@@ -59,7 +59,7 @@ class Holder:
         self._must_quit = False
 
     def run(self) -> None:
-        """Returns when there is no reason left to hold anything."""
+        """Serve, and return when there is no reason left to hold anything."""
         self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ)
         look_at_s = 0.0
@@ -102,8 +102,9 @@ class Holder:
                 self._selector.register(connection, selectors.EVENT_READ)
 
     def _has_room(self) -> bool:
-        """Return whether one more may connect: the oldest that has said nothing makes room, since a daemon speaks at
-        once."""
+        """Return whether one more may connect. The oldest connection that has said nothing makes room, since a daemon
+        speaks at once.
+        """
         if len(self._connections) >= MAX_CONNECTIONS:
             is_silent = (each for each, has_spoken in self._connections.items() if not has_spoken and not _speaks(each))
             if (oldest := next(is_silent, None)) is not None:
@@ -111,7 +112,7 @@ class Holder:
         return len(self._connections) < MAX_CONNECTIONS
 
     def _take_in(self, connection: socket.socket) -> None:
-        """All that a connection has sent by now."""
+        """Take in all that a connection has sent by now."""
         while connection in self._connections:
             try:
                 packet, descriptors = receive_packet(connection, 1 + MAX_NAME_BYTES, socket.MSG_DONTWAIT)
@@ -174,7 +175,7 @@ class Holder:
 
 
 def _speaks(connection: socket.socket) -> bool:
-    """Return whether something of it waits to be read, its end included."""
+    """Return whether data of a connection, or its end, waits to be read."""
     try:
         connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except OSError:
@@ -183,7 +184,7 @@ def _speaks(connection: socket.socket) -> bool:
 
 
 def _listening(path: str) -> socket.socket:
-    """A new socket of mode 0600, replacing one that a process before left. Raises OSError."""
+    """Return a new socket of mode 0600, replacing one that a former process left. Raises OSError."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)

@@ -1,4 +1,4 @@
-"""The state directory: made if need be, writable by this user alone, and locked by one daemon.
+"""The state directory: made if needed, writable by this user alone, and locked by one daemon.
 
 The kernel drops the lock with its holder, so a crash leaves nothing to clean up.
 """
@@ -29,7 +29,9 @@ class AlreadyRunning(Exception):
 
 
 def who_else_can_change(directory: Path) -> str | None:
-    """Return which other user can replace what is in a directory, and the cure; None when no other can."""
+    """Return a sentence about another user who can replace the content of a directory, with the remedy; None if no
+    other can.
+    """
     status = directory.stat()
     if status.st_uid not in (0, os.geteuid()):
         return f"belongs to uid {status.st_uid} and must be ours or root's (chown it)"
@@ -39,7 +41,7 @@ def who_else_can_change(directory: Path) -> str | None:
 
 
 def make_state_dir(path: Path) -> None:
-    """Make it, if need be, where it is ours alone. Raises StateDirectoryError."""
+    """Make the directory, if needed, accessible to this user alone. Raises StateDirectoryError."""
     if ourselves().has_no_uid:
         raise StateDirectoryError(
             f"uid {os.geteuid()} is what this user namespace shows of every user that it does not map: others' files "
@@ -82,7 +84,7 @@ def leave_old_files(directory: Path, *, discard: bool) -> None:
 
 
 class InstanceLock:
-    """Held from construction to `release`."""
+    """The lock of the directory, held from construction to `release`."""
 
     def __init__(self, state_dir: Path) -> None:
         self._fd, self._directory = open_lock(state_dir), -1
@@ -107,14 +109,16 @@ class InstanceLock:
 
 
 class FreshDirectories:
-    """Which of `paths` a start will make, and the directories above them: a start that fails leaves none behind."""
+    """A record of which of `paths` a start will make, and the directories above them: a start that fails leaves none
+    behind.
+    """
 
     def __init__(self, *paths: Path) -> None:
         self._missing = [path for path in paths if not path.exists()]
         self._above = {above for path in self._missing for above in path.parents if not above.exists()}
 
     def remove(self) -> None:
-        """Take away what was missing then, and all that is in it. The directories above go if they are empty."""
+        """Remove the paths that were missing then, with their content. Directories above them are removed if empty."""
         for path in self._missing:
             shutil.rmtree(path, ignore_errors=True)
         for above in sorted(self._above, key=lambda path: -len(path.parts)):

@@ -1,7 +1,7 @@
-"""Messages to systemd: ready, status, watchdog, stopping, and which descriptors to keep over a restart. A no-op where
-there is no systemd.
+"""Messages to systemd: ready, status, watchdog, stopping, and which descriptors to keep over a restart. Without
+systemd, nothing happens.
 
-The protocol is one datagram of lines to $NOTIFY_SOCKET (sd_notify(3)), with descriptors where there are some, and
+The protocol is one datagram of lines to $NOTIFY_SOCKET (sd_notify(3)), with descriptors if there are some, and
 $LISTEN_FDS at the start (sd_listen_fds(3)); a library for it would be longer than this.
 """
 
@@ -19,12 +19,12 @@ _BARRIER_TIMEOUT_S = 5.0
 
 
 def notify(*lines: str) -> bool:
-    """Send `lines`; False without a listener."""
+    """Send `lines`; return False without a listener."""
     return _send(lines, [], 0)
 
 
 def notify_about(descriptors: Sequence[int], *lines: str) -> bool:
-    """Send `lines` with descriptors, without waiting; False without a listener, or when the queue is full."""
+    """Send `lines` with descriptors, without waiting; return False without a listener, or if the queue is full."""
     return _send(lines, descriptors, socket.MSG_DONTWAIT)
 
 
@@ -44,7 +44,9 @@ def _send(lines: Sequence[str], descriptors: Sequence[int], flags: int) -> bool:
 
 
 def wait_for_manager() -> None:
-    """Wait until the manager has read all messages: it may not know whose a message was once we are gone."""
+    """Wait until the manager has read all messages: after this process has ended, it may not know the sender of a
+    message.
+    """
     ours, theirs = os.pipe2(os.O_CLOEXEC)
     try:
         if not notify_about([theirs], "BARRIER=1"):
@@ -61,7 +63,8 @@ def wait_for_manager() -> None:
 
 
 def stored_descriptors() -> dict[str, int]:
-    """The descriptors that the manager kept for us, by name; ours from now on. Asked once: the variables go.
+    """Return the descriptors that the manager kept, by name; they belong to this process from now on. Call it once: the
+    variables are removed.
 
     systemd stores a second descriptor under a name beside the first, and hands out the newest one first.
     """
@@ -82,8 +85,9 @@ def stored_descriptors() -> dict[str, int]:
 
 
 def store_limit() -> int | None:
-    """Return how many descriptors the manager keeps; it closes those beyond silently. None when it does not
-    say. systemd says so from 254 on, in $FDSTORE; for an older one the unit does, in $KVSTORED_FDSTORE."""
+    """Return how many descriptors the manager keeps; it closes further ones silently. None if it does not say. systemd
+    says so from 254 on, in $FDSTORE; for an older one the unit does, in $KVSTORED_FDSTORE.
+    """
     limit = os.environ.get("FDSTORE") or os.environ.get("KVSTORED_FDSTORE", "")
     return int(limit) if limit.isdigit() and int(limit) else None
 
@@ -95,12 +99,13 @@ def offers_descriptor_store() -> bool:
 
 def store_is_preserved() -> bool:
     """Return whether the store outlives a stop of the unit. systemd 254, the first to set $FDSTORE, is the first that
-    can (FileDescriptorStorePreserve=yes, as in our unit)."""
+    can (FileDescriptorStorePreserve=yes, as in the project's unit).
+    """
     return os.environ.get("FDSTORE", "0") != "0"
 
 
 def watchdog_interval_s() -> float | None:
-    """Half of what the unit's WatchdogSec allows, or None when there is no watchdog."""
+    """Return half of the unit's WatchdogSec, in seconds, or None if there is no watchdog."""
     usec = os.environ.get("WATCHDOG_USEC", "")
     pid = os.environ.get("WATCHDOG_PID", "")
     if not usec.isdigit() or (pid and pid != str(os.getpid())):

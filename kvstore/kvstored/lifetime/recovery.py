@@ -1,7 +1,8 @@
-"""Recovery: what the NVMe tier kept, and what was left in memory, becomes residency again, before any client is served.
+"""Recovery: blocks that the NVMe tier kept, and blocks left in memory, enter residency again, before any client is
+served.
 
-All at once and by columns: a million blocks in a fraction of a second. Blocks that columns cannot express are entered
-one by one.
+It works on all blocks at once, by columns: a million blocks in a fraction of a second. Blocks that columns cannot
+express are entered one by one.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 def recover_blocks(nvme: Tier, residency: Residency, tenants: TenantDirectory, clock: Clock) -> int:
-    """Insert every surviving block; parents and children find each other in any order. How many there were."""
+    """Insert every surviving block, parents and children in any order; return their number."""
     now_ns = clock.monotonic_ns()
     blocks = nvme.recover_columns()
     kinds = [
@@ -73,9 +74,9 @@ def drop_blocks(nvme: Tier) -> None:
 def _recover_one(
     nvme: Tier, residency: Residency, blocks: RecoveredBlocks, block: int, kind: Kind, now_ns: int
 ) -> bool:
-    """Insert one block, unless it is there already.
+    """Insert one block, unless it is there already; return whether it was inserted.
 
-    A record whose chain closes on itself cannot have been written by us: its slot is quarantined.
+    A record whose chain closes on itself was not written by the daemon: its slot is quarantined.
     """
     key, slot = blocks.key_of(block), blocks.slot_of(block)
     row = residency.find_any(kind.tenant, key)
@@ -123,12 +124,14 @@ class _Block:
 
 
 class ArenaImport:
-    """Enters the blocks of arenas of `tier`, which is number `position` of residency. `rows` of all so far, by slot;
-    `dropped_slots` of those that were there twice, or whose chain closes on itself.
+    """The import of arenas of `tier`, which is number `position` of residency, with their blocks. `rows`: the rows of
+    all blocks so far, by slot; `dropped_slots`: the number of blocks that were there twice, or whose chain closes on
+    itself.
 
-    Blocks of a chain are mostly one behind the other, and a run is entered in a quarter of the time of its blocks one
-    by one. Never decides whether a block is whole (`kvstore_tiers.adoption` did). Invariant: every block ends up in
-    residency with a copy in its tier, or its slot is freed and counted as dropped."""
+    Blocks of a chain are mostly one behind the other, and entering a run takes a quarter of the time of its blocks one
+    by one. The class does not decide whether a block is whole (`kvstore_tiers.adoption` did). Invariant: every block
+    ends up in residency with a copy in its tier, or its slot is freed and counted as dropped.
+    """
 
     def __init__(
         self, tier: Tier, position: int, residency: Residency, tenants: TenantDirectory, now_ns: int, wall_ns: int = 0
@@ -168,7 +171,7 @@ class ArenaImport:
         keep(residency, rows, kept[said[is_here]], self._now_ns, self._wall_ns)
 
     def _enter_run(self, tenant: int, run: list[_Block]) -> None:
-        """Blocks without a row, each the parent of the next."""
+        """Enter blocks without a row, each the parent of the next."""
         if not run:
             return
         first, residency = run[0], self._residency
@@ -195,7 +198,7 @@ class ArenaImport:
             self.rows[block.slot.container, block.slot.offset] = row
 
     def _enter_one(self, tenant: int, block: _Block) -> int:
-        """Its row, or -1 for a block that is dropped."""
+        """Return the block's row, or -1 for a block that is dropped."""
         residency, slot = self._residency, block.slot
         row = residency.find(tenant, block.key)
         if row >= 0 and residency.has(row, self._position):

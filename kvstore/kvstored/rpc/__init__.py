@@ -1,3 +1,3 @@
-"""The calls of clients and operators: streams (direct, and gRPC on data.sock), unary calls, the Admin service.
-Translates; decides nothing.
+"""The calls of clients and operators: streams (direct, and gRPC on data.sock), unary calls, the Admin service. This
+package translates and decides nothing.
 """

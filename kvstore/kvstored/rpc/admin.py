@@ -1,4 +1,4 @@
-"""The Admin service: what an operator sees and does. Shows keys and sizes, never token ids or payload."""
+"""The Admin service: an operator's views and actions. It shows keys and sizes, never token ids or payload."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ AUDITED: dict[str, Callable[[Any, Any], str]] = {
 
 
 def audit(method: str, request: Any, reply: Any, metadata: Iterable[tuple[str, Any]] | None) -> None:
-    """Log a call that went well, if it is one of those."""
+    """Log a successful call of an audited method."""
     describe = AUDITED.get(method)
     said = describe(request, reply) if describe is not None else ""
     if said:

@@ -1,8 +1,8 @@
 """The tenant of a unary call's caller: the daemon's own user on a socket that only it can reach, or a bearer of a
 token.
 
-gRPC does not know the peer, so the socket's mode and the token identify it. A caller without a tenant is
-rejected before its message is read. Never decides what a tenant may do.
+gRPC does not know the peer, so the socket's mode and the token identify it. A caller without a tenant is rejected
+before its message is read. The module does not decide what a tenant may do.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ _SCHEME = "bearer "
 
 
 class Callers:
-    """`tokens` is None where there is no tokens file; `own` finds the tenant of calls without a token, None where they
-    are not taken."""
+    """The callers of one socket. `tokens` is None if there is no tokens file; `own` finds the tenant of calls without a
+    token, None if they are not taken.
+    """
 
     def __init__(self, tokens: Tokens | None, own: Callable[[], Tenant | None] | None) -> None:
         self._tokens = tokens
@@ -36,7 +37,9 @@ class Callers:
         return self._own is not None
 
     def tenant_of(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> Tenant:
-        """Raises KVStoreError: UNAUTHENTICATED without a token that is known, FORBIDDEN for a user without a tenant."""
+        """Return the tenant. Raises KVStoreError: UNAUTHENTICATED without a known token, FORBIDDEN for a user without a
+        tenant.
+        """
         given = [value for key, value in metadata or () if key == "authorization"]
         if given:
             return self._bearer(given[0])
@@ -64,8 +67,9 @@ class Callers:
 
 
 class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
-    """Rejects callers without a tenant. On the Unix socket they may ask for health; over TCP not even that: watching
-    takes up a call for as long as it lasts, and strangers could take them all."""
+    """An interceptor that rejects callers without a tenant. On the Unix socket they may ask for health; over TCP not
+    even that, since watching takes up a call for as long as it lasts, and strangers could take them all.
+    """
 
     def __init__(self, callers: Callers) -> None:
         self._callers = callers
@@ -87,7 +91,7 @@ async def end_with(context: Any, error: KVStoreError) -> None:
 
 
 def _refusing(error: KVStoreError) -> Any:
-    """A handler that answers without reading: one of a unary call would be given the whole message first."""
+    """Return a handler that answers without reading: the handler of a unary call would get the whole message first."""
 
     async def refuse(_: Any, context: Any) -> None:
         await end_with(context, error)

@@ -1,9 +1,10 @@
-"""Direct streams: the messages of the gRPC stream on a connected socket, without gRPC between.
+"""Direct streams: the messages of the gRPC stream on a connected socket, without gRPC.
 
-A session asks for one on its handshake connection and gets the other end of a socket pair: no other process can reach
-it, so it needs no name and no token. A call costs a quarter of what gRPC's costs. Runs on the control loop. Never
-blocks it: requests are handled for half a millisecond at a time, and none of a client that does not read its answers.
-Invariants: a session has one direct stream at a time, which ends with it; requests begin in the order they came in.
+A session asks for one on its handshake connection and gets one end of a socket pair: no other process can reach it, so
+it needs no name and no token. A call costs a quarter of a gRPC call. The streams run on the control loop and never
+block it: requests are handled for half a millisecond at a time, and none of a client that does not read its answers.
+Invariants: a session has one direct stream at a time, which ends with it; requests begin in the order in which they
+came.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ CLOSING_POLL_S = 0.005
 
 
 class DirectStreams:
-    """Opens streams. `message_bytes` bounds one request."""
+    """The direct streams. `message_bytes` bounds one request."""
 
     def __init__(self, answering: StreamServices, message_bytes: int) -> None:
         self._answering = answering
@@ -38,8 +39,9 @@ class DirectStreams:
         self._connecting: set[asyncio.Task[object]] = set()
 
     def open(self, session: Session) -> int:
-        """The client's end of a new stream, a descriptor to hand over and close. The session's former stream ends.
-        Raises KVStoreError."""
+        """Return the client's end of a new stream, a descriptor to hand over and close. The session's former stream
+        ends. Raises KVStoreError.
+        """
         try:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         except OSError as error:
@@ -56,7 +58,7 @@ class DirectStreams:
         return theirs.detach()
 
     async def close(self) -> None:
-        """End all streams, once what was answered is out."""
+        """End all streams after their pending answers are sent."""
         for stream in [*self._of_session.values()]:
             stream.end()
         while self._of_session:
@@ -77,7 +79,9 @@ async def _connect(stream: _DirectStream, connected: socket.socket) -> None:
 
 
 class _DirectStream(asyncio.Protocol):
-    """One stream: cuts it into requests, begins them in turns, keeps answers back while the client does not read."""
+    """One stream: it cuts bytes into requests, begins them in turns, and keeps answers back while the client does not
+    read.
+    """
 
     def __init__(
         self,
@@ -120,7 +124,7 @@ class _DirectStream(asyncio.Protocol):
             self._next_turn = asyncio.get_running_loop().call_soon(self._take_turn)
 
     def eof_received(self) -> None:
-        """The client sends no more, so it has gone: our client never closes one side alone."""
+        """Treat the client as gone, since it sends no more: the project's client never closes one direction alone."""
         self.end()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -135,14 +139,14 @@ class _DirectStream(asyncio.Protocol):
         self._on_end(self._session, self)
 
     def end(self) -> None:
-        """Begin nothing more, let answers that were given go out, and close."""
+        """Begin nothing more, send the pending answers, and close."""
         self._is_over = True
         if self._transport is not None and self._time_is_up is None:
             self._time_is_up = asyncio.get_running_loop().call_later(LAST_REPLY_S, self._transport.abort)
             self._transport.close()
 
     def abort(self) -> None:
-        """End it now; unsent answers are lost."""
+        """End the stream now; unsent answers are lost."""
         self._is_over = True
         if self._transport is not None:
             self._transport.abort()
@@ -150,7 +154,9 @@ class _DirectStream(asyncio.Protocol):
     # Requests and answers
 
     def _take_turn(self) -> None:
-        """Begin what requests have come, for as long as a turn is; then it is the others' turn, and then ours again."""
+        """Begin waiting requests for the length of one turn; then other streams have their turn, and later this one
+        again.
+        """
         self._next_turn = None
         assert self._transport is not None
         turn_ends_ns = self._now_ns() + TURN_NS
@@ -180,7 +186,7 @@ class _DirectStream(asyncio.Protocol):
         return None
 
     def _break_off(self, kind: ErrorKind, reason: str) -> None:
-        """The stream cannot be read any more: say why, in an answer to no request, and end it."""
+        """End a stream that cannot be read any more, with the reason in an answer to no request."""
         log.info("the stream of %s is broken off: %s", self._session.client_name, reason)
         self._write(error_reply(KVStoreError(kind, reason)))
         self.end()
@@ -196,7 +202,7 @@ class _DirectStream(asyncio.Protocol):
             raise StreamOver
 
     def _write(self, reply: pb.Response) -> bool:
-        """Return whether it will be sent, as far as is known now."""
+        """Write an answer; return whether it will be sent, as far as is known now."""
         transport = self._transport
         assert transport is not None
         is_first = not transport.get_write_buffer_size()

@@ -21,7 +21,7 @@ BEAT_MS, ANSWER_MS = 60_000, 20_000
 
 
 class _Departures(logging.Filter):
-    """Lets every record pass but those of failed sends, which become one line at debug level."""
+    """A log filter that passes every record except failed sends, which become one line at debug level."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
@@ -35,14 +35,15 @@ _DEPARTURES = _Departures()
 
 
 def expect_departures() -> None:
-    """Let failed sends be no news from now on, in this process. To call it again does nothing."""
+    """Log failed sends of this process at debug level from now on. Further calls do nothing."""
     logging.getLogger(_GRPC_LOGGER).addFilter(_DEPARTURES)
 
 
 def connection_options(connections: int) -> list[tuple[str, int]]:
-    """Return the options of a server that takes at most `connections` at once: one that says nothing is closed after
-    `HANDSHAKE_MS`, one without a call after `IDLE_MS`, one whose peer does not answer a ping after
-    `BEAT_MS + ANSWER_MS`."""
+    """Return the options of a server that takes at most `connections` at once: a silent one is closed after
+    `HANDSHAKE_MS`, one without a call after `IDLE_MS`, one whose peer does not answer a ping after `BEAT_MS +
+    ANSWER_MS`.
+    """
     return [
         ("grpc.max_allowed_incoming_connections", connections_within(connections)),
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS), ("grpc.max_connection_idle_ms", IDLE_MS),
@@ -51,7 +52,7 @@ def connection_options(connections: int) -> list[tuple[str, int]]:
 
 
 def bind_grpc(path: Path, *, max_message_bytes: int, connections: int) -> grpc.aio.Server:
-    """A server bound to `path`, not started. Replies may be twice as long as requests. Raises SocketError."""
+    """Return a server bound to `path`, not started. Replies may be twice as long as requests. Raises SocketError."""
     expect_departures()
     server = grpc.aio.server(
         options=[
@@ -65,8 +66,9 @@ def bind_grpc(path: Path, *, max_message_bytes: int, connections: int) -> grpc.a
 
 
 def add_unix_port(server: grpc.aio.Server, path: Path) -> None:
-    """Bind `server` to `path`, under another name first: gRPC removes the name that it was given when the server stops,
-    and another server may have the path by then. Raises SocketError."""
+    """Bind `server` to `path`, under another name first: when a server stops, gRPC removes the name it was given, and
+    by then another server may have the path. Raises SocketError.
+    """
     made = path.with_name(f"{path.name}.new")  # no longer than the name of the longest socket
     try:
         with private_umask():
@@ -78,7 +80,9 @@ def add_unix_port(server: grpc.aio.Server, path: Path) -> None:
 
 @contextlib.contextmanager
 def private_umask() -> Iterator[None]:
-    """Sockets made meanwhile are the owner's alone: no other user connects between bind and chmod."""
+    """Make sockets created inside the block accessible to the owner alone: no other user connects between bind and
+    chmod.
+    """
     before = os.umask(0o177)
     try:
         yield

@@ -1,8 +1,8 @@
-"""Health by gRPC's own protocol (grpc.health.v1): SERVING while the daemon takes new work, else NOT_SERVING.
+"""Health by gRPC's own protocol (grpc.health.v1): SERVING while the daemon takes new work, otherwise NOT_SERVING.
 
-One state for every socket and every service, and one more for each tier, `kvstored.nvme` and `kvstored.host`:
-NOT_SERVING while it is shed. A shed tier leaves the others SERVING, since blocks in DRAM go on being served. Follows
-the daemon's lifetime and its degraded modes; never decides them.
+There is one state for every socket and every service, and one more for each tier, such as `kvstored.nvme` and
+`kvstored.host`: NOT_SERVING while the tier is shed. A shed tier leaves the others SERVING, since blocks in DRAM go on
+being served. The module follows the daemon's lifetime and its degraded modes; it never decides them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TIER_PREFIX = "kvstored."
 
 
 class Health:
-    """Answers Check and Watch for "", for each of `services`, by their full names, and for each of `tiers`."""
+    """The answers to Check and Watch for "", for each of `services`, by their full names, and for each of `tiers`."""
 
     def __init__(self, phase: Phase, services: Iterable[str], modes: DegradedModes, tiers: Iterable[str]) -> None:
         self._phase = phase
@@ -40,7 +40,7 @@ class Health:
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
 
     def _follow(self, _: State | str) -> None:
-        """A task updates the servicer, so that a change of state does not wait for watchers."""
+        """Let a task update the servicer, so that a change of state does not wait for watchers."""
         task = asyncio.create_task(self._update())
         self._updates.add(task)
         task.add_done_callback(self._updates.discard)

@@ -1,8 +1,8 @@
 """The requests of one open stream, over any transport: answered at once, or by a task, by request id.
 
-Requests that need no bytes to move are answered inline; the others run as tasks and answer when they are done. An
-acquire that its client gives up is cancelled, and answered a last time. Never touches payload, never reads or writes a
-stream. Invariant: a request is answered, with a result or an error, or the stream is over.
+Requests that move no bytes are answered inline; the others run as tasks and answer when they are done. An acquire that
+its client gives up is cancelled, and answered a last time. The module never touches payload, and never reads or writes
+a stream. Invariant: a request is answered, with a result or an error, or the stream is over.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ LAST_REPLY_S = 1.0  # for what was answered to go out before a stream ends
 
 
 class StreamOver(Exception):
-    """Nothing can be read or sent any more: the client or its stream is gone."""
+    """The stream cannot be read or written any more: the client or its stream is gone."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamServices:
-    """The needs of a stream to answer requests. `inflight_limit` bounds the tasks of one client, over all its
-    streams."""
+    """The objects by which a stream answers requests. `inflight_limit` bounds the tasks of one client, over all its
+    streams.
+    """
 
     verbs: Verbs
     inflight_limit: int
@@ -41,7 +42,9 @@ class StreamServices:
 
 
 class Requests:
-    """See the module. `send` takes an answer that a task has made, and raises StreamOver when it cannot go out."""
+    """The requests of one stream. `send` takes an answer that a task has made, and raises StreamOver if it cannot be
+    sent.
+    """
 
     def __init__(
         self, session: Session, services: StreamServices, send: Callable[[pb.Response], Awaitable[None]]
@@ -81,18 +84,18 @@ class Requests:
         return reply
 
     async def finish(self) -> None:
-        """The client sends no more: it may still wait for answers."""
+        """Note that the client sends no more; it may still wait for answers."""
         while self._tasks:
             await asyncio.wait(set(self._tasks))
 
     def cancel(self) -> None:
-        """The stream is over: answer nothing more."""
+        """Answer nothing more: the stream is over."""
         self._given_up.clear()
         for task in self._tasks:
             task.cancel()
 
     def undelivered(self, reply: pb.Response) -> None:
-        """A reply could not be sent: take back what it granted."""
+        """Take back what a reply granted: it could not be sent."""
         self._verbs.undelivered(self._session, reply)
 
     def _begin_task(self, request: pb.Request, op: str, began_ns: int) -> None:
@@ -164,7 +167,7 @@ class Requests:
             self._sending.discard(request_id)
 
     def _broken(self, op: str) -> pb.Response:
-        """The answer to a request that ran into a mistake of ours; to be made where the exception is handled."""
+        """Return the answer to a request that ran into a bug; call it in the handler of the exception."""
         log.exception("request %s of %s failed", op, self._session.client_name)
         return error_reply(KVStoreError(ErrorKind.INTERNAL, f"{op} failed inside the daemon; its log has the details"))
 

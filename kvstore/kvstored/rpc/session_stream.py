@@ -1,6 +1,6 @@
 """The KVStore service: one bidirectional gRPC stream a client, many requests in flight.
 
-Owns how a stream is tied to its session and ends with it; what is answered is `requests`'. Invariant: a stream lives no
+The module ties a stream to its session and ends it with the session; `requests` answers. Invariant: a stream lives no
 longer than its session.
 """
 
@@ -21,7 +21,7 @@ TOKEN_METADATA = "kvstored-session-bin"
 
 
 class SessionService(kvstore_pb2_grpc.KVStoreServicer):
-    """See the module."""
+    """The servicer of the streams."""
 
     def __init__(self, sessions: Sessions, answering: StreamServices) -> None:
         self._sessions = sessions
@@ -63,7 +63,7 @@ class SessionService(kvstore_pb2_grpc.KVStoreServicer):
 
 
 class _Stream:
-    """One open stream: reads requests, keeps answers whole and in one writer at a time."""
+    """One open stream: it reads requests, and writes answers whole, one at a time."""
 
     def __init__(self, session: Session, context: Any, answering: StreamServices) -> None:
         self._session = session

@@ -1,8 +1,8 @@
 """The KVStoreUnary service: the store for any language with gRPC, with the bytes in the messages.
 
-Translates: the caller into a tenant, its chain into keys, its errors into gRPC status. Owns the bound on calls at once.
-Owns its sockets too: unary.sock for the daemon's own user, and a TCP port if one is configured, which is never served
-without tokens. Never looks into a block. Invariant: a call sees blocks of its caller's tenant and of no other.
+It translates the caller into a tenant, its chain into keys, its errors into gRPC status, and bounds the calls at once.
+It owns its sockets: unary.sock for the daemon's own user, and a TCP port if one is configured, which is never served
+without tokens. It never looks into a block. Invariant: a call sees blocks of its caller's tenant and of no other.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class CallLimit:
 
 
 class UnaryService(unary_pb2_grpc.KVStoreUnaryServicer):
-    """`callers` finds the tenant of a caller on the socket that this instance serves."""
+    """The servicer. `callers` finds the tenant of a caller on the socket that this instance serves."""
 
     def __init__(
         self, calls: InlineCalls, callers: Callers, sessions: Sessions, phase: Phase, limit: CallLimit, max_keys: int
@@ -97,7 +97,9 @@ class UnaryService(unary_pb2_grpc.KVStoreUnaryServicer):
     async def _answer(
         self, request: Request, context: Any, call: Callable[[Session, NamedBlocks, Request], Reply | Awaitable[Reply]]
     ) -> Reply:
-        """The call's answer, with the keys where the caller gave none; a KVStoreError ends it with its status."""
+        """Return the call's answer, with the keys if the caller gave none; a KVStoreError ends the call with its
+        status.
+        """
         try:
             tenant = self._callers.tenant_of(context.invocation_metadata())
             if self._phase.state is not State.SERVING:
@@ -137,7 +139,9 @@ class UnaryService(unary_pb2_grpc.KVStoreUnaryServicer):
 
 @dataclass(frozen=True)
 class UnaryDoors:
-    """`make_service` gives the service for the callers of one socket; `own` finds the tenant of our own user."""
+    """The sockets of the service. `make_service` gives the service for the callers of one socket; `own` finds the
+    tenant of the daemon's own user.
+    """
 
     config: UnarySection
     make_service: Callable[[Callers], UnaryService]
@@ -147,13 +151,17 @@ class UnaryDoors:
     health: Health
 
     def bind_local(self, path: Path) -> grpc.aio.Server:
-        """A server that is bound to `path`, for our own user alone, and not yet started. Raises SocketError."""
+        """Return a server that is bound to `path`, for the daemon's own user alone, and not yet started. Raises
+        SocketError.
+        """
         local = self._server(Callers(self.tokens, self.own))
         add_unix_port(local, path)
         return local
 
     def bind_remote(self) -> grpc.aio.Server:
-        """A server that is bound to the TCP port, for callers with a token, and not yet started. Raises ConfigError."""
+        """Return a server that is bound to the TCP port, for callers with a token, and not yet started. Raises
+        ConfigError.
+        """
         remote = self._server(Callers(self.tokens, None))
         _bind(remote, self.config.listen, self.certificates.credentials() if self.certificates else None)
         return remote

@@ -1,1 +1,1 @@
-"""The storage half of the daemon: which blocks exist, where they are, how they move, what is evicted. No sockets."""
+"""The storage half of the daemon: the blocks, their places, their movement and their eviction. No sockets."""

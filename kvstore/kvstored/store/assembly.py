@@ -1,8 +1,9 @@
-"""The storage half of the daemon, put together: tiers, residency, policies, leases, lanes and what moves between them.
+"""The storage half of the daemon, put together: tiers, residency, policies, leases, lanes and the parts that move
+blocks between tiers.
 
 `Store` composes and holds; it decides nothing. Its parts are made in the order of its constructor, each by a function
-that takes what it needs and gives back what it made. It knows no socket, no session and no verb, so that a caller with
-tiers, a clock and a completion queue gets exactly the movement and the decisions of the daemon.
+that takes its inputs and returns the part. It knows no socket, no session and no verb, so that a caller with tiers, a
+clock and a completion queue gets exactly the movement and the decisions of the daemon.
 """
 
 from __future__ import annotations
@@ -110,9 +111,10 @@ def make_prefetch(
 class Store:
     """The store of a daemon. `residency` may hold recovered blocks already; policies and rooms take them over. `tiers`
     are in the order of `make_residency`: `host` is the first that clients map; `nvme` is the durable one, if any;
-    `keyed` are those addressed by key. Victims of the slowest of the others are demoted there, and blocks that other
-    processes stored there can be found. Tiers before `host` get copies of what is used often, and demote to it.
-    `predictor` and `remote_writes` stand instead of the configuration's."""
+    `keyed` are the tiers addressed by key. Victims of the slowest of the others are demoted to a keyed tier, and
+    blocks that other processes stored there can be found. Tiers before `host` get copies of blocks that are used
+    often, and demote to it. `predictor` and `remote_writes` replace the configuration's.
+    """
 
     def __init__(
         self,
@@ -195,8 +197,9 @@ class Store:
         return next((tier for tier in exporters if tier.owner(container) is not None), None)
 
     def tiers_on(self, device_identity: int) -> TierSet:
-        """Return the tiers of this device whose memory clients there may import; of no other: whether a device can read
-        another one's memory is not asked."""
+        """Return the tiers of this device whose memory clients there may import. Tiers of other devices are left out:
+        whether one device can read another's memory is not asked.
+        """
         exporters = self.exporters.items()
         return TierSet.of(*(at for at, tier in exporters if tier.device_identity == device_identity))
 
@@ -236,7 +239,7 @@ class Store:
             self.writeback.gate.admission = make_durable_admission(config, self.residency, self.policies)
 
     async def sync_keyed(self) -> bool:
-        """Sync key-addressed tiers. Return whether they have no longer what was removed from them."""
+        """Sync key-addressed tiers. Return whether they have forgotten all removed blocks."""
         asked = [self.completions.outcome_of(tier.sync) for tier in self.keyed.values()]
         return all([(await outcome).ok for outcome in asked])
 
@@ -247,7 +250,7 @@ class Store:
             self.writeback.write_again(damaged)
 
     def tick(self) -> None:
-        """Do what waits for time alone; a few times a second is enough."""
+        """Do the work that depends on time alone; call it a few times a second."""
         self.endurance.tick()
         for breaker in self._breakers.values():
             breaker.tick()

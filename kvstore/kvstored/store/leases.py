@@ -2,9 +2,9 @@
 
 A lease pins its blocks while it lives. When it expires they may be evicted, but their bytes are not recycled: a slot
 with readers left is held in limbo and freed on the release of its last reader or the end of that reader's connection.
-Pure bookkeeping: the time is an argument, slots are freed by a callback. Invariants: a slot is freed exactly once, with
-no readers; expiries given to `grant` and `renew` never go back (one time to live for all), so the next to lapse is
-found at once.
+The module only keeps records: the time is an argument, slots are freed by a callback. Invariants: a slot is freed
+exactly once, with no readers; expiries given to `grant` and `renew` never go back (one time to live for all), so the
+next to lapse is found at once.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ Place = tuple[int, int]  # container and offset: a slot without its generation
 
 @dataclass(slots=True)
 class Lease:
-    """`tokens` name residency rows as pinned: a block may be removed by force, its row be used again. Empty once
-    expired. `continues`: granted for the same request as another one, which counts for both."""
+    """A lease. `tokens` name residency rows as pinned: a block may be removed by force, and its row be used again.
+    Empty once expired. `continues`: granted for the request of another lease, which counts for both.
+    """
 
     lease_id: int
     session_id: int
@@ -43,11 +44,12 @@ class LeaseBook(Protocol):
 
 
 class LeaseTable:
-    """All leases of the daemon. `unpin(tokens)` is the residency's; `free_slot(slot)` and `mark_retired(slot)` (what is
-    in a slot in limbo is no block any more) belong to the tiers that clients read, no two of which share a container's
-    number. A tenant has at most `limbo_limit_bytes` in limbo by eviction; what an operator drops may exceed it. Of a
-    session that holds more than `expired_limit` expired leases the oldest become one, which ends with the session: so
-    what is kept for it is bounded by the slots there are."""
+    """All leases of the daemon. `unpin(tokens)` is the residency's; `free_slot(slot)` and `mark_retired(slot)` (the
+    block in a slot in limbo is gone) belong to the tiers that clients read, no two of which share a container's
+    number. A tenant has at most `limbo_limit_bytes` in limbo by eviction; drops by an operator may exceed it. If a
+    session holds more than `expired_limit` expired leases, the oldest become one, which ends with the session: so
+    their number is bounded by the number of slots.
+    """
 
     def __init__(
         self,
@@ -113,8 +115,9 @@ class LeaseTable:
     def restore(
         self, lease_id: int, session_id: int, tenant: int, tokens: list[int], slots: list[Slot], expires_ns: int
     ) -> Lease:
-        """Return a lease of the process before, again in force under its number. `tokens`, pinned by the caller, may be
-        fewer than `slots`: blocks in limbo have none."""
+        """Return a lease of the former process, again in force under its number. `tokens`, pinned by the caller, may be
+        fewer than `slots`: blocks in limbo have none.
+        """
         return self._hold(Lease(lease_id, session_id, tenant, tokens, slots, expires_ns))
 
     def record_in(self, book: LeaseBook, last_id: int) -> None:
@@ -141,7 +144,7 @@ class LeaseTable:
         return lease
 
     def renew(self, session_id: int, lease_id: int, expires_ns: int) -> bool:
-        """Let a lease expire later. False for one that is gone, expired or another session's."""
+        """Let a lease expire later. Return False for one that is gone, expired or another session's."""
         lease = self._leases.get(lease_id)
         if lease is None or lease.session_id != session_id or lease.expired:
             return False
@@ -150,7 +153,7 @@ class LeaseTable:
         return True
 
     def release(self, session_id: int, lease_id: int) -> bool:
-        """End a lease. False when this session holds no such lease: expired leases are still there to be released."""
+        """End a lease. Return False if this session holds no such lease: expired leases can still be released."""
         lease = self._leases.get(lease_id)
         if lease is None or lease.session_id != session_id:
             return False
@@ -158,7 +161,7 @@ class LeaseTable:
         return True
 
     def release_session(self, session_id: int) -> int:
-        """End all leases of a client that is gone: what it could read may be recycled."""
+        """End all leases of a client that is gone, whose slots may be recycled; return their number."""
         ended = [self._leases[lease_id] for lease_id in self._of_session.get(session_id, ())]
         for lease in ended:
             self._end(lease)
@@ -199,7 +202,7 @@ class LeaseTable:
         self._limbo_bytes[tenant] = self._limbo_bytes.get(tenant, 0) + slot.nbytes
 
     def _join(self, expired: list[Lease]) -> None:
-        """Put one lease in the place of several expired ones of a session."""
+        """Replace several expired leases of a session by one."""
         slots = {(slot.container, slot.offset): slot for lease in expired for slot in lease.slots}
         first = expired[0]
         self._lapse(self.grant(first.session_id, first.tenant, [], list(slots.values()), first.expires_ns))
@@ -207,7 +210,7 @@ class LeaseTable:
             self._end(lease)
 
     def _lapse(self, lease: Lease) -> None:
-        """End its life: its rows may be evicted, and it does not count."""
+        """End a lease's life: its rows may be evicted, and it does not count."""
         del self._due[lease.lease_id]
         lease.expired = True
         self._unpin(lease.tokens)

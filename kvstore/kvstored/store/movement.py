@@ -1,6 +1,7 @@
-"""The movement of a store, put together: what moves blocks between its tiers, what judges that, and the rooms there.
+"""The movement of a store, put together: the parts that move blocks between its tiers, the parts that judge that, and
+the rooms.
 
-Each part is made by a function that takes what it needs and gives back what it made; `assembly.py` calls them in order.
+Each part is made by a function that takes its inputs and returns the part; `assembly.py` calls them in order.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ KEYED_PRIOR_BYTES_PER_S, KEYED_PRIOR_US, KEYED_PRIOR_BYTES = 200e6, 2000.0, 1 <<
 
 @dataclass(frozen=True, slots=True)
 class Ground:
-    """The things that most parts of a store need. `keyed` are the tiers addressed by key, by position."""
+    """The objects that most parts of a store need. `keyed` are the tiers addressed by key, by position."""
 
     config: Config
     clock: Clock
@@ -75,7 +76,7 @@ class Ground:
 
 
 class Links:
-    """Makes links over the lanes of `mover`. `breakers` belong to the tiers below memory, by position."""
+    """A maker of links over the lanes of `mover`. `breakers` belong to the tiers below memory, by position."""
 
     def __init__(self, ground: Ground, mover: Mover, breakers: Mapping[int, TierBreaker]) -> None:
         self._ground = ground
@@ -106,7 +107,9 @@ class Links:
 
 
 class Descent(NamedTuple):
-    """The ways down: the room of each tier, what copies blocks to slower tiers, and the last of it, write-back."""
+    """The ways down: the room of each tier, the parts that copy blocks to slower tiers, and the last of them,
+    write-back.
+    """
 
     rooms: list[Room]
     copiers: list[Copier]
@@ -136,7 +139,8 @@ def make_lanes(
 ) -> list[Lane[Transfer]]:
     """Make the lanes of a store: one a direction, between the mapped tier and each other one. The lanes of one tier
     share its medium, so that prefetch waits for demand on any of them. `keyed` are the positions of tiers that are
-    addressed by key, `straight` of those to which the durable tier has a lane of its own."""
+    addressed by key, `straight` the positions of tiers to which the durable tier has a lane of its own.
+    """
     movement, limits = config.movement, config.limits
     settings = LaneSettings(
         max_in_flight=movement.in_flight,
@@ -184,7 +188,7 @@ def make_lanes(
 
 
 def _beside_engines(settings: LaneSettings, section: GpuSection) -> LaneSettings:
-    """Return `settings` for a link over which engines copy as well, which no lane sees."""
+    """Return `settings` for a link over which engines copy as well, unseen by any lane."""
     if section.rate_bytes is None:
         return replace(settings, spare_share=LINK_SHARE)
     burst_bytes = min(settings.spare_burst_bytes, section.rate_bytes)  # of a second at most
@@ -207,7 +211,7 @@ def make_breakers(ground: Ground, modes: DegradedModes) -> dict[int, TierBreaker
 
 
 def make_gates(ground: Ground, policies: Sequence[Policy], remote_writes: RemoteWrites | None) -> dict[int, TierGate]:
-    """Make the gates of the key-addressed tiers, by position. `remote_writes` instead of the configuration's."""
+    """Make the gates of the key-addressed tiers, by position. `remote_writes` replaces the configuration's."""
     residency, gates = ground.residency, {}
 
     def refuses(tier: KeyedTier, row: int) -> bool:
@@ -233,7 +237,7 @@ def make_gates(ground: Ground, policies: Sequence[Policy], remote_writes: Remote
 def make_commit(
     ground: Ground, links: Links, breaker: TierBreaker, endurance: EnduranceAccount, policies: Sequence[Policy]
 ) -> GroupCommit:
-    """Make what commits the writes to the durable tier, with the gate that judges them."""
+    """Make the part that commits the writes to the durable tier, with the gate that judges them."""
     config, residency, clock = ground.config, ground.residency, ground.clock
     lane = links.mover.lanes[links.lane(residency.mapped, residency.durable)]
     gate = WriteGate(
@@ -251,9 +255,10 @@ def make_commit(
 def make_rooms(
     ground: Ground, links: Links, parts: RoomParts, commit: GroupCommit | None, gates: Mapping[int, TierGate]
 ) -> Descent:
-    """Make the rooms of all tiers, the slowest first, and what demotes to them. Victims of a tier in memory are passed
-    to the next slower one there, victims of a tier before the mapped one to that one, and all others to write-back or a
-    key-addressed tier."""
+    """Make the rooms of all tiers, the slowest first, and the parts that demote to them. Victims of a tier in memory
+    are passed to the next slower one there, victims of a tier before the mapped one to that one, and all others to
+    write-back or a key-addressed tier.
+    """
     residency, mapped, in_memory = ground.residency, ground.residency.mapped, ground.residency.in_memory
     rooms: dict[int, Room] = {}
     copiers: list[Copier] = []
@@ -297,8 +302,9 @@ def make_early(
     ground: Ground, links: Links, parts: RoomParts, rooms: Sequence[Room], gates: Mapping[int, TierGate],
     promoter: Promoter, absences: Absences,
 ) -> tuple[list[Sharing], list[StraightPromotion]]:  # fmt: skip
-    """Make what copies blocks before they are evicted, to each key-addressed tier that shares them and to those before
-    the mapped one, and what reads blocks of the durable tier straight to the latter."""
+    """Make the parts that copy blocks before they are evicted, to each key-addressed tier that shares them and to the
+    tiers before the mapped one, and the parts that read blocks of the durable tier straight to the latter.
+    """
     residency, mapped, counters = ground.residency, ground.residency.mapped, ground.counters
     sharing, straight = list[Sharing](), list[StraightPromotion]()
     for position, gate in gates.items():

@@ -29,7 +29,7 @@ _WEIGHT, _QUICK_WEIGHT = 1 / 8, 1 / 2  # of an answer that took longer than expe
 
 
 class Verdict(Enum):
-    """Whether to ask."""
+    """The answer to the question whether the daemon should ask a key-addressed tier for blocks."""
 
     WAIT = "wait"  # ask, and wait for the answer within the deadline
     ASIDE = "aside"  # ask, and let no request wait
@@ -37,7 +37,8 @@ class Verdict(Enum):
 
 
 class ComputeTimes:
-    """What computing a block takes an engine, as the daemon sees it: the time from a get that missed it to its put.
+    """The time that an engine takes to compute a block, as the daemon sees it: the time from a get that missed the
+    block to the put of it.
 
     Owns the misses that were not put yet, a bounded number, and an estimate for each tenant. A put may come later than
     the computation ended, so the estimate follows shorter times faster than longer ones.
@@ -48,14 +49,16 @@ class ComputeTimes:
         self._block_us: dict[int, float] = {}
 
     def missed(self, tenant: int, key: bytes, now_ns: int) -> None:
-        """Note that a get found the blocks of a chain up to `key`, and not that one."""
+        """Note that a get found the blocks of a chain before `key`, and did not find `key`."""
         self._missed[tenant, key] = now_ns
         self._missed.move_to_end((tenant, key))
         if len(self._missed) > MOST_MISSES:
             self._missed.popitem(last=False)
 
     def put(self, tenant: int, key: bytes, blocks: int, now_ns: int) -> bool:
-        """Note a put of `blocks` of a chain, the first of them `key`. Return whether a get missed that one before."""
+        """Note a put of `blocks` blocks of a chain, the first of them `key`. Return whether a get missed `key`
+        before.
+        """
         since_ns = self._missed.pop((tenant, key), None)
         if since_ns is None:
             return False
@@ -71,12 +74,12 @@ class ComputeTimes:
 
 
 class Absences:
-    """Blocks that key-addressed tiers said they do not have, for a short time.
+    """Blocks that key-addressed tiers said they do not have, remembered for a short time.
 
-    Owns the negative answers, by tenant and key, each with how long it is believed: `FIRST_ABSENT_S` at first, twice as
-    long each time the answer is the same again, up to `LAST_ABSENT_S`. Invariants: an answer is never used for another
-    tenant; one for a block that this node has written there since, or that was deleted by order, is forgotten; at most
-    `most` are kept, the oldest answers are dropped first.
+    Owns the negative answers, by tenant and key, each with the time for which it is believed: `FIRST_ABSENT_S` at
+    first, twice as long each time the answer is the same again, up to `LAST_ABSENT_S`. Invariants: an answer is never
+    used for another tenant; an answer is forgotten when this node has written the block since, or when the block was
+    deleted by order; at most `most` answers are kept, the oldest are dropped first.
     """
 
     def __init__(self, most: int = MOST_ABSENT) -> None:
@@ -84,7 +87,7 @@ class Absences:
         self._known: OrderedDict[tuple[int, bytes], tuple[int, float]] = OrderedDict()  # until when, and for how long
 
     def covers(self, tenant: int, key: bytes, now_ns: int) -> bool:
-        """Say whether the block is known not to be there."""
+        """Return whether the tiers are known not to have the block."""
         known = self._known.get((tenant, key))
         return known is not None and now_ns < known[0]
 
@@ -135,11 +138,13 @@ class _Tenant:
 
 
 class RemoteValue:
-    """The worth of a question to key-addressed tiers: the compute that it is expected to save, less what it takes.
+    """The worth of a question to key-addressed tiers: the compute time that the question is expected to save, less the
+    time that it takes.
 
-    Owns what each tenant's questions have found. A question that does not pay is asked all the same now and then, with
-    no request waiting for it, so that a store which begins to pay is noticed: each n-th time, n twice as large after
-    each of these that found nothing. Computing a token takes `saved_us_per_token`, where `compute` has not seen it.
+    Owns what the questions of each tenant have found. A question that does not pay is still asked now and then, with no
+    request waiting for it, so that the daemon notices a store which begins to pay: each n-th time, where n doubles
+    after each such question that found nothing. Where `compute` has no estimate, computing a token takes
+    `saved_us_per_token`.
     """
 
     def __init__(self, saved_us_per_token: float = SAVED_US_PER_TOKEN, compute: ComputeTimes | None = None) -> None:
@@ -153,8 +158,9 @@ class RemoteValue:
         return round(known.block_bytes) if known is not None else 0
 
     def declines(self, tenant: int, tokens: int) -> bool:
-        """Say whether `judge` would say no for `tokens` missing ones, as it did for as many or more before; this counts
-        as asking it, and takes a tenth of its time."""
+        """Return whether `judge` would answer NO for `tokens` missing tokens, as it did for as many or more before. The
+        call counts as a call of `judge`, and takes a tenth of its time.
+        """
         known = self._tenants.get(tenant)
         if known is None or tokens > known.hopeless or known.declined + 1 >= known.every:
             return False
@@ -167,7 +173,9 @@ class RemoteValue:
         return blocks * (known.found / known.asked if known is not None else _PRIOR_FOUND / _PRIOR_ASKED)
 
     def judge(self, tenant: int, blocks: int, block_tokens: int, load_us: float, times: AnswerTimes) -> Verdict:
-        """Say whether to ask for `blocks` missing ones; loading what is expected of them takes `load_us`."""
+        """Decide whether to ask for `blocks` missing blocks. `load_us` is the time to load the blocks that are expected
+        to be found.
+        """
         known = self._tenants.get(tenant)
         if known is None:
             known = self._tenants[tenant] = _Tenant()
@@ -183,7 +191,7 @@ class RemoteValue:
         return Verdict.ASIDE
 
     def answered(self, tenant: int, asked: int, found: int, nbytes: int) -> None:
-        """Note that a question for `asked` blocks found `found`, of `nbytes` in all."""
+        """Note that a question for `asked` blocks found `found` blocks of `nbytes` bytes in all."""
         known = self._tenants.setdefault(tenant, _Tenant())
         known.hopeless = 0
         known.asked = known.asked * _DECAY + asked

@@ -17,8 +17,9 @@ from kvstore_tiers.base import Slot
 
 @dataclass(slots=True)
 class Reservation:
-    """Slots of one client. `slots` are the ones not stored from yet, by place. `is_ahead`: no put was waiting for
-    it."""
+    """Slots of one client. `slots` maps a place to its slot, for the slots that no block was stored from yet.
+    `is_ahead` says that no put was waiting for the reservation.
+    """
 
     number: int
     session_id: int
@@ -29,8 +30,9 @@ class Reservation:
 
 
 class Reservations:
-    """All reservations of the daemon. When a client dies, its session calls `end_session`. `free_slot` is
-    the host tier's; `count(tenant, nbytes)` adds to what a tenant holds for blocks to come."""
+    """All reservations of the daemon. When a client dies, its session calls `end_session`. `free_slot` frees a slot of
+    the host tier; `count(tenant, nbytes)` adds `nbytes` to the bytes that a tenant holds for blocks to come.
+    """
 
     def __init__(self, free_slot: Callable[[Slot], None], count: Callable[[int, int], None]) -> None:
         self._free_slot = free_slot
@@ -54,7 +56,7 @@ class Reservations:
         return reservation
 
     def add(self, reservation: Reservation, slot: Slot) -> bool:
-        """Add one more slot. False when the reservation has ended meanwhile: the slot is free again."""
+        """Add one more slot. Return False when the reservation has ended meanwhile: the slot is free again."""
         self._count(reservation.tenant, slot.nbytes)
         if reservation.number not in self._reservations:
             self.free(reservation.tenant, slot)
@@ -64,14 +66,14 @@ class Reservations:
         return True
 
     def find(self, session_id: int, number: int, now_ns: int) -> Reservation | None:
-        """Return a reservation that this client may store from; None where it has none of this number any more."""
+        """Return reservation `number` if this client may still store from it; None otherwise."""
         reservation = self._reservations.get(number)
         if reservation is None or reservation.session_id != session_id or reservation.expires_ns <= now_ns:
             return None
         return reservation
 
     def take(self, reservation: Reservation, places: Iterable[int]) -> dict[int, Slot]:
-        """Return the slots at these places, the caller's now: `used` or `free` follows for each."""
+        """Return the slots at `places`. They belong to the caller now, which calls `used` or `free` for each."""
         taken = {place: reservation.slots.pop(place) for place in places}
         self.ahead_bytes -= sum(slot.nbytes for slot in taken.values()) * reservation.is_ahead
         if not reservation.slots:
@@ -88,8 +90,9 @@ class Reservations:
         self._free_slot(slot)
 
     def give_back(self, session_id: int, number: int) -> None:
-        """End a reservation whose client writes to its slots no more. Does nothing for one that is not its own, or
-        over."""
+        """End a reservation whose client no longer writes to its slots. Does nothing where the reservation is not this
+        client's or has ended.
+        """
         reservation = self._reservations.get(number)
         if reservation is not None and reservation.session_id == session_id:
             self._end(reservation)

@@ -1,5 +1,6 @@
-"""The index over a store's tiers: which of them clients map, which is durable, which are memory. Owns that reading of
-their `TierInfo`, and nothing else."""
+"""The index over a store's tiers. Owns the reading of their `TierInfo`: which tiers clients map, which tier is durable,
+which tiers are memory.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the daemon counts. It reads the parts; they do not push."""
+"""The daemon's counts. This package reads the parts; the parts do not push."""
 
 from kvstored.telemetry.counters import COUNTERS, Counters
 from kvstored.telemetry.deletions import DeletionLog

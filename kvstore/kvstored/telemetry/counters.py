@@ -1,4 +1,4 @@
-"""Monotonic counters by name. The names are fixed here, documented, and shown by `kvctl status`."""
+"""Monotonic counters by name. The names are fixed here and documented; `kvctl status` shows them."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ COUNTERS = {
 
 
 class Counters:
-    """Attribute-like access by name; an unknown name is a bug and raises KeyError."""
+    """The counters, as attributes; an unknown name is a bug and raises KeyError."""
 
     __slots__ = ("_values",)
 

@@ -1,7 +1,7 @@
-"""The audit lines for what clients delete: one line for each user and second, however many calls there are.
+"""The audit lines for clients' deletions: one line for each user and second, however many calls there are.
 
-A client may delete as often as it likes, so its calls are summed up: the log stays readable, and its other lines are
-not crowded out. The kernel names the caller: uid and pid are those of the session's connection. Unary calls have none.
+A client may delete often, so its calls are summed up: the log stays readable, and other lines are not crowded out. The
+caller is the kernel's: uid and pid of the session's connection. Unary calls have none.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ class _Sum:
 
 
 class DeletionLog:
-    """`note` each call that deleted something; `tick` belongs into a timer that runs a few times a second, and `close`
-    writes what is left."""
+    """The log of deletions. Call `note` for each call that deleted blocks; call `tick` from a timer a few times a
+    second; `close` writes the rest.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -36,7 +37,7 @@ class DeletionLog:
         self._since_ns = 0
 
     def note(self, session: Caller, blocks: int, nbytes: int) -> None:
-        """A client deleted `blocks` blocks of `nbytes` payload bytes."""
+        """Note that a client deleted `blocks` blocks of `nbytes` payload bytes."""
         if not self._sums:
             self._since_ns = self._clock.monotonic_ns()
         found = self._sums.setdefault((session.tenant.name, session.peer.uid), _Sum(0, 0, 0, ""))

@@ -1,6 +1,6 @@
 """The traffic of each tier and each tenant: blocks served, promoted, demoted, evicted, and missed, by cause.
 
-And the last misses of each tenant, with when and why and by whom.
+It also keeps the last misses of each tenant, with their time, cause and client.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ class Named(Protocol):
 
 
 class Caller(Protocol):
-    """A session, to those who count. `tenant_id`: the tenant's number in residency. `account`: the name for whom the
-    engine asks; empty where it does not say."""
+    """A session, for the counts. `tenant_id`: the tenant's number in residency. `account`: the account for which the
+    engine asks; "" if it does not say.
+    """
 
     session_id: int
     client_name: str
@@ -57,7 +58,9 @@ class TierFlow:
 
 @dataclass(slots=True)
 class TenantFlow:
-    """`hit_blocks` were handed out under leases; `missed_blocks` were asked for, by lookup or acquire, in vain."""
+    """The traffic of one tenant. `hit_blocks` were handed out under leases; `missed_blocks` were asked for, by lookup
+    or acquire, and missing.
+    """
 
     lookups: int = 0
     hit_blocks: int = 0
@@ -65,8 +68,9 @@ class TenantFlow:
 
 
 class Flows:
-    """One `TierFlow` a tier, by its position in the residency index; one `TenantFlow` a tenant, by its number, and one
-    for each of its accounts, by tenant and name."""
+    """The traffic of all: a `TierFlow` for each tier, by its position in the residency index; a `TenantFlow` for each
+    tenant, by its number, and for each of its accounts, by tenant and name.
+    """
 
     def __init__(self, tiers: int) -> None:
         self.tiers = [TierFlow() for _ in range(tiers)]
@@ -85,14 +89,14 @@ class Flows:
             account.lookups += 1
 
     def found(self, caller: Caller, blocks: int) -> None:
-        """Blocks were handed out under a lease."""
+        """Count blocks that were handed out under a lease."""
         self.tenants[caller.tenant_id].hit_blocks += blocks
         account = self._account(caller)
         if account is not None:
             account.hit_blocks += blocks
 
     def missed(self, caller: Caller, cause: Cause, blocks: int) -> None:
-        """A chain broke off: the first block is missing for `cause`, and those behind it go with it."""
+        """Count missing blocks: the first one is missing for `cause`, and the chain's blocks behind it count too."""
         self.misses[cause] += blocks
         self.tenants[caller.tenant_id].missed_blocks += blocks
         account = self._account(caller)
@@ -100,7 +104,7 @@ class Flows:
             account.missed_blocks += blocks
 
     def misses_by_name(self) -> dict[str, int]:
-        """Blocks missed since the start, by the cause's name as `kvctl explain` shows it."""
+        """Return the blocks missed since the start, by the cause's name as `kvctl explain` shows it."""
         return {cause.name.lower(): blocks for cause, blocks in self.misses.items()}
 
     def _account(self, caller: Caller) -> TenantFlow | None:
@@ -115,7 +119,7 @@ class Flows:
 
 @dataclass(slots=True)
 class Miss:
-    """`key` is the first block of the request that was missing; `found_blocks` of `asked_blocks` were there."""
+    """A miss. `key` is the first block of the request that was missing; `found_blocks` of `asked_blocks` were there."""
 
     key: bytes
     cause: Cause
@@ -131,9 +135,11 @@ class Miss:
 
 
 class RecentMisses:
-    """Keeps the last `limit` misses of each tenant, so that one that misses all the time does not push out what another
-    wants explained. The same client missing the same block again is one entry with a count. Keys only, never token ids.
-    One note costs about a microsecond: it is made while a client waits."""
+    """The last `limit` misses of each tenant; a tenant with many misses does not push out another's.
+
+    A client that misses a block again is one entry with a count. Entries have keys, never token ids. One note costs
+    about a microsecond: it is made while a client waits.
+    """
 
     def __init__(self, limit: int, clock: Clock) -> None:
         self._limit = limit
@@ -141,7 +147,7 @@ class RecentMisses:
         self._rings: dict[int, deque[Miss]] = {}
 
     def note(self, request: str, session: Caller, key: bytes, cause: Cause, found: int, asked: int) -> None:
-        """A request of `asked` blocks found `found` of them and missed the block `key`."""
+        """Note that a request of `asked` blocks found `found` of them and missed the block `key`."""
         ring = self._rings.get(session.tenant_id)
         if ring is None:
             ring = self._rings[session.tenant_id] = deque(maxlen=self._limit)
@@ -168,7 +174,7 @@ class RecentMisses:
         )
 
     def newest(self, limit: int, tenant: int | None = None) -> list[tuple[int, Miss]]:
-        """(tenant, miss), the last one first."""
+        """Return pairs (tenant, miss), the last miss first."""
         found = [
             (number, miss)
             for number, ring in self._rings.items()

@@ -1,9 +1,9 @@
-"""What happened lately: rings of samples, fine for minutes and coarse for a day.
+"""The recent past: rings of samples, fine for minutes and coarse for a day.
 
-A sample holds levels as they were at its end, what was counted during it, and latency quantiles of what ran in it.
-Owns the rings; never reads a clock or asks a part: it is handed `Reading`s. Invariants: memory is bounded by
-`MAX_SERIES` 4-byte numbers a sample, however busy the daemon is; samples are in order of time; a series that a sample
-does not know is NaN there.
+A sample holds levels at its end, counts during it, and latency quantiles of the requests in it. The module owns the
+rings; it never reads a clock or asks a part: it receives `Reading`s. Invariants: memory is bounded by `MAX_SERIES`
+4-byte numbers a sample, however busy the daemon is; samples are in order of time; a series that a sample does not know
+is NaN there.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RESOLUTIONS = (Resolution(1, 600), Resolution(60, 1440))  # ten minutes; a day
 
 
 class SeriesKey(NamedTuple):
-    """What a series is of: `tier host used_bytes`, `verb lookup p99_us`."""
+    """The name of a series: `tier host used_bytes`, `verb lookup p99_us`."""
 
     scope: str
     subject: str
@@ -41,7 +41,7 @@ class SeriesKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What the daemon's parts said at one moment. `totals` only grow; `latencies` are histograms by verb."""
+    """The figures of the daemon's parts at one moment. `totals` only grow; `latencies` are histograms by verb."""
 
     levels: Mapping[SeriesKey, float]
     totals: Mapping[SeriesKey, int]
@@ -57,7 +57,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Samples of one ring, oldest first."""
+    """The samples of one ring, oldest first."""
 
     resolution_s: int
     at_ns: Sequence[int]
@@ -66,7 +66,7 @@ class Window:
 
 
 class History:
-    """All rings. `started_ns` is when counting began."""
+    """All rings. `started_ns` is the time when counting began."""
 
     def __init__(self, started_ns: int, resolutions: Sequence[Resolution] = RESOLUTIONS) -> None:
         self._rings = [_Ring(resolution, started_ns) for resolution in resolutions]
@@ -77,11 +77,11 @@ class History:
 
     @property
     def nbytes(self) -> int:
-        """Memory that the samples take."""
+        """The bytes of memory that the samples take."""
         return sum(ring.nbytes for ring in self._rings)
 
     def due(self, now_ns: int) -> bool:
-        """Return whether any ring wants a reading."""
+        """Return whether any ring is due for a reading."""
         return any(ring.due(now_ns) for ring in self._rings)
 
     def add(self, reading: Reading, now_ns: int) -> None:
@@ -90,7 +90,7 @@ class History:
                 ring.add(reading, now_ns)
 
     def window(self, resolution_s: int, since_ns: int) -> Window:
-        """Samples that end after `since_ns`. Raises KeyError for a resolution that is not kept."""
+        """Return the samples that end after `since_ns`. Raises KeyError for a resolution that is not kept."""
         ring = next((ring for ring in self._rings if ring.resolution.period_s == resolution_s), None)
         if ring is None:
             raise KeyError(resolution_s)
@@ -140,7 +140,7 @@ class _Ring:
         self._due_ns += ((now_ns - self._due_ns) // self._period_ns + 1) * self._period_ns
 
     def window(self, since_ns: int) -> Window:
-        """Copies, made of slices: a few microseconds a series, so that it may be asked for on the control thread."""
+        """Return copies, made of slices: a few microseconds a series, so the control thread may ask."""
         at_ns = self._latest(self._at_ns, self._kept)
         count = self._kept - bisect_right(at_ns, since_ns)
         series = [Series(key, key in self._flows, self._latest(column, count)) for key, column in self._columns.items()]
@@ -151,7 +151,7 @@ class _Ring:
         return min(self._taken, self.resolution.samples)
 
     def _latest(self, column: array[_Number], count: int) -> array[_Number]:
-        """The last `count` samples in order of time."""
+        """Return the last `count` samples in order of time."""
         end = self._taken % self.resolution.samples
         if count <= end:
             return column[end - count : end]

@@ -1,8 +1,8 @@
-"""How long requests take, by verb: histograms of fixed size that cost well under a microsecond a request.
+"""The time that requests take, by verb: histograms of fixed size that cost well under a microsecond a request.
 
-Buckets grow with the time they hold, four to a power of two, so a quantile is right within an eighth. Owns the counts;
-the caller brings the clock. Invariants: counts only grow, so that two snapshots differ by what happened between
-them; memory is bounded by `MAX_VERBS`.
+Buckets grow with the time they hold, four to a power of two, so a quantile is right within an eighth. The module owns
+the counts; the caller brings the clock. Invariants: counts only grow, so the difference of two snapshots counts the
+requests between them; memory is bounded by `MAX_VERBS`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NO_COUNTS: Counts = (0,) * BUCKETS
 
 
 class Latencies:
-    """One histogram a verb."""
+    """One histogram for each verb."""
 
     __slots__ = ("_counts",)
 
@@ -40,7 +40,7 @@ class Latencies:
 
 
 def bucket_of(elapsed_ns: int) -> int:
-    """The bucket is the place of the highest bit and the two bits behind it."""
+    """Return the bucket of a time: the place of the highest bit and the two bits behind it."""
     if elapsed_ns < _LEAST_NS:
         return 0
     octave = elapsed_ns.bit_length()
@@ -50,7 +50,9 @@ def bucket_of(elapsed_ns: int) -> int:
 
 
 def quantile_ns(counts: Sequence[int], share: float) -> float | None:
-    """The time below which `share` of the requests stayed, evenly spread within their bucket; None of nothing."""
+    """Return the time below which `share` of the requests stayed, evenly spread within their bucket; None without
+    requests.
+    """
     total = sum(counts)
     if not total:
         return None
@@ -65,8 +67,9 @@ def quantile_ns(counts: Sequence[int], share: float) -> float | None:
 
 
 def cumulative_s(counts: Sequence[int]) -> tuple[list[tuple[float, int]], float]:
-    """(upper edge in seconds, requests up to it) for each power of two that matters, and the sum of all times, each
-    taken from the middle of its bucket: 20 us to 70 s, beyond which all count in the last."""
+    """Return pairs (upper edge in seconds, requests up to it), one for each power of two from 20 us to 70 s, and the
+    sum of all times. Longer times count in the last pair; the sum takes each time from the middle of its bucket.
+    """
     edges, passed, sum_ns = [], 0, 0.0
     for bucket, count in enumerate(counts):
         passed += count
@@ -78,7 +81,7 @@ def cumulative_s(counts: Sequence[int]) -> tuple[list[tuple[float, int]], float]
 
 
 def _bounds(bucket: int) -> tuple[int, int]:
-    """Lower edge and width of a bucket."""
+    """Return lower edge and width of a bucket."""
     octave = bucket >> 2
     if octave < 3:
         return 0, _LEAST_NS

@@ -1,10 +1,11 @@
-"""`serve --record FILE`: what clients looked up, got, stored and hinted, one JSON line each, gzip; the simulator reads
+"""`serve --record FILE`: the lookups, gets, puts and hints of clients, one JSON line each, gzip; the simulator reads
 it.
 
-Owns the file and the thread that writes it; the control thread only puts an event into a bounded queue, and when that
-is full the event is dropped and counted. Never written: token ids, payload, names of tenants. Keys are cut to 64 bits,
-and one that was written before stands for its whole chain, so a long session costs a few new keys a turn. The file is
-whole up to some second before a kill -9, and closed at `FILE_BYTES_MAX`. Format: docs/traces.md.
+The module owns the file and the thread that writes it. The control thread only puts an event into a bounded queue; if
+the queue is full, the event is dropped and counted. Token ids, payload and names of tenants are never written. Keys are
+cut to 64 bits, and a key that was written before stands for its whole chain, so a long session costs a few new keys a
+turn. After a kill -9 the file is whole up to some second before it. It is closed at `FILE_BYTES_MAX`. Format:
+docs/traces.md.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _FLUSH_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Hinted:
-    """What a client's hint said; None and 0: not said."""
+    """A client's hint; None and 0: not given."""
 
     will_continue: float | None = None
     next_step: int = 0
@@ -43,9 +44,10 @@ class Hinted:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One request. `keys` are packed and in chain order; `parent` is that of the first of them. `found`: blocks that
-    were readable, or, of those that were put, stored. `block_tokens` of the client's fingerprint; `prompt_tokens`: 0 if
-    not known. `hinted`: of a hint."""
+    """One request. `keys` are packed and in chain order; `parent` is the parent of the first key. `found`: the number
+    of readable blocks or, for a put, of stored ones. `block_tokens` of the client's fingerprint; `prompt_tokens`: 0
+    if not known. `hinted`: the content of a hint.
+    """
 
     op: str
     at_ns: int
@@ -60,7 +62,7 @@ class Event:
 
 
 class Recorder:
-    """Opens the file at once (mode 0600; raises OSError when it cannot, or when there is one already)."""
+    """The recorder. It opens the file at once (mode 0600; raises OSError if it cannot, or if the file exists)."""
 
     def __init__(self, path: Path, started_ns: int) -> None:
         self._path = path
@@ -73,14 +75,14 @@ class Recorder:
         self._thread.start()
 
     def note(self, event: Event) -> None:
-        """About two microseconds; never waits."""
+        """Queue an event. It takes about two microseconds and never waits."""
         try:
             self._events.put_nowait(event)
         except Full:
             self.dropped += 1
 
     def close(self) -> None:
-        """Write what is queued and close the file. A thread that cannot write any more is not waited for long."""
+        """Write the queued events and close the file. A thread that hangs in a write is not waited for long."""
         self._events.put(None)
         self._thread.join(timeout=10)
         if self.dropped:
@@ -115,12 +117,12 @@ class Recorder:
                 return
 
     def _swallow(self) -> None:
-        """The file has ended: drop what is queued until `close`, so that the queue does not fill up."""
+        """Drop queued events until `close`, so that the queue does not fill up: the file has ended."""
         while self._events.get() is not None:
             self.dropped += 1
 
     def _row(self, event: Event) -> dict[str, object]:
-        """The event as its line: the last key that was written before, then those after it."""
+        """Return the event as its line: the last key that was written before, then the keys after it."""
         keys = [event.keys[at : at + ID_BYTES] for at in range(0, len(event.keys), KEY_BYTES)]
         known = self._known
         new = next((place for place in range(len(keys), 0, -1) if keys[place - 1] in known), 0)

@@ -1,13 +1,12 @@
 """The slots of the tier: chunks of device memory, each cut into slots of one size for one owner.
 
-Owns which chunks there are and which slots are out; used from the control thread alone. Never waits for the device: a
-chunk counts against the capacity from the moment it is planned.
-Each chunk has a *shadow* in DRAM, an arena of its size and number, of which only header pages are ever written: where a
-block is on the device, its header page is in the shadow, from the end of its write until its slot is freed. So it says
-at once, and without the device, which blocks there are, in this process and the next; and no engine can write it.
-Invariants: chunks never exceed the capacity, nor their header pages `header_room`; a chunk's number is never reused; a
-slot's generation only grows; a chunk that was another owner's is given back and not handed on, since an engine may
-still map it.
+The module owns which chunks there are and which slots are in use; only the control thread uses it. It never waits for
+the device: a chunk counts against the capacity from the moment it is planned. Each chunk has a *shadow* in DRAM, an
+arena of its size and number, in which only header pages are ever written: for each block on the device, its header page
+is in the shadow, from the end of its write until its slot is freed. So the shadow says at once, and without the device,
+which blocks there are, in this process and the next; and no engine can write it. Invariants: chunks never exceed the
+capacity, nor their header pages `header_room`; a chunk's number is never reused; a slot's generation only grows; a
+chunk that was another owner's is given back and not handed on, since an engine may still map it.
 """
 
 from __future__ import annotations
@@ -27,14 +26,16 @@ HEADERS_PART, SMALL_HEADERS_BYTES = 128, 2 << 20
 
 
 def header_room(capacity_bytes: int) -> int:
-    """Bytes of DRAM that the header pages of a tier may take: all of it can have slots of 512 KiB and more; a small
-    tier, of any size."""
+    """Return the bytes of DRAM that the header pages of a tier may take: the whole tier can have slots of 512 KiB and
+    more; a small tier, of any size.
+    """
     return max(capacity_bytes // HEADERS_PART, min(capacity_bytes // 2, SMALL_HEADERS_BYTES))
 
 
 class Chunks(Containers[Arena]):
-    """Chunks of the device `device` (`CudaDevice.identity`). `make` and `drop` are called with a chunk that is to be
-    made, and with the number of one to give back; `witness` receives each shadow."""
+    """The chunks of the device `device` (`CudaDevice.identity`). `make` is called with a chunk to make, `drop` with the
+    number of one to give back; `witness` receives each shadow.
+    """
 
     def __init__(
         self, capacity_bytes: int, chunk_bytes: int, device: int, make: Callable[[Arena], None],
@@ -51,7 +52,7 @@ class Chunks(Containers[Arena]):
 
     @property
     def headers_bytes(self) -> int:
-        """DRAM that header pages take, or will once each slot was used."""
+        """The bytes of DRAM that header pages take, or will once each slot was used."""
         return sum(map(_headers_of, self))
 
     def allocate(self, nbytes: int, owner: str) -> Slot | None:
@@ -69,8 +70,9 @@ class Chunks(Containers[Arena]):
         return chunk
 
     def adopt(self, record: ArenaRecord, shadow: int) -> AdoptedArena | None:
-        """Take over a chunk of a process that has ended, with the blocks that its shadow names; None where the capacity
-        has no room for it. Raises ForeignMemory or OSError. The descriptor stays the caller's."""
+        """Take over a chunk of a process that has ended, with the blocks that its shadow names; return None if the
+        capacity has no room for it. Raises ForeignMemory or OSError. The descriptor stays the caller's.
+        """
         if record.device != self._device:
             raise ForeignMemory("it is memory of another device")
         if record.nbytes != self.chunk_bytes:
@@ -94,12 +96,12 @@ class Chunks(Containers[Arena]):
         self._discard(self[number])
 
     def leave(self) -> None:
-        """Close the shadows, and leave what is in them to the other holders of their descriptors."""
+        """Close the shadows, and leave their memory to the other holders of their descriptors."""
         for chunk in self:
             chunk.leave()
 
     def refuse(self, number: int) -> None:
-        """The device has no memory for this chunk: hand out no slot of it, and forget it when it is empty."""
+        """Refuse a chunk for which the device has no memory: hand out no slot of it, and forget it when it is empty."""
         chunk = self.get(number)
         if chunk is not None:
             self.bar(chunk)
@@ -119,7 +121,9 @@ class Chunks(Containers[Arena]):
         return chunk
 
     def _empty_for(self, nbytes: int, owner: str) -> Arena | None:
-        """Return, by falling cost, an empty chunk of this owner, new memory, new memory in place of another owner's."""
+        """Return a chunk, in the order of falling preference: an empty chunk of this owner, new memory, new memory in
+        place of another owner's.
+        """
         if nbytes > self.chunk_bytes:
             return None
         empty = self.empty.values()
@@ -150,7 +154,7 @@ class Chunks(Containers[Arena]):
         return chunk
 
     def _has_headers_for(self, slot_bytes: int, in_place_of: Arena | None = None) -> bool:
-        """Return whether a chunk may be cut into slots of this size; `lacks_headers` says so from then on."""
+        """Return whether a chunk may be cut into slots of this size; if not, `lacks_headers` says so from then on."""
         self.lacks_headers = not self._headers_fit(slot_bytes, in_place_of)
         return not self.lacks_headers
 

@@ -1,14 +1,13 @@
 """Blocks that the worker reads from a file of another tier, past this process's memory: the tier's side.
 
-The worker reads the header page into the bounce buffer, and the payload to the device: by direct storage where it has
-that and the device can checksum, else by way of the bounce buffer. Here the header is judged, stamped and written. Then
-the device verifies both, or this process the payload that it has in the bounce buffer. Only after
-that the slot's shadow names the block (`chunks`), and anybody may read it.
-Owns whether direct storage is trusted. What it brought that does not hold, or could not bring, is read again by way of
-the bounce buffer: if that goes well, direct storage was at fault, and is not used any more.
-Nothing here waits for another worker where one has died: there is a way by DRAM.
-Invariants: the descriptor is closed once, when the transfer ends; a range of the bounce buffer is given back when no
-process uses it.
+The worker reads the header page into the bounce buffer, and the payload to the device: by direct storage if it has that
+and the device can checksum, otherwise by way of the bounce buffer. This module judges, stamps and writes the header.
+Then the device verifies both, or this process the payload in the bounce buffer. Only after that the slot's shadow names
+the block (`chunks`), and it may be read. The module decides whether direct storage is trusted. A block that fails
+verification, or that direct storage could not read, is read again by way of the bounce buffer: if that succeeds, direct
+storage was at fault, and is not used any more. Nothing here waits for another worker if one has died: there is a way by
+DRAM. Invariants: the descriptor is closed once, when the transfer ends; a range of the bounce buffer is given back when
+no process uses it.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Load:
-    """`distrust`: what direct storage did wrong, where the file is read again for it."""
+    """A load. `distrust`: the fault of direct storage, if the file is read again because of it."""
 
     slot: Slot
     shadow: Segment
@@ -48,8 +47,9 @@ class _Load:
 
 
 class FileLoads:
-    """Loads over `link`. `way` is AUTO, DIRECT or BOUNCE. Raises OSError where direct storage is demanded and not
-    there."""
+    """The loads over `link`. `way` is AUTO, DIRECT or BOUNCE. Raises OSError if direct storage is demanded and
+    missing.
+    """
 
     def __init__(self, link: WorkerLink, steps: Steps, counters: TransferCounters, way: str) -> None:
         self._link = link
@@ -63,7 +63,7 @@ class FileLoads:
 
     @property
     def is_direct(self) -> bool:
-        """Return whether payloads pass host memory by: bytes that nothing could verify are not read so."""
+        """Return whether payloads bypass host memory; bytes that nothing could verify are not read this way."""
         return self._way != BOUNCE and not self._why_bounced
 
     @property
@@ -84,7 +84,7 @@ class FileLoads:
         return "" if link.can_check else f"the device cannot verify what arrives ({link.cannot_check or 'not wanted'})"
 
     def load(self, slot: Slot, shadow: Segment, expect_key: bytes, image: FileImage, done: Completion) -> None:
-        """See `Tier.loader`; `shadow` is the slot's."""
+        """Load a block into `slot`, see `Tier.loader`; `shadow` is the slot's."""
         erase_header(shadow)  # until the block was verified
         counted = self._steps.expect(self._counters.wrote, done)
 
@@ -109,7 +109,9 @@ class FileLoads:
             load.end(Outcome(OutcomeKind.FAILED, message=str(error)))
 
     def _ended(self, load: _Load, is_direct: bool, outcome: Outcome, failure: str) -> None:
-        """`failure`: of the way, direct storage's where that was it; then `outcome` is not the last word."""
+        """Handle the end of an attempt. `failure`: the failure of the way, such as direct storage; then `outcome` is
+        not final.
+        """
         if is_direct and failure:
             load.distrust = failure
             self._steps.begin(partial(self._begin, load, False), load.end)
@@ -121,7 +123,9 @@ class FileLoads:
         load.end(outcome)
 
     def _died(self, worker: int) -> None:
-        """It had a load by direct storage. Called on one thread, of the link's; as often as it had such loads."""
+        """Note that the worker died while it had a load by direct storage. Called on one thread, of the link's; once
+        for each such load.
+        """
         if worker == self._dead_worker:
             return
         self._dead_worker = worker
@@ -137,8 +141,9 @@ class FileLoads:
 
 @dataclass(slots=True)
 class _Attempt:
-    """One reading of a file; `ended(load, is_direct, outcome, failure of the way)` is called once; before it `died`,
-    with a worker that died while it read by direct storage."""
+    """One reading of a file. `ended(load, is_direct, outcome, failure of the way)` is called once; before it `died`,
+    with a worker that died while it read by direct storage.
+    """
 
     link: WorkerLink
     steps: Steps
@@ -154,7 +159,7 @@ class _Attempt:
         return self.steps.bounce.address + self.offset
 
     def begin(self) -> None:
-        """Raises OSError."""
+        """Begin to read. Raises OSError."""
         image, slot = self.load.image, self.load.slot
         load = wire.FileLoad(
             image.offset, image.payload_bytes, wire.BOUNCE_REGION, self.offset, slot.container,
@@ -177,7 +182,7 @@ class _Attempt:
             self._end(outcome)
 
     def _stamp(self) -> Outcome:
-        """Write the header with the slot's own generation, if it is the block's."""
+        """Write the header with the slot's own generation, if it is the block's; return the outcome."""
         load, address = self.load, self._address
         slot, image = load.slot, load.image
         header = judge_header(

@@ -1,12 +1,11 @@
-"""The worker reads slot images from files by itself: the header page to host memory, the payload to the device.
+"""Slot images that the worker reads from files by itself: the header page to host memory, the payload to the device.
 
-GPUDirect Storage, by the library kvikio (extra `gds`), reads past host memory where the machine can do that. The
-library is loaded when a `DirectStorage` is made, by the worker alone. Registration has failed without a word elsewhere,
-so what arrives is verified on the device before anybody may read it.
-Owns the threads that read, the stream of their copies, and files that are open in the library. Never judges what it has
-read, but that it is whole.
-Invariants: each load is reported once, when nothing of it is under way any more; its descriptor is closed then; a file
-of the library is the one of its descriptor, even if its name is another file's by now.
+GPUDirect Storage, by the library kvikio (extra `gds`), reads past host memory if the machine can do that. The library
+is loaded when a `DirectStorage` is made, by the worker alone. On other machines its registration has failed silently,
+so read bytes are verified on the device before anybody may read them. The module owns the threads that read, the stream
+of their copies, and files that are open in the library. It checks only that a read is complete. Invariants: each load
+is reported once, when no part of it is under way any more; its descriptor is closed then; a file of the library is the
+one of its descriptor, even if its name is another file's by now.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _DEFAULTS = {"KVIKIO_GDS_THRESHOLD": "0", "KVIKIO_NTHREADS": "4"}
 
 
 class DirectStorageFailed(OSError):
-    """The library is missing, or cannot do it; the message says what to do. Without an errno."""
+    """The library is missing, or cannot do it; the message says what to do. It has no errno."""
 
 
 class _DeviceBytes:
@@ -50,7 +49,7 @@ class _DeviceBytes:
 
 
 class DirectStorage:
-    """Reads to the device whose context is current in the thread that makes it. Raises DirectStorageFailed."""
+    """Direct storage to the device whose context is current in the thread that makes it. Raises DirectStorageFailed."""
 
     def __init__(self) -> None:
         self._library = _load()
@@ -58,8 +57,10 @@ class DirectStorage:
         self._files: OrderedDict[tuple[int, int], Any] = OrderedDict()  # by device and inode, the last used at the end
 
     def read(self, descriptor: int, offset: int, address: int, nbytes: int) -> int:
-        """Read from a file to device memory; how many bytes. Offset, address and size are whole pages. From any thread
-        in which the device's context is current. Raises DirectStorageFailed; nothing is under way any more then."""
+        """Read from a file to device memory; return the number of bytes. Offset, address and size are whole pages. It
+        may be called from any thread in which the device's context is current. Raises DirectStorageFailed; nothing
+        is under way any more then.
+        """
         try:
             file = self._file(descriptor)  # another thread may forget it meanwhile
             # One task: of several, those after one that failed would still write.
@@ -68,8 +69,9 @@ class DirectStorage:
             raise DirectStorageFailed(f"direct storage: {type(error).__name__}: {error}") from None
 
     def _file(self, descriptor: int) -> Any:
-        """Registering a file takes long beside a read, so that it is kept. An inode is no other file's while it is open
-        here."""
+        """Return the library's file of a descriptor, which is kept, since registering a file takes long beside a read.
+        An inode is no other file's while it is open here.
+        """
         status = os.fstat(descriptor)
         with self._lock:
             found = self._files.pop((status.st_dev, status.st_ino), None)
@@ -80,8 +82,9 @@ class DirectStorage:
             return found
 
     def _forget(self) -> None:
-        """Files that were deleted, and the one that was used least lately where there are many. The library closes a
-        file that nothing refers to any more."""
+        """Forget files that were deleted, and the one that was used least lately if there are many. The library closes
+        a file that nothing refers to any more.
+        """
         for key, file in list(self._files.items()):
             if not os.fstat(file.fileno()).st_nlink:
                 del self._files[key]
@@ -114,7 +117,8 @@ Ended = Callable[[int, OSError | None], None]  # transfer, what went wrong; with
 @dataclass(frozen=True, slots=True)
 class FileRead:
     """A read of a file from `offset` on: a header page to `host`, and the payload to the address `device`, by way of
-    the rest of `host` (at the address `host_address`) unless it `is_direct`."""
+    the rest of `host` (at the address `host_address`) unless it `is_direct`.
+    """
 
     transfer: int
     descriptor: int
@@ -127,7 +131,9 @@ class FileRead:
 
 
 class FileReads:
-    """`direct` is None where there is no direct storage. `ended` is called on threads of ours or of `events`."""
+    """The reads of a worker. `direct` is None without direct storage. `ended` is called on threads of this object or of
+    `events`.
+    """
 
     def __init__(self, driver: CudaDevice, events: Events, direct: DirectStorage | None, ended: Ended) -> None:
         self._driver = driver
@@ -139,7 +145,7 @@ class FileReads:
         self._threads: list[Thread] = []
 
     def start(self, read: FileRead) -> None:
-        """Returns at once; the descriptor is ours from now on."""
+        """Start a read, and return at once; the object owns the descriptor from now on."""
         if not self._threads:
             self._threads = [Thread(target=self._serve, name=f"gpu-file-{at}", daemon=True) for at in range(READERS)]
             for thread in self._threads:
@@ -182,7 +188,7 @@ class FileReads:
 
 
 def _read_whole(descriptor: int, into: memoryview, offset: int) -> None:
-    """One call: the kernel reads that much at once. Raises OSError."""
+    """Read into all of `into` by one call: the kernel reads that much at once. Raises OSError."""
     got = os.preadv(descriptor, [into], offset)
     if got != len(into):
         raise OSError(errno.EIO, f"{got} of {len(into)} bytes read")

@@ -1,11 +1,11 @@
 """The way from a tier to its worker: packets to it, and its answers.
 
-Owns what a worker must know after a restart: regions, chunks and their descriptors. Which worker is at the other end,
-and whether there is one, is `worker_life`'s, whose thread hears it and ends transfers; what waits to be sent is
-`outbox`'s.
-Invariants: each transfer ends once, with a failure when its worker died or did not answer for too long; one that
-no worker has seen yet waits for the next, unless workers keep dying; a chunk whose descriptor has come is never made
-again, only mapped again; a region is dropped when no process of ours has it mapped any more.
+The module owns the things that a worker must know after a restart: regions, chunks and their descriptors. `worker_life`
+knows which worker is at the other end, and whether there is one; its thread receives answers and ends transfers.
+`outbox` holds packets that wait to be sent. Invariants: each transfer ends once, with a failure if its worker died or
+did not answer for too long; a transfer that no worker has seen yet waits for the next, unless workers keep dying; a
+chunk whose descriptor has come is never made again, only mapped again; a region is dropped when no process of this
+daemon has it mapped any more.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Done = Callable[[wire.End], None]
 
 @dataclass
 class Transfer:
-    """`waits`: for the next worker, where there is none now."""
+    """A transfer. `waits`: it waits for the next worker if there is none now."""
 
     ended: Done
     since_s: float
@@ -39,7 +39,7 @@ class Transfer:
 
 
 class Pending:
-    """May be used from any thread; ends are called on that of the caller."""
+    """The transfers that have not ended. It may be used from any thread; ends are called on the caller's thread."""
 
     def __init__(self) -> None:
         self._transfers: dict[int, Transfer] = {}
@@ -47,7 +47,7 @@ class Pending:
         self._lock = threading.Lock()
 
     def begin(self, ended: Done, patience_s: float, *, waits: bool, may: Callable[[], bool]) -> int | None:
-        """The number of a new transfer; None unless it `may` begin, which is asked in the same step."""
+        """Return the number of a new transfer; None unless it `may` begin, which is asked in the same step."""
         with self._lock:
             if not may():
                 return None
@@ -56,7 +56,9 @@ class Pending:
             return self._last
 
     def send(self, number: int) -> bool:
-        """A worker is to see it, and owes its end from now on; False where it has failed meanwhile."""
+        """Mark a transfer as sent: a worker will see it, and owes its end from now on. Return False if it has failed
+        meanwhile.
+        """
         with self._lock:
             transfer = self._transfers.get(number)
             if transfer is not None:
@@ -64,21 +66,21 @@ class Pending:
             return transfer is not None
 
     def take_back(self, number: int) -> None:
-        """It could not be sent."""
+        """Mark a transfer as not sent: it could not be sent."""
         with self._lock:
             transfer = self._transfers.get(number)
             if transfer is not None:
                 transfer.is_sent = False
 
     def end(self, number: int, end: wire.End) -> None:
-        """End one; nothing happens where it has ended already."""
+        """End a transfer; nothing happens if it has ended already."""
         with self._lock:
             transfer = self._transfers.pop(number, None)
         if transfer is not None:
             transfer.ended(end)
 
     def fail(self, concerns: Callable[[Transfer], bool], end_of: Callable[[Transfer], wire.End]) -> int:
-        """End those that it concerns; how many."""
+        """End the transfers that `concerns` selects; return their number."""
         with self._lock:
             numbers = [number for number, each in self._transfers.items() if concerns(each)]
             failed = [self._transfers.pop(number) for number in numbers]
@@ -87,7 +89,7 @@ class Pending:
         return len(failed)
 
     def is_overdue(self, now_s: float, ready_s: float) -> bool:
-        """Return whether a worker that is ready since `ready_s` has owed the end of one for too long."""
+        """Return whether a worker that is ready since `ready_s` has owed the end of a transfer for too long."""
         with self._lock:
             sent = [each for each in self._transfers.values() if each.is_sent]
         return any(now_s - max(each.since_s, ready_s) > each.patience_s for each in sent)
@@ -110,10 +112,11 @@ class _Chunk:
 
 
 class WorkerLink:
-    """A link to `worker`, that of `device`. `refused` is called with a chunk that is not there, and why; `follower`
-    hears of those that are; `regions` hear which of them a worker has registered. `can_check` says whether the worker
-    has `checksums`, and `has_direct_storage` whether it has that, `cannot_check` and `no_direct_storage` why not where
-    they are wanted. Raises OSError where no worker starts, with what it said."""
+    """A link to the worker of `device`. `refused` is called with a chunk that could not be made, and why; `follower` is
+    called with chunks that exist; `regions` learn which of them a worker has registered. `can_check` says whether
+    the worker has `checksums`, and `has_direct_storage` whether it has that; `cannot_check` and `no_direct_storage`
+    give the reasons if not. Raises OSError if no worker starts, with its message.
+    """
 
     def __init__(
         self,
@@ -144,14 +147,17 @@ class WorkerLink:
             raise OSError(why)
 
     def add_region(self, number: int, region: wire.Region) -> None:
-        """Host memory that transfers may name. Its descriptor stays the caller's, open until `drop_region` has
-        ended."""
+        """Add host memory that transfers may name. Its descriptor stays the caller's, open until `drop_region` has
+        ended.
+        """
         with self._lock:
             self._regions[number] = region
             self._outbox.put(wire.pack_region(number, region), region.descriptor)
 
     def drop_region(self, number: int, ended: Callable[[], None]) -> None:
-        """`ended` is called when no worker has it mapped: on a thread of this link's, or on the caller's."""
+        """Drop a region. `ended` is called when no worker has it mapped: on a thread of this link's, or on the
+        caller's.
+        """
         with self._lock:
             del self._regions[number]
             has_worker = self._has_worker
@@ -162,14 +168,15 @@ class WorkerLink:
             ended()
 
     def add_chunk(self, number: int, nbytes: int) -> None:
-        """Device memory; transfers may name it at once, and fail when it cannot be made."""
+        """Add device memory; transfers may name it at once, and fail if it cannot be made."""
         with self._lock:
             self._chunks[number] = _Chunk(nbytes)
         self._outbox.put(wire.pack(wire.CREATE, number, nbytes))
 
     def import_chunk(self, number: int, nbytes: int, descriptor: int, to_send: int) -> None:
-        """Device memory that is there already, as `add_chunk`. Takes two descriptors of it: the chunk may be dropped
-        before the other one is sent."""
+        """Add device memory that exists already. It takes two descriptors: the chunk may be dropped before the other
+        one is sent.
+        """
         with self._lock:
             self._chunks[number] = _Chunk(nbytes, descriptor)
         self._outbox.put(wire.pack(wire.IMPORT, number, nbytes), to_send)
@@ -183,7 +190,7 @@ class WorkerLink:
         self._outbox.put(wire.pack(wire.DROP, number))
 
     def descriptor_of(self, number: int) -> int:
-        """A new descriptor of a chunk's memory, the caller's to close; -1 while the worker has not made it."""
+        """Return a new descriptor of a chunk's memory, which the caller closes; -1 while the worker has not made it."""
         with self._lock:
             chunk = self._chunks.get(number)
             return os.dup(chunk.descriptor) if chunk is not None and chunk.descriptor >= 0 else -1
@@ -191,8 +198,9 @@ class WorkerLink:
     def transfer(
         self, letter: bytes, pieces: Sequence[wire.Piece] | Sequence[wire.Move], ended: Ended, *, waits: bool = True
     ) -> None:
-        """Have pieces copied, by WRITE or READ, or moves, by MOVE. `ended` is called on a thread of this link's; on the
-        caller's when there is no worker. Unless it `waits`, it fails where only the next worker could do it."""
+        """Copy pieces, by WRITE or READ, or moves, by MOVE. `ended` is called on a thread of this link's; on the
+        caller's if there is no worker. Unless it `waits`, the transfer fails if only the next worker could do it.
+        """
 
         def done(end: wire.End) -> None:
             ended(end.failure)
@@ -200,13 +208,15 @@ class WorkerLink:
         self._begin(lambda number: wire.pack_transfer(letter, number, pieces), done, waits=waits)
 
     def load(self, load: wire.FileLoad, descriptor: int, ended: Done) -> None:
-        """Have the worker read from a file; the descriptor, which can read it, is the link's from now on. `ended` as
-        that of `transfer`. It does not wait."""
+        """Let the worker read from a file; the link owns the descriptor, which can read it, from now on. `ended` is
+        called as in `transfer`. The load does not wait for another worker.
+        """
         self._begin(lambda number: wire.pack_load(number, load), ended, waits=False, descriptor=descriptor)
 
     def checksums(self, places: Sequence[tuple[int, int, int]], summed: Done, *, waits: bool = True) -> None:
-        """xxh3_64 of each place in device memory: chunk, offset there (a multiple of 16) and bytes; at most
-        wire.MAX_CHECKED. `summed` is called as `ended` of `transfer`."""
+        """Compute xxh3_64 of each place in device memory: chunk, offset there (a multiple of 16) and bytes; at most
+        wire.MAX_CHECKED. `summed` is called like `ended` in `transfer`.
+        """
         pieces = [wire.Piece(chunk, offset, 0, 0, nbytes) for chunk, offset, nbytes in places]
         self._begin(lambda number: wire.pack_transfer(wire.CHECK, number, pieces), summed, waits=waits)
 
@@ -261,8 +271,9 @@ class WorkerLink:
             return Outgoing(wire.pack(wire.IMPORT, number, chunk.nbytes), os.dup(chunk.descriptor))
 
     def is_overdue(self, now_s: float, ready_s: float) -> bool:
-        """Return whether it owes for too long that it has let go of a region, the end of a transfer, or that it reads:
-        all else waits behind that."""
+        """Return whether the worker is late with an answer (a region dropped, the end of a transfer) or with reading
+        its socket: everything else waits behind that.
+        """
         patience_s = self._settings.patience_s
         with self._lock:
             leaving = [each.since_s for each in self._leaving.values()]

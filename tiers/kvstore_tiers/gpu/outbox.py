@@ -1,8 +1,8 @@
-"""The queue of packets for the worker, whichever there is when their turn comes.
+"""The send queue to the GPU worker. A packet goes to the worker that is alive when the packet reaches the front.
 
-Owns the socket, the queue and the thread that sends, so that no caller waits for a worker. Never starts one.
-Invariants: packets go in their order, behind what each new worker gets first; one that a worker did not get goes to
-the next; descriptors that were handed over with a packet are closed once, after it was sent or dropped; no caller waits
+The module owns the socket, the queue and the thread that sends, so that no caller waits for a worker. It never starts
+one. Invariants: packets go in their order, behind the greetings of each new worker; a packet that a worker did not get
+goes to the next; descriptors handed over with a packet are closed once, after it was sent or dropped; no caller waits
 for a worker that does not read.
 """
 
@@ -23,7 +23,7 @@ from kvstore_tiers.gpu import wire
 
 
 class Outgoing(NamedTuple):
-    """`transfer`: its number, if it begins one."""
+    """A packet to send. `transfer`: the number of the transfer that it begins, if any."""
 
     packet: bytes
     descriptor: int = -1
@@ -36,8 +36,9 @@ _NOTHING = Outgoing(b"")  # wakes the thread
 
 
 class Outbox:
-    """`is_wanted` is asked before a packet is sent: it may be void by now. `unsent` hears of one that was not after
-    all. What a worker knows already, it ignores."""
+    """The queue. `is_wanted(packet)` is asked before a packet is sent: it may be void by now. `unsent(packet)` is
+    called when delivery failed. A worker ignores repeated facts.
+    """
 
     def __init__(self, is_wanted: Callable[[Outgoing], bool], unsent: Callable[[Outgoing], None]) -> None:
         self._is_wanted = is_wanted
@@ -54,7 +55,7 @@ class Outbox:
 
     @property
     def is_open(self) -> bool:
-        """Return whether there is a worker to send to."""
+        """True if there is a worker to send to."""
         return self._has_socket.is_set()
 
     def is_overdue(self, now_s: float, ready_s: float, patience_s: float) -> bool:
@@ -67,7 +68,8 @@ class Outbox:
 
     def open(self, sock: socket.socket, greetings: Iterable[Greeting]) -> None:
         """Send to a new worker: the greetings, which may be more than its socket holds before it reads, then the
-        queue."""
+        queue.
+        """
         with self._wire:
             self._greetings = deque(greetings)
             self._socket = sock
@@ -86,7 +88,7 @@ class Outbox:
             sock.close()
 
     def close(self) -> None:
-        """Send nothing more of what waits. Returns at once; the socket is shut, for both sides: see `join`."""
+        """Send no more waiting packets. Returns at once; the socket is shut, for both sides: see `join`."""
         self._is_closing = True
         self._has_socket.set()
         self._queue.put(None)
@@ -125,7 +127,7 @@ class Outbox:
                     return
 
     def _greet(self, sock: socket.socket) -> None:
-        """Raises OSError."""
+        """Send the greetings. Raises OSError."""
         while self._greetings:
             item = self._greetings[0]()
             if item is not None:
@@ -137,7 +139,7 @@ class Outbox:
             self._greetings.popleft()
 
     def _say(self, sock: socket.socket, item: Outgoing) -> None:
-        """Raises OSError."""
+        """Send one packet. Raises OSError."""
         self._sends_since_s = time.monotonic()
         try:
             send_packet(sock, item.packet, [item.descriptor] if item.descriptor >= 0 else [])

@@ -1,8 +1,8 @@
 """Host memory that the worker has registered too, so that the device copies from and to it without a bounce.
 
-Owns which addresses of this process are where in which region, and what the worker said of each. Never allocates
-memory, never follows an address.
-Invariant: what no worker has said to be registered is not located.
+The module owns which addresses of this process are in which region, and the worker's report about each. It never
+allocates memory, and never follows an address. Invariant: memory that no worker has reported as registered is not
+located.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Usable(NamedTuple):
 
 
 class Regions:
-    """May be asked from any thread. `name` is that of the tier in the log."""
+    """The regions of a tier, for any thread. `name` is the tier's name in the log."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -52,7 +52,7 @@ class Regions:
             self._usable = [each for each in self._usable if each.number != number]
 
     def registered(self, number: int, is_writable: bool) -> None:
-        """The worker's word; unless it `is_writable` the device may only read there."""
+        """Note that the worker has registered a region; unless it `is_writable` the device may only read there."""
         with self._lock:
             if number in self._known:
                 usable = self._usable.copy()
@@ -60,7 +60,7 @@ class Regions:
                 self._usable = usable
 
     def refused(self, why: str) -> None:
-        """A region is not registered: its bytes go by the bounce buffer."""
+        """Note that a region is not registered: its bytes use the bounce buffer."""
         if not self._was_refused:
             _LOG.warning("%s copies host memory through its bounce buffer: %s", self._name, why)
         self.refusal, self._was_refused = why, True
@@ -75,8 +75,9 @@ class Regions:
         return sum(each.nbytes for each in self._usable)
 
     def locate(self, segments: Iterable[Segment], *, to_write: bool) -> list[RegionPart] | None:
-        """Return where the segments are; None when a part of them is in no region that the device may read, or
-        write."""
+        """Return the places of the segments; None if a part of them is in no region that the device may read, or
+        write.
+        """
         regions = self._usable
         places: list[RegionPart] = []
         for segment in segments:

@@ -1,10 +1,10 @@
-"""Parts that the transfers of the GPU tier share: threads that begin them and threads that end them, the bounce buffer
-between this process and the worker, and the check of what was written to the device.
+"""Common parts of the GPU tier's transfers: threads that begin them and threads that end them, the bounce buffer
+between this process and the worker, and the check of bytes written to the device.
 
-Owns the threads, the buffer and the count of transfers under way. `begin` jobs wait for room in the bounce buffer, so
-they are not on the threads that give it back. Engines of the tenant may import device memory, and read it without this
-process: where the worker can, it checksums what a copy has written there before the write is reported.
-Invariants: each transfer is counted and delivered once; ranges of the buffer that are taken do not overlap.
+The module owns the threads, the buffer and the count of transfers under way. `begin` jobs wait for room in the bounce
+buffer, so they are not on the threads that give it back. Engines of the tenant may import device memory, and read it
+without this process: if the worker can, it checksums the copied bytes there before the write is reported. Invariants:
+each transfer is counted and delivered once; ranges of the buffer that are taken do not overlap.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from kvstore_tiers.threads import ResidentThreads, UnderWay
 
 
 class Bounce:
-    """Host memory of `nbytes`, which this process and the worker map and the device copies from and to, on behalf of
-    memory that it does not know."""
+    """The bounce buffer: host memory of `nbytes`, which this process and the worker map and the device copies from and
+    to, on behalf of memory that it does not know.
+    """
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -42,7 +43,7 @@ class Bounce:
         self._parts = Parts(0, nbytes)
 
     def take(self, nbytes: int) -> int:
-        """Return the offset of a free range, which is waited for. Raises ValueError for one that can never be free."""
+        """Wait for a free range, and return its offset. Raises ValueError for one that can never be free."""
         if aligned_up(nbytes) > self.nbytes:
             raise ValueError(f"{nbytes} bytes do not fit a bounce buffer of {self.nbytes}")
         return self._parts.take(nbytes)[0]
@@ -72,7 +73,9 @@ class WrittenBlock(NamedTuple):
 
 
 def block_in(slot: Slot, shadow: Segment, expect_key: bytes) -> tuple[BlockHeader, bytes] | Outcome:
-    """The header of the block that was written to a slot whole, and its page; CORRUPT where no such block was."""
+    """Return the header of the block that was written to a slot whole, and its page; CORRUPT if there was no such
+    block.
+    """
     page = buffer_at(shadow.address, HEADER_BYTES).raw
     header = judge_header(page, expect_key, slot.nbytes - HEADER_BYTES, slot.generation)
     if isinstance(header, str):
@@ -84,8 +87,9 @@ def check(
     link: WorkerLink, slot: Slot, written: WrittenBlock, checked: Completion,
     *, pages: Sequence[tuple[Slot, int]] = (), waits: bool = True,
 ) -> None:  # fmt: skip
-    """Ask the device; `checked` is called on a thread of the link's, which is soon done with it. `pages`: other slots
-    whose header pages must have these digests, too. `waits`: as there."""
+    """Check a slot on the device; `checked` is called on a thread of the link's and must be quick. `pages`: other slots
+    whose header pages must have these digests, too. `waits`: see `WorkerLink.checksums`.
+    """
 
     def summed(end: wire.End) -> None:
         if end.failure:
@@ -107,7 +111,7 @@ def check(
 
 
 def blamed(slot: Slot, payload: Sequence[Segment], written: WrittenBlock) -> Outcome:
-    """Return why the device has other bytes than were to be written: the source was damaged, or the way is."""
+    """Return why the device has wrong bytes: the source was damaged, or the way is."""
     if checksum_of(payload, written.payload_bytes) != written.checksum:
         return Outcome(OutcomeKind.CORRUPT, message="the payload's checksum does not hold")
     message = f"other bytes arrived in {slot} on the device than were sent"
@@ -116,7 +120,9 @@ def blamed(slot: Slot, payload: Sequence[Segment], written: WrittenBlock) -> Out
 
 
 class Steps:
-    """`threads` that begin transfers and as many that end them; their names start with `name`."""
+    """The threads of the transfers: `threads` that begin transfers and as many that end them; their names start with
+    `name`.
+    """
 
     def __init__(self, bounce_bytes: int, threads: int, name: str) -> None:
         self.bounce = Bounce(bounce_bytes)
@@ -125,7 +131,9 @@ class Steps:
         self._under_way = UnderWay()
 
     def expect(self, counted: Callable[[Outcome], Outcome], done: Completion) -> Completion:
-        """A transfer begins: what is to be called at its end in place of `done`, which gets what `counted` returns."""
+        """Return the function to call at a new transfer's end in place of `done`, which gets the result of
+        `counted`.
+        """
         return self._under_way.begin(lambda outcome: done(counted(outcome)))
 
     def begin(self, job: Callable[[], None], end: Completion) -> None:
@@ -133,11 +141,15 @@ class Steps:
         self._beginnings.begin(job, end)
 
     def finish(self, job: Callable[[], None]) -> bool:
-        """Run `job`, which must not raise. False after `close`: not while a transfer has not ended."""
+        """Run `job`, which must not raise. Return False after `close`, which cannot be while a transfer has not
+        ended.
+        """
         return self._ends.post(job)
 
     def close(self) -> None:
-        """Finish what is under way, then end the threads. The buffer is the link's too, and closed after it."""
+        """Finish the transfers under way, then end the threads. The link shares the buffer, which is closed after
+        it.
+        """
         self._beginnings.close()
         self._under_way.wait()
         self._ends.close()

@@ -1,15 +1,14 @@
 """Work that a worker queues on streams of its device, copies and checksums, and the thread that waits for its end.
 
-Owns the streams, the events, the kernel of checksums (xxh3_64, as this process computes it of host memory) and the host
-memory that it finds its ranges in. The kernel comes from NVRTC (extra `cuda`). Never decides what is copied or checked,
-nor which copies go together: the caller hands over all that it knows of at a time.
+The module owns the streams, the events, the kernel of checksums (xxh3_64, as this process computes it of host memory)
+and the host memory of its ranges. NVRTC compiles the kernel (extra `cuda`). The module does not decide what is copied
+or checked, nor which copies go together: the caller hands over all that it knows at a time.
 
-What is left of merged runs is large. A payload is one run (64 tokens of an 8B model: 8 MiB, of a model of 135M
-parameters: 1.4), or a whole slot is; only header pages, one a block, are 4 KiB. At 4 GB/s a page takes 1 us, beside
-28 us and more of its payload: a gather kernel, which is faster below some 28 KiB, would win 4 % at most, and take turns
-with an engine's.
+After merging, the runs are large. A payload is one run (64 tokens of an 8B model: 8 MiB, of a model of 135M parameters:
+1.4), or a whole slot is; only header pages, one a block, are 4 KiB. At 4 GB/s a page takes 1 us, beside 28 us and more
+of its payload: a gather kernel, which is faster below some 28 KiB, would win 4 % at most, and compete with an engine's.
 Invariants: each piece of work is settled once, after it has ended on the device or when it will not run; a sheet is not
-used anew before the kernel that reads it has ended.
+reused before the kernel that reads it has ended.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ Settled = Callable[[DriverError | None], None]  # with what went wrong
 
 
 class Events:
-    """`settled` of what is queued is called on the thread that waits, or on the caller's."""
+    """The events of queued work. `settled` is called on the thread that waits, or on the caller's."""
 
     def __init__(self, driver: CudaDevice) -> None:
         self._driver = driver
@@ -44,12 +43,12 @@ class Events:
         self._waiter.start()
 
     def stream(self) -> Any:
-        """A new one, which `settle` waits for."""
+        """Return a new stream, which `settle` waits for."""
         self._streams.append(self._driver.stream())
         return self._streams[-1]
 
     def queue(self, stream: Any, work: Callable[[], None], settled: Settled) -> None:
-        """`work` queues something on the stream."""
+        """Queue work: `work` queues something on the stream."""
         try:
             work()
             event = self._spare_event()
@@ -64,7 +63,7 @@ class Events:
             self._under_way.put((event, stream, settled))
 
     def _spare_event(self) -> Any:
-        """Return an event, from any thread: another one may take the last that is spare."""
+        """Return an event, for any thread: another thread may take the last spare one."""
         try:
             return self._spare.get_nowait()
         except Empty:
@@ -96,7 +95,7 @@ Ended = Callable[[int, DriverError | None], None]  # transfer, what went wrong
 
 
 class Copies:
-    """Queues copies on one device. `ended` is called as `Events` says."""
+    """The copies on one device. `ended` is called as `Events` says."""
 
     def __init__(self, driver: CudaDevice, events: Events, ended: Ended) -> None:
         self._driver = driver
@@ -105,8 +104,9 @@ class Copies:
         self._streams: dict[Way, Any] = {way: events.stream() for way in get_args(Way)}
 
     def start(self, transfers: Sequence[int], groups: Iterable[Sequence[CopyRun]], way: Way) -> None:
-        """Queue the copies of some transfers as one batch. Each group is of one registration of host memory, or of two
-        chunks: no run reaches over the border of one, whose neighbour may be another."""
+        """Queue the copies of some transfers as one batch. Each group belongs to one registration of host memory, or to
+        two chunks: no run crosses the border of one, whose neighbour may be another.
+        """
         stream = self._streams[way]
         runs = Runs.joined([Runs.of(group).merged() for group in groups])
 
@@ -130,13 +130,13 @@ Summed = Callable[[int, Sequence[int], DriverError | None], None]  # transfer, i
 
 
 class Argument(ctypes.Structure):
-    """`ranges`: the address of `count` records of _RANGE, as the device reaches it."""
+    """The kernel's argument. `ranges`: the address of `count` records of _RANGE, as the device sees it."""
 
     _fields_ = (("ranges", ctypes.c_void_p), ("count", ctypes.c_uint64))
 
 
 class Sheet:
-    """Ranges of one launch in registered host memory, and their sums after it."""
+    """The ranges of one launch in registered host memory, and their sums after it."""
 
     def __init__(self, driver: CudaDevice) -> None:
         nbytes = MOST_RANGES * _RANGE.itemsize
@@ -154,7 +154,9 @@ class Sheet:
 
 
 class Checksums:
-    """`summed` is called as `Events` says. Raises CompileError where the kernel cannot be compiled, DriverError."""
+    """The checksums on one device. `summed` is called as `Events` says. Raises CompileError if the kernel cannot be
+    compiled, DriverError.
+    """
 
     def __init__(self, driver: CudaDevice, events: Events, summed: Summed) -> None:
         self._driver = driver
@@ -165,7 +167,7 @@ class Checksums:
         self._spare: SimpleQueue[Sheet] = SimpleQueue()
 
     def start(self, batch: Sequence[tuple[int, Sequence[Range]]]) -> None:
-        """Queue the checksums of some transfers' ranges, MOST_RANGES at most, as one launch."""
+        """Queue the checksums of some transfers' ranges, at most MOST_RANGES, as one launch."""
         try:
             sheet = Sheet(self._driver) if self._spare.empty() else self._spare.get()
         except DriverError as error:

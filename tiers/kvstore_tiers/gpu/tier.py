@@ -1,16 +1,17 @@
 """The GPU tier: blocks in the memory of one device, written and read by its worker process.
 
-Owns the books (`chunks`) and the capacity; `transfers` and `file_loads` make transfers. Holds no CUDA context: the link
-(`link`) has a worker do the copies, and holds a descriptor of all device memory, so that blocks outlive the worker. A
-witness that keeps these descriptors, and those of the shadows, has them outlive this process too (`adopt`, `leave`). A
-slot holds the whole image, header page first. Payloads in memory that was shared (`share`), as the arenas of the host
-tier are, and that the worker has registered, are copied by the device from and to where they are; all others by way of
+The module owns the slots (`chunks`) and the capacity; `transfers` and `file_loads` make transfers. It holds no CUDA
+context: the link (`link`) lets a worker do the copies, and holds a descriptor of all device memory, so that blocks
+outlive the worker. A witness that keeps these descriptors, and the shadows' ones, lets them outlive this process too
+(`adopt`, `leave`). A slot holds the whole image, header page first. Payloads in memory that was shared (`share`), such
+as the host tier's arenas, and that the worker has registered, are copied by the device in place; all others by way of
 the bounce buffer. Memory is shared in parts, since registering each takes a moment; a part is a region to the worker,
-so no copy reaches over the border of two registrations. What a file has, the worker reads itself. Checksums are
-verified by this process, on what came back to host memory, and by the device on what arrived there, before it may be
-read. Without NVRTC that is not possible, and `statistics` says so.
-Invariants: nothing is read from a slot that was not written whole in this generation; a payload without a checksum is
-checksummed in the copy that no client can write; a transfer under way when the worker dies ends FAILED.
+so no copy crosses the border of two registrations. The worker itself reads files.
+
+Checksums are verified by this process, on bytes that came back to host memory, and by the device on bytes that arrived
+there, before they may be read. Without NVRTC that is not possible, and `statistics` says so. Invariants: nothing is
+read from a slot that was not written whole in this generation; a payload without a checksum is checksummed in the copy
+that no client can write; a transfer under way when the worker dies ends FAILED.
 """
 
 from __future__ import annotations
@@ -64,9 +65,10 @@ _LOG = logging.getLogger(__name__)
 
 
 class GpuTier(ContainerTier):
-    """`capacity_bytes` of the memory of CUDA device `device`, in chunks of `chunk_bytes`, a multiple of 2 MiB. Waits
-    for the worker; raises OSError where it does not start, with the reason. Chunks are numbered from `first_number`.
-    With a `witness` what is on the device is left to it at `close`."""
+    """A tier of `capacity_bytes` of the memory of CUDA device `device`, in chunks of `chunk_bytes`, a multiple of 2
+    MiB. Waits for the worker; raises OSError if it does not start, with the reason. Chunks are numbered from
+    `first_number`. With a `witness`, the blocks on the device are left to it at `close`.
+    """
 
     def __init__(
         self,
@@ -138,7 +140,9 @@ class GpuTier(ContainerTier):
         self._link.add_chunk(chunk.number, chunk.nbytes)
 
     def _hear_refusals(self) -> None:
-        """Chunks that the device had no memory for, since the last time. No more are asked for, for a while."""
+        """Take note of chunks that the device had no memory for, since the last time. No more are asked for, for a
+        while.
+        """
         try:
             while True:
                 number, self._refused = self._refusals.get_nowait()
@@ -165,7 +169,7 @@ class GpuTier(ContainerTier):
         return partial(self._loads.load, slot, self._shadow(slot), expect_key)
 
     def relocate(self, source: Slot, target: Slot, expect_key: bytes, done: Completion) -> None:
-        """Copy on the device, where that can verify what it copied; else by way of host memory."""
+        """Copy on the device, if it can verify the copy; otherwise by way of host memory."""
         if self._link.can_check:
             shadows = self._shadow(source), self._shadow(target)
             self._transfers.relocate(source, shadows[0], target, shadows[1], expect_key, done)
@@ -173,18 +177,19 @@ class GpuTier(ContainerTier):
             super().relocate(source, target, expect_key, done)
 
     def _shadow(self, slot: Slot) -> Segment:
-        """Raises RuntimeError for a slot that is not allocated."""
+        """Return the slot's shadow. Raises RuntimeError for a slot that is not allocated."""
         return self._chunks.of(slot).segment(slot)
 
     def verify(self, slot: Slot, expect_key: bytes, done: Completion) -> None:
-        """Return whether the slot still holds the block as it was written: DONE or CORRUPT, FAILED where that cannot be
-        said. By the device itself where it can (`verifies`), else the block is read. The slot may be freed meanwhile:
-        then the answer means nothing."""
+        """Verify that the slot still holds the block as it was written; `done` gets DONE or CORRUPT, FAILED if that is
+        unknown. The device verifies it if it can (`verifies`), otherwise the block is read. The slot may be freed
+        meanwhile: then the answer means nothing.
+        """
         self._transfers.verify(slot, self._shadow(slot), expect_key, done)
 
     @property
     def verifies(self) -> bool:
-        """Return whether the device computes checksums."""
+        """True if the device computes checksums."""
         return self._link.can_check
 
     def probe(self, done: Completion, *, thorough: bool = True) -> None:
@@ -195,9 +200,10 @@ class GpuTier(ContainerTier):
 
     def adopt(self, record: ArenaRecord, shadow: int, memory: int) -> AdoptedArena | None:
         """Take over a chunk of a process that has ended: descriptors of its shadow and of its memory, which stay the
-        caller's. None where the capacity has no room for it. Waits for the device; raises ForeignMemory or OSError
-        where it cannot be used. A slot whose header page on the device is not that of the shadow is freed and counted
-        as damaged."""
+        caller's. Return None if the capacity has no room for it. Waits for the device; raises ForeignMemory or
+        OSError if it cannot be used. A slot whose header page on the device differs from the shadow's is freed and
+        counted as damaged.
+        """
         with contextlib.ExitStack() as undo:
             copies = []
             for _ in range(2):  # before the chunk is in the books
@@ -231,22 +237,23 @@ class GpuTier(ContainerTier):
         )
 
     def retire(self, slot: Slot) -> None:
-        """The block in a slot is gone, its bytes stay until `free`: no later process takes it for a block."""
+        """Mark the block in a slot as gone; its bytes stay until `free`, and no later process takes it for a block."""
         self._chunks.of(slot).retire(slot)
 
     def shadow_of(self, number: int) -> Arena | None:
-        """Return the shadow of a chunk, which says what blocks are in it; None where there is no such chunk."""
+        """Return the shadow of a chunk, which names its blocks; None if there is no such chunk."""
         return self._chunks.get(number)
 
     def owner(self, number: int) -> str | None:
-        """Whose blocks are in a chunk; None where there is no such chunk."""
+        """Return the owner of the blocks in a chunk; None if there is no such chunk."""
         chunk = self._chunks.get(number)
         return chunk.owner if chunk is not None else None
 
     def export(self, number: int) -> tuple[int, int]:
-        """A new descriptor of a chunk, the caller's to close, and its bytes. A process that imports it could map it to
-        write, too: what is read back from the device is checked against what this process wrote. Raises OSError where
-        there is none now."""
+        """Return a new descriptor of a chunk, which the caller closes, and its bytes. A process that imports it could
+        map it to write, too: so bytes read back from the device are compared with the bytes that this process wrote.
+        Raises OSError if there is none now.
+        """
         descriptor = self._link.descriptor_of(number)
         if descriptor < 0:
             raise OSError(f"chunk {number} of {self.info.name} is not made")

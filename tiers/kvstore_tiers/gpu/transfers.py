@@ -1,12 +1,12 @@
 """The steps of a transfer of the GPU tier, before the worker copies and after it did.
 
 The slots' shadows (`chunks`) say which were written whole: a header page is put there when the copies have ended, and
-the device has checked them where it can (`steps.check`). An engine could also write to device memory: a header that
-comes back is believed only if it is the one that was written, and with it the payload's checksum.
-A block that goes from slot to slot is copied on the device as it is, so that neighbours are one run. Then the target's
-own header page comes by the bounce buffer, since it names another generation: no byte of the payload is in host memory.
-That is not used where the device computes no checksums: nothing here could verify the payload.
-Invariant: a range of the bounce buffer is given back once, when the copies that use it have ended.
+the device has checked them if it can (`steps.check`). An engine could also write to device memory: a header that comes
+back is believed only if it is the one that was written, and with it the payload's checksum. A block that goes from slot
+to slot is copied unchanged on the device, so that neighbours are one run. Then the target's own header page comes by
+the bounce buffer, since it names another generation: no byte of the payload is in host memory. That is not used if the
+device computes no checksums: nothing here could verify the payload. Invariant: a range of the bounce buffer is given
+back once, when the copies that use it have ended.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from kvstore_tiers.threads import run_transfer
 
 
 class GpuTransfers:
-    """Transfers over `link`, counted in `counters`. `regions`: memory that the device may copy in place."""
+    """The transfers over `link`, counted in `counters`. `regions`: memory that the device may copy in place."""
 
     def __init__(self, link: WorkerLink, steps: Steps, counters: TransferCounters, regions: Regions) -> None:
         self._link = link
@@ -171,7 +171,7 @@ class GpuTransfers:
     def relocate(
         self, source: Slot, source_shadow: Segment, target: Slot, shadow: Segment, expect_key: bytes, done: Completion
     ) -> None:
-        """See `Tier.relocate`; the shadows are those of the slots."""
+        """Copy a block from slot to slot, see `Tier.relocate`; the shadows are the slots'."""
         erase_header(shadow)  # until the block was verified
         end = self._steps.expect(self._counters.wrote, done)
         found = block_in(source, source_shadow, expect_key)
@@ -191,9 +191,10 @@ class GpuTransfers:
     # Checking
 
     def verify(self, slot: Slot, shadow: Segment, expect_key: bytes, done: Completion) -> None:
-        """Return whether the slot still holds the block as it was written: DONE or CORRUPT; FAILED where that cannot be
-        said. On the device where the worker can, else by reading the block. Counts as no transfer where nothing is
-        moved."""
+        """Verify that the slot still holds the block as it was written; `done` gets DONE or CORRUPT, FAILED if that is
+        unknown. The device does it if the worker can, otherwise the block is read. Without a move, it does not count
+        as a transfer.
+        """
         found = block_in(slot, shadow, expect_key)
         if isinstance(found, Outcome):
             done(found)
@@ -208,8 +209,9 @@ class GpuTransfers:
     # For a start
 
     def header_pages(self, slots: Sequence[Slot]) -> list[bytes]:
-        """Return what is on the device at the front of each slot, in batches. Waits; raises OSError where it cannot be
-        read. For a start: no other transfer is under way."""
+        """Return the header pages that the device has at the front of each slot, in batches. Waits; raises OSError if
+        they cannot be read. For a start: no other transfer is under way.
+        """
         pages: list[bytes] = []
         batch = min(wire.MAX_PIECES, self._bounce.nbytes // HEADER_BYTES)
         for first in range(0, len(slots), batch):
@@ -235,7 +237,7 @@ class GpuTransfers:
 
 
 def _pieces(slot: Slot, places: Sequence[RegionPart]) -> list[wire.Piece]:
-    """The payload of a slot, piece by piece, and where each is in host memory."""
+    """Return the payload of a slot, piece by piece, and the place of each in host memory."""
     pieces: list[wire.Piece] = []
     at = slot.offset + HEADER_BYTES
     for place in places:
@@ -295,7 +297,7 @@ class _Move:
             self.end(outcome)
 
     def _blamed(self, source: Outcome) -> None:
-        """End the transfer by what is at fault: the source was damaged, or the way is."""
+        """End the transfer by the part at fault: the source was damaged, or the way is."""
         if source.ok:
             message = f"other bytes arrived in {self.target} on the device than are in {self.source}"
             _LOG.error("%s: block %s", message, self.written.key.hex())

@@ -1,8 +1,8 @@
-"""The language of the tier and its worker: packets of a SOCK_SEQPACKET socket pair, no payload in them.
+"""The protocol between the tier and its worker: packets of a SOCK_SEQPACKET socket pair, without payload.
 
 A packet is one letter and fields of fixed size; texts come last. Numbers of regions (host memory that both map), chunks
-(device memory) and transfers are the tier's. A packet that names what the worker has already, or has no longer, is
-ignored: the tier repeats all that is there after a restart.
+(device memory) and transfers are the tier's. A packet that names something the worker has already, or no longer, is
+ignored: the tier repeats everything after a restart.
 
     to the worker                                    from the worker
                                                      k can why              before ready: whether it can checksum
@@ -49,7 +49,7 @@ _REGION = struct.Struct("<3Q")
 
 
 class Region(NamedTuple):
-    """`nbytes` of a memfd from `offset` on, which the process that shares it keeps open."""
+    """A region: `nbytes` of a memfd from `offset` on, which the process that shares it keeps open."""
 
     descriptor: int
     offset: int
@@ -57,7 +57,7 @@ class Region(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Bytes of a region and where they are in a chunk. A transfer S needs no region."""
+    """Bytes of a region and their place in a chunk. A transfer S needs no region."""
 
     chunk: int
     chunk_offset: int
@@ -67,7 +67,7 @@ class Piece(NamedTuple):
 
 
 class Move(NamedTuple):
-    """Bytes of a chunk and where they go in another one, or in the same: they must not overlap."""
+    """Bytes of a chunk and their new place in that chunk or another one; the places must not overlap."""
 
     source_chunk: int
     source_offset: int
@@ -78,7 +78,9 @@ class Move(NamedTuple):
 
 class FileLoad(NamedTuple):
     """A slot image in a file, from `offset` on: its header page goes to a region, its payload to a chunk, both in whole
-    pages. `is_direct`: by direct storage; else the payload comes by way of the region, behind the header page."""
+    pages. `is_direct`: the payload comes by direct storage; otherwise it comes by way of the region, behind the
+    header page.
+    """
 
     offset: int
     payload_bytes: int
@@ -90,8 +92,9 @@ class FileLoad(NamedTuple):
 
 
 class End(NamedTuple):
-    """The end of a transfer: well when `failure` is empty. `errno`: that of a file that cannot be read. `is_down`: no
-    worker did it. `dead_worker`: the number of the one that died after the transfer was sent to it."""
+    """The end of a transfer; a success if `failure` is "". `errno`: the error number of a file that cannot be read.
+    `is_down`: no worker did it. `dead_worker`: the number of the worker that died after the transfer was sent to it.
+    """
 
     failure: str = ""
     errno: int = 0
@@ -105,7 +108,7 @@ def pack(letter: bytes, number: int, nbytes: int = 0, text: str = "") -> bytes:
 
 
 def unpack(packet: bytes) -> tuple[int, int, str]:
-    """The numbers and the text of a packet that `pack` made."""
+    """Return the numbers and the text of a packet that `pack` made."""
     number, nbytes = _NUMBERS.unpack_from(packet, 1)
     return number, nbytes, packet[1 + _NUMBERS.size :].decode(errors="replace")
 
@@ -121,7 +124,7 @@ def unpack_region(packet: bytes, descriptor: int) -> tuple[int, Region]:
 
 
 def pack_transfer(letter: bytes, number: int, pieces: Sequence[Piece] | Sequence[Move]) -> bytes:
-    """Raises ValueError for more than MAX_PIECES, or MAX_CHECKED of a transfer S."""
+    """Return the packet of a transfer. Raises ValueError for more than MAX_PIECES, or MAX_CHECKED of a transfer S."""
     if len(pieces) > (MAX_CHECKED if letter == CHECK else MAX_PIECES):
         raise ValueError(f"{len(pieces)} pieces do not fit a packet")
     return letter + _NUMBERS.pack(number, len(pieces)) + np.array(pieces, dtype="<i8").tobytes()
@@ -133,7 +136,7 @@ def unpack_transfer(packet: bytes) -> tuple[int, list[Piece]]:
 
 
 def unpack_moves(packet: bytes) -> tuple[int, list[Move]]:
-    """Read a packet MOVE, which `pack_transfer` made."""
+    """Return the number and moves of a packet MOVE, which `pack_transfer` made."""
     number, rows = _unpack_rows(packet, len(Move._fields))
     return number, [Move(*row) for row in rows]
 
@@ -154,7 +157,7 @@ def unpack_load(packet: bytes) -> tuple[int, FileLoad]:
 
 
 def unpack_end(packet: bytes) -> tuple[int, End]:
-    """Return of a packet ENDED, UNREAD or SUMS its transfer, and how that ended."""
+    """Return the transfer of a packet ENDED, UNREAD or SUMS, and how it ended."""
     letter = packet[:1]
     number, errno, text = unpack(packet)
     if letter == SUMS:

@@ -1,8 +1,8 @@
 """The process that holds the CUDA context of one device: `python -m kvstore_tiers.gpu.worker --socket FD --device N`.
 
-The tier starts it, says what to map, copy and checksum (`wire`), and starts another when it dies: it owns no state that
-is not in the device's memory or known to the tier. It ends when the socket does, and when the context is broken.
-Invariant: no packet is answered before those before it were obeyed.
+The tier starts it, says what to map, copy and checksum (`wire`), and starts another when it dies: all its state is in
+the device's memory or known to the tier. It ends when the socket does, and when the context is broken. Invariant: no
+packet is answered before earlier ones were obeyed.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ _GroupedRun = tuple[_Group, CopyRun]
 
 
 class GpuWorker:
-    """Obeys a tier. `checks`: whether the kernel is wanted that checksums device memory; `direct`: whether direct
-    storage is."""
+    """The worker. `checks`: load the kernel that checksums device memory; `direct`: load direct storage."""
 
     def __init__(self, sock: socket.socket, driver: CudaDevice, *, checks: bool = False, direct: bool = False) -> None:
         self._sock = sock
@@ -57,7 +56,7 @@ class GpuWorker:
         self._unchecked: list[tuple[int, list[Range]]] = []
 
     def run(self) -> None:
-        """Wait until the tier closes the socket."""
+        """Serve until the tier closes the socket."""
         _, total = self._driver.memory_bytes()
         self._say(wire.pack(wire.READY, self._driver.identity, total, self._driver.name))
         while packets := self._receive():
@@ -66,7 +65,7 @@ class GpuWorker:
             self._flush()
 
     def _receive(self) -> list[tuple[bytes, list[int]]]:
-        """One packet, and what else is there by now; nothing at the end."""
+        """Return one packet, and further ones that have arrived; nothing at the end."""
         packets: list[tuple[bytes, list[int]]] = []
         flags = 0
         while len(packets) < MAX_TOGETHER:
@@ -81,7 +80,7 @@ class GpuWorker:
         return packets
 
     def close(self) -> None:
-        """Nothing is unmapped: the process ends."""
+        """Wait for work under way. Nothing is unmapped: the process ends."""
         self._events.settle()
         self._events.close()
 

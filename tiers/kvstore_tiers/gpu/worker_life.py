@@ -1,9 +1,9 @@
 """The life of a GPU's worker: started by its settings, watched, killed, started anew.
 
-Owns the process, the thread that starts and hears it, and whether direct storage is to be loaded. Knows no packet: what
-is said to the worker and by it is the correspondent's.
-Invariants: there is one worker at a time, and the next is started when the one before is gone; the longer workers do
-nothing of use, the longer the next one waits; after `close` there is none.
+The module owns the process, the thread that starts and receives from it, and the decision to load direct storage. It
+knows no packets: the correspondent exchanges them. Invariants: there is one worker at a time, and the next is started
+when the one before is gone; the longer workers do nothing useful, the longer the next one waits; after `close` there is
+none.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ AUTO, DIRECT, BOUNCE, OFF = "auto", "direct", "bounce", "off"  # ways for blocks
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """`checks`: whether the worker is to checksum device memory, where it can. `from_files`: how it reads files; AUTO:
-    by direct storage where that is there. `registers`: whether it copies memory of other tiers in place;
-    `register_bytes`: how much of that is registered in a call. `variables`: of its environment, beside ours.
+    """The settings of a worker. `checks`: the worker checksums device memory, if it can. `from_files`: the way it reads
+    files; AUTO: by direct storage if it is there. `registers`: it copies memory of other tiers in place;
+    `register_bytes`: the bytes registered in a call. `variables`: added to its environment.
 
-    `patience_s`: a worker that does not end a transfer in so many seconds is killed; `file_patience_s`: of a load from
-    a file; `start_timeout_s`: one that is not ready by then is, too. `regrow_s`: for how long no memory is asked for
-    after the device had none. `socket_bytes`: of the buffer of its socket, as far as the system grants that.
+    `patience_s`: seconds after which a worker that does not end a transfer is killed; `file_patience_s`: the limit for
+    a load from a file; `start_timeout_s`: the limit for becoming ready. `regrow_s`: seconds for which no memory is
+    asked for after the device had none. `socket_bytes`: the size of the worker's socket buffer, as far as the system
+    grants it.
     """
 
     checks: bool = True
@@ -61,14 +62,14 @@ _LOG = logging.getLogger(__name__)
 
 
 class Correspondent(Protocol):
-    """Speaks with the worker; called on the thread of its life."""
+    """The object that exchanges packets with the worker; called on the thread of its life."""
 
     def connect(self, sock: socket.socket, process: int) -> None:
-        """A worker was started at the other end: what it must know goes there first."""
+        """Send a new worker, at the other end of `sock`, the things that it must know first."""
         ...
 
     def hear(self, packet: bytes, descriptors: list[int]) -> None:
-        """Take what the worker says. Raises OSError where this worker is of no use any more."""
+        """Take a packet of the worker. Raises OSError if this worker is of no use any more."""
         ...
 
     def is_overdue(self, now_s: float, ready_s: float) -> bool:
@@ -76,15 +77,15 @@ class Correspondent(Protocol):
         ...
 
     def disconnect(self, sock: socket.socket) -> None:
-        """Nothing is said to this worker any more: close the socket. It may still obey what was said before."""
+        """Close the socket: nothing is sent to this worker any more. It may still obey earlier packets."""
         ...
 
     def lose(self, process: int) -> int:
-        """The worker is gone; how many transfers failed."""
+        """Handle the worker's death; return how many transfers failed."""
         ...
 
     def fail_unsent(self) -> None:
-        """End what no worker has seen yet: there may be none for a while."""
+        """End the transfers that no worker has seen yet: there may be no worker for a while."""
         ...
 
     def fail_all(self) -> None: ...
@@ -95,7 +96,7 @@ class Correspondent(Protocol):
 
 
 class WorkerLife:
-    """A worker for `device`. `message`: why there is none."""
+    """The worker for `device`. `message`: why there is none."""
 
     def __init__(self, device: int, settings: WorkerSettings, correspondent: Correspondent) -> None:
         self._device = device
@@ -112,7 +113,7 @@ class WorkerLife:
         self._thread = threading.Thread(target=self._live, name="gpu-worker", daemon=True)
 
     def start(self) -> str:
-        """Wait for the first worker; why there is none, empty where there is."""
+        """Wait for the first worker; return why there is none, "" if there is."""
         self._thread.start()
         patience_s = 2 * self._settings.start_timeout_s  # the first worker may hang where direct storage is loaded
         if self._was_ready.wait(patience_s):
@@ -127,12 +128,12 @@ class WorkerLife:
 
     @property
     def is_up(self) -> bool:
-        """Return whether there is a worker, or will be in a moment."""
+        """True if there is a worker, or will be in a moment."""
         return not self._keeps_dying and not self._closing.is_set()
 
     @property
     def is_ready(self) -> bool:
-        """Return whether the last worker that was started has said that it is."""
+        """True if the last worker that was started has reported ready."""
         return self._ready_s > 0
 
     @property
@@ -140,7 +141,7 @@ class WorkerLife:
         return self._closing.is_set()
 
     def close(self) -> None:
-        """Start no more; the one that is there ends with its socket, or is killed. Returns at once: see `join`."""
+        """Start no more workers; the present one ends with its socket, or is killed. Returns at once: see `join`."""
         self._closing.set()
 
     def join(self) -> None:
@@ -154,12 +155,12 @@ class WorkerLife:
         self._was_ready.set()
 
     def say_unable(self, why: str) -> None:
-        """It cannot start; of the first one that is final."""
+        """Note that the worker cannot start; for the first one that is final."""
         if not self._was_ready.is_set():
             self.message = why
 
     def say_useful(self) -> None:
-        """It has done something: when it dies, the next one is started at once."""
+        """Note that the worker has done something: when it dies, the next one is started at once."""
         self._was_useful = True
 
     # From one worker to the next
@@ -188,8 +189,9 @@ class WorkerLife:
         self._correspondent.fail_all()
 
     def _blames_direct_storage(self, status: int) -> bool:
-        """Return whether the worker that has ended was not ready, for no reason that it gave, and the next one does
-        without direct storage: that was being loaded, and is not demanded."""
+        """Return whether the ended worker was not ready, gave no reason, and was loading direct storage, which is not
+        demanded: then the next one does without it.
+        """
         if self._ready_s or self.message or self._closing.is_set():
             return False
         if not self._wants_direct or self._settings.from_files == DIRECT:
@@ -217,7 +219,7 @@ class WorkerLife:
         return own, process
 
     def _listen(self, sock: socket.socket, process: subprocess.Popen[bytes]) -> None:
-        """Wait until the worker is gone."""
+        """Receive packets until the worker is gone."""
         poll = select.poll()
         poll.register(sock, select.POLLIN)
         look_at_s = 0.0
@@ -261,9 +263,9 @@ class WorkerLife:
             )  # fmt: skip
 
     def _outwait(self, process: subprocess.Popen[bytes]) -> None:
-        """Wait until a process that was killed is gone: one that hangs in the kernel, in a read of a disk, goes when
-        that ends. Until then there is no worker, and what was sent to this one is under way: it may still write
-        there."""
+        """Wait until a killed process is gone. A process that hangs in the kernel, in a read of a disk, goes when that
+        ends. Until then there is no worker, and its transfers are under way: it may still write there.
+        """
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(KILL_S)

@@ -1,13 +1,11 @@
 """Memory that a worker has mapped: chunks of the device, and host memory with the thread that registers it.
 
-Owns the handles, mappings and registrations, and what is known of chunks that are not there. Registering takes about
-0.1 s a GB by others' figures, so only the bounce buffer, which nothing works without, is registered at once; all else
-in turn by the thread, while commands are obeyed. What is dropped goes first: its memory stays in use until it is
-unregistered.
-Invariants: a copy finds registered memory only; memory is unregistered when no copy is under way any more that was
-queued before it was dropped, and reported as left after that, once; a chunk that was made is there once it is cleared
-and the tier has a descriptor of it; a chunk with blocks that could not be mapped is tried again whenever it is asked
-for.
+The module owns the handles, mappings and registrations, and the reasons for missing chunks. Registering takes about 0.1
+s a GB by others' figures, so only the bounce buffer, which everything needs, is registered at once; the rest in turn by
+the thread, while commands are obeyed. Dropped memory goes first: it stays in use until it is unregistered. Invariants:
+a copy finds registered memory only; memory is unregistered when no copy is under way any more that was queued before it
+was dropped, and reported as left after that, once; a new chunk is available once it is cleared and the tier has a
+descriptor of it; a chunk with blocks that could not be mapped is tried again whenever it is asked for.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ class _Region:
 
 
 class HostMemory:
-    """`say` sends a packet; `broken` is called with an error after which the context is of no use."""
+    """The host memory. `say` sends a packet; `broken` is called with an error after which the context is of no use."""
 
     def __init__(
         self, driver: CudaDevice, events: Events, say: Callable[[bytes], None], broken: Callable[[DriverError], None]
@@ -58,9 +56,10 @@ class HostMemory:
         threading.Thread(target=self._serve, name="gpu-register", daemon=True).start()
 
     def add(self, number: int, region: wire.Region) -> None:
-        """Map it, to be registered. One that is known already, or cannot be mapped, is left out: its transfers say
-        so; all of them need the bounce buffer, so for that it raises OSError: the next worker may have it. Raises
-        DriverError where the context is broken."""
+        """Map a region, to be registered. A region that is known already, or cannot be mapped, is left out, and its
+        transfers report it. Since all transfers need the bounce buffer, OSError is raised for that one: the next
+        worker may have it. Raises DriverError if the context is broken.
+        """
         if number in self._regions:
             return
         try:
@@ -80,7 +79,7 @@ class HostMemory:
             self._changed.notify()
 
     def drop(self, number: int) -> None:
-        """Later transfers do not find it."""
+        """Drop a region: later transfers do not find it."""
         region = self._regions.pop(number, None)
         if region is None:
             self._say(wire.pack(wire.LEFT, number))
@@ -90,7 +89,7 @@ class HostMemory:
             self._changed.notify()
 
     def address_of(self, number: int, offset: int, nbytes: int) -> int:
-        """Raises Unregistered, and KeyError for what is outside the region."""
+        """Return an address in a region. Raises Unregistered, and KeyError for bytes outside the region."""
         region = self._regions.get(number)
         if region is None or not region.is_registered:
             raise Unregistered(number)
@@ -99,7 +98,7 @@ class HostMemory:
         return region.address + offset
 
     def view(self, number: int, offset: int, nbytes: int) -> memoryview:
-        """The bytes of a region. Raises as `address_of`."""
+        """Return the bytes of a region. Raises the errors of `address_of`."""
         self.address_of(number, offset, nbytes)
         return memoryview(self._regions[number].mapping)[offset : offset + nbytes]
 
@@ -140,7 +139,7 @@ class HostMemory:
 
 
 def _map(region: wire.Region) -> tuple[mmap.mmap, bool]:
-    """The mapping, and whether it may be written: sealed arenas may only be read."""
+    """Return the mapping, and whether it may be written: sealed arenas may only be read."""
     descriptor, offset, nbytes = region
     try:
         return mmap.mmap(descriptor, nbytes, offset=offset), True
@@ -156,7 +155,7 @@ class _Chunk:
 
 
 class DeviceMemory:
-    """`say` sends a packet and descriptors. Raises DriverError where the context is broken."""
+    """The device memory. `say` sends a packet and descriptors. Raises DriverError if the context is broken."""
 
     def __init__(self, driver: CudaDevice, events: Events, say: Callable[..., None]) -> None:
         self._driver = driver
@@ -167,8 +166,9 @@ class DeviceMemory:
         self._unmapped: dict[int, tuple[int, int]] = {}  # those of them that hold blocks: bytes, a descriptor
 
     def add(self, number: int, nbytes: int, descriptor: int = -1) -> None:
-        """Memory of which there is a descriptor, which stays the caller's; else new memory. One that is known already
-        is left as it is; the tier is notified of one that cannot be had."""
+        """Add memory, by a descriptor that stays the caller's, or new memory. A known chunk is left unchanged; the tier
+        is notified of a chunk that cannot be had.
+        """
         if number in self._chunks:
             return
         try:
@@ -192,7 +192,7 @@ class DeviceMemory:
             self._unmap(chunk)
 
     def address_of(self, number: int, offset: int, nbytes: int) -> int:
-        """Raises KeyError for what is not there."""
+        """Return an address in a chunk. Raises KeyError for bytes that are not there."""
         if number in self._unmapped:
             try:
                 self._import(number)
@@ -205,7 +205,7 @@ class DeviceMemory:
         return chunk.address + offset
 
     def why_missing(self, numbers: Iterable[int]) -> str:
-        """Return why the first of these chunks that is known to be missing is; empty where none is."""
+        """Return why the first of these chunks that is known to be missing is missing; "" if none is."""
         return next((self._missing[number] for number in numbers if number in self._missing), "")
 
     def _make(self, number: int, nbytes: int) -> None:

@@ -13,7 +13,7 @@ __all__ = ["DirectoryError", "DirectoryInUse", "DirectoryUnusable", "FormatUnsup
 
 
 def __getattr__(name: str) -> Any:
-    """The tier when it is asked for: what is read ahead of it begins before NumPy is there."""
+    """Import the tier only when it is asked for: the early scan begins before NumPy is loaded."""
     if name == "NvmeTier":
         from kvstore_tiers.nvme.tier import NvmeTier
 

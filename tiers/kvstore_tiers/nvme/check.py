@@ -51,10 +51,10 @@ def check_directory(
     notes: bool = False,
     progress: Progress = lambda nbytes: None,
 ) -> list[Finding]:
-    """Everything that is wrong in a directory; an empty list when nothing is.
+    """Check a directory and return everything that is wrong in it; an empty list when nothing is.
 
-    `verify_payloads` reads every live slot whole and checks its checksum; `notes` adds what is worth knowing and
-    not wrong; `progress` is called with every number of bytes read. Raises DirectoryInUse while a tier has it open,
+    `verify_payloads` reads every live slot whole and checks its checksum; `notes` adds what is worth knowing and not
+    wrong; `progress` is called with every number of bytes read. Raises DirectoryInUse while a tier has it open,
     FormatUnsupported when a newer version wrote it.
     """
     with closing(TierDirectory(directory, create=False)) as opened:
@@ -69,7 +69,7 @@ def walk(
     verify_payloads: bool = False,
     progress: Progress = lambda nbytes: None,
 ) -> Iterator[Finding]:
-    """`check_directory` for a caller that holds the lock."""
+    """Yield the findings of `check_directory`, for a caller that holds the directory's lock."""
     yield from _walk_files(directory)
     live: Live = {}
     quarantined: list[tuple[int, int]] = []
@@ -90,13 +90,13 @@ def walk(
 
 
 def bytes_used(directory: TierDirectory) -> int:
-    """Bytes of the directory's files that count against the capacity."""
+    """Return the bytes of the directory's files that count against the capacity."""
     files = [directory.slab_path(n, suffix) for suffix in ("slab", "new", "damaged") for n in directory.numbers(suffix)]
     return sum(path.stat().st_size for path in files)
 
 
 def stray_files(directory: TierDirectory) -> list[Path]:
-    """Files that no version of ours makes: never touched, counted by no capacity."""
+    """Return the files that no version of the tier makes. They are never touched and count against no capacity."""
     slabs = {
         directory.slab_path(number, suffix)
         for suffix in ("slab", "new", "damaged")
@@ -109,7 +109,7 @@ def stray_files(directory: TierDirectory) -> list[Path]:
 
 
 def temporary_files(directory: TierDirectory) -> list[Path]:
-    """Unfinished atomic replacements that a crash left."""
+    """Return the unfinished temporary files of atomic replacements that a crash left."""
     return [path for name in sorted(_TEMPORARY) if (path := directory.path / name).exists()]
 
 
@@ -145,7 +145,9 @@ def _walk_keys(live: Live) -> Iterator[Finding]:
 
 
 def _walk_chains(live: Live) -> Iterator[Finding]:
-    """Chains that close on themselves, and blocks that cannot be reached since one before them is not stored."""
+    """Yield findings for chains that close on themselves, and for blocks that cannot be reached because a block before
+    them is not stored.
+    """
     parents = {key: newest(blocks).parent for key, blocks in live.items()}
     reached: dict[bytes, bool] = {NO_PARENT: True}
     heads: list[bytes] = []
@@ -171,5 +173,5 @@ def _walk_chains(live: Live) -> Iterator[Finding]:
 
 
 def newest(blocks: Iterable[LiveBlock]) -> LiveBlock:
-    """Of several records with one key, the one that recovery keeps."""
+    """Return the block that recovery keeps, of several records with one key: the one with the highest sequence."""
     return max(blocks, key=lambda block: block.sequence)

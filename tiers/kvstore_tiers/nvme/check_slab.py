@@ -41,7 +41,7 @@ class Severity(Enum):
 
 
 class Kind(Enum):
-    """What was found. The names are part of `--json`."""
+    """The kinds of findings. The values are part of the output of `--json`."""
 
     FORMAT_MISSING = "format-missing"
     TEMPORARY = "temporary-file"
@@ -68,7 +68,9 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`slab` and `slot` name the slot it is about, -1 where it is about none."""
+    """One thing found in a directory. `slab` and `slot` are the numbers of the slot concerned, -1 where the finding
+    concerns none.
+    """
 
     severity: Severity
     where: str
@@ -99,7 +101,7 @@ _SEQUENCE_MAX = 1 << 63  # more commits than a tier can make
 
 @dataclass(frozen=True, slots=True)
 class LiveBlock:
-    """What a live record says, as far as slabs are compared."""
+    """The fields of a live record that are compared between slabs."""
 
     slab: int
     slot: int
@@ -113,7 +115,9 @@ Progress = Callable[[int], None]
 
 
 class SlabWalk:
-    """One walk over one file. `live` is filled with what its live records name, `quarantined` with its bad slots."""
+    """One walk over one slab file. The walk fills `live` with the blocks that live records name, and `quarantined` with
+    the bad slots.
+    """
 
     def __init__(self, path: Path, number: int, live: Live, *, verify_payloads: bool, progress: Progress) -> None:
         self._path = path
@@ -125,7 +129,9 @@ class SlabWalk:
         self.superblock: Superblock | None = None
 
     def run(self) -> Iterator[Finding]:
-        """All findings. Raises FormatUnsupported when a newer version wrote the file, OSError when reading fails."""
+        """Walk the file and yield all findings. Raises FormatUnsupported when a newer version wrote the file, OSError
+        when reading fails.
+        """
         superblock = find_superblock(self._path)
         if isinstance(superblock, str):
             yield damage(Kind.SUPERBLOCK, self._path, superblock, self._number)
@@ -147,7 +153,7 @@ class SlabWalk:
                 yield from self._walk_records(file.fileno(), superblock, first)
 
     def _walk_frame(self, fd: int, superblock: Superblock) -> Iterator[Finding]:
-        """The file's length and both copies of its superblock."""
+        """Yield the findings about the file's length and both copies of its superblock."""
         length_bytes = os.fstat(fd).st_size
         if length_bytes < superblock.file_bytes:
             what = f"truncated to {length_bytes} of {superblock.file_bytes} bytes"
@@ -208,8 +214,9 @@ class SlabWalk:
 def read_records(
     fd: int, superblock: Superblock, first: int, count: int
 ) -> tuple[bytes, Records, npt.NDArray[np.bool_]]:
-    """Records from `first` on: their bytes, their columns, and which were ever written. Beyond a file's end: zeros;
-    where the medium cannot read, bytes that are no record."""
+    """Return `count` records from slot `first` on: their bytes, their columns, and a mask of the records that were ever
+    written. Beyond the file's end they are zeros; where the medium cannot read, bytes that form no record.
+    """
     count = min(count, superblock.slots - first)
     raw = read_pages(fd, count * RECORD_BYTES, SUPERBLOCK_BYTES + first * RECORD_BYTES)
     raw = raw.ljust(count * RECORD_BYTES, b"\0")

@@ -25,7 +25,7 @@ from kvstore_tiers.threads import deliver, run_transfer
 
 @dataclass
 class PendingRecords:
-    """Pending changes by slab."""
+    """The pending changes of all slabs, by slab."""
 
     written: defaultdict[Slab, dict[int, BlockHeader]] = field(default_factory=lambda: defaultdict(dict))
     freed: defaultdict[Slab, dict[int, int]] = field(default_factory=lambda: defaultdict(dict))  # in which generation
@@ -54,7 +54,7 @@ class Journal:
             self._batch.written[slab][index] = header
 
     def note_freed(self, slab: Slab, index: int, generation: int) -> None:
-        """`generation`: that of the slot's next use."""
+        """Note that slot `index` was freed. `generation` is the generation of the slot's next use."""
         with self._lock:
             self._batch.freed[slab][index] = generation
 
@@ -63,14 +63,14 @@ class Journal:
             self._batch.quarantined[slab].add(index)
 
     def take(self) -> PendingRecords:
-        """The changes so far; the next ones go to a new batch and a higher sequence number."""
+        """Take and return the changes so far. Later changes go to a new batch with a higher sequence number."""
         with self._lock:
             batch, self._batch = self._batch, PendingRecords()
             self.sequence += 1
             return batch
 
     def put_back(self, old: PendingRecords) -> None:
-        """A commit failed: its changes are pending again, newer ones over them."""
+        """Put back the changes of a commit that failed: they are pending again, under the newer changes."""
         with self._lock:
             new, self._batch = self._batch, old
             for slab, blocks in new.written.items():
@@ -82,12 +82,14 @@ class Journal:
 
 
 class RecordCommit:
-    """One resident thread that commits the journal when a caller requests it."""
+    """Commits the journal on one resident thread, whenever a caller requests it."""
 
     def __init__(
         self, journal: Journal, watch: Callable[[Outcome], Outcome], make_up: Callable[[], None] = lambda: None
     ) -> None:
-        """`make_up` does what has to be on the medium before any change; it raises OSError where it cannot."""
+        """Start the thread. `make_up` does what has to be on the medium before any change; it raises OSError where it
+        cannot.
+        """
         self._journal = journal
         self._watch = watch
         self._make_up = make_up
@@ -107,7 +109,9 @@ class RecordCommit:
         done(Outcome(OutcomeKind.CANCELLED, message="the tier is closed"))
 
     def close(self) -> bool:
-        """Answer waiting requests, commit once more, end the thread; whether all changes are committed. Idempotent."""
+        """Answer waiting requests, commit once more, and end the thread. Return whether all changes are committed.
+        Idempotent.
+        """
         with self._wake:
             self._closing = True
             self._wake.notify()

@@ -55,8 +55,9 @@ def open_lock(directory: Path) -> int:
 
 
 def lock_directory(directory: Path) -> int:
-    """Lock the directory itself; a descriptor that holds the lock. Raises BlockingIOError where another has it,
-    OSError."""
+    """Lock the directory itself. Return a descriptor that holds the lock. Raises BlockingIOError where another process
+    has it, OSError where the directory cannot be opened.
+    """
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -90,20 +91,22 @@ _TEXT = b"no record waits to be synced\n"
 
 
 class Seal:
-    """The seal of the tier's directory at `path`. `held`: there was one that holds when this was made."""
+    """The seal of the tier's directory at `path`. `held` says whether a valid seal was there when this object was
+    made.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path / SEAL
         self.held = self._holds()
 
     def remove(self) -> None:
-        """From here on records may change. Raises OSError."""
+        """Remove the seal; from then on records may change. Raises OSError."""
         if self._path.exists():
             self._path.unlink()
         sync_directory(self._path.parent)  # also for a process that was killed before it came to that
 
     def write(self) -> None:
-        """Everything that changed is committed. Raises OSError."""
+        """Write the seal: everything that changed is committed. Raises OSError."""
         replace_file(self._path, _TEXT, durable=False)
 
     def _holds(self) -> bool:
@@ -119,8 +122,8 @@ _LOOK_S, _LOOKS = 0.02, 50  # early_scan.py looks at the lock for microseconds, 
 
 
 class TierDirectory:
-    """An opened, locked directory. `create=False` neither makes nor writes anything but the lock (for the checker).
-    `former` is the mark of the holder before.
+    """An opened, locked directory. With `create=False` (for the checker) nothing is made or written but the lock.
+    `former` is the lock mark of the previous holder.
     """
 
     former: LockMark
@@ -154,15 +157,18 @@ class TierDirectory:
         self._lock_fd = self._own_fd = -1
 
     def sync_names(self) -> None:
-        """Make the names of slabs and of what they are in durable, also those that a killed process made and did not
-        sync. Raises OSError."""
+        """Make durable the names of the slab files and of the directories that hold them, also names that a killed
+        process made and did not sync. Raises OSError.
+        """
         for directory in (self.slabs, self.path):
             sync_directory(directory)
         with suppress(PermissionError):  # as in `make_directory`
             sync_directory(self.path.absolute().parent)
 
     def is_in_place(self) -> bool:
-        """Return whether the lock that we hold still is what its path names. Raises OSError if that names nothing."""
+        """Return whether the lock that this process holds is still the file that its path names. Raises OSError if the
+        path names nothing.
+        """
         held = os.fstat(self._lock_fd)
         found = os.stat(self.path if stat.S_ISDIR(held.st_mode) else self.path / LOCK)
         return (found.st_dev, found.st_ino) == (held.st_dev, held.st_ino)
@@ -171,7 +177,7 @@ class TierDirectory:
         return slab_path(self.slabs, number, suffix)
 
     def numbers(self, suffix: str = "slab") -> list[int]:
-        """Numbers of the slab files with this suffix, ascending. Other names are ignored."""
+        """Return the numbers of the slab files with this suffix, ascending. Other names are ignored."""
         return slab_numbers(self.slabs, suffix)
 
     def require_direct(self) -> None:
@@ -189,11 +195,13 @@ class TierDirectory:
             probe.unlink()
 
     def damaged_bytes(self) -> int:
-        """Bytes of slab files put aside because their geometry is lost."""
+        """Return the bytes of the slab files that were put aside because their geometry is lost."""
         return sum(allocated_bytes(self.slab_path(number, "damaged")) for number in self.numbers("damaged"))
 
     def put_aside(self, number: int) -> Path:
-        """Call a slab file damaged, under its number or, where that name is taken, the next that is free."""
+        """Rename a slab file to a damaged one, under its own number or, where that name is taken, the next free number.
+        Return the new path.
+        """
         aside = self.slab_path(number, "damaged")
         if aside.exists():
             taken = [*self.numbers(), *self.numbers("new"), *self.numbers("damaged")]
@@ -250,7 +258,9 @@ class TierDirectory:
         self._lacks_format = False
 
     def _write_format(self, path: Path) -> None:
-        """Write the version of the format. A directory with slabs is usable without: they say their own."""
+        """Write the version of the format. Without this file a directory with slabs is still usable, since each slab
+        holds its own version.
+        """
         try:
             replace_file(path, f"{_FORMAT_KEY}: {FORMAT_VERSION}\n{_AUTHOR_KEY}: {VERSION}\n".encode())
         except OSError as error:
@@ -281,10 +291,10 @@ def _locked(fd: int, how: int) -> bool:
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory, with those above it that are missing, and make their names durable.
+    """Make a directory and the missing ones above it, and make their names durable.
 
-    A block that is whole in a file is lost if the file's name is, or that of a directory above it. Raises OSError, but
-    not where all of them are there and cannot be synced, as after an error of the file system.
+    A block is lost, even if its file is whole, when the name of the file or of a directory above it is lost. Raises
+    OSError, but not where all directories exist and cannot be synced, as after an error of the file system.
     """
     path = path.absolute()
     is_there = path.is_dir()
@@ -325,7 +335,9 @@ def is_without_direct(error: OSError) -> bool:
 
 
 def allocated_bytes(path: Path) -> int:
-    """Bytes a file takes: the larger of its length and its blocks (preallocated ones too); 0 when it is not there."""
+    """Return the bytes that a file takes: the larger of its length and its allocated blocks (preallocated ones too); 0
+    when the file does not exist.
+    """
     with suppress(FileNotFoundError):
         status = path.stat()
         return max(status.st_size, status.st_blocks * 512)
@@ -337,14 +349,15 @@ _MOST_DIGITS = 9
 
 
 def version_number(text: bytes) -> int | None:
-    """The number that the text is; None where it is not one."""
+    """Return the number that the text holds; None where it holds none."""
     digits = text.strip()
     return int(digits) if digits.isdigit() and len(digits) <= _MOST_DIGITS else None
 
 
 def version_text(path: Path) -> bytes:
-    """Return what a version's file says, without blanks and zero bytes; b"" where it says nothing or is not there.
-    Raises OSError."""
+    """Return the content of a version's file without blanks and zero bytes; b"" where the file is empty or missing.
+    Raises OSError.
+    """
     try:
         with open(path, "rb") as file:
             return file.read(_MOST_BYTES).strip(b"\0 \n")

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class DirectoryError(Exception):
-    """The NVMe tier cannot be opened here. The message says what was wrong and what to do."""
+    """The NVMe tier cannot be opened in this directory. The message says what was wrong and what to do."""
 
 
 class DirectoryInUse(DirectoryError):
@@ -24,7 +24,9 @@ class DirectoryInUse(DirectoryError):
 
 
 class DirectoryUnusable(DirectoryError):
-    """Not a directory, not writable, no room, or without a feature that the configuration requires."""
+    """The directory is not a directory, is not writable, has no room, or lacks a feature that the configuration
+    requires.
+    """
 
 
 class FormatUnsupported(DirectoryError):
@@ -46,14 +48,15 @@ def slab_path(slabs: Path, number: int, suffix: str = "slab") -> Path:
 
 
 def slab_numbers(slabs: Path, suffix: str = "slab") -> list[int]:
-    """Numbers of the files with this suffix, ascending. Other names are ignored: a 1.slab beside
-    00000001.slab is not the same slab."""
+    """Return the numbers of the files with this suffix, ascending. Other names are ignored: a 1.slab beside
+    00000001.slab is not the same slab.
+    """
     named = ((path, int(path.stem)) for path in slabs.glob(f"*.{suffix}") if path.stem.isdecimal())
     return sorted(number for path, number in named if path == slab_path(slabs, number, suffix))
 
 
 class LockMark(NamedTuple):
-    """When the lock of a directory was last written, and the process number in it."""
+    """The state of a directory's lock file: its inode, the time of its last write, and the process number in it."""
 
     inode: int
     written_ns: int

@@ -1,11 +1,11 @@
 """The early record scan: a process judges records while the daemon loads its modules, before the tier is opened.
 
-It is a process of its own (early_scan_process.py), since a scan and an import in one process compete for the GIL. Owns
-that process, the queue of slabs that both processes take from, and the memory in which the scan leaves its columns.
-Knows nothing of records. Imports only modules that are loaded already.
-Invariant: a report is used only by a process that holds the directory's lock and found the mark of the holder that the
-scan saw, and only for a slab file that has not changed since (restoring a backup takes no lock). The caller scans the
-slabs without a report: the scan died, or could not read them.
+The scan runs in a process of its own (early_scan_process.py), since a scan and an import in one process compete for the
+GIL. Owns that process, the queue of slabs that both processes take from, and the memory in which the scan leaves its
+columns. Knows nothing of records. Imports only modules that are loaded already. Invariant: a report is used only by a
+process that holds the directory's lock and found the mark of the holder that the scan saw, and only for a slab file
+that has not changed since (restoring a backup takes no lock). The caller scans the slabs without a report: the scan
+died, or could not read them.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class SlabReport(NamedTuple):
 
     @classmethod
     def of(cls, line: bytes) -> SlabReport:
-        """Raises ValueError for a line that was cut short."""
+        """Parse a line of the pipe. Raises ValueError for a line that was cut short."""
         report = cls(*json.loads(line))
         origins = [bytes.fromhex(str(raw)) for raw in report.origins]
         return report._replace(stamp=FileStamp(*report.stamp), origins=origins)
@@ -110,7 +110,7 @@ class EarlyRecordScan:
         return self._queue.take()
 
     def reports(self) -> Iterator[SlabReport]:
-        """Reports as they arrive; ends when the queue is empty, and when the scan died or hangs."""
+        """Yield reports as they arrive. Ends when the queue is empty, and when the scan died or hangs."""
         readable, rest = select.poll(), b""
         readable.register(self._reports, select.POLLIN)
         while readable.poll(_SILENCE_S * 1e3) and (got := os.read(self._reports, 1 << 16)):
@@ -119,7 +119,7 @@ class EarlyRecordScan:
                 yield SlabReport.of(line)
 
     def memory_of(self, report: SlabReport) -> mmap.mmap:
-        """The read-only memory with the columns of a slab."""
+        """Map and return the read-only memory that holds the columns of a slab."""
         return mmap.mmap(self._memory, report.nbytes, prot=mmap.PROT_READ, offset=report.begin)
 
     def close(self) -> None:
@@ -146,7 +146,9 @@ def _start(slabs: Path, queue: int, memory: int, reporting: int) -> int:
 
 
 def _passed() -> list[tuple[int, int]]:
-    """Actions that close what a service manager passed to the daemon: arenas, whose memory this process would keep."""
+    """Return the spawn actions that close the descriptors which a service manager passed to the daemon. They are
+    arenas, whose memory the scanning process would keep.
+    """
     count = os.environ.get("LISTEN_FDS", "")
     if os.environ.get("LISTEN_PID") != str(os.getpid()) or not count.isdecimal():
         return []

@@ -28,7 +28,7 @@ RETRY_FULL_AFTER_S = 30.0
 
 
 class TierHealth:
-    """Fed with every outcome, from any thread. `clock` gives monotonic seconds."""
+    """The health of the tier, fed with every outcome from any thread. `clock` returns monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -51,7 +51,7 @@ class TierHealth:
         return self.state in (TierState.OK, TierState.FULL)
 
     def watch_write(self, outcome: Outcome) -> Outcome:
-        """Judge the end of a write or a sync; returns it."""
+        """Judge how a write or a sync ended. Return `outcome`."""
         if outcome.kind is OutcomeKind.FAILED:
             with self._lock:
                 if outcome.errno in NO_ROOM:
@@ -66,7 +66,7 @@ class TierHealth:
         return outcome
 
     def watch_read(self, outcome: Outcome) -> Outcome:
-        """Judge the end of a read; returns it."""
+        """Judge how a read ended. Return `outcome`."""
         if outcome.kind is OutcomeKind.FAILED and outcome.errno:
             with self._lock:
                 self._read_errors += 1
@@ -77,17 +77,17 @@ class TierHealth:
         return outcome
 
     def hold_back(self, reason: str) -> None:
-        """Allow no write before a probe went well."""
+        """Allow no write until a probe went well."""
         self.state, self.message = TierState.READ_ONLY, reason
 
     def note_growth(self) -> None:
-        """A slab file was made: the medium has room again."""
+        """Note that a slab file was made: the medium has room again."""
         with self._lock:
             if self.state is TierState.FULL:
                 self.state, self.message = TierState.OK, ""
 
     def note_probe(self, free_bytes: int, slab_bytes: int) -> None:
-        """A probe went well, and the file system has so much room."""
+        """Note that a probe went well and that the file system has `free_bytes` of free space."""
         with self._lock:
             if self.state is TierState.FULL and free_bytes < slab_bytes:
                 return
@@ -111,7 +111,9 @@ def require_place(directory: TierDirectory) -> None:
 
 
 def probe_medium(directory: TierDirectory, slabs: Iterable[Slab]) -> int:
-    """Raise OSError when the medium does not keep what is written to it; else the bytes free on its file system."""
+    """Probe the medium and return the free bytes of its file system. Raises OSError when the medium does not keep what
+    is written to it.
+    """
     require_place(directory)
     failpoints.hit("nvme.probe")
     made = next((slab for slab in slabs if slab.is_made), None)
@@ -130,7 +132,7 @@ def _read_slab(slab: Slab) -> None:
 
 
 def _round_trip(directory: TierDirectory) -> None:
-    """An unnamed file of one page."""
+    """Write an unnamed file of one page, sync it, and read it back."""
     page = AlignedBuffer(ALIGNMENT_BYTES)
     wanted = secrets.token_bytes(ALIGNMENT_BYTES)
     put_bytes(page.address, wanted)
@@ -148,7 +150,9 @@ def _round_trip(directory: TierDirectory) -> None:
 
 
 def _open_scratch(directory: TierDirectory) -> int:
-    """Unnamed where the file system can; else a name that is gone as soon as it is open."""
+    """Open a scratch file: unnamed where the file system supports that, else under a name that is deleted as soon as
+    the file is open.
+    """
     try:
         return os.open(directory.path, os.O_RDWR | os.O_TMPFILE | os.O_DIRECT | os.O_CLOEXEC, 0o600)
     except OSError as error:

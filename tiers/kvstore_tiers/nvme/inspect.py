@@ -30,16 +30,18 @@ Fields = dict[str, object]
 
 
 class NotThere(Exception):
-    """What was asked for is not in this directory; the message says what is."""
+    """The slot, block or key that was asked for is not in this directory. The message says what the directory has."""
 
 
 class NotAKey(NotThere):
-    """What was asked for is not the form of a key: in no directory would it be."""
+    """The text that was asked for does not have the form of a key, so no directory could have it."""
 
 
 @dataclass
 class Report:
-    """`facts` in the order in which people read them; `slots` has one more such list for each slot it is about."""
+    """A report. `facts` are in the order in which people read them; `slots` has one more dict of facts for each slot
+    that the report covers.
+    """
 
     facts: Fields = field(default_factory=dict)
     slots: list[Fields] = field(default_factory=list)
@@ -47,7 +49,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A record that says something, and where it is."""
+    """A record that was written once, and its place."""
 
     slab: int
     slot: int
@@ -56,7 +58,9 @@ class _Place:
 
 
 class Inspector:
-    """Reads the directory at `path`. `holder_pid` is that of the daemon which uses it, 0 when none does."""
+    """Reads the directory at `path`. `holder_pid` is the process number of the daemon that uses the directory, 0 when
+    none does.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -64,7 +68,7 @@ class Inspector:
         self._slabs = path / "slabs"
 
     def slot(self, number: int, index: int) -> Report:
-        """Everything about one slot. Raises NotThere, OSError."""
+        """Report everything about one slot. Raises NotThere, OSError."""
         superblock = self._superblock(number)
         if not 0 <= index < superblock.slots:
             raise NotThere(f"slab {number} has the slots 0 to {superblock.slots - 1}, not {index}")
@@ -75,7 +79,7 @@ class Inspector:
         return Report(self._about(), [fields])
 
     def block(self, digits: str) -> Report:
-        """A stored block: its record, slot, checksums, parent and children. Raises NotThere."""
+        """Report on a stored block: its record, slot, checksums, parent and children. Raises NotThere."""
         key = self._resolve(digits)
         places = [place for place in self._places() if _names(place, key, RecordState.LIVE)]
         if not places:
@@ -117,7 +121,7 @@ class Inspector:
     # Scanning
 
     def _places(self) -> Iterator[_Place]:
-        """Every record that was ever written, slab by slab."""
+        """Yield every record that was ever written, slab by slab."""
         for number in self._numbers():
             with suppress(NotThere), open(self._path(number), "rb", buffering=0) as file:
                 superblock = self._superblock(number)
@@ -129,7 +133,7 @@ class Inspector:
                         yield _Place(number, first + position, record, sound)
 
     def _headers(self) -> Iterator[tuple[int, int, BlockHeader]]:
-        """Every slot header that holds, regardless of its record."""
+        """Yield every slot header that is valid, regardless of its record."""
         for number in self._numbers():
             with suppress(NotThere), open(self._path(number), "rb", buffering=0) as file:
                 superblock = self._superblock(number)
@@ -139,7 +143,9 @@ class Inspector:
                         yield number, index, header
 
     def _resolve(self, digits: str, *, every_slot: bool = False) -> bytes:
-        """The key that begins with these hex digits. Raises NotAKey, or NotThere, also when there are several."""
+        """Return the key that begins with these hex digits. Raises NotAKey, or NotThere when no key or several keys
+        begin with them.
+        """
         text = digits.lower()
         if not MIN_DIGITS <= len(text) <= 2 * KEY_BYTES or set(text) - set("0123456789abcdef"):
             raise NotAKey(f"a key is {2 * KEY_BYTES} hex digits, or its first {MIN_DIGITS} or more, not {digits!r}")

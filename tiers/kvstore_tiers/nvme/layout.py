@@ -76,7 +76,7 @@ class Superblock:
         return self.slots_offset + index * self.slot_bytes
 
     def index_of(self, offset: int) -> int:
-        """The slot that begins at `offset`. Raises RuntimeError when none does."""
+        """Return the index of the slot that begins at `offset`. Raises RuntimeError when no slot does."""
         index, misplaced = divmod(offset - self.slots_offset, self.slot_bytes)
         if misplaced or not 0 <= index < self.slots:
             raise RuntimeError(f"no slot of slab {self.number} begins at offset {offset}")
@@ -86,7 +86,8 @@ class Superblock:
         return (self.format_id + index) & (2**64 - 1)
 
     def first_generations(self) -> npt.NDArray[np.uint64]:
-        """Return where each slot, shape (slots,), begins to count: at a number of its own, from `first_generation` on.
+        """Return the generation at which each slot begins to count, shape (slots,): a different number for each slot,
+        at least `first_generation`.
 
         A block that is stored again under its key is in another slot, and what was there before may still be in its
         former one. Should that land here (a write that went astray), key and checksums hold; the generation does not.
@@ -105,7 +106,9 @@ class Superblock:
 
 
 def _mixed(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The finalizer of SplitMix64 (Steele et al., OOPSLA 2014): neighbours give numbers far from each other."""
+    """Return the words mixed by the finalizer of SplitMix64 (Steele et al., OOPSLA 2014): neighbouring numbers give
+    numbers far from each other.
+    """
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return words ^ (words >> np.uint64(31))
@@ -126,12 +129,14 @@ def slots_that_fit(file_bytes: int, slot_bytes: int) -> int:
 
 
 def smallest_file_bytes(slot_bytes: int) -> int:
-    """The size of a slab file that holds one slot."""
+    """Return the size of a slab file that holds one slot."""
     return 2 * SUPERBLOCK_BYTES + ALIGNMENT_BYTES + slot_bytes
 
 
 def read_superblock(raw: bytes) -> Superblock | int | str:
-    """A superblock; the version, when it is one this code does not read; or what is wrong with the bytes."""
+    """Parse a superblock. Return it; or its version, when this code does not read that version; or a text that says
+    what is wrong with the bytes.
+    """
     if len(raw) < SUPERBLOCK_BYTES:
         return f"superblock cut short: {len(raw)} of {SUPERBLOCK_BYTES} bytes"
     magic, version, _flags, number, format_id, uuid, slot_bytes, slots, generation, file_bytes, created = (
@@ -147,7 +152,9 @@ def read_superblock(raw: bytes) -> Superblock | int | str:
 
 
 def pack_record(header: BlockHeader, state: RecordState, sequence: int, seed: int) -> bytes:
-    """The 256 bytes that say what a slot holds. `header` carries the slot's generation; its token ids are left out."""
+    """Return the 256 bytes of the record of a slot. `header` carries the slot's generation; its token ids are left
+    out.
+    """
     raw = bytearray(RECORD_BYTES)
     codec, stored_bytes, stored_checksum = header.coded or (0, header.payload_bytes, header.checksum)
     _RECORD.pack_into(
@@ -161,7 +168,7 @@ def pack_record(header: BlockHeader, state: RecordState, sequence: int, seed: in
 
 
 def nothing_at(generation: int) -> BlockHeader:
-    """Return what the record of a slot without a block names: only the generation that the slot has seen."""
+    """Return the header for the record of a slot without a block: it holds only the slot's generation."""
     return BlockHeader(bytes(16), bytes(16), bytes(32), bytes(16), 0, generation=generation)
 
 
@@ -173,7 +180,7 @@ def record_holds(raw: bytes, seed: int) -> bool:
 
 
 def record_header(raw: bytes) -> BlockHeader:
-    """The header a sound record describes, without its token ids."""
+    """Return the header that a valid record describes, without its token ids."""
     values = _RECORD.unpack_from(raw)
     generation, _sequence, key, parent, extra, fingerprint, tenant, group, codec, depth = values[4:14]
     _tokens, _r2, payload_bytes, checksum, created_ns, stored_bytes, stored_checksum, kept = values[14:22]

@@ -46,12 +46,12 @@ def _shift(bits: int) -> np.uint64:
 
 
 def words_of(records: memoryview, count: int) -> npt.NDArray[Any]:
-    """`count` records as little-endian words, shape (count, 32)."""
+    """Return `count` records as little-endian words, shape (count, 32)."""
     return np.frombuffer(records, "<u8", count * RECORD_WORDS).reshape(count, RECORD_WORDS)
 
 
 class RecordChecksums:
-    """Scratch memory for `digests`: a mapping of its own, which is gone when this is."""
+    """Scratch memory for `digests`: a memory mapping of its own, freed with this object."""
 
     def __init__(self) -> None:
         def scratch(words: int) -> Words:
@@ -65,16 +65,17 @@ class RecordChecksums:
         self._halves = [scratch(_LANES // 2) for _ in range(6)]
 
     def load(self, records: npt.NDArray[Any]) -> Words:
-        """The words of up to BATCH_RECORDS `records` (shape (n, 32), little-endian) as columns (32, n), for `digests`.
+        """Load up to BATCH_RECORDS `records` (shape (n, 32), little-endian) and return their words as columns (32, n),
+        for `digests`.
 
-        They are there until the next `load`.
+        The columns are valid until the next `load`.
         """
         words = self._data[:, : len(records)]
         np.copyto(words, records.T)
         return words
 
     def digests(self, words: Words, seeds: Words) -> Words:
-        """The checksum that each of the records in these columns should carry."""
+        """Return the checksum that each of the records in these columns should carry."""
         n = words.shape[1]
         data, secret = words[:DIGESTED_WORDS], self._secret[:, :n]
         lanes, mixed, other = self._lanes[:, :n], self._mixed[:, :n], self._other[:, :n]
@@ -109,14 +110,14 @@ def _accumulate(lanes: Words, part: Words, mixed: Words, other: Words) -> None:
 
 
 def _unaligned(secret: Words, first: int, bits: int, out: Words, other: Words) -> None:
-    """Eight words of the secret that begin `bits` after its word `first`."""
+    """Write to `out` eight words of the secret that begin `bits` after its word `first`."""
     np.right_shift(secret[first : first + _LANES], _shift(bits), out=out)
     np.left_shift(secret[first + 1 : first + 1 + _LANES], _shift(64 - bits), out=other)
     np.bitwise_or(out, other, out=out)
 
 
 def _fold_products(one: Words, two: Words, scratch: list[Words]) -> Words:
-    """The two halves of the 128-bit products, xored."""
+    """Return the two halves of the 128-bit products, xored."""
     one_low, one_high, two_low, two_high, low, cross = scratch
     np.bitwise_and(one, _LOW, out=one_low)
     np.right_shift(one, _shift(32), out=one_high)

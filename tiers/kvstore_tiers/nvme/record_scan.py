@@ -43,14 +43,16 @@ class ScannedSlab(Verdicts):
     is_cut: bool = False  # some of its blocks were withdrawn after the scan
 
     def withdraw(self, slots: Sequence[int]) -> None:
-        """Take these blocks out: their records must go."""
+        """Withdraw the blocks in these slots: their records must be removed."""
         self.states[slots] = RecordState.FREE
         self.withdrawn.update(slots)
         self.live = self.live.part(~np.isin(self.live.slots, np.array(slots, np.uint64)))
         self.is_cut = True
 
     def generations(self) -> npt.NDArray[np.uint64]:
-        """The generation of each slot now: that of its block, or one that was never used where there is none."""
+        """Return the generation of each slot: the generation of its block, or a never used one where the slot has no
+        block.
+        """
         superblock, one = self.slab.superblock, np.uint64(1)
         unused, unsound = self.seen_generations == 0, list(self.withdrawn)
         seen: npt.NDArray[np.uint64] = np.maximum(self.seen_generations, np.uint64(superblock.first_generation) - one)
@@ -69,8 +71,8 @@ class ScannedSlab(Verdicts):
 def scan_slabs(
     slabs: Sequence[Slab], origins: Origins, ahead: EarlyRecordScan | None = None
 ) -> tuple[list[ScannedSlab], LiveBlocks]:
-    """Scan `slabs`; the early scan `ahead` may have judged some of them. The verdicts on each slab, and the live blocks
-    of all slabs as one run of columns.
+    """Scan `slabs`; the early scan `ahead` may have judged some of them. Return the verdicts on each slab, and the live
+    blocks of all slabs in one set of columns.
 
     Raises OSError when the medium fails.
     """
@@ -86,7 +88,7 @@ def _scan_threads() -> int:
 
 
 class _Scan:
-    """The verdicts so far, by slab. Live blocks are in one set of columns, of which each slab has a part."""
+    """The verdicts so far, by slab. All live blocks are in one set of columns; each slab has a part of it."""
 
     def __init__(self, slabs: Sequence[Slab], origins: Origins) -> None:
         self._slabs = slabs
@@ -136,7 +138,7 @@ class _Scan:
             self._verdicts[position] = Verdicts.joined(verdicts, self._room_of(position))
 
     def result(self) -> tuple[list[ScannedSlab], LiveBlocks]:
-        """The verdicts on all slabs, and their live blocks moved together."""
+        """Return the verdicts on all slabs, and their live blocks moved together."""
         judged: list[ScannedSlab] = []
         end = 0
         for position, (slab, whole) in enumerate(zip(self._slabs, self._verdicts, strict=True)):
@@ -230,7 +232,7 @@ class _Reader:
             self._full.put(error)
 
     def _read(self, position: int) -> bool:
-        """False when the scan has ended early."""
+        """Read the slab at `position`. Return False when the scan has ended early."""
         slab = self._slabs[position]
         slots = slab.superblock.slots
         for first in range(0, slots, READ_RECORDS):

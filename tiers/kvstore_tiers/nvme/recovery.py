@@ -53,7 +53,7 @@ _SLOT_STATES = np.array([SlotState.FREE, SlotState.WRITTEN, SlotState.QUARANTINE
 
 @dataclass
 class RecoveryReport:
-    """What recovery found and what it did about it."""
+    """The result of a recovery: counts of what was found and of what was repaired."""
 
     blocks: int = 0
     quarantined_slots: int = 0
@@ -65,7 +65,7 @@ class RecoveryReport:
     last_sequence: int = 0
 
     def sentence(self) -> str:
-        """Return what was lost, for people; empty when nothing was."""
+        """Return a sentence for people about what was lost; an empty text when nothing was."""
         losses = {
             "damaged records": self.damaged_records,
             "blocks behind the end of truncated slabs": self.truncated_blocks,
@@ -77,7 +77,7 @@ class RecoveryReport:
 
 
 def open_slabs(directory: TierDirectory, space: SlabSpace, *, require_direct: bool) -> RecoveryReport:
-    """Open every slab file and count it; nothing of them is handed out yet. A file without geometry is put aside."""
+    """Open every slab file and count its space. Slots are not handed out yet. A file without geometry is put aside."""
     report = RecoveryReport()
     opened = {n: SlabFile.open(directory, n, require_direct=require_direct) for n in directory.numbers()}
     directory.keep_format()  # all are ours: from here on the directory may be changed
@@ -100,8 +100,9 @@ def open_slabs(directory: TierDirectory, space: SlabSpace, *, require_direct: bo
 
 
 class Recovery:
-    """One pass over the slabs that `open_slabs` opened. `owed`: why the medium could not be made what the books say;
-    then nothing may be written to it before `make_up`."""
+    """One pass over the slabs that `open_slabs` opened. `owed` holds the reason why the medium could not be brought
+    into the state of the books; then nothing may be written before `make_up`.
+    """
 
     def __init__(
         self,
@@ -122,8 +123,8 @@ class Recovery:
         self._origins = Origins()
 
     def run(self) -> RecoveredBlocks:
-        """Judge, repair, open the slabs for use: the blocks there are. Where the medium cannot be written they are the
-        same, and the repair is owed.
+        """Judge the records, repair the medium, open the slabs for use, and return the blocks. Where the medium cannot
+        be written, the blocks are the same and the repair is owed.
 
         Raises OSError when the medium cannot be read.
         """
@@ -151,11 +152,15 @@ class Recovery:
 
     @property
     def is_on_medium(self) -> bool:
-        """Return whether no crash takes what was found: its records are synced, by us or by a process that said so."""
+        """Return whether the found blocks survive a crash: their records were synced, by this process or by an earlier
+        one that left a seal.
+        """
         return self.owed is None or self._seal.held
 
     def make_up(self) -> None:
-        """Make the medium what the books say, if that is owed. Waits for it. Raises OSError: then it still is owed."""
+        """Bring the medium into the state of the books, if that is owed, and wait for it. Raises OSError: then it is
+        still owed.
+        """
         with self._making_up:
             if self.owed is None:
                 return
@@ -170,7 +175,7 @@ class Recovery:
             self.owed = None
 
     def _withdraw_what_must_go(self, judged: list[ScannedSlab]) -> list[ScannedSlab]:
-        """Remove the seal, and slabs beyond the capacity; the slabs that are left."""
+        """Remove the seal, and slabs beyond the capacity. Return the slabs that are left."""
         self.owed = next((one.slab.file.why_read_only for one in judged if one.slab.file.why_read_only), None)
         if self.owed is not None:
             return judged
@@ -195,7 +200,7 @@ class Recovery:
             list(threads.map(self._repair, self._judged))
 
     def _drop_superseded(self, judged: list[ScannedSlab], live: LiveBlocks) -> None:
-        """Of several records with one key, keep the newest."""
+        """Keep the newest of several records with one key, and withdraw the older ones."""
         suspects = _equal_words(live.key[:, 0])
         if not len(suspects):
             return
@@ -213,7 +218,7 @@ class Recovery:
             judged[number].withdraw(withdrawn)
 
     def _drop_excess(self, judged: list[ScannedSlab]) -> list[ScannedSlab]:
-        """The capacity was made smaller: give up slabs, those with the fewest bytes first."""
+        """Give up slabs, those with the fewest bytes first, when the capacity was made smaller."""
         kept = sorted(judged, key=lambda one: len(one.live) * one.slab.superblock.slot_bytes)
         if self._space.used_bytes <= self._space.capacity_bytes:
             return judged
@@ -233,7 +238,8 @@ class Recovery:
         return sorted(kept, key=lambda one: one.slab.number)
 
     def _repair(self, one: ScannedSlab) -> None:
-        """Withdraw what may not stand, and make durable what the last process wrote and perhaps did not sync.
+        """Withdraw the records that must not stay, and make durable what the last process wrote and perhaps did not
+        sync.
 
         After a clean close there is nothing of either kind, and the medium is left alone.
         """
@@ -264,14 +270,14 @@ def _write_again(one: ScannedSlab) -> None:
 
 
 def _equal_words(words: Array) -> Array:
-    """Positions of words that are there more than once."""
+    """Return the positions of words that occur more than once."""
     ordered = np.sort(words)
     several = ordered[:-1][ordered[1:] == ordered[:-1]]
     return np.flatnonzero(np.isin(words, several)) if len(several) else np.empty(0, np.int64)
 
 
 def _columns(judged: list[ScannedSlab], live: LiveBlocks, origins: Origins) -> RecoveredBlocks:
-    """All live blocks, by slab and slot."""
+    """Return all live blocks as columns, ordered by slab and slot."""
     counts = [len(one.live) for one in judged]
     geometries = [one.slab.superblock for one in judged]
 
@@ -309,7 +315,7 @@ def _forms(judged: list[ScannedSlab]) -> dict[str, Array]:
 
 
 def recovered_blocks(slab: Slab, last_sequence: int) -> Iterator[tuple[Slot, BlockHeader]]:
-    """The blocks of a slab that recovery found in it and that were not freed since."""
+    """Yield the blocks of a slab that recovery found and that were not freed since."""
     records = slab.file.read_records()
     raw = memoryview(records.tobytes())
     for index in np.flatnonzero(records["state"] == RecordState.LIVE).tolist():
@@ -336,7 +342,7 @@ def still_there(slabs: dict[int, Slab], blocks: RecoveredBlocks) -> Array:
 
 
 def _runs_of(column: Array) -> Iterator[tuple[int, int]]:
-    """Return where runs of equal values begin and end."""
+    """Yield the begin and the end of each run of equal values."""
     if len(column):
         begins = [0, *(np.flatnonzero(column[1:] != column[:-1]) + 1).tolist(), len(column)]
         yield from pairwise(begins)

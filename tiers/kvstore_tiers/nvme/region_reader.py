@@ -32,12 +32,12 @@ _ROOM_BYTES = 64 << 10  # what most pipes hold; the tier scans further slabs by 
 
 
 def read_buffer(nbytes: int) -> memoryview:
-    """Zeroed whole pages for direct I/O, freed with the last reference to them."""
+    """Return zeroed whole pages for direct I/O, freed with the last reference to them."""
     return memoryview(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
 def whole_pages(nbytes: int) -> int:
-    """`nbytes` rounded up to whole pages."""
+    """Return `nbytes` rounded up to whole pages."""
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
@@ -49,7 +49,9 @@ class SlabQueue:
 
     @classmethod
     def of(cls, numbers: Iterable[int]) -> SlabQueue:
-        """A queue of these, as many as the pipe has room for; a slab number is less than `_NUMBERS`."""
+        """Make a queue of these slab numbers, of as many as the pipe has room for. A slab number is less than
+        `_NUMBERS`.
+        """
         fd, filling = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(filling, False)  # a user with many pipes gets small ones
         packed = b"".join(number.to_bytes(_NUMBER_BYTES, "little") for number in numbers if number < _NUMBERS)
@@ -58,7 +60,7 @@ class SlabQueue:
         return cls(fd)
 
     def take(self) -> int | None:
-        """A number that no other caller gets; None when none is left."""
+        """Take a number, which no other caller gets; None when none is left."""
         raw = os.read(self.fd, _NUMBER_BYTES)
         return int.from_bytes(raw, "little") if raw else None
 
@@ -137,7 +139,7 @@ class RegionReader:
 
 
 def records_bytes(path: Path) -> int:
-    """Bytes of a slab's records, by its first superblock. Raises OSError."""
+    """Return the bytes of a slab's records, by its first superblock. Raises OSError."""
     with open(path, "rb", buffering=0) as slab:
         return _records_bytes(slab.read(_BEGIN))
 

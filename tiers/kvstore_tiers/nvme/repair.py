@@ -3,9 +3,9 @@
 Owns the order of the repair, and a sentence for each thing done. It repairs the frame of the directory itself (names
 and lengths of slab files, halves of replacements) and leaves the rest to the tier, opened as a daemon opens it:
 recovery withdraws records, `quarantine` takes blocks that fail verification out of use. So a repaired directory is what
-the daemon itself would have made of it, with payloads verified if asked.
-Invariants: a block that verifies is never given up, except that of two records of one key the older goes; no byte of a
-file without geometry is touched (such a file is put aside); a second repair finds nothing to do.
+the daemon itself would have made of it, with payloads verified if asked. Invariants: a block that verifies is never
+given up, except the older one of two records with one key; no byte of a file without geometry is touched (the
+file is put aside); a second repair finds nothing to do.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ _BOUNDLESS = 1 << 62  # a capacity under which nothing is given up
 
 @dataclass
 class RepairReport:
-    """`done` says line by line what was done, or in a dry run what would be; `left` what cannot be repaired and why."""
+    """The result of a repair. `done` says line by line what was done, or what a dry run would do; `left` says what
+    cannot be repaired and why.
+    """
 
     found: list[Finding] = field(default_factory=list)
     done: list[str] = field(default_factory=list)
@@ -106,7 +108,7 @@ def _why_left(finding: Finding) -> str:
 
 
 def _repair_frame(directory: TierDirectory, wanted: Sequence[Finding]) -> None:
-    """Names, lengths and leftovers of files, which the tier does not look at when it opens."""
+    """Repair the names, lengths and leftovers of files, which the tier does not look at when it opens."""
     for path in temporary_files(directory):
         path.unlink()
     for finding in wanted:
@@ -130,7 +132,7 @@ def _repair_frame(directory: TierDirectory, wanted: Sequence[Finding]) -> None:
 
 
 def _repair_slots(tier: NvmeTier, wanted: Sequence[Finding]) -> Iterator[str]:
-    """Quarantine what failed verification, as far as quarantine has room, and make it durable."""
+    """Quarantine the slots that failed verification, as far as quarantine has room, and make that durable."""
     suspect: dict[tuple[int, int], Finding] = {}
     for finding in (finding for finding in wanted if finding.kind in _SUSPECT):
         superblock = find_superblock(tier.path / "slabs" / f"{finding.slab:08d}.slab")
@@ -160,7 +162,9 @@ def _sync(tier: NvmeTier) -> None:
 
 
 def _give_to_owner(directory: Path) -> None:
-    """Root repaired it; the daemon's user must be able to open what is new."""
+    """Give the new files to the owner of the directory: root made the repair, and the daemon's user must be able to
+    open them.
+    """
     if os.geteuid():
         return
     owner = directory.stat()

@@ -33,7 +33,7 @@ class SharedColumns(NamedTuple):
 
     @classmethod
     def within(cls, memory: mmap.mmap, slots: int) -> SharedColumns:
-        """The columns of a slab with `slots` slots; writable if the memory is."""
+        """Return the columns of a slab with `slots` slots; they are writable if `memory` is."""
         at = 0
 
         def carve(shape: int | tuple[int, int], kind: Any) -> Array:
@@ -56,7 +56,7 @@ class SharedColumns(NamedTuple):
 
     @classmethod
     def nbytes(cls, slots: int) -> int:
-        """Bytes of memory for a slab with `slots` slots."""
+        """Return the bytes of memory for a slab with `slots` slots."""
         total = 0
 
         def count(shape: int | tuple[int, int], kind: Any) -> Array:
@@ -69,7 +69,7 @@ class SharedColumns(NamedTuple):
 
 
 class SlabScanner:
-    """Scans whole slabs into the memory behind a descriptor, which grows."""
+    """Scans whole slabs into the memory behind a descriptor. The memory grows as needed."""
 
     def __init__(self, memory: int) -> None:
         self._memory = memory
@@ -77,7 +77,9 @@ class SlabScanner:
         self._checksums = RecordChecksums()
 
     def scan(self, region: Region) -> SlabReport | None:
-        """The report on a slab; None where its region does not make sense: the tier will judge it."""
+        """Scan a region and return the report on its slab; None where the region is not consistent, so that the tier
+        judges it later.
+        """
         superblock = read_superblock(region.superblock)
         if not isinstance(superblock, Superblock) or superblock.number != region.slab:
             return None

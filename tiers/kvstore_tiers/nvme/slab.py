@@ -97,7 +97,7 @@ class Slab:
         return self._making_error is None and (bool(self._returned) or self._untouched < self.superblock.slots)
 
     def allocate(self) -> Slot:
-        """A free slot, if possible one that no record on the medium names; the caller has looked at `has_room`."""
+        """Return a free slot, if possible one that no record on the medium names. The caller has checked `has_room`."""
         if self._returned:
             index = self._returned.pop()
         elif self._untouched < self.superblock.slots:
@@ -110,7 +110,7 @@ class Slab:
         return self.slot(index)
 
     def free(self, slot: Slot) -> int:
-        """Take a slot back, quarantined ones too; its index. The next use has a higher generation."""
+        """Take a slot back, also a quarantined one. Return its index. The next use has a higher generation."""
         index = self.require_out(slot)
         may_be_live = self._may_be_live(index)
         self.states[index] = SlotState.FREE
@@ -125,7 +125,7 @@ class Slab:
         return index
 
     def settle(self, freed: dict[int, int]) -> None:
-        """The free records of slots freed in these generations are on the medium."""
+        """Note that the free records of slots freed in these generations are on the medium."""
         with self._settling:
             for index, generation in freed.items():
                 if self._unsettled.get(index) == generation:
@@ -135,19 +135,19 @@ class Slab:
                     self._hot.discard(index)
 
     def slot(self, index: int) -> Slot:
-        """Slot `index` in its present generation."""
+        """Return slot `index` in its present generation."""
         superblock = self.superblock
         return Slot(self.number, superblock.slot_offset(index), superblock.slot_bytes, self.generations[index])
 
     def require_out(self, slot: Slot) -> int:
-        """The index of an allocated slot. Raises RuntimeError when this use of it is not allocated."""
+        """Return the index of an allocated slot. Raises RuntimeError when this use of the slot is not allocated."""
         index = self.superblock.index_of(slot.offset)
         if not self.states[index] or self.generations[index] != slot.generation:
             raise RuntimeError(f"{slot} is not allocated")
         return index
 
     def indices_in(self, state: SlotState) -> list[int]:
-        """The slots in a state."""
+        """Return the indices of the slots in `state`."""
         found: list[int] = np.flatnonzero(np.frombuffer(self.states, np.uint8) == state).tolist()
         return found
 
@@ -169,12 +169,14 @@ class Slab:
 
     @property
     def replaces(self) -> Slab | None:
-        """The slab whose file it takes over at its first write; None when it has a file, or will get a new one."""
+        """Return the slab whose file this slab takes over at its first write; None when this slab has a file or will
+        get a new one.
+        """
         return self._replaces
 
     @property
     def is_stillborn(self) -> bool:
-        """Its file could not be made, and nothing of it is on the medium."""
+        """Return whether the slab's file could not be made and nothing of the slab is on the medium."""
         return self._making_error is not None and self._file is None and self._replaces is None
 
     def make_file(self) -> None:
@@ -197,7 +199,7 @@ class Slab:
             self._file, self._replaces = old.file, None
 
     def retire(self) -> None:
-        """The file is about to get another geometry: forget the live records."""
+        """Forget the live records: the file is about to get another geometry."""
         with self._records:
             self.recorded = array("Q", bytes(8 * self.superblock.slots))
             self._unsynced_free, self._doubtful_free = {}, {}
@@ -255,8 +257,9 @@ class Slab:
             self._sync()
 
     def sync_hot(self, index: int, sequence: int) -> None:
-        """If a record on the medium may name this slot although its block was freed, withdraw it and wait until none
-        does: its bytes are about to change. Settles other freed slots too, since a sync is expensive. Raises OSError.
+        """Withdraw the record of a slot whose bytes are about to change, if a record on the medium may name the slot
+        although its block was freed; return once no record names it. Settles other freed slots too, since a sync is
+        expensive. Raises OSError.
         """
         if index not in self._hot:
             return
@@ -297,7 +300,7 @@ class Slab:
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _unsettled_slot(self) -> int:
-        """The one that was freed first; perhaps it is settled by now."""
+        """Take the slot that was freed first, or one that was settled meanwhile."""
         with self._settling:
             if self._returned:
                 return self._returned.pop()
@@ -347,21 +350,25 @@ class Slab:
             self.recorded[index] = 0
 
     def _will_name(self, index: int, generation: int) -> None:
-        """Its record is about to name a block: from here on it may, however the writing ends."""
+        """Note that the record of slot `index` is about to name the block of `generation`: from now on it may, however
+        the write ends.
+        """
         self.recorded[index] = generation
         self._unsynced_free.pop(index, None)
         self._doubtful_free.pop(index, None)
 
     def _current(self, index: int) -> int:
-        """The generation of a whole block that is in the slot now; 0 when there is none."""
+        """Return the generation of the whole block that is in the slot now; 0 when there is none."""
         return self.generations[index] if self.states[index] in (SlotState.WRITTEN, SlotState.QUARANTINED) else 0
 
     def _holds(self, index: int, generation: int) -> bool:
-        """Return whether that block is in the slot now, whole and not quarantined."""
+        """Return whether the block of `generation` is in the slot now, whole and not quarantined."""
         return self.states[index] == SlotState.WRITTEN and self.generations[index] == generation
 
     def _sound_header(self, index: int) -> BlockHeader | None:
-        """Return what the record on the medium says, if it holds and is of the use of the slot that the books know."""
+        """Return what the record on the medium says, if the record is valid and describes the use of the slot that the
+        books know.
+        """
         if not self.recorded[index]:
             return None
         try:

@@ -36,8 +36,9 @@ _UNREADABLE = 0xFF  # in place of each byte of a page that the medium cannot rea
 
 
 class SlabFile:
-    """An open slab file of the geometry `superblock`. `read_only`: until `open_to_write`; `why_read_only` is the error
-    then."""
+    """An open slab file of the geometry `superblock`. `read_only` is True until `open_to_write` succeeds;
+    `why_read_only` is the error until then.
+    """
 
     def __init__(
         self, path: Path, superblock: Superblock, *, require_direct: bool = False, read_only: bool = False
@@ -74,8 +75,8 @@ class SlabFile:
 
     @classmethod
     def open(cls, directory: TierDirectory, number: int, *, require_direct: bool = False) -> SlabFile | str:
-        """Open an existing slab file, only to read where it cannot be written; a sentence when both its superblocks are
-        lost.
+        """Open an existing slab file, for reading only where it cannot be written. Return a sentence when both its
+        superblocks are lost.
 
         Raises FormatUnsupported when a newer version wrote it, OSError when it cannot be opened.
         """
@@ -118,7 +119,7 @@ class SlabFile:
 
     @property
     def is_whole(self) -> bool:
-        """Return whether it has its length, its space and both superblocks."""
+        """Return whether the file has its length, its space and both superblocks."""
         status, end = os.fstat(self._record_fd), self.superblock.file_bytes
         if status.st_size != end or status.st_blocks * 512 < end:
             return False
@@ -162,7 +163,7 @@ class SlabFile:
         self.superblock = superblock
 
     def read_records(self) -> Records:
-        """All records, in slot order; those beyond the end of a truncated file are zeros."""
+        """Read all records, in slot order; records beyond the end of a truncated file are zeros."""
         raw = read_pages(self._record_fd, self.superblock.slots * RECORD_BYTES, SUPERBLOCK_BYTES)
         return np.frombuffer(raw.ljust(self.superblock.slots * RECORD_BYTES, b"\0"), dtype=RECORD_DTYPE)
 
@@ -181,7 +182,9 @@ class SlabFile:
             _fill_by_page(self.slot_fd, buffer, offset)
 
     def expect_records(self) -> None:
-        """All records will be read soon: the kernel may begin, where reads go through its cache."""
+        """Announce that all records will be read soon, so that the kernel may begin to read them where reads go through
+        the page cache.
+        """
         if not self.direct:
             length_bytes = self.superblock.slots * RECORD_BYTES
             os.posix_fadvise(self._record_fd, SUPERBLOCK_BYTES, length_bytes, os.POSIX_FADV_WILLNEED)
@@ -200,15 +203,18 @@ class SlabFile:
 
     def rewrite_records(self) -> Records:
         """Write all records as they are read, and return them. Raises OSError; nothing is written then that could not
-        be read."""
+        be read.
+        """
         slots = self.superblock.slots
         raw = os.pread(self._record_fd, slots * RECORD_BYTES, SUPERBLOCK_BYTES).ljust(slots * RECORD_BYTES, b"\0")
         self.write_records((index, raw[index * RECORD_BYTES :][:RECORD_BYTES]) for index in range(slots))
         return np.frombuffer(raw, dtype=RECORD_DTYPE)
 
     def open_to_read(self) -> int:
-        """A new descriptor of the file for another process, which cannot write with it; the caller closes it. Raises
-        OSError. The file is found by our own descriptor: another one may have its name by now."""
+        """Open and return a new descriptor of the file for another process, which cannot write with it; the caller
+        closes it. The file is found by this object's descriptor, since another file may have the name by now. Raises
+        OSError.
+        """
         direct = os.O_DIRECT if self.direct else 0
         return os.open(f"/proc/self/fd/{self.slot_fd}", os.O_RDONLY | os.O_CLOEXEC | direct)
 
@@ -232,7 +238,7 @@ class SlabFile:
             raise FileNotFoundError(errno.ENOENT, "removed while it was in use", str(self.path))
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the descriptors. Idempotent."""
         if self.slot_fd >= 0:
             os.close(self.slot_fd)
             os.close(self._record_fd)
@@ -240,7 +246,7 @@ class SlabFile:
 
 
 def find_superblock(path: Path) -> Superblock | str:
-    """The geometry of a slab file, from its front or its end; a sentence when both are lost.
+    """Return the geometry of a slab file, from its front or its end; a sentence when both superblocks are lost.
 
     Raises FormatUnsupported when a newer version wrote it, OSError when the medium can read neither: then it is not
     known whether they are lost.
@@ -292,7 +298,9 @@ def discard_older(path: Path) -> bool:
 
 
 def read_pages(fd: int, nbytes: int, offset: int) -> bytes:
-    """Bytes of a file, fewer at its end; those of pages that the medium cannot read are no record and no superblock."""
+    """Read bytes of a file, fewer at its end. Bytes of pages that the medium cannot read form no valid record or
+    superblock.
+    """
     try:
         return os.pread(fd, nbytes, offset)
     except OSError as error:
@@ -304,7 +312,7 @@ def read_pages(fd: int, nbytes: int, offset: int) -> bytes:
 
 
 def _readable(fd: int, offset: int) -> bytes | None:
-    """A superblock's bytes; None where the medium cannot read them."""
+    """Return a superblock's bytes; None where the medium cannot read them."""
     try:
         return os.pread(fd, SUPERBLOCK_BYTES, offset)
     except OSError as error:
@@ -314,7 +322,9 @@ def _readable(fd: int, offset: int) -> bytes | None:
 
 
 def _fill(fd: int, buffer: memoryview, offset: int) -> int:
-    """Read until the buffer is full or the file ends, and zeros from there on; the bytes that were there."""
+    """Read until the buffer is full or the file ends, and fill the rest with zeros. Return the number of bytes that the
+    file had.
+    """
     done = 0
     while done < len(buffer):
         got = os.preadv(fd, [buffer[done:]], offset + done)
@@ -326,7 +336,7 @@ def _fill(fd: int, buffer: memoryview, offset: int) -> int:
 
 
 def _fill_by_page(fd: int, buffer: memoryview, offset: int) -> int:
-    """As `_fill`, a page at a time, around those that cannot be read."""
+    """Read like `_fill`, one page at a time, so that a page that cannot be read does not stop the others."""
     done = 0
     for at in range(0, len(buffer), ALIGNMENT_BYTES):
         page = buffer[at : at + ALIGNMENT_BYTES]

@@ -47,7 +47,7 @@ from kvstore_tiers.threads import UnderWay
 
 
 class _Pages(threading.local):
-    """What one thread transfers through."""
+    """The pages and buffers through which one thread transfers."""
 
     def __init__(self) -> None:
         self.header = AlignedBuffer(HEADER_BYTES)
@@ -77,7 +77,9 @@ class SlotIO:
         self._pages = _Pages()
 
     def stable(self, segments: Sequence[Segment], nbytes: int) -> Sequence[Segment]:
-        """The payload in memory that direct I/O takes: the segments themselves or, misaligned, a copy."""
+        """Return the payload in memory that direct I/O accepts: the segments themselves or, where they are misaligned,
+        a copy.
+        """
         if _is_aligned(segments):
             return segments
         bounce = self._bounce(nbytes)
@@ -85,7 +87,9 @@ class SlotIO:
         return [bounce.segment(nbytes)]
 
     def scratch(self, nbytes: int) -> Segment:
-        """Aligned memory of this thread's own, valid until its next transfer of memory that is not aligned."""
+        """Return aligned memory of this thread, valid until the thread's next transfer of memory that is not
+        aligned.
+        """
         return self._bounce(nbytes).segment(aligned_up(nbytes))
 
     def write_image(self, fd: int, offset: int, header: bytes, payload: Sequence[Segment], nbytes: int) -> None:
@@ -139,7 +143,7 @@ def _is_aligned(segments: Sequence[Segment]) -> bool:
 
 
 def _after(segments: Iterable[Segment], skip_bytes: int) -> Iterable[Segment]:
-    """A scatter list without its first `skip_bytes`."""
+    """Return a scatter list without its first `skip_bytes`."""
     for segment in segments:
         if skip_bytes < segment.nbytes:
             yield segment.part(skip_bytes, segment.nbytes - skip_bytes)
@@ -156,7 +160,7 @@ _OUR_LIMITS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})  # of this p
 
 
 class SlotPlace(NamedTuple):
-    """A slot that is out, and its index in its slab."""
+    """An allocated slot, with its slab and its index there."""
 
     slab: Slab
     slot_index: int
@@ -164,7 +168,7 @@ class SlotPlace(NamedTuple):
 
 
 class SlotTransfers:
-    """Transfers for any thread, counted in `counters`; `journal` and `health` learn how they ended."""
+    """Slot transfers for any thread, counted in `counters`. `journal` and `health` receive the end of each transfer."""
 
     def __init__(self, journal: Journal, health: TierHealth, counters: TransferCounters, scratch: Scratch) -> None:
         self._io = SlotIO()
@@ -206,7 +210,9 @@ class SlotTransfers:
         return self._health.watch_read(self._counters.read(outcome))
 
     def lend(self, place: SlotPlace, load: Load, done: Completion) -> None:
-        """See `Tier.lend`. What the other tier is to blame for is no failure of this medium."""
+        """Lend the slot's file as `Tier.lend` describes. An error that the other tier caused does not count as a
+        failure of this medium.
+        """
         slab, index, slot = place
         ended = self._lent.begin(done)
 
@@ -242,7 +248,7 @@ class SlotTransfers:
         return stored
 
     def close(self) -> None:
-        """Wait for those that read lent slots."""
+        """Wait until no tier reads a lent slot any more."""
         self._lent.wait()
 
     def _ready(self, slab: Slab, index: int) -> None:

@@ -28,7 +28,7 @@ MAX_SLABS = 512  # two descriptors each
 
 
 class SlabSpace(Containers[Slab]):
-    """`capacity_bytes` of slabs of about `slab_bytes`; larger ones where that would make too many files."""
+    """Slabs of about `slab_bytes` within `capacity_bytes`; the slabs are larger where there would be too many files."""
 
     def __init__(
         self, directory: TierDirectory, capacity_bytes: int, slab_bytes: int, *, require_direct: bool = False
@@ -47,7 +47,9 @@ class SlabSpace(Containers[Slab]):
         return self._slab_bytes
 
     def allocate(self, nbytes: int, *, may_grow: bool) -> tuple[Slab, Slot] | None:
-        """A slot of exactly `nbytes`, from a slab with room, a new slab, or an empty one of another slot size."""
+        """Allocate a slot of exactly `nbytes`, from a slab with room, a new slab, or an empty one of another slot
+        size.
+        """
         candidates = self.with_room["", nbytes]
         while candidates and not candidates[-1].has_room:
             candidates.pop()  # its file could not be made
@@ -67,7 +69,7 @@ class SlabSpace(Containers[Slab]):
         return slab, slot
 
     def free(self, slot: Slot) -> tuple[Slab, int]:
-        """Take a slot back; its slab and index there."""
+        """Take a slot back. Return its slab and its index there."""
         slab = self.of(slot)
         had_room = slab.has_room
         index = slab.free(slot)
@@ -122,7 +124,9 @@ class SlabSpace(Containers[Slab]):
         return slab.used_slots == 0
 
     def check_books(self, quarantined: Iterable[Slot]) -> list[str]:
-        """Broken invariants in words: the slots of each slab recounted, and those that are called quarantined."""
+        """Recount the slots of each slab, and the slots in `quarantined`. Return a sentence for each broken
+        invariant.
+        """
         faults: list[str] = []
         for slab in self.slabs.values():
             out = int(np.count_nonzero(np.frombuffer(slab.states, np.uint8)))
@@ -135,7 +139,9 @@ class SlabSpace(Containers[Slab]):
         return faults
 
     def check_held(self, containers: Column, offsets: Column, generations: Column) -> list[str]:
-        """Slots that the caller holds, by columns: each must be out, in that generation, and not in quarantine."""
+        """Check the slots that the caller holds, given by columns: each must be allocated, in that generation, and not
+        in quarantine. Return a sentence for each one that is not.
+        """
         faults: list[str] = []
         for number in np.unique(containers).tolist():
             slab = self.slabs.get(number)

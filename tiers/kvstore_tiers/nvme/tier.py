@@ -58,7 +58,7 @@ _UNEXPLAINED = "quarantined before the last start"
 
 @dataclass(frozen=True, slots=True)
 class TierOptions:
-    """Of an NVMe tier, as in `open`."""
+    """Options of an NVMe tier; `NvmeTier.open` describes them."""
 
     io_threads: int
     quarantine_slots: int
@@ -68,7 +68,7 @@ class TierOptions:
 
 
 class NvmeTier(ContainerTier):
-    """See `open`."""
+    """The tier over one directory; `open` makes it."""
 
     def __init__(
         self,
@@ -187,7 +187,7 @@ class NvmeTier(ContainerTier):
         self._journal.note_quarantined(slab, index)
 
     def quarantined(self) -> dict[Slot, str]:
-        """Slots out of use and why, as far as that is known. `free` ends their quarantine."""
+        """Return the slots out of use and the reasons, as far as they are known. `free` ends their quarantine."""
         return dict(self._quarantined)
 
     def explain_quarantined(self, reasons: Mapping[Slot, str]) -> None:
@@ -227,7 +227,7 @@ class NvmeTier(ContainerTier):
         self._threads.submit(remove, done)
 
     def discarded(self, container: int) -> None:
-        """The file is deleted: stop counting its space."""
+        """Note that the file of slab `container` is deleted: its space is not counted any more."""
         slab = self._space.slabs[container]
         self._space.discard(slab)
         slab.close()
@@ -269,7 +269,9 @@ class NvmeTier(ContainerTier):
                 yield from recovered_blocks(slab, self.recovery_report.last_sequence)
 
     def recover_columns(self) -> RecoveredBlocks:
-        """See `Tier`. The first call returns, and gives up, the columns that recovery made."""
+        """Return the blocks as `Tier.recover_columns` describes. The first call returns the columns that recovery made,
+        and gives them up.
+        """
         recovered, self._recovered = self._recovered, None
         if recovered is None:
             return super().recover_columns()
@@ -328,7 +330,7 @@ class NvmeTier(ContainerTier):
         return Outcome(OutcomeKind.DONE)
 
     def _make_up(self) -> None:
-        """Do what the recovery could not. Raises OSError: then nothing may be written yet."""
+        """Make the repair that recovery owes. Raises OSError: then nothing may be written yet."""
         if self._recovery.owed is not None:
             require_place(self._directory)
             self._recovery.make_up()
@@ -336,7 +338,7 @@ class NvmeTier(ContainerTier):
     # -- books -------------------------------------------------------------------------------------------------------
 
     def _place(self, slot: Slot) -> SlotPlace:
-        """Raises RuntimeError when the slot is not allocated."""
+        """Return the place of an allocated slot. Raises RuntimeError when the slot is not allocated."""
         slab = self._space.of(slot)
         return SlotPlace(slab, slab.require_out(slot), slot)
 

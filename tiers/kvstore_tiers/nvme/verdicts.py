@@ -32,7 +32,7 @@ Array = npt.NDArray[Any]
 
 @dataclass
 class LiveBlocks:
-    """Blocks that live records name, in slot order. `origin` is the number of a `BlockOrigin`."""
+    """The blocks that live records name, as columns in slot order. `origin` is the number of a `BlockOrigin`."""
 
     slots: Array
     key: Array
@@ -46,7 +46,7 @@ class LiveBlocks:
 
     @classmethod
     def room(cls, blocks: int, make: Callable[..., Array] = np.empty) -> LiveBlocks:
-        """Columns to fill, with room for `blocks`; `make` gives one of a shape and dtype."""
+        """Make columns to fill, with room for `blocks`; `make` returns an array of a given shape and dtype."""
         return cls(
             slots=make(blocks, np.uint64),
             key=make((blocks, 2), "<u8"),
@@ -63,11 +63,11 @@ class LiveBlocks:
         return len(self.slots)
 
     def part(self, chosen: Any) -> LiveBlocks:
-        """Those of a slice (which stay where they are), or of a mask (copied)."""
+        """Return the chosen blocks: by a slice, without a copy, or by a mask, as copies."""
         return LiveBlocks(*(getattr(self, column.name)[chosen] for column in fields(self)))
 
     def move_to(self, place: LiveBlocks) -> None:
-        """Copy to columns that may overlap these."""
+        """Copy the columns to `place`, which may overlap them."""
         for column in fields(self):
             np.copyto(getattr(place, column.name), getattr(self, column.name))
 
@@ -94,8 +94,9 @@ class Verdicts:
 
     @staticmethod
     def joined(pieces: Sequence[Verdicts], room: LiveBlocks) -> Verdicts:
-        """Several in a row as one. Each had `room` for all its slots, behind the one before it; their live blocks are
-        moved together, to where it begins."""
+        """Join several consecutive verdicts into one. Each had `room` for all its slots, directly behind the one before
+        it; their live blocks are moved together to the beginning of the room.
+        """
         live = slots = 0
         for piece in pieces:
             if live != slots:
@@ -122,7 +123,7 @@ class Origins:
         self._lock = threading.Lock()
 
     def number(self, words: Array) -> Array:
-        """A number for each of the records in these columns, new ones where they name something new."""
+        """Return a number for each of the records in these columns, and give new numbers to new origins."""
         origin, groups = words[_ORIGIN : _ORIGIN + _ORIGIN_WORDS], words[_GROUP_AND_DEPTH] & _GROUP_MASK
         found = np.empty(len(groups), np.uint32)
         left = np.ones(len(groups), dtype=bool)
@@ -135,12 +136,12 @@ class Origins:
         return found
 
     def number_of(self, raw: bytes) -> int:
-        """The number of one, by the bytes that `raw` gives."""
+        """Return the number of an origin, given as the bytes that `raw` returns for it."""
         with self._lock:
             return self._numbers.setdefault(raw, len(self._numbers))
 
     def raw(self) -> list[bytes]:
-        """All of them, by number, as bytes that mean the same to others of this class."""
+        """Return all origins, ordered by number, as bytes that another `Origins` can read."""
         return list(self._numbers)
 
     def named(self) -> list[BlockOrigin]:

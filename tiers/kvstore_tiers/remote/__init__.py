@@ -1,1 +1,1 @@
-"""A key-addressed tier on a store that exists: Mooncake Store, Redis or Valkey, S3 and its like."""
+"""A key-addressed tier on an existing store: Mooncake Store, Redis or Valkey, S3 and similar ones."""

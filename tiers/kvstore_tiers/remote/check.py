@@ -1,10 +1,11 @@
-"""Whether a driver understands the URL of a tier: asked in a process of its own, since no library of a store is loaded
-by the daemon.
+"""Checks whether a driver understands the URL of a tier, in a process of its own.
+
+The daemon itself loads no library of a store.
 
     python -m kvstore_tiers.remote.check
 
-The URL comes by standard input; what is wrong with it goes to standard output. The store is not asked. What the
-daemon's credentials or environment may add is no mistake of the URL.
+The URL comes by standard input; its mistake goes to standard output. The store is not asked. A part that the daemon's
+credentials or environment may add is no mistake of the URL.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ PATIENCE_S = 20.0
 
 @lru_cache(16)
 def mistake_in(url: str) -> str:
-    """Return what is wrong with the URL; "" where nothing is, or where its library is missing or hangs."""
+    """Return the mistake in the URL; "" if there is none, or if its library is missing or hangs."""
     command = [sys.executable, "-m", "kvstore_tiers.remote.check"]
     try:
         checked = subprocess.run(

@@ -23,13 +23,15 @@ NAME_CHARACTERS = 48  # lower-case hexadecimal digits
 
 
 class MemoryHeld(TimeoutError):
-    """A read was given up, and its library may still write to the memory: the process has to end before that memory is
-    used again."""
+    """A read was given up, and its library may still write to the memory: the process must end before that memory is
+    used again.
+    """
 
 
 class CannotOpen(ValueError):
-    """The library knows what the URL names, and cannot open the store with it: a credential or a variable of the
-    environment may be missing."""
+    """The library understands the URL, and cannot open the store with it: a credential or a variable of the environment
+    may be missing.
+    """
 
 
 class Placed(NamedTuple):
@@ -47,44 +49,51 @@ class Written(Enum):
 
 
 class Driver(ABC):
-    """`largest_value_bytes`: no longer value is ever written. `evicts`: the store makes room by itself; where it does
-    not, the caller removes what leaves its tier. `reads_at_once`: more calls of `read` than this at once are no
-    faster than one with all their values."""
+    """A driver. `largest_value_bytes`: no longer value is ever written. `evicts`: the store makes room by itself;
+    otherwise the caller removes the values that leave its tier. `reads_at_once`: more calls of `read` than this at
+    once are no faster than one with all their values.
+    """
 
     largest_value_bytes: int
     evicts: bool
     reads_at_once: int = 2
 
     def lend(self, memory: memoryview) -> None:  # noqa: B027  # optional
-        """Called once before all else: every `Placed.memory` will be a part of this, so that a library may register
-        it."""
+        """Give the driver the memory of all later `Placed.memory`, once before all else, so that a library may register
+        it.
+        """
 
     def follow(self, owner: str, generation: int) -> None:  # noqa: B027  # optional
-        """Called once before the first call: processes of this `owner` and of lower generations are dead. What they
-        began may still be carried out by the store; a removal has to end that, or wait for it, before it returns."""
+        """Name the caller, once before the first call: processes of this `owner` and of lower generations are dead. The
+        store may still carry out their operations; a removal has to end these, or wait for them, before it returns.
+        """
 
     @abstractmethod
     def sizes(self, names: Sequence[str]) -> list[int]:
-        """Bytes of each value; 0 where there is none."""
+        """Return the bytes of each value; 0 for a missing one."""
 
     @abstractmethod
     def read(self, wanted: Sequence[Placed]) -> list[int]:
-        """Copy each value to the front of its memory. Returns the bytes of each value, 0 where there is none. A value
-        longer than its memory is not copied; its length is returned all the same."""
+        """Copy each value to the front of its memory. Return the bytes of each value, 0 for a missing one. A value
+        longer than its memory is not copied, but its length is returned.
+        """
 
     @abstractmethod
     def write(self, values: Sequence[Placed]) -> list[Written]:
-        """Store each value whose name is not taken; `values` are in the order of their chain. Of several writers of
-        one name exactly one has STORED. Keeps no view of the memory."""
+        """Store each value whose name is not taken; `values` are in the order of their chain. Of several writers of one
+        name exactly one gets STORED. The driver keeps no view of the memory.
+        """
 
     @abstractmethod
     def remove(self, names: Sequence[str]) -> None:
-        """Forget these values, where there are any: once this returns, no read of this or another client finds them,
-        and the store keeps no bytes of them that a client could ask for."""
+        """Forget these values, if they exist: once this returns, no read of this or another client finds them, and the
+        store keeps no bytes of them that a client could ask for.
+        """
 
     def evict(self, names: Sequence[str]) -> None:
-        """Forget these values to make room. They are not found any more, by other clients soon; the store may keep
-        their bytes for a while where that is cheaper. An order to remove them later is carried out all the same."""
+        """Forget these values to make room. This client does not find them any more, other clients soon; the store may
+        keep their bytes for a while if that is cheaper. A later order to remove them is still carried out.
+        """
         self.remove(names)
 
     @abstractmethod
@@ -93,4 +102,4 @@ class Driver(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Idempotent. Values stay."""
+        """Close the connection; values stay. Idempotent."""

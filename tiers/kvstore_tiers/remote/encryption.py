@@ -1,6 +1,6 @@
-"""Encrypts images into the values of a remote store, and opens those; their form is in `envelope.py`.
+"""Encrypts images into the values of a remote store, and opens them; their form is in `envelope.py`.
 
-Works on memory of the caller's, and copies nothing but what it encrypts. Runs in the worker process alone.
+The functions work on the caller's memory, and copy only what they encrypt. They run in the worker process alone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _TENANTS_KEPT = 1024
 
 
 class Sealer:
-    """`secret`: of the node or of its cluster, 32 bytes."""
+    """Encrypts and decrypts by `secret`: the node's or its cluster's, 32 bytes."""
 
     def __init__(self, secret: bytes) -> None:
         self._name_key = hashlib.blake2b(secret, digest_size=32, person=b"kvstore names").digest()
@@ -33,12 +33,13 @@ class Sealer:
         self._tenant_key = tenant_key
 
     def value_name(self, name: bytes) -> str:
-        """The name in the store of the object `name` (32 bytes)."""
+        """Return the name in the store of the object `name` (32 bytes)."""
         return hashlib.blake2b(name, key=self._name_key, digest_size=NAME_CHARACTERS // 2).hexdigest()
 
     def seal(self, name: bytes, image: memoryview, value: memoryview, *, plain: bool) -> None:
-        """Make the value of an image in `value`, which has its size. The image of a plain value is in its place there
-        already: `image` is that part of it."""
+        """Make the value of an image in `value`, which has the right size. The image of a plain value is in its place
+        there already: `image` is that part of it.
+        """
         if plain:
             HEAD.pack_into(value, 0, MAGIC, VERSION, PLAIN, 0, len(image), bytes(16), bytes(12), 0)
             TAIL.pack_into(value, len(value) - TAG_BYTES, bytes(TAG_BYTES))
@@ -48,8 +49,9 @@ class Sealer:
         self._cipher(name, salt).encrypt_into(nonce, image, bytes(value[:HEAD_BYTES]) + name, value[HEAD_BYTES:])
 
     def open(self, name: bytes, value: memoryview, image: memoryview, *, plain: bool) -> memoryview:
-        """The image in a value: in the front of `image`, or where it is in a plain value. `plain`: whether a plain
-        value is accepted; an encrypted one always is. Raises DamagedObject."""
+        """Return the image in a value: in the front of `image`, or in place for a plain value. `plain`: whether a plain
+        value is accepted; an encrypted one always is. Raises DamagedObject.
+        """
         if len(value) < HEAD_BYTES + TAG_BYTES:
             raise DamagedObject(f"the value has {len(value)} bytes, less than an envelope")
         magic, version, kind, _, nbytes, salt, nonce, _ = HEAD.unpack_from(value)

@@ -1,4 +1,4 @@
-"""What is in a remote store: a block's image in an envelope, encrypted unless its tenant wants it plain.
+"""The content of a remote store: a block's image in an envelope, encrypted unless its tenant wants it plain.
 
     offset  size  field
     0       4     magic "KVR1"
@@ -33,5 +33,5 @@ assert HEAD.size == HEAD_BYTES
 
 
 def value_bytes(image_bytes: int) -> int:
-    """Bytes of the value of an image, of either kind."""
+    """Return the bytes of the value of an image, of either kind."""
     return HEAD_BYTES + image_bytes + TAG_BYTES

@@ -1,4 +1,4 @@
-"""The daemon's side of a worker process: starts it, sends it requests, and starts another when it has died.
+"""The daemon's side of a worker process: it starts the process, sends it requests, and starts another when it has died.
 
 A call ends when the worker has answered, or is dead: never while the worker could still touch the memory that the call
 named. A worker that does not answer in time is killed.
@@ -33,8 +33,10 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class RemoteSettings:
-    """`secret`: of the node or cluster, hexadecimal. `readers`, `writers`: threads that call the driver. `owner`: a
-    name that all workers of one tier share and no others; `generation`: how many of them there were before."""
+    """The settings of a worker. `secret` belongs to the node or cluster, hexadecimal. `readers`, `writers`: the numbers
+    of threads that call the driver. `owner`: a name that all workers of one tier share and no others; `generation`:
+    the number of earlier workers.
+    """
 
     url: str
     timeout_s: float
@@ -98,7 +100,7 @@ class _Running:
         return self._ready.ended.is_set() and not self.is_dead
 
     def call(self, message: Message, wait_s: float) -> Message:
-        """The answer. Raises OSError where the worker refuses to serve, hangs or dies."""
+        """Return the answer. Raises OSError if the worker refuses to serve, hangs or dies."""
         if not self._ready.ended.wait(START_S):
             self.kill("was not ready in time")
         call = _Call()
@@ -122,7 +124,7 @@ class _Running:
         self._process.kill()
 
     def close(self) -> None:
-        """End it, and wait for that."""
+        """End the worker, and wait for its end."""
         self._process.kill()
         self._receiving.join()
 
@@ -154,7 +156,7 @@ class _Running:
 
 
 class WorkerProcess:
-    """Of the tier `name`. The worker shares the memory of `memory_fd`."""
+    """The worker process of the tier `name`. It shares the memory of `memory_fd`."""
 
     def __init__(self, name: str, settings: RemoteSettings, memory_fd: int) -> None:
         self._name = name
@@ -168,18 +170,18 @@ class WorkerProcess:
 
     @property
     def is_ready(self) -> bool:
-        """Return whether the worker that runs now has opened its driver."""
+        """True if the present worker has opened its driver."""
         running = self._running
         return running is not None and running.is_ready
 
     @property
     def pid(self) -> int | None:
-        """Of the worker that runs now."""
+        """The process id of the present worker; None if it is dead."""
         running = self._running
         return running.pid if running is not None and not running.is_dead else None
 
     def call(self, message: Message) -> Message:
-        """The worker's answer. Raises OSError for a request that failed, and where there is no worker."""
+        """Return the worker's answer. Raises OSError for a request that failed, and if there is no worker."""
         answer = self._worker().call(message, self._settings.timeout_s + SPARE_S)
         if "error" in answer:
             raise OSError(answer["errno"], answer["error"])

@@ -1,8 +1,8 @@
 """The object store of a remote tier: blocks' images as sealed values in a store that a worker process reaches.
 
-Owns the shared memory and the worker. An image is written into that memory by the tier, sealed and stored by the
-worker, and the other way round. Half of the memory is for reads: writes that wait for a slow store hold up no read.
-Invariant: a part of the memory is given back only when the worker has answered for it, or is dead.
+The module owns the shared memory and the worker. The tier writes an image into that memory, and the worker seals and
+stores it; reads go the other way. Half of the memory is for reads: writes that wait for a slow store hold up no read.
+Invariant: a part of the memory is reused only when the worker has answered for it, or is dead.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ READERS, WRITERS = 2, 2  # threads of the worker
 
 
 class Exchange:
-    """`nbytes` of memory, as `memory` in this process and as `fd` for another."""
+    """Shared memory of `nbytes`, as `memory` in this process and as `fd` for another."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -39,7 +39,9 @@ class Exchange:
 
 
 class _Place(NamedTuple):
-    """What the value of an image of so many bytes takes, and the image itself: of a plain value it is inside."""
+    """The size and layout of the memory for an image's value, and for the image itself: inside a plain value, behind an
+    encrypted one.
+    """
 
     image_bytes: int
     is_plain: bool
@@ -49,7 +51,7 @@ class _Place(NamedTuple):
         return value_bytes(self.image_bytes) if self.is_plain else self._image_begins + self.image_bytes
 
     def request(self, name: bytes, offset: int) -> Message:
-        """Of the object `name`, whose place begins at `offset`."""
+        """Return the request for the object `name`, whose place begins at `offset`."""
         value, image = (offset, value_bytes(self.image_bytes)), (offset + self._image_begins, self.image_bytes)
         return {"name": name.hex(), "value": value, "image": image, "plain": self.is_plain}
 
@@ -59,8 +61,9 @@ class _Place(NamedTuple):
 
 
 class RemoteStore(ObjectStore):
-    """`url` as in `drivers`. `secret`: of the node or cluster. `is_plain(digest)`: whether a tenant wants its blocks
-    stored without encryption."""
+    """The object store of a remote tier. `url` as in `drivers`. `secret` belongs to the node or cluster.
+    `is_plain(digest)`: whether a tenant wants its blocks stored without encryption.
+    """
 
     def __init__(
         self, name: str, url: str, *, secret: bytes, is_plain: Callable[[bytes], bool], timeout_s: float,
@@ -85,7 +88,7 @@ class RemoteStore(ObjectStore):
 
     @property
     def restarts(self) -> int:
-        """Of the worker, since the tier was opened."""
+        """The restarts of the worker since the tier was opened."""
         return self._worker.restarts
 
     def sizes(self, names: Sequence[bytes]) -> list[int]:
@@ -143,6 +146,6 @@ class RemoteStore(ObjectStore):
         self._exchange.close()
 
     def _call_for(self, verb: str, names: Sequence[bytes]) -> list[Message]:
-        """The answers of calls for so many names each that a message fits the socket."""
+        """Return the answers of calls, each with as many names as a message has room for."""
         pieces = (names[first : first + NAMES_A_CALL] for first in range(0, len(names), NAMES_A_CALL))
         return [self._worker.call({"verb": verb, "names": [name.hex() for name in piece]}) for piece in pieces]

@@ -5,7 +5,7 @@
 One side of a socket pair carries JSON messages; values travel in the shared memory. The first message has the settings
 (`RemoteSettings`), the first answer says that the driver is open, or why it is not. Then each request has a number, and
 one answer with that number. The process ends when its daemon does. Writes that wait together go to the driver in one
-call; reads come together in one request. Never decides what is stored or asked for.
+call; reads come together in one request. The daemon decides what is stored and read.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class RemoteWorker:
-    """`memory` is shared with the daemon."""
+    """The worker. `memory` is shared with the daemon."""
 
     def __init__(self, connection: Connection, memory: memoryview, driver: Driver, sealer: Sealer) -> None:
         self._connection = connection
@@ -86,14 +86,14 @@ class RemoteWorker:
                     self._answer(request, failure)
 
     def _answer(self, request: Message, answer: Message) -> None:
-        """Once for each request: later answers mean nothing to the daemon."""
+        """Answer a request. Only the first answer counts for the daemon."""
         with self._sending:
             self._connection.send_bytes(json.dumps({"id": request["id"], **answer}).encode())
 
     # Kinds of requests
 
     def _read(self, requests: Sequence[Message]) -> None:
-        """The values of one request; each read has the place of the value, and of the image that is to be opened."""
+        """Read the values of one request; each read has the place of the value, and of the image to open."""
         (request,) = requests
         reads = request["reads"]
         names = [bytes.fromhex(read["name"]) for read in reads]
@@ -105,7 +105,7 @@ class RemoteWorker:
         self._answer(request, {"found": found})
 
     def _opened(self, read: Message, name: bytes, value: memoryview, size: int) -> list[int] | str | None:
-        """Offset and bytes of the image, or what is wrong with the value; None where there is none."""
+        """Return offset and bytes of the image, or the defect of the value; None if there is no value."""
         if not size:
             return None
         if size > len(value):
@@ -119,7 +119,7 @@ class RemoteWorker:
         return [read["value"][0] + HEAD_BYTES if is_in_value else offset, len(image)]
 
     def _write(self, requests: Sequence[Message]) -> None:
-        """Values, evictions and removals, in order: neighbours of one kind in one call."""
+        """Write values, evict and remove, in order: neighbours of one kind in one call."""
         at = 0
         while at < len(requests):
             verb, end = requests[at]["verb"], at

@@ -1,4 +1,4 @@
-"""What every tier must do, as tests. Subclass `TierContract` and give `make_tier`.
+"""The contract that every tier must keep, as tests. Subclass `TierContract` and give `make_tier`.
 
 Owns the obligations of kvstore_tiers.base, one test each. Never knows a tier's kind.
 """
@@ -24,13 +24,15 @@ PAYLOAD_BYTES = 3 * 4096 + 1000  # ends within a page
 
 
 class TierContract:
-    """Obligations of a tier. `make_tier` opens an empty one of about `capacity_bytes`; each test closes its own."""
+    """Obligations of a tier. `make_tier` opens an empty tier of about `capacity_bytes`; each test closes the tier that
+    it made.
+    """
 
     def make_tier(self, capacity_bytes: int) -> Tier:
         raise TypeError("a subclass of TierContract must define make_tier")
 
     def verifies_writes(self, tier: Tier) -> bool:
-        """Whether it compares what it stored with a checksum that it is given."""
+        """Return whether `tier` compares the bytes that it stored with a checksum that the caller gave."""
         return False
 
     def test_a_block_comes_back_as_it_was_written(self) -> None:
@@ -256,7 +258,7 @@ class TierContract:
             assert outcome.kind is OutcomeKind.CORRUPT
 
     def test_a_container_is_emptied_for_another_size(self) -> None:
-        """For tiers that give room out by containers; the others serve any size from what is free."""
+        """Applies to tiers that give room out by containers; other tiers serve any size from the free room."""
         with closing(self.make_tier(CAPACITY_BYTES)) as tier:
             slots = _fill(tier, 8192)
             convertible = tier.convertible(65536)
@@ -342,11 +344,11 @@ def _fill(tier: Tier, nbytes: int) -> list[Slot]:
 
 
 def _ignore(_outcome: Outcome) -> None:
-    """For transfers that must not start."""
+    """Ignore the outcome of a transfer that must not start."""
 
 
 def _noting(what: str, ended: list[str], done: Completion) -> Completion:
-    """Like `done`, and notes that it was called."""
+    """Return a completion that does what `done` does and appends `what` to `ended`."""
 
     def note(outcome: Outcome) -> None:
         ended.append(what)

@@ -1,7 +1,8 @@
-"""What every driver of a remote store must do, as tests. Subclass `DriverContract` and give `make_driver`.
+"""The contract that every driver of a remote store must keep, as tests. Subclass `DriverContract` and give
+`make_driver`.
 
-Owns the obligations of kvstore_tiers.remote.driver, one test each. Never knows a driver's kind. Every test has names of
-its own, so one store may serve a whole run.
+Owns the obligations of kvstore_tiers.remote.driver, one test each. Never knows a driver's kind. Every test uses names
+of its own, so one store may serve a whole run.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ def new_names(count: int) -> list[str]:
 
 
 def noise(nbytes: int, seed: int = 0) -> bytes:
-    """Bytes of every value, zeros and line ends among them; another seed gives others."""
+    """Return `nbytes` random bytes of every value, zeros and line ends among them; another seed gives other bytes."""
     return np.random.default_rng((seed, nbytes)).bytes(nbytes)
 
 
 class Lent:
-    """A driver, and the memory that was lent to it: values go in and out by pieces of it, one after the other."""
+    """A driver and the memory that was lent to it: values pass through consecutive pieces of that memory."""
 
     def __init__(self, driver: Driver, lent_bytes: int = LENT_BYTES) -> None:
         self.driver = driver
@@ -47,7 +48,7 @@ class Lent:
         driver.lend(self._memory)
 
     def piece(self, nbytes: int) -> memoryview:
-        """Memory that no other caller has."""
+        """Return a piece of the memory that no other caller has."""
         with self._lock:
             start, self._taken = self._taken, self._taken + nbytes
         assert self._taken <= len(self._memory), "the test needs more lent memory"
@@ -66,7 +67,7 @@ class Lent:
         return self.driver.write([Placed(name, self.filled(value)) for name, value in zip(names, values, strict=True)])
 
     def read(self, name: str, room: int) -> bytes | None:
-        """The value, None where there is none."""
+        """Return the value called `name`, of at most `room` bytes; None where there is none."""
         (value,) = self.read_all([name], [room])
         return value
 
@@ -77,8 +78,9 @@ class Lent:
 
 
 class DriverContract:
-    """Obligations of a driver. `make_driver` opens one more driver of one and the same store, for two threads or more;
-    each test closes its own."""
+    """Obligations of a driver. `make_driver` opens one more driver of the same store, for two threads or more; each
+    test closes the drivers that it made.
+    """
 
     def make_driver(self) -> Driver:
         raise TypeError("a subclass of DriverContract must define make_driver")

@@ -1,8 +1,8 @@
-"""A tier around a tier that fails, waits, damages or stays silent by plan: how tests see a medium go bad.
+"""A tier around an inner tier. It fails, waits, damages or stays silent by plan, so that tests can see a medium go bad.
 
-Owns the plan and nothing else; books are those of the inner tier. Without faults it is the inner tier (the conformance
-suite runs on it so). Never used outside tests and drills.
-Invariant: a transfer that is not named by the plan ends as the inner tier ends it.
+Owns the plan and nothing else; the books are the inner tier's. Without faults it behaves as the inner tier (the
+conformance suite runs on it in that state). Never used outside tests and drills. Invariant: a transfer that the plan
+does not name ends as the inner tier ends it.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ Action = Literal["fail", "delay", "corrupt", "hang", "refuse"]
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What happens to the `at`-th to `until`-th use of `operation`, counted from 1; `until` 0 is for ever.
+    """One fault of the plan: it applies to the uses of `operation` from number `at` to number `until`, counted from 1;
+    `until` 0 means for ever.
 
-    `fail`: FAILED with `errno`, the inner tier is not asked. `delay`: the completion comes `delay_s` later. `corrupt`:
-    CORRUPT, whatever the inner tier says. `hang`: the completion comes at `let_go`, as FAILED, or at `close`, as
-    CANCELLED. `refuse`: `allocate` finds no room. `write` stands for `move_in` and `loader`, `read` for `move_out` and
-    `lend`. `gone` and `hung` make the plans of media that answer with errors alone, or not at all.
+    `fail`: FAILED with `errno`; the inner tier is not asked. `delay`: the completion comes `delay_s` later. `corrupt`:
+    CORRUPT, regardless of the inner tier's outcome. `hang`: the completion comes at `let_go`, as FAILED, or at `close`,
+    as CANCELLED. `refuse`: `allocate` finds no room. `write` stands for `move_in` and `loader`, `read` for `move_out`
+    and `lend`. `gone` and `hung` make the plans of media that answer with errors alone, or not at all.
     """
 
     operation: Operation
@@ -53,17 +54,17 @@ class Fault:
 
 
 def gone(number: int = errno.EIO) -> tuple[Fault, ...]:
-    """The plan of a medium that answers everything with an error."""
+    """Return the plan of a medium that answers everything with an error."""
     return tuple(Fault(operation, "fail", errno=number) for operation in ("write", "read", "relocate", "sync", "probe"))
 
 
 def hung() -> tuple[Fault, ...]:
-    """The plan of a medium that answers nothing any more."""
+    """Return the plan of a medium that answers nothing any more."""
     return tuple(Fault(operation, "hang") for operation in ("write", "read", "relocate", "sync", "probe"))
 
 
 class FaultyTier(Tier):
-    """`inner` with `faults`. The plan can be replaced while it runs: `plan`."""
+    """A tier that behaves as `inner` with `faults`. `plan` replaces the faults while the tier runs."""
 
     def __init__(self, inner: Tier, faults: Sequence[Fault] = ()) -> None:
         self.inner = inner
@@ -153,7 +154,9 @@ class FaultyTier(Tier):
             self.inner.sync(passed)
 
     def probe(self, done: Completion, *, thorough: bool = True) -> None:
-        """Only a thorough probe meets the plan: the other one asks whether the place is there."""
+        """Probe the inner tier. Only a thorough probe meets the plan: a probe that is not thorough only asks whether
+        the place exists.
+        """
         if passed := self._apply("probe", done) if thorough else done:
             self.inner.probe(passed, thorough=thorough)
 
@@ -206,7 +209,7 @@ class FaultyTier(Tier):
         return None
 
     def _apply(self, operation: Operation, done: Completion) -> Completion | None:
-        """The completion to hand to the inner tier; None when the inner tier is not to be asked."""
+        """Return the completion to pass to the inner tier; None when the inner tier must not be asked."""
         fault = self._next(operation)
         if fault is None or fault.action == "refuse":
             return done

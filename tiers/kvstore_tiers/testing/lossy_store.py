@@ -11,8 +11,9 @@ from kvstore_tiers.objects import DamagedObject, Found, ObjectStore
 
 
 class LossyStore(ObjectStore):
-    """Each operation takes `latency_s`. Of writes, so many are lost although they are answered, stored with a flipped
-    bit, or refused with OSError (shares of 1, drawn by `seed`); reads and questions are refused with the last share.
+    """An object store with faults. Each operation takes `latency_s`. `seed` draws which writes are lost although they
+    are answered, which are stored with a flipped bit, and which are refused with OSError, by shares between 0 and 1;
+    reads and questions are refused with the last share.
 
     `hang` makes every operation wait until `let_go`. Objects outlive `close`: another tier over this store has them.
     """

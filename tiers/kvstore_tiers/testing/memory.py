@@ -1,8 +1,8 @@
-"""The reference tier: plain, slow and right.
+"""The reference tier: plain, slow and correct.
 
-Owns copies of payloads in a dict. It exists to say what every other tier must do: the conformance suite passes on it,
-and the others are compared with it. Never used to hold real data.
-Invariants: counts a slot as `nbytes`, as the others do; a slot read before it was written is CORRUPT, not a crash.
+Owns copies of payloads in a dict. It defines what every other tier must do: the conformance suite passes on it, and
+other tiers are compared with it. Never used to hold real data. Invariants: counts a slot as `nbytes`, like the other
+tiers; a slot read before it was written is CORRUPT, and not a crash.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ from kvstore_tiers.threads import ResidentThreads
 
 
 class MemoryTier(Tier):
-    """`capacity_bytes` of slots in ordinary Python objects. `memory`: what other tiers take it for."""
+    """A tier with `capacity_bytes` of slots in ordinary Python objects. `memory` is the kind of memory that the tier
+    reports to other tiers.
+    """
 
     def __init__(self, capacity_bytes: int, *, name: str = "memory", memory: MemoryKind = MemoryKind.SYSTEM) -> None:
         self.info = TierInfo(name, "memory", memory)

@@ -1,4 +1,4 @@
-"""A driver of a store that is a dictionary in this process: what the contract of drivers means, in a hundred lines.
+"""A driver of a store that is a dictionary in this process. It shows the contract of drivers in a hundred lines.
 
 For tests alone: no URL opens it. Drivers that share a `MemoryStore` are clients of one store.
 """
@@ -12,7 +12,9 @@ from kvstore_tiers.remote.driver import Driver, Placed, Written
 
 
 class MemoryStore:
-    """At most `capacity_bytes` of values. It refuses what is over it; with `evicts` the oldest values leave instead."""
+    """A store of at most `capacity_bytes` of values. It refuses values beyond that; with `evicts` the oldest values are
+    evicted instead.
+    """
 
     def __init__(self, capacity_bytes: int = 1 << 30, *, evicts: bool = False) -> None:
         self.capacity_bytes = capacity_bytes

@@ -25,7 +25,7 @@ OWNERS = ("", "tenant-a")
 def tier_state_machine(
     make_tier: Callable[[], Tier], reopen: Callable[[Tier], Tier] | None = None
 ) -> type[RuleBasedStateMachine]:
-    """A machine class; its `.TestCase` is a test.
+    """Return a machine class; its `.TestCase` is a test.
 
     `reopen`, for durable tiers, closes the tier and opens its place again: what was synced must then be recovered.
     """

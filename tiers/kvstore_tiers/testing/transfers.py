@@ -25,7 +25,9 @@ def finish(start: Callable[[Completion], None]) -> Outcome:
 
 
 def finish_all(starts: Sequence[Callable[[Completion], None]]) -> list[Outcome]:
-    """Start transfers together; all outcomes, in order. AssertionError when one never ends or ends twice."""
+    """Start transfers together. Return all outcomes, in order. Raises AssertionError when a transfer never ends or ends
+    twice.
+    """
     ended: list[tuple[int, Outcome]] = []
     all_ended = threading.Event()
 
@@ -43,7 +45,7 @@ def finish_all(starts: Sequence[Callable[[Completion], None]]) -> list[Outcome]:
 
 
 def block(number: int, payload_bytes: int, *, tokens: int = 4) -> tuple[BlockHeader, Bytes]:
-    """Block `number` with a payload that only this number and size give."""
+    """Make block `number`, with a payload that only this number and size give."""
     payload = np.random.default_rng([number, payload_bytes]).integers(0, 256, payload_bytes, dtype=np.uint8)
     header = BlockHeader(
         key=number.to_bytes(16, "big"),
@@ -101,7 +103,9 @@ def put_encoded(tier: Tier, codec: Codec, header: BlockHeader, payload: Bytes, o
 
 
 def put(tier: Tier, header: BlockHeader, payload: Bytes, owner: str = "") -> Slot | None:
-    """Allocate and write; the slot, or None when there is no room. AssertionError when the write fails."""
+    """Allocate a slot and write the block. Return the slot, or None when there is no room. Raises AssertionError when
+    the write fails.
+    """
     slot = tier.allocate(slot_bytes(payload.nbytes), owner)
     if slot is not None:
         outcome = finish(lambda done: tier.write(slot, header, [segment_of(payload)], done))
@@ -110,12 +114,12 @@ def put(tier: Tier, header: BlockHeader, payload: Bytes, owner: str = "") -> Slo
 
 
 def get(tier: Tier, slot: Slot, key: bytes, payload_bytes: int) -> tuple[Outcome, Bytes]:
-    """Read into fresh memory."""
+    """Read a block into fresh memory. Return the outcome and the bytes."""
     destination = np.zeros(payload_bytes, dtype=np.uint8)
     return finish(lambda done: tier.read(slot, key, [segment_of(destination)], done)), destination
 
 
 def pieces(array: Bytes, *cuts: int) -> list[Segment]:
-    """The array as a scatter list cut at these offsets."""
+    """Return the array as a scatter list, cut at these offsets."""
     bounds = [0, *cuts, array.nbytes]
     return [segment_of(array[a:b]) for a, b in pairwise(bounds)]

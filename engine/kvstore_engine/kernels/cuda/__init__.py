@@ -2,5 +2,5 @@
 
 `Device` compiles and launches them. A step calls `PagedAttention` and `RopeCache`; `BlockMover` copies, gathers and
 scatters blocks of the pool between steps and beside them (`torch_executor/planes.py`). They have not yet run on
-hardware: docs/engine.md says what has been done.
+hardware: docs/engine.md has the state.
 """

@@ -1,7 +1,7 @@
-"""Paged attention on a device: which of the two kernels, in what shape, over which rows.
+"""Paged attention on a device: the choice of one of two kernels, its launch shape, and its rows.
 
-Owns the argument's layout (csrc/paged_attention.cu) and the choice between V1 (one pass over a row's keys) and V2 (in
-partitions, then a merge): both compute the same sums in another order. It owns no memory of the device.
+The module owns the argument's layout (csrc/paged_attention.cu) and the choice between V1 (one pass over a row's keys)
+and V2 (in partitions, then a merge): both compute equal sums in another order. It owns no memory of the device.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class _Argument(ct.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Crossover:
-    """Where V1 becomes faster: from this many thread blocks for each multiprocessor on.
+    """The number of thread blocks for each multiprocessor from which on V1 is faster.
 
-    The default is what occupancy suggests; `crossover.settled` has what a device was measured to do.
+    The default is what occupancy suggests; `crossover.settled` has measured values.
     """
 
     blocks_per_multiprocessor: float = 2.0
@@ -111,16 +111,16 @@ class PagedAttention:
         )
 
     def version(self, rows: int, longest_context: int, kind: LayerAttention = _PLAIN) -> int:
-        """1 or 2: what `attend` runs when it is not said."""
+        """Return 1 or 2: the kernel that `attend` runs by default."""
         fills = self.blocks_per_multiprocessor(rows) >= self._crossover.blocks_per_multiprocessor
         return 1 if fills or self._partitions(longest_context, kind) == 1 else 2
 
     def blocks_per_multiprocessor(self, rows: int) -> float:
-        """Thread blocks of one pass over `rows`, for each of the device's multiprocessors."""
+        """Return the thread blocks of one pass over `rows`, for each of the device's multiprocessors."""
         return rows * self.shape.kv_heads * self._parts / self._launcher.multiprocessors
 
     def scratch_bytes(self, rows: int, longest_context: int, kind: LayerAttention = _PLAIN) -> int:
-        """Return what V2 needs for its partitions."""
+        """Return the bytes that V2 needs for its partitions."""
         records = rows * self.shape.query_heads * self._partitions(longest_context, kind)
         return 4 * records * (self.shape.head_dim + 1)
 
@@ -128,10 +128,10 @@ class PagedAttention:
         self, queries: Any, output: Any, planes: tuple[Any, Any], rows: KernelRows, *, kind: LayerAttention = _PLAIN,
         scratch: Any = None, version: int = 0, stream: int = STREAM_OF_DEFAULT,
     ) -> int:  # fmt: skip
-        """Queue attention of `rows`; the version that was chosen.
+        """Queue attention of `rows`; return the chosen version.
 
         queries, output: [rows, query_heads, head_dim] of the compute type. planes: the layer's K and V, [blocks,
-        block_bytes]. scratch: `scratch_bytes`, which V2 needs. version: 0 chooses; one that is given makes a row's bits
+        block_bytes]. scratch: `scratch_bytes`, which V2 needs. version: 0 chooses; a given one makes a row's bits
         independent of the other rows. Raises ValueError, CudaError.
         """
         if version not in (0, 1, 2):
@@ -190,7 +190,7 @@ class PagedAttention:
         return max(1, -(-visible // self._partition_keys))
 
     def _shared(self, tile: int) -> int:
-        """`Attend::kSharedBytes` of csrc/attend.h; the compiler compares them."""
+        """Return `Attend::kSharedBytes` of csrc/attend.h; the compiler compares them."""
         dim, heads, element = self.shape.head_dim, self.heads, self.shape.element
         parts, chunks = THREADS // tile, dim * element.nbytes // 16
         stride = (chunks + (8 + parts - chunks % 8) % 8) * 16

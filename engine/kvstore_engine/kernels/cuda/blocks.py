@@ -1,7 +1,7 @@
 """Moves of engine blocks on a device: gather, scatter, moves (copies, compaction) and swaps, in merged runs.
 
-Owns the argument's layout (csrc/blocks.cu) and how a table of blocks becomes runs and pieces. `BlockRuns` holds them as
-host arrays: the caller puts them where the device can read them. It owns no memory of the device.
+The module owns the argument's layout (csrc/blocks.cu), and makes runs and pieces from a table of blocks. `BlockRuns`
+holds them as host arrays: the caller puts them where the device can read them. It owns no memory of the device.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ class _Argument(ct.Structure):
 
 @dataclass(frozen=True, slots=True)
 class BlockRuns:
-    """Runs of blocks that are consecutive on both sides. Blocks of 16-byte multiples; ValueError for others.
+    """Runs of blocks that are consecutive on both sides. Block sizes are multiples of 16 bytes; ValueError for others.
 
-    runs: int32 [n, 4]: payload (0 within the pool), first block there (or source), in the pool (or target), count.
+    runs: int32 [n, 4]: payload (0 within the pool), first block there (or source), first block in the pool (or target),
+    count.
     """
 
     runs: Int32Array
@@ -50,7 +51,9 @@ class BlockRuns:
 
     @classmethod
     def of_payloads(cls, tables: Int32Array, block_bytes: int) -> BlockRuns:
-        """`tables`: int32 [payloads, blocks_per_payload], the block ids of each payload."""
+        """Return the runs of payloads. `tables`: int32 [payloads, blocks_per_payload], the block ids of each
+        payload.
+        """
         payloads, width = tables.shape
         first = np.repeat(np.arange(payloads), width), np.tile(np.arange(width), payloads)
         starts = (tables[:, 1:] != tables[:, :-1] + 1) if width else np.zeros((payloads, 0), bool)
@@ -59,7 +62,9 @@ class BlockRuns:
 
     @classmethod
     def within(cls, sources: Int32Array, targets: Int32Array, block_bytes: int) -> BlockRuns:
-        """Block sources[i] to block targets[i]. ValueError where a block is named twice."""
+        """Return the runs that copy block sources[i] to block targets[i]. Raises ValueError if a block is named
+        twice.
+        """
         named = np.concatenate((sources, targets))
         if len(sources) != len(targets) or len(np.unique(named)) != len(named):
             raise ValueError("each block may be a source or a target once, and as many of either are needed")
@@ -69,7 +74,7 @@ class BlockRuns:
 
     @property
     def first_pieces(self) -> Int32Array:
-        """int32 [n + 1]: how many pieces of PIECE_BYTES there are before each run."""
+        """The number of pieces of PIECE_BYTES before each run: int32 [n + 1]."""
         pieces = -(-self.runs[:, 3].astype(np.int64) * self.block_bytes // PIECE_BYTES)
         return np.concatenate(([0], np.cumsum(pieces))).astype(np.int32)
 
@@ -81,32 +86,34 @@ def _merged(is_start: npt.NDArray[np.bool_], *sides: npt.NDArray[np.signedintege
 
 
 class BlockMover:
-    """Queues moves on `blocks` thread blocks in all: few leave the device to a step that runs beside them."""
+    """A queue of moves on `blocks` thread blocks in all: a small number leaves the device to a step that runs beside
+    them.
+    """
 
     def __init__(self, launcher: Launcher, *, blocks: int = 0) -> None:
-        """`blocks`: 0 for two on each multiprocessor."""
+        """Make a mover. `blocks`: 0 for two on each multiprocessor."""
         self._launcher = launcher
         self._blocks = blocks or 2 * launcher.multiprocessors
 
     def gather(self, planes: Any, payloads: Any, runs: BlockRuns, on_device: tuple[Any, Any], **options: int) -> None:
-        """Blocks of the pool into payloads.
+        """Queue a copy of blocks of the pool into payloads.
 
         planes, payloads: uint64 arrays of addresses that the device can read (its own memory, or registered host
-        memory), as are the arrays of addresses themselves. on_device: `runs.runs` and `runs.first_pieces` there.
-        options: `plane_count`, and `stream`.
+        memory); the arrays of addresses themselves must be readable too. on_device: `runs.runs` and `runs.first_pieces`
+        there. options: `plane_count`, and `stream`.
         """
         self._launch("kv_gather_blocks", planes, payloads, runs, on_device, **options)
 
     def scatter(self, planes: Any, payloads: Any, runs: BlockRuns, on_device: tuple[Any, Any], **options: int) -> None:
-        """Payloads into blocks of the pool. As `gather`."""
+        """Queue a copy of payloads into blocks of the pool. For the parameters see `gather`."""
         self._launch("kv_scatter_blocks", planes, payloads, runs, on_device, **options)
 
     def move(self, planes: Any, runs: BlockRuns, on_device: tuple[Any, Any], **options: int) -> None:
-        """Copy blocks within each plane: a fork's copy, or compaction."""
+        """Queue copies of blocks within each plane: a fork's copy, or compaction."""
         self._launch("kv_move_blocks", planes, 0, runs, on_device, **options)
 
     def swap(self, planes: Any, runs: BlockRuns, on_device: tuple[Any, Any], **options: int) -> None:
-        """Let sources and targets change places in each plane."""
+        """Queue swaps: sources and targets change places in each plane."""
         self._launch("kv_swap_blocks", planes, 0, runs, on_device, **options)
 
     def _launch(

@@ -1,8 +1,8 @@
-"""From how many thread blocks on attention is one pass: measured on a device once, and remembered.
+"""The number of thread blocks from which on attention is one pass: measured on a device once, and remembered.
 
-KVENGINE_ATTENTION_CROSSOVER in the environment says it instead, in thread blocks for each multiprocessor; 0: always one
-pass. Owns the measurement and the file of its result, beside compiled kernels, one for each kind of device and program.
-The caller provides memory and the clock.
+KVENGINE_ATTENTION_CROSSOVER in the environment overrides it, in thread blocks for each multiprocessor; 0: always one
+pass. The module owns the measurement and the file of its result, beside compiled kernels, one for each kind of device
+and program. The caller provides memory and the clock.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ _log = logging.getLogger(__name__)
 
 
 def settled(attention: PagedAttention, architecture: str, device: str, measure: Callable[[], Crossover]) -> Crossover:
-    """Return what the environment says, what was measured before, or what `measure` finds; the default where it fails.
+    """Return the environment's value, an earlier measurement, or the result of `measure`; the default if it fails.
 
-    `architecture` as NVRTC names it; `device`: what else its speed depends on. UsageError for a wrong setting.
+    `architecture` as NVRTC names it; `device`: other properties that its speed depends on. Raises UsageError for a
+    wrong setting.
     """
     asked = _asked()
     if asked is not None:
@@ -57,13 +58,17 @@ def settled(attention: PagedAttention, architecture: str, device: str, measure: 
 
 
 def measured(attention: PagedAttention, ratios: Mapping[int, float]) -> Crossover:
-    """By `pass_ratios`. Where partitions are faster for all rows that were tried, one pass is for twice as many."""
+    """Return the crossover that `pass_ratios` show. If partitions are faster for all rows that were tried, it is at
+    twice as many.
+    """
     rows = least_rows(ratios) or 2 * max(ratios)
     return Crossover(attention.blocks_per_multiprocessor(rows))
 
 
 def least_rows(ratios: Mapping[int, float]) -> int | None:
-    """From how many rows on one pass is never slower than partitions; None: it is for the most of them."""
+    """Return the number of rows from which on one pass is never slower than partitions; None: it is slower for the most
+    of them.
+    """
     least = None
     for rows in sorted(ratios, reverse=True):
         if ratios[rows] > 1:
@@ -76,10 +81,10 @@ def pass_ratios(
     attention: PagedAttention, planes: tuple[Any, Any], place: Place, seconds: Callable[[Queue], float], *,
     blocks: int, rows: Sequence[int], context: int = CONTEXT,
 ) -> dict[int, float]:  # fmt: skip
-    """Return how long one pass takes, as a multiple of partitions, by number of rows, each of its own sequence.
+    """Return the time of one pass as a multiple of the time of partitions, by number of rows, each of its own sequence.
 
-    planes: K and V of `blocks` blocks, which are read and hold any numbers. place: a copy of an array in the device's
-    memory. seconds: how long what is queued on a stream takes. Raises what these raise.
+    planes: K and V of `blocks` blocks, which are read and hold any numbers. place: makes a copy of an array in the
+    device's memory. seconds: measures the work that is queued on a stream. Raises their errors.
     """
     shape, most = attention.shape, max(rows)
     width = -(-context // shape.block_tokens)

@@ -1,7 +1,7 @@
-"""Launches the kernels on a CUDA device, and has its L2 cache keep a prefix that the sequences of a batch share.
+"""Launches the kernels on a CUDA device, and lets its L2 cache keep a prefix that the sequences of a batch share.
 
-Owns the loaded modules. It owns no memory of the device. Kernels may be launched from several threads at once: a
-step's, and those that store; all else is for one thread.
+The module owns the loaded modules. It owns no memory of the device. Kernels may be launched from several threads at
+once: a step's thread, and the threads that store; everything else is for one thread.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ _LAUNCHES, _TURNS = 4, 3  # of what is timed: in a graph, and how often that is 
 
 @dataclass(frozen=True, slots=True)
 class CacheWindow:
-    """`nbytes` of device memory at `address`, one range: only blocks that follow each other in the pool can be in
-    it."""
+    """A range of `nbytes` of device memory at `address`: only blocks that follow each other in the pool can be in
+    it.
+    """
 
     address: int
     nbytes: int
@@ -44,8 +45,10 @@ class CacheWindow:
     def of_blocks(
         cls, plane: int, block_bytes: int, blocks: npt.NDArray[np.int32], most_bytes: int
     ) -> CacheWindow | None:
-        """The longest run of consecutive ids among `blocks`, int32 [n] in the order of a block table, in the plane at
-        address `plane`, of at most `most_bytes`; None where not even a block fits. The first of equally long runs."""
+        """Return the longest run of consecutive ids among `blocks`, int32 [n] in the order of a block table, in the
+        plane at address `plane`, of at most `most_bytes`; the first of equally long runs. None if not even a block
+        fits.
+        """
         most = most_bytes // block_bytes if block_bytes > 0 else 0
         if most < 1 or not len(blocks):
             return None
@@ -56,7 +59,7 @@ class CacheWindow:
 
 
 class Device(CudaDevice, Launcher):
-    """Device `index` of this process. Raises CudaError, with what to do, when there is none to use."""
+    """Device `index` of this process. Raises CudaError, with what to do, if there is no usable device."""
 
     def __init__(self, index: int = 0) -> None:
         try:
@@ -99,12 +102,13 @@ class Device(CudaDevice, Launcher):
 
     @property
     def window_bytes(self) -> int:
-        """The most that a window may hold; 0 where the device keeps nothing on request."""
+        """The most bytes that a window may hold; 0 if the device keeps nothing on request."""
         return self.attribute(_MOST_WINDOW) if self.attribute(_MOST_KEPT) else 0
 
     def set_aside_cache(self, nbytes: int) -> int:
-        """Let windows have up to `nbytes` of the L2 cache, which other memory cannot use then; how many the device
-        gives. It counts for the whole context. 0 ends that, and what was kept is kept no longer."""
+        """Let windows have up to `nbytes` of the L2 cache, which other memory cannot use then; return how many the
+        device gives. It counts for the whole context. 0 ends that, and kept memory is kept no longer.
+        """
         self.use_in_this_thread()
         limit = self.driver.CUlimit(_KEPT_LIMIT)
         if self.window_bytes:
@@ -115,8 +119,9 @@ class Device(CudaDevice, Launcher):
         return self._kept_bytes
 
     def keep_in_cache(self, window: CacheWindow | None, *, stream: int) -> None:
-        """Launches on `stream` from here on find `window` in the L2 cache rather than other memory: of a larger one
-        than was set aside, a part. None: no window. `stream` is not the default one. Raises CudaError."""
+        """Let launches on `stream` from here on find `window` in the L2 cache in preference to other memory; of a
+        larger window than was set aside, a part. None: no window. `stream` is not the default one. Raises CudaError.
+        """
         cuda = self.driver
         policy, value = cuda.CUaccessPolicyWindow(), cuda.CUstreamAttrValue()
         policy.hitProp, policy.missProp = map(cuda.CUaccessProperty, (_NORMAL, _NORMAL))
@@ -129,8 +134,9 @@ class Device(CudaDevice, Launcher):
         self.call("cuStreamSetAttribute", cuda.CUstream(stream), cuda.CUstreamAttrID(_WINDOW), value)
 
     def seconds(self, queue: Callable[[int], object]) -> float:
-        """Return how long what `queue(stream)` launches takes, without the time of launches: by events around replays
-        of a CUDA graph, of which the fastest counts. Raises CudaError."""
+        """Return the seconds of the work that `queue(stream)` launches, without the time of launches: by events around
+        replays of a CUDA graph, the fastest of which counts. Raises CudaError.
+        """
         cuda = self.driver
         self.synchronize()  # what is read was written on other streams
         with contextlib.ExitStack() as undo:

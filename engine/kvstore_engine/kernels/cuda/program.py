@@ -1,7 +1,7 @@
-"""What a kernel is compiled from and launched with, and what a cached K/V row looks like to it.
+"""The source and the launch parameters of a kernel, and the layout of a cached K/V row.
 
-Owns the names of element types and the layout of a block (csrc/cache_layout.h). It never calls a driver: `Launcher` is
-what does.
+The module owns the names of element types and the layout of a block (csrc/cache_layout.h). It calls no driver:
+`Launcher` does.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ THREADS = 128  # of a thread block, in every kernel
 
 
 class CudaError(OperationError):
-    """A kernel cannot be compiled or launched here; the message says why and, where it can, what to do."""
+    """A kernel cannot be compiled or launched here; the message says why and, if possible, what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Element:
-    """A type of csrc/elements.h. `scaled`: with one float scale for each token and K/V head."""
+    """A type of csrc/elements.h. `scaled` says that each token and K/V head has one float scale."""
 
     type_name: str
     nbytes: int
@@ -47,11 +47,11 @@ BLOCK_TOKENS = range(8, 129)
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """A layer's K and V as the kernels read and write them. ValueError for what they were not made for.
+    """A layer's K and V as the kernels read and write them. Raises ValueError for shapes that the kernels do not
+    support.
 
-    compute:      type of queries, new keys and values, and results: "f32", "f16" or "bf16".
-    cache:        type of cached elements: the same ones, or "int8" or "fp8" (e4m3), which carry scales.
-    block_tokens: tokens of an engine block, 8 to 128.
+    compute: type of queries, new keys and values, and results: "f32", "f16" or "bf16". cache: type of cached elements:
+    one of these, or "int8" or "fp8" (e4m3), which carry scales. block_tokens: tokens of an engine block, 8 to 128.
     """
 
     query_heads: int
@@ -75,7 +75,7 @@ class CacheShape:
 
     @property
     def group(self) -> int:
-        """Query heads that share one K/V head."""
+        """The number of query heads that share one K/V head."""
         return self.query_heads // self.kv_heads
 
     @property
@@ -84,7 +84,7 @@ class CacheShape:
 
     @property
     def block_bytes(self) -> int:
-        """An engine block in one plane, its scales included."""
+        """The bytes of an engine block in one plane, its scales included."""
         row = self.head_dim * self.element.nbytes + (4 if self.element.scaled else 0)
         return self.block_tokens * self.kv_heads * row
 
@@ -101,12 +101,12 @@ class Program(kvstore_cuda.compiler.Program):
 
 
 class Launcher(ABC):
-    """Compiles programs when they are first needed, keeps them, and queues their kernels."""
+    """A launcher that compiles programs when they are first needed, keeps them, and queues their kernels."""
 
     @property
     @abstractmethod
     def multiprocessors(self) -> int:
-        """Return how many of the device's processors take thread blocks."""
+        """The number of the device's processors that take thread blocks."""
 
     @abstractmethod
     def launch(
@@ -120,8 +120,9 @@ class Launcher(ABC):
 
 
 def address_of(memory: Any) -> int:
-    """Return where an array is: a torch tensor's, a CuPy array's, any `__cuda_array_interface__`'s, or the integer
-    itself."""
+    """Return the address of an array: a torch tensor, a CuPy array, any `__cuda_array_interface__`, or the integer
+    itself.
+    """
     if isinstance(memory, int):
         return memory
     if hasattr(memory, "data_ptr"):
@@ -132,7 +133,9 @@ def address_of(memory: Any) -> int:
 
 
 def aligned(memory: Any, what: str) -> int:
-    """Its address, which the kernels read 16 bytes at a time. ValueError if that cannot be."""
+    """Return the address of `memory`, which the kernels read 16 bytes at a time. Raises ValueError if it is not a
+    multiple of 16.
+    """
     address = address_of(memory)
     if address % 16:
         raise ValueError(f"{what} starts at {address:#x}, which is not a multiple of 16 bytes")

@@ -1,6 +1,6 @@
 """Rotation of new tokens' queries and keys, fused with the write of their K and V into the paged cache.
 
-Owns the argument's layout (csrc/rope_cache.cu). It owns no memory of the device.
+The module owns the argument's layout (csrc/rope_cache.cu). It owns no memory of the device.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ class NewTokens:
 
 
 def turns(positions: int, inverse_frequencies: npt.NDArray[np.float64], scale: float = 1.0) -> npt.NDArray[np.float32]:
-    """Cosines and sines, float32 [positions, len(inverse_frequencies), 2], of angles computed in double precision.
+    """Return cosines and sines, float32 [positions, len(inverse_frequencies), 2], of angles computed in double
+    precision.
 
     A position of 100,000 times a frequency in floats would be wrong by 0.005. `scale`: YaRN's magnitude.
     """
@@ -79,10 +80,12 @@ def turns(positions: int, inverse_frequencies: npt.NDArray[np.float64], scale: f
 
 
 class RopeCache:
-    """Rotates the first `rotary` dimensions; `interleaved`: pairs are neighbours, else halves apart (NeoX)."""
+    """The rotation of the first `rotary` dimensions; `interleaved`: pairs are neighbours, otherwise halves apart
+    (NeoX).
+    """
 
     def __init__(self, launcher: Launcher, shape: CacheShape, *, rotary: int = 0, interleaved: bool = False) -> None:
-        """`rotary`: 0 for all of head_dim."""
+        """Make a rotation. `rotary`: 0 for all of head_dim."""
         rotary = rotary or shape.head_dim
         if rotary % 2 or not 0 < rotary <= shape.head_dim:
             raise ValueError(f"{rotary} rotated dimensions: an even number up to {shape.head_dim} is needed")
@@ -98,7 +101,8 @@ class RopeCache:
     def write(
         self, tokens: NewTokens, rotated: Any, planes: tuple[Any, Any], table: Any, *, stream: int = STREAM_OF_DEFAULT
     ) -> None:
-        """Queue it. rotated: [count, query_heads, head_dim], which may be the queries. table: of `turns`.
+        """Queue the rotation and the write. rotated: [count, query_heads, head_dim], which may be the queries. table:
+        from `turns`.
 
         The caller guarantees that positions are in the table and slots in the pool. Raises ValueError, CudaError.
         """

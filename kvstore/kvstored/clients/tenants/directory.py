@@ -1,7 +1,7 @@
 """Tenants and fingerprints by name and digest.
 
-Blocks on disk carry digests only; `Names` turns them back into names after a restart. Never does: decide what a tenant
-may hold, or hold the secret that keys are made of (`Keyring` does).
+Blocks on disk carry digests only; `Names` gives their names back after a restart. The module does not decide what a
+tenant may hold, and does not hold the secret for keys (`Keyring` does).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _UID_TENANT = re.compile(r"uid-(0|[1-9]\d{0,9})\Z")
 
 @dataclass(frozen=True)
 class Tenant:
-    """`digest` (16 bytes) stands in block headers and in the index; `secret` never leaves the daemon."""
+    """A tenant. `digest` (16 bytes) stands in block headers and in the index; `secret` never leaves the daemon."""
 
     name: str
     digest: bytes
@@ -46,7 +46,9 @@ class Tenant:
 
     @property
     def index_name(self) -> str:
-        """The tenant's name in the residency index and as an owner of arenas: its digest, which outlives labels."""
+        """The tenant's name in the residency index and as an owner of arenas: its digest, which stays when labels
+        change.
+        """
         return self.digest.hex()
 
     def roots(self, fingerprint: Fingerprint) -> list[bytes]:
@@ -55,7 +57,7 @@ class Tenant:
 
 
 def uid_of(name: str) -> int | None:
-    """The uid in the name of an unlisted user's tenant; None for another name."""
+    """Return the uid in the name of an unlisted user's tenant; None for another name."""
     return int(name.removeprefix("uid-")) if _UID_TENANT.match(name) else None
 
 
@@ -68,8 +70,9 @@ def tenant_digest(identity: str) -> bytes:
 
 
 class TenantDirectory:
-    """Resolves callers to tenants; remembers the names behind digests. `listed` and `default` are what the
-    configuration says of tenants."""
+    """The directory of tenants: it finds the tenant of a caller, and remembers the names behind digests. `listed` and
+    `default` are the configuration's tenants.
+    """
 
     def __init__(
         self,
@@ -112,15 +115,17 @@ class TenantDirectory:
                 self._join_family(fingerprint, number)
 
     def relist(self, listed: tuple[TenantSection, ...], default: str) -> None:
-        """Let the configuration's tenants be these. Sessions are the caller's."""
+        """Let `listed` and `default` be the configuration's tenants. The caller handles sessions."""
         left = {section.name for section in self.listed} - {section.name for section in listed}
         self.listed, self.default = listed, default
         for section in (*listed, *map(TenantSection, sorted(left))):
             self._tenant(section)
 
     def resolve(self, peer: Peer) -> Tenant | None:
-        """The tenant of a caller: listed by uid, else by gid, else the default; None = refused, `why_refused` says why.
-        A number that may stand for any user, or any group, selects only a tenant that says `unmapped`."""
+        """Return the tenant of a caller: listed by uid, otherwise by gid, otherwise the default; None if refused, and
+        `why_refused` says why. A number that may stand for any user, or any group, selects only a tenant with
+        `unmapped`.
+        """
         if peer.has_no_uid:
             strangers = next((section for section in self.listed if section.unmapped), None)
             return None if strangers is None else self._callable(strangers)
@@ -141,7 +146,7 @@ class TenantDirectory:
         return known
 
     def why_refused(self, peer: Peer) -> str:
-        """Return a sentence for a caller for whom `resolve` found no tenant: what is wrong, and what to do."""
+        """Return a sentence for a caller for whom `resolve` found no tenant: the reason, and the remedy."""
         if peer.has_no_uid:
             what, number = "user", peer.uid
         elif peer.has_no_gid and any(peer.gid in section.gids for section in self.listed):
@@ -156,8 +161,9 @@ class TenantDirectory:
         )
 
     def named(self, name: str) -> Tenant | None:
-        """The tenant that an operator may hand a token to: a listed one, or, where users are tenants, "uid-N". None
-        where it is closed for now, too."""
+        """Return the tenant that an operator may hand a token to: a listed one, or, if users are tenants, "uid-N". None
+        if there is none, or if it is closed for now.
+        """
         if not self.is_named(name):
             return None
         if (section := self.section(name)) is not None:
@@ -166,17 +172,17 @@ class TenantDirectory:
         return self._tenant(TenantSection(name, uids=() if uid is None else (uid,)))
 
     def is_named(self, name: str) -> bool:
-        """Return whether `named` finds a tenant of this name, if not now then later."""
+        """Return whether `named` finds a tenant of this name, now or later."""
         if (section := self.section(name)) is not None:
             return not self.keyring.is_kept(name) or self._callable(section) is not None
         return self.default != "refuse" and uid_of(name) is not None and self.keyring.identity_of(name) is not None
 
     def section(self, name: str) -> TenantSection | None:
-        """Return what the configuration says of a tenant; None for one that it does not list."""
+        """Return the configuration's section of a tenant; None for a tenant that it does not list."""
         return next((section for section in self.listed if section.name == name), None)
 
     def lister(self, uid: int) -> TenantSection | None:
-        """The tenant that lists a user."""
+        """Return the section of the tenant that lists the user `uid`; None if none does."""
         return next((section for section in self.listed if uid in section.uids), None)
 
     def is_reachable(self, name: str) -> bool:
@@ -187,7 +193,7 @@ class TenantDirectory:
         return self.default != "refuse" and self.lister(uid) is None
 
     def refresh(self, *names: str) -> None:
-        """Names stand for other identities than before; `names` are known from now on."""
+        """Look up the identities of names again, after a change; `names` are known from now on."""
         for name, tenant in list(self._tenants.items()):
             if self.keyring.identity_of(name) is None:
                 del self._tenants[name]
@@ -201,12 +207,12 @@ class TenantDirectory:
         return next((tenant for tenant in self._tenants.values() if tenant.digest == digest), None)
 
     def remote_mode(self, digest: bytes) -> str:
-        """Return what the tenant with this digest says of its blocks in remote tiers; "" where it says nothing."""
+        """Return the setting of the tenant with this digest for its blocks in remote tiers; "" if it has none."""
         tenant = self.by_digest(digest)
         return tenant.limits.remote if tenant is not None else ""
 
     def number(self, name: str, residency: Residency) -> int:
-        """The residency's number of a tenant by name. Raises KVStoreError when there is no such tenant."""
+        """Return the residency's number of a tenant by name. Raises KVStoreError if there is no such tenant."""
         tenant = self._tenants.get(name)
         if tenant is None:
             known = ", ".join(sorted(self._tenants)) or "none yet"
@@ -214,7 +220,7 @@ class TenantDirectory:
         return residency.tenant(tenant.index_name)
 
     def name_of_index(self, index_name: str) -> str:
-        """Return what people call the tenant that the residency index knows by `index_name`."""
+        """Return the name for people of the tenant that the residency index knows by `index_name`."""
         return self.name_of(bytes.fromhex(index_name))
 
     def name_of(self, digest: bytes) -> str:
@@ -225,7 +231,7 @@ class TenantDirectory:
         return list(self._tenants.values())
 
     def remember(self, fingerprint: Fingerprint) -> bytes:
-        """Note a fingerprint so that listings can name it; returns its digest."""
+        """Note a fingerprint so that listings can name it; return its digest."""
         digest = fingerprint.digest()
         self._names.remember(digest, fingerprint)
         number = self._fingerprint_numbers.get(digest)
@@ -234,8 +240,10 @@ class TenantDirectory:
         return digest
 
     def fingerprint_number(self, digest: bytes) -> int:
-        """A small number for a fingerprint digest, stable while the daemon runs. There are so many and no more: who
-        makes up others still stores and finds blocks under them, but listings show those as one."""
+        """Return a small number for a fingerprint digest, stable while the daemon runs. At most
+        MAX_NUMBERED_FINGERPRINTS get one: a client that makes up more still stores and finds blocks under them, but
+        listings show those as one.
+        """
         number = self._fingerprint_numbers.get(digest)
         if number is None:
             number = len(self._digests)
@@ -249,19 +257,20 @@ class TenantDirectory:
         return number
 
     def family(self, fingerprint: Fingerprint | None) -> Set[int]:
-        """Numbers of the fingerprints of the same model's name, account and shard: those that may be meant to be equal.
-        The set grows with them. Empty for None."""
+        """Return the numbers of the fingerprints with this model name, account and shard: they may be meant to be
+        equal. The set grows with them. Empty for None.
+        """
         return frozenset() if fingerprint is None else self._families.get(_family_of(fingerprint), frozenset())
 
     def _join_family(self, fingerprint: Fingerprint, number: int) -> None:
         self._families.setdefault(_family_of(fingerprint), set()).add(number)
 
     def known_number(self, digest: bytes) -> int:
-        """Return the number of a fingerprint that may have none of its own: one that no block has, then."""
+        """Return the number of a fingerprint; if it has none, a number that no block has."""
         return self._fingerprint_numbers.get(digest, UNKNOWN_FINGERPRINT)
 
     def fingerprint_digest(self, number: int) -> bytes:
-        """The inverse of `fingerprint_number`; zeros for what has none of its own."""
+        """Return the digest whose `fingerprint_number` is `number`; zeros if it has no number of its own."""
         return self._digests[number] if number < len(self._digests) else _NO_DIGEST
 
     def fingerprint(self, digest: bytes) -> Fingerprint | None:
@@ -284,8 +293,10 @@ class TenantDirectory:
         return dict(self._names.fingerprints)
 
     def _callable(self, section: TenantSection) -> Tenant | None:
-        """A listed tenant for its callers; None as long as its name stands for what a user stored whom it does not
-        list: `follow_users` ends that; or for what is not on the medium yet, where a restart would not find it."""
+        """Return a listed tenant for its callers. None as long as its name stands for blocks of a user whom it does not
+        list (`follow_users` ends that), or as long as its identity is not on the medium, where a restart would not
+        find it.
+        """
         uid = uid_of(self.keyring.claim(section.name))
         if not self.keyring.is_kept(section.name):
             return None

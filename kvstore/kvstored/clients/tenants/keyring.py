@@ -1,11 +1,11 @@
-"""The secret behind all root keys, and which identity each tenant's name stands for.
+"""The secret behind all root keys, and the identity of each tenant's name.
 
-Owns STATE/secret, STATE/identity.json and its copy in the NVMe directory (see kvstore_proto.state_identity). An
-identity is what digests and keys of a tenant are made of: mostly its name, but data follows a tenant that gets another.
-Refuses a secret that is not the one that blocks were stored under. Never drops a block: says what is out of reach.
-Invariants: no two names stand for one identity; what a name stands for is on the medium before anything is stored under
-it; a new secret is on the medium before a check value of it, and the state's own check value is written last, so that a
-crash in between ends in a refusal or in what was before.
+The module owns STATE/secret, STATE/identity.json and its copy in the NVMe directory (see kvstore_proto.state_identity).
+Digests and keys of a tenant are made of its identity: mostly its name, but blocks follow a tenant that gets another
+name. A secret that is not the blocks' own is refused. The module drops no block: it reports what is out of reach.
+Invariants: no two names have one identity; a name's identity is on the medium before anything is stored under it; a new
+secret is on the medium before a check value of it, and the state's own check value is written last, so that a crash in
+between ends in a refusal or in the former state.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ failpoints.declare("keyring.nvme-marked", "the NVMe directory has the check valu
 
 
 class Keyring:
-    """`dram_is_lost`, `nvme_is_lost`: nothing reaches what is there, and the caller drops it before `settle`. Raises
-    ConfigError for a secret that is not the one of the blocks, unless `new_secret`; OSError."""
+    """The keyring. `dram_is_lost`, `nvme_is_lost`: nothing reaches the blocks there, and the caller drops them before
+    `settle`. Raises ConfigError for a secret that is not the one of the blocks, unless `new_secret`; OSError.
+    """
 
     def __init__(
         self,
@@ -49,7 +50,7 @@ class Keyring:
         given: bytes | None = None,
         unsaved: Unsaved | None = None,
     ) -> None:
-        """`given`: the secret to have, of a cluster."""
+        """Read or make the secret. `given`: the secret to use, a cluster's."""
         self._unsaved = unsaved or Unsaved()
         self._writing = threading.Lock()
         self._is_behind = False
@@ -83,22 +84,24 @@ class Keyring:
             failpoints.hit("keyring.secret-written")
 
     def identity_of(self, name: str) -> str | None:
-        """Return what a tenant's name stands for; None where its own name is another tenant's identity."""
+        """Return the identity of a tenant's name; None if the name itself is another tenant's identity."""
         bound = self._identities.get(name)
         if bound is not None:
             return bound
         return None if name in self._names else name
 
     def holder(self, identity: str) -> str | None:
-        """The name that stands for an identity which is not its own."""
+        """Return the name that has an identity other than itself, namely `identity`; None if there is none."""
         return self._names.get(identity)
 
     def bound(self) -> dict[str, str]:
-        """The identities of the names that stand for another than their own."""
+        """Return the identities of the names that have an identity other than themselves."""
         return dict(self._identities)
 
     def claim(self, name: str) -> str:
-        """`identity_of`, or a new one that nothing was ever stored under. `settle` before it is used."""
+        """Return the name's identity, or a new one that nothing was ever stored under. Call `settle` before it is
+        used.
+        """
         found = self.identity_of(name)
         if found is None:
             found = f"{name}/{os.urandom(8).hex()}"  # no name has a slash in it
@@ -106,18 +109,21 @@ class Keyring:
         return found
 
     def bind(self, name: str, identity: str) -> None:
-        """`name` stands for `identity` from now on, and for nothing else. `settle` before it is used. Raises
-        RuntimeError where another name stands for it."""
+        """Give `name` the identity `identity`, and no other. Call `settle` before it is used. Raises RuntimeError if
+        another name has it.
+        """
         if self._names.get(identity, name) != name:
             raise RuntimeError(f"{identity!r} is the identity of {self._names[identity]!r}")
         self.adopt(self.bound_so(name, identity))
 
     def release(self, name: str) -> None:
-        """`name` stands for its own identity again, if that is no other's by now. `settle` before it is used."""
+        """Let `name` be its own identity again, unless another name has that by now. Call `settle` before it is
+        used.
+        """
         self.adopt({other: identity for other, identity in self._identities.items() if other != name})
 
     def bound_so(self, name: str, identity: str) -> dict[str, str]:
-        """`bound` as it is when `name` alone stands for `identity`: to be written, then adopted."""
+        """Return `bound` as it would be if `name` alone had `identity`: to be written, then adopted."""
         kept = {other: its for other, its in self._identities.items() if other != name and its != identity}
         return kept if identity == name else {**kept, name: identity}
 
@@ -131,20 +137,21 @@ class Keyring:
 
     @property
     def is_settled(self) -> bool:
-        """True if the medium says what every name stands for."""
+        """True if the identity of every name is on the medium."""
         return self._kept == self._identities
 
     def is_kept(self, name: str) -> bool:
-        """Return whether the medium says what this name stands for, as far as could be seen."""
+        """Return whether the identity of this name is on the medium, as far as could be seen."""
         return not self._is_behind or self._kept.get(name) == self._identities.get(name)
 
     def settle(self) -> None:
-        """Say on the medium whose blocks these are. Raises OSError."""
+        """Write to the medium whose blocks these are. Raises OSError."""
         self.write(self._identities)
 
     def begin(self) -> None:
-        """`settle` at a start, which goes on where the secret was there before: names that stand for what the medium
-        does not say are closed until `run` has written it. Raises OSError under a new secret."""
+        """Do `settle` at a start, which goes on if the secret was there before: names whose identities are not on the
+        medium are closed until `run` has written them. Raises OSError under a new secret.
+        """
         try:
             self.settle()
         except OSError as error:
@@ -156,7 +163,7 @@ class Keyring:
             )
 
     async def run(self) -> None:
-        """A task: what could not be written is tried again."""
+        """Retry failed writes. Runs as a task."""
         while True:
             await asyncio.sleep(RETRY_S)
             if self._is_behind:
@@ -170,13 +177,16 @@ class Keyring:
                 log.debug("%s cannot be written: %s", self.path, error)
 
     def write(self, identities: dict[str, str]) -> None:
-        """`settle` with identities that are yet to be adopted. Waits for a device. Raises OSError: then what was there
-        stands."""
+        """Write identities that will be adopted afterwards. Waits for a device. Raises OSError: then the former file
+        stands.
+        """
         with self._writing:
             self._write(identities)
 
     def require_room(self) -> None:
-        """Write what the medium says once more. Waits for a device. Raises OSError: nothing new could be written."""
+        """Write the medium's content once more. Waits for a device. Raises OSError: then nothing new could be written
+        either.
+        """
         with self._writing:
             replace_file(self.path, self._content(self._kept))
 
@@ -208,7 +218,7 @@ class Keyring:
 
 
 def _write_secret(state_dir: Path, secret: bytes) -> None:
-    """Raises OSError: no key is made of a secret that a restart would not find."""
+    """Write the secret. Raises OSError: no key is made of a secret that a restart would not find."""
     path = state_dir / SECRET_FILE
     try:
         replace_file(path, secret)

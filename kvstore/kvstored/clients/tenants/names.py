@@ -18,7 +18,7 @@ Entry = tuple[bytes, bytes]
 
 
 def is_plain(name: str) -> bool:
-    """Return whether it can be a tenant's name, listed or made of a user's number."""
+    """Return whether `name` can be a tenant's name, listed or made of a user's number."""
     return name.isascii() and name.isprintable()
 
 

@@ -1,4 +1,4 @@
-"""What the kernel says about the other end of a Unix socket. Nothing here comes from a field a caller fills in."""
+"""The kernel's description of the other end of a Unix socket. No field here is filled in by the caller."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ _UCRED = struct.Struct("3i")
 
 @dataclass(frozen=True)
 class Peer:
-    """The process that connected, as it was at that moment: what it becomes later does not count.
+    """The process that connected, as it was at that moment; later changes do not count.
 
-    `pid` is 0 when the caller lives in a pid namespace that we cannot see into. `cgroup` is "" where it is not known.
-    `has_no_uid`, `has_no_gid`: the number stands for any that our user namespace does not map. `gid` is the primary
-    group; others do not count."""
+    `pid` is 0 if the caller lives in a pid namespace that this process cannot see into. `cgroup` is "" if unknown.
+    `has_no_uid`, `has_no_gid`: the number stands for any user or group that this process's user namespace does not map.
+    `gid` is the primary group; others do not count.
+    """
 
     pid: int
     uid: int
@@ -33,7 +34,7 @@ class Peer:
 
 
 def read_peer(connection: socket.socket) -> Peer:
-    """Raises OSError only when the socket itself is broken."""
+    """Return the peer of a connection. Raises OSError only if the socket itself is broken."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
     pid, uid, gid = _UCRED.unpack(raw)
     return Peer(
@@ -47,13 +48,13 @@ def read_peer(connection: socket.socket) -> Peer:
 
 
 def ourselves() -> Peer:
-    """Return what a daemon would read about this process."""
+    """Return the peer that a daemon would read for this process."""
     uid, gid = os.geteuid(), os.getegid()
     return Peer(os.getpid(), uid, gid, has_no_uid=is_unmapped("uid", uid), has_no_gid=is_unmapped("gid", gid))
 
 
 def has_exited(peer: Peer) -> bool:
-    """Return whether the process is certainly over, and all that it had mapped; False where that cannot be known."""
+    """Return whether the process is certainly over, with everything it had mapped; False if that cannot be known."""
     if peer.pid <= 0:
         return False
     try:
@@ -71,7 +72,7 @@ def has_exited(peer: Peer) -> bool:
 
 
 def _cgroup_of(connection: socket.socket, pid: int) -> str:
-    """The caller's cgroup; "" where it cannot be known: the caller has exited, or we cannot see its process."""
+    """Return the caller's cgroup; "" if it cannot be known: the caller has exited, or this process cannot see it."""
     try:
         pidfd = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
     except OSError:  # before Linux 6.5: who connected may have exited, and another have its number
@@ -88,8 +89,9 @@ def _cgroup_of(connection: socket.socket, pid: int) -> str:
 
 
 def _pid_in_proc(pidfd: int) -> int:
-    """The number of a process in the pid namespace of /proc, which need not be ours. Raises ValueError where it has
-    none."""
+    """Return the number of a process in the pid namespace of /proc, which may differ from the daemon's. Raises
+    ValueError if it has none.
+    """
     for line in Path(f"/proc/self/fdinfo/{pidfd}").read_text().splitlines():
         if line.startswith("Pid:") and (pid := int(line.removeprefix("Pid:"))) > 0:
             return pid
@@ -97,8 +99,9 @@ def _pid_in_proc(pidfd: int) -> int:
 
 
 def read_cgroup(proc: Path, pid: int) -> str:
-    """Return the cgroup of a process: the one that names a container, where a hierarchy of version 1 does; else the
-    unified one. Raises OSError."""
+    """Return the cgroup of a process: the one that names a container in a version 1 hierarchy, otherwise the unified
+    one. Raises OSError.
+    """
     lines = (proc / str(pid) / "cgroup").read_text(errors="replace").splitlines()
     paths = [line.split(":", 2)[2].removesuffix(" (deleted)") for line in lines if line.count(":") >= 2]
     return next((path for path in reversed(paths) if container_of(path)), paths[-1] if paths else "")

@@ -1,10 +1,9 @@
-"""Stored blocks that no caller can reach, because the configuration calls their users by another name, and blocks that
-follow their user to a new name by themselves.
+"""Stored blocks that no caller can reach, because the configuration gives their users another tenant name, and the
+automatic move of blocks to their user's new name.
 
-The rule: what user N stored as tenant uid-N is never given to a tenant that does not list N. A tenant that is newly
-listed with that user alone takes it over; where others can be that tenant too, or have a token for either, only an
-operator may say so (operations/rename.py).
-Never drops a block. Runs at the start, before any client is served.
+The rule: blocks that user N stored as tenant uid-N are never given to a tenant that does not list N. A tenant that is
+newly listed with that user alone takes them over. If others can be that tenant too, or have a token for either, only an
+operator may do so (operations/rename.py). No block is dropped. Runs at the start, before any client is served.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ log = logging.getLogger(__name__)
 
 
 class StoredAmounts:
-    """The amounts stored under identities, as they are at the moment."""
+    """The amounts stored under identities at the moment."""
 
     def __init__(self, residency: Residency) -> None:
         self._residency = residency
         self._numbers = {index.name: number for number, index in enumerate(residency.tenants)}
 
     def number(self, identity: str) -> int | None:
-        """The residency's number of an identity; None where nothing was ever stored under it."""
+        """Return the residency's number of an identity; None if nothing was ever stored under it."""
         return self._numbers.get(tenant_digest(identity).hex())
 
     def blocks(self, identity: str) -> int:
@@ -39,7 +38,7 @@ class StoredAmounts:
         return 0 if number is None else self._residency.tenant_blocks(number)
 
     def nbytes(self, identity: str) -> int:
-        """Return the bytes in the tier that has most of it."""
+        """Return the bytes of an identity's blocks in the tier that has most of them."""
         number, tiers = self.number(identity), range(len(self._residency.tiers))
         return 0 if number is None else max(self._residency.tenant_bytes(number, tier) for tier in tiers)
 
@@ -49,8 +48,10 @@ class StoredAmounts:
 
 
 def follow_users(tenants: TenantDirectory, residency: Residency, with_tokens: frozenset[str] = frozenset()) -> None:
-    """Names stand for what their users stored, as far as the rule goes; on the medium when it returns. `with_tokens`:
-    names of tenants that others than their users can be. Raises OSError, with names as they were."""
+    """Give names the identities of their users' blocks, as far as the rule allows; they are on the medium when this
+    returns. `with_tokens`: names of tenants that others than their users can be. Raises OSError, with names as they
+    were.
+    """
     keyring, stored = tenants.keyring, StoredAmounts(residency)
     before = keyring.bound()
     known = [f"uid-{uid}" for section in tenants.listed for uid in section.uids]
@@ -82,7 +83,7 @@ def follow_users(tenants: TenantDirectory, residency: Residency, with_tokens: fr
 
 
 def out_of_reach(tenants: TenantDirectory, residency: Residency) -> list[str]:
-    """A sentence for each tenant that has blocks and no callers: why, and what to do."""
+    """Return a sentence for each tenant that has blocks and no callers: the reason, and the remedy."""
     stored = StoredAmounts(residency)
     found = []
     for tenant in tenants.all():
@@ -98,7 +99,7 @@ def out_of_reach(tenants: TenantDirectory, residency: Residency) -> list[str]:
 
 
 def _to_take_over(section: TenantSection, tenants: TenantDirectory, stored: StoredAmounts) -> str | None:
-    """The identity of the one user that a tenant lists, if it has blocks and the tenant has none."""
+    """Return the identity of the one user that a tenant lists, if it has blocks and the tenant has none."""
     keyring = tenants.keyring
     if (
         len(section.uids) != 1
@@ -113,7 +114,7 @@ def _to_take_over(section: TenantSection, tenants: TenantDirectory, stored: Stor
 
 
 def _reasons(name: str, tenants: TenantDirectory) -> Iterator[tuple[str, str]]:
-    """Return why no caller is this tenant, and which one is in its place."""
+    """Yield reasons why no caller is this tenant, each with the tenant that is in its place."""
     uid = uid_of(name)
     if uid is None:
         if tenants.section(name) is None:

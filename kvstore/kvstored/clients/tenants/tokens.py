@@ -1,7 +1,7 @@
 """Bearer tokens: the identity of callers that the kernel cannot name, over TCP.
 
-Owns what the tokens file says: SHA-256 digests, never tokens. A token is looked for among all digests in a time that
-reveals nothing about how near it came. Never decides what a tenant may do.
+The module owns the content of the tokens file: SHA-256 digests, never tokens. A token is compared with all digests in a
+time that does not depend on how much of it is right. The module does not decide what a tenant may do.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _DIGEST = re.compile(r"[0-9A-Fa-f]{64}\Z")
 
 
 class Tokens:
-    """Digests and the names of whose they are. `tenant_of` is given the token as the caller sent it."""
+    """Digests of tokens and the names of their tenants. `tenant_of` takes the token as the caller sent it."""
 
     def __init__(self, entries: list[tuple[bytes, str]], find_tenant: Callable[[str], Tenant | None]) -> None:
         self._entries = entries
@@ -46,14 +46,16 @@ class Tokens:
 def load_tokens(
     path: Path, find_tenant: Callable[[str], Tenant | None], is_tenant: Callable[[str], bool] | None = None
 ) -> Tokens:
-    """Return the tokens of a file. `is_tenant(name)`: whether `find_tenant` finds one, if not now then later. Raises
-    ConfigError as `read_tokens` does."""
+    """Return the tokens of a file. `is_tenant(name)`: whether `find_tenant` finds one, now or later. Raises ConfigError
+    as `read_tokens` does.
+    """
     return Tokens(read_tokens(path, is_tenant or (lambda name: find_tenant(name) is not None)), find_tenant)
 
 
 def read_tokens(path: Path, is_tenant: Callable[[str], bool]) -> list[tuple[bytes, str]]:
-    """Digests of tokens and the tenants' names. Raises ConfigError that names the line: who can read the file, its
-    form, a tenant that there is not."""
+    """Return digests of tokens and the tenants' names. Raises ConfigError that names the line: others can read the
+    file, its form is wrong, or a tenant does not exist.
+    """
     entries: list[tuple[bytes, str]] = []
     seen: dict[bytes, int] = {}
     for number, line in enumerate(read_private_lines("unary.tokens_file", path), 1):
@@ -82,8 +84,9 @@ def read_tokens(path: Path, is_tenant: Callable[[str], bool]) -> list[tuple[byte
 
 
 def names_in(path: Path | None) -> frozenset[str]:
-    """Return the tenants that a tokens file names, before it is looked at closely; none without a file. Raises
-    ConfigError for one that cannot be read: then it is not known who else is which tenant."""
+    """Return the tenants that a tokens file names, before it is checked closely; none without a file. Raises
+    ConfigError for a file that cannot be read: then the other holders of tokens are unknown.
+    """
     try:
         lines = path.read_text(errors="replace").splitlines() if path is not None else []
     except OSError as error:

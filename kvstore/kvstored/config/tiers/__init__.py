@@ -1,6 +1,6 @@
 """The kinds of tier, in the order of the tiers: the fastest first. A GPU may also stand before the kind "shared".
 
-A new kind costs its file, its import and its entry in `KINDS`.
+A new kind needs its file, its import and its entry in `KINDS`.
 """
 
 from typing import Final

@@ -1,7 +1,7 @@
-"""The settings of a tier of any kind: the settings that all have, and what a kind adds.
+"""The settings of a tier of any kind: the common settings, and the parts that a kind adds.
 
-A kind is a file of this package: the keys that its tiers have, their meaning, how one is opened. `KINDS` lists
-them. A kind imports the code of its tiers when it opens one, not before: the configuration is read first of all.
+A kind is a file of this package: the keys of its tiers, their meaning, and the function that opens one. `KINDS` lists
+them. A kind imports the code of its tiers only when it opens one: the configuration is read first of all.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ class Machine:
 
 @dataclass(frozen=True)
 class Cluster:
-    """The needs of a tier on another machine: the secret of the node or its cluster, and what a tenant's section says
-    of remote tiers, by its digest ("" where it says nothing)."""
+    """The needs of a tier on another machine: the secret of the node or its cluster, and the setting of a tenant's
+    section for remote tiers, by its digest ("" if it has none).
+    """
 
     secret: bytes
     mode_of: Callable[[bytes], str]
@@ -50,9 +51,10 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Start:
-    """The things that a start of the daemon has for a tier to open with: the witness of memory that a restart keeps,
-    the number of the first new one, that of the first chunk of device memory of this tier, an early scan of the NVMe
-    directory, and the cluster."""
+    """The inputs for opening a tier at a start of the daemon: the witness of memory that a restart keeps, the number of
+    the first new arena and of the first chunk of device memory of this tier, an early scan of the NVMe directory,
+    and the cluster.
+    """
 
     witness: ChunkWitness | None = None
     first_arena: int = 1
@@ -63,7 +65,7 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True)
 class TierSection(ABC):
-    """One tier. `policy`, `ttl_s` and `keep_worth` say what leaves it, and when."""
+    """One tier. `policy`, `ttl_s` and `keep_worth` decide which blocks leave it, and when."""
 
     KIND: ClassVar[str]
     MOST: ClassVar[int] = 1  # tiers of this kind
@@ -84,10 +86,12 @@ class TierSection(ABC):
     @classmethod
     @abstractmethod
     def read(cls, name: str, table: Table, machine: Machine) -> Self:
-        """Make a section of the keys of reference.toml or `DEFAULTS`, every one of them there. Raises ConfigError."""
+        """Make a section from the keys of reference.toml or `DEFAULTS`, every one of them present. Raises
+        ConfigError.
+        """
 
     def check(self, machine: Machine) -> None:
-        """Raises ConfigError for what cannot be."""
+        """Check the settings. Raises ConfigError for impossible values."""
         need(
             self.policy not in FOR_STUDIES,
             f"{self.name}.policy: {self.policy!r} is for studies (kvstored simulate --policy {self.policy}); "
@@ -98,12 +102,12 @@ class TierSection(ABC):
 
     @abstractmethod
     def open(self, start: Start) -> Tier:
-        """Raises what the tier raises where it cannot be opened. The caller closes it."""
+        """Open the tier. Raises the tier's errors. The caller closes it."""
 
     @property
     @abstractmethod
     def place(self) -> str:
-        """Return where its blocks are, for a listing."""
+        """The place of its blocks, for a listing."""
 
     def _need_amount(self, key: str, value: float, unit: str) -> None:
         need(
@@ -119,7 +123,7 @@ class TierSection(ABC):
         )
 
     def _need_one(self, key: str, nbytes: int, staging_bytes: int = 0) -> None:
-        """Raise ConfigError where an arena or slab does not fit."""
+        """Raise ConfigError if an arena or slab does not fit."""
         less = f" less staging {human_bytes(staging_bytes)}" if staging_bytes else ""
         need(
             self.capacity_bytes - staging_bytes >= nbytes,
@@ -158,7 +162,9 @@ def coding_of(codec: str, staging_bytes: int) -> Coding:
 
 
 def container(name: str, table: Table, key: str, capacity_bytes: int) -> int:
-    """Bytes of an arena or slab: `auto` is small enough that a block of a new size takes little of the tier."""
+    """Return the bytes of an arena or slab. `auto` is small enough that a block of a new size takes little of the
+    tier.
+    """
     if table[key] != AUTO:
         nbytes = size(name, table, key)
         need(nbytes >= MIN_CONTAINER_BYTES, f"{name}.{key} must be at least 1MiB")

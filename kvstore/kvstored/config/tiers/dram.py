@@ -1,4 +1,4 @@
-"""Kind "shared": DRAM in arenas that clients map. The first tier; a put writes into it, a get leases from it.
+"""Kind "shared": DRAM in arenas that clients map. A put writes into this tier, and a get leases from it.
 
 Kind "memory": slower memory between that tier and the durable one, on a NUMA node or anywhere.
 """
@@ -27,7 +27,7 @@ _NODES = Path("/sys/devices/system/node")
 
 @dataclass(frozen=True, kw_only=True)
 class SharedSection(TierSection):
-    """Volatile, unless a restart keeps it."""
+    """A tier in shared DRAM. Volatile, unless a restart keeps it."""
 
     KIND: ClassVar[str] = "shared"
 

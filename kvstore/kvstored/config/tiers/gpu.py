@@ -1,7 +1,7 @@
 """Kind "gpu": the memory of a CUDA device. A process of its own does the copies.
 
-It stands behind the tier that clients map, as a place for what is evicted there, or before it, with copies of what is
-used often.
+The tier stands behind the tier that clients map, as a place for blocks evicted there, or before it, with copies of
+blocks that are used often.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ LINK_SHARE = 0.25  # chosen, not measured: the rest of the link is for requests 
 
 @dataclass(frozen=True, kw_only=True)
 class GpuSection(TierSection):
-    """Volatile. `device`: counted from 0, as the CUDA driver counts. `admission`: which blocks get a copy in a tier
-    before the host's. `rate_bytes` bounds copies that no request waits for; None: `LINK_SHARE` of what the link is seen
-    to move, 0: no limit. `verify`: on the device, what was copied there. `from_nvme`: how a tier before the host's gets
-    blocks that NVMe alone has, past DRAM. `register_host`: whether DRAM is registered with the device, which copies it
-    in place then."""
+    """A tier in a GPU's memory. Volatile. `device`: counted from 0, as the CUDA driver counts. `admission`: which
+    blocks get a copy in a tier before the host's. `rate_bytes` bounds copies that no request waits for, in bytes a
+    second; None: `LINK_SHARE` of the link's observed speed, 0: no limit. `verify`: check copied blocks on the
+    device. `from_nvme`: the way by which a tier before the host's gets blocks that only NVMe has, past DRAM.
+    `register_host`: register DRAM with the device, which then copies it in place.
+    """
 
     KIND: ClassVar[str] = "gpu"
     MOST: ClassVar[int] = 8
@@ -85,7 +86,9 @@ class GpuSection(TierSection):
         super().check(machine)
 
     def open(self, start: Start) -> GpuTier:
-        """Empty. Waits for its worker, and raises ConfigError where there is no such device or no driver."""
+        """Open the tier, empty. Waits for its worker process, and raises ConfigError if there is no such device or no
+        driver.
+        """
         from kvstore_proto.arena import DEVICE_ARENAS
         from kvstore_tiers.gpu import GpuTier, WorkerSettings
 

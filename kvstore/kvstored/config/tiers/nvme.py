@@ -1,4 +1,4 @@
-"""Kind "nvme": slabs on a file system, by direct I/O. Durable: what it has outlives the daemon."""
+"""Kind "nvme": slabs on a file system, by direct I/O. Durable: its blocks outlive the daemon."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class NvmeSection(CodedSection):
 
 
 def _file_system_bytes(path: Path) -> int:
-    """0 where that is not known."""
+    """Return the size of the file system; 0 if unknown."""
     for candidate in (path, *path.parents):
         try:
             stat = os.statvfs(candidate)

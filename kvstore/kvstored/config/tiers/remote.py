@@ -29,8 +29,10 @@ _LINE = re.compile(r"([a-z_]+)\s*=\s*(\S.*?)\s*\Z")
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteSection(TierSection):
-    """`capacity_bytes`: of the blocks that this node expects to find there. `share`, `admission`, `rate_bytes`: which
-    blocks are written there, and how fast; 0 is no limit. `exchange_bytes`: memory shared with the worker process."""
+    """A tier on a remote store. `capacity_bytes`: the bytes of the blocks that this node expects to find there.
+    `share`, `admission`, `rate_bytes`: which blocks are written there, and how fast (bytes a second; 0 is no limit).
+    `exchange_bytes`: memory shared with the worker process.
+    """
 
     KIND: ClassVar[str] = "remote"
     MOST: ClassVar[int] = 2
@@ -82,8 +84,9 @@ class RemoteSection(TierSection):
             need(not mistake, f"{name}.url: {mistake}")
 
     def _wrong_option(self) -> str:
-        """Return what the library of an object store does not understand in the URL. The other drivers have few
-        options, and a worker that refuses them says so in the log."""
+        """Return the option in the URL that the library of an object store does not understand; "" if there is none.
+        The other drivers have few options, and a worker that refuses them says so in the log.
+        """
         from kvstore_tiers.remote.check import mistake_in
         from kvstore_tiers.remote.drivers import DRIVERS
 
@@ -92,8 +95,9 @@ class RemoteSection(TierSection):
         return mistake_in(self.url) if parts.query and is_asked else ""
 
     def open(self, start: Start) -> KeyedTier:
-        """Its worker process is started; the store need not be reachable. Raises ConfigError for a credentials file
-        that cannot be used."""
+        """Open the tier and start its worker process; the store need not be reachable. Raises ConfigError for a
+        credentials file that cannot be used.
+        """
         from kvstore_tiers.keyed import KeyedTier
         from kvstore_tiers.remote.store import RemoteStore
 
@@ -117,7 +121,7 @@ class RemoteSection(TierSection):
 
 
 def read_credentials(setting: str, path: Path | None) -> dict[str, str]:
-    """The lines `name = value` of a file; none without a file. Raises ConfigError that names `setting`."""
+    """Return the lines `name = value` of a file; none without a file. Raises ConfigError that names `setting`."""
     if path is None:
         return {}
     found: dict[str, str] = {}

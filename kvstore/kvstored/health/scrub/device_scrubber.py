@@ -1,9 +1,9 @@
-"""Passes over device memory that clients may import: the device checksums block by block, and what does not hold is
+"""Passes over device memory that clients may import: the device checksums block by block, and a damaged copy is
 dropped, so that no further lease is given on it.
 
-Clients read such a copy without the daemon, and CUDA cannot forbid an importer to write: nothing else would find that.
-Owns the pass, not the check (`DeviceCheck`). No payload is moved: a tier whose device computes no checksums is left
-out.
+Clients read these copies without the daemon, and CUDA cannot forbid an importer to write: no other check would find the
+damage. The module owns the pass, not the check (`DeviceCheck`). No payload is moved: a tier whose device computes no
+checksums is left out.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SLICE_ROWS = 4096  # looked through in one piece
 
 
 class DeviceScrubber:
-    """Scrubs the tiers of `store` whose memory clients may import. `run` is a task until it is cancelled."""
+    """The scrubber of the tiers of `store` whose memory clients may import. `run` is a task until it is cancelled."""
 
     def __init__(self, store: Store) -> None:
         self._settings = store.config.scrub
@@ -35,7 +35,7 @@ class DeviceScrubber:
             await asyncio.sleep(self._settings.interval_s)
 
     async def scrub(self) -> None:
-        """One pass, at the scrubber's rate."""
+        """Do one pass, at the scrubber's rate."""
         for position, tier in self._check.tiers.items():
             for first in range(0, len(self._residency.rows.mask), SLICE_ROWS):
                 mask = np.frombuffer(bytes(self._residency.rows.mask[first : first + SLICE_ROWS]), np.uint8)

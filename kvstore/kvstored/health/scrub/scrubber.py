@@ -1,9 +1,9 @@
-"""The daemon's end of the scrubber: starts the worker, verifies what it reports, and ends it with the daemon.
+"""The daemon's end of the scrubber: it starts the worker, verifies its suspects, and ends it with the daemon.
 
-Owns the child process and its report. A suspect is looked up in the index (the slot may hold another block by
-now) and verified through the daemon's own read path; only what fails there too is damage. A record that does not hold
-is no danger to readers, but its block would be lost at the next start: the record is written again.
-A worker that dies is started again, at most `RESTARTS` times in `RESTARTS_IN_S`.
+The module owns the child process and its report. A suspect is looked up in the index (the slot may hold another block
+by now) and verified through the daemon's own read path; it is damage only if it fails there too. A damaged record is no
+danger to readers, but its block would be lost at the next start: the record is written again. A worker that dies is
+started again, at most `RESTARTS` times in `RESTARTS_IN_S`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ ENDING_S = 5.0
 
 @dataclass
 class ScrubReport:
-    """`state`: off | starting | waiting | reading | failed. Times are wall-clock seconds, 0 for never."""
+    """The scrubber's report. `state`: off | starting | waiting | reading | failed. Times are wall-clock seconds, 0 for
+    never.
+    """
 
     state: str = "off"
     pid: int = 0
@@ -48,16 +50,18 @@ class ScrubReport:
 
 
 class Verification:
-    """Verifies one block on NVMe through the daemon's own read path, at the priority of maintenance. Owns a buffer of
-    one block for as long as that runs; what it reads is discarded. Invariant: the row is pinned while its slot is read,
-    so the answer is about that very block."""
+    """A verification of one block on NVMe through the daemon's own read path, at the priority of maintenance. It has a
+    buffer of one block for that time, and discards the bytes. Invariant: the row is pinned while its slot is read,
+    so the answer is about that very block.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
     async def verify(self, row: int) -> Outcome | None:
-        """Return how reading the NVMe copy of `row` ended, None when that cannot be said now. A bad one is dealt
-        with; the breaker judges these reads as all others."""
+        """Return how reading the NVMe copy of `row` ended, None if that cannot be said now. A bad copy is dealt with;
+        the breaker judges these reads as all others.
+        """
         residency, nvme, breaker = self._store.residency, self._store.nvme, self._store.breaker
         if nvme is None or breaker is None or not breaker.serves_reads:
             return None

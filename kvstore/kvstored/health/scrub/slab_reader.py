@@ -1,7 +1,7 @@
 """Reads live slots while the daemon writes them: direct I/O, read-only, and no false alarm.
 
-Owns the one rule that makes this sound without a lock: the daemon overwrites a slot's record before it overwrites the
-slot. So a slot is suspect only if the same live record stood before and after it was read.
+One rule makes this sound without a lock: the daemon overwrites a slot's record before it overwrites the slot. So a slot
+is suspect only if an unchanged live record stood before and after it was read.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _RECORDS_A_READ = 4096
 
 @dataclass(frozen=True, slots=True)
 class Suspect:
-    """A slot whose bytes are not what its live record says, or whose record does not hold (`key` is empty then)."""
+    """A slot whose bytes differ from its live record, or whose record is damaged (`key` is empty then)."""
 
     slab: int
     slot: int
@@ -48,7 +48,7 @@ class Suspect:
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """One slot was looked at. `next_slot` is where to go on after it."""
+    """The reading of one slot. `next_slot` is the slot to go on with after it."""
 
     slab: int
     next_slot: int
@@ -66,7 +66,7 @@ class SlabReader:
         self._buffer = AlignedBuffer(0)
 
     def visits(self, first: int) -> Iterator[Visit]:
-        """Every live slot from `first` on. A file that went away, or has no superblock now, has none."""
+        """Yield every live slot from `first` on. A file that went away, or has no superblock now, has none."""
         with suppress(FileNotFoundError, DirectoryError):
             superblock = find_superblock(self._path)
             if isinstance(superblock, str):
@@ -108,14 +108,14 @@ class SlabReader:
         return nbytes, Suspect(self._number, index, offset, named.generation, named.key.hex(), reason)
 
     def _suspect_record(self, superblock: Superblock, record_fd: int, index: int, record: bytes) -> Suspect | None:
-        """A record that does not hold, unless it is being written, or the slab is getting another geometry."""
+        """Return a damaged record as a suspect, unless it is being written, or the slab is getting another geometry."""
         again = find_superblock(self._path)
         if _record(record_fd, index) != record or again != superblock:
             return None
         return Suspect(self._number, index, superblock.slot_offset(index), 0, "", "the record does not hold")
 
     def _judge(self, slot_fd: int, superblock: Superblock, index: int, nbytes: int, record: bytes) -> str:
-        """Return what is wrong with a slot's bytes; empty when nothing is."""
+        """Return the fault of a slot's bytes; "" if there is none."""
         if self._buffer.nbytes < nbytes:
             self._buffer = AlignedBuffer(nbytes)
         address = self._buffer.address
@@ -142,7 +142,7 @@ def _record(fd: int, index: int) -> bytes:
 
 
 def _open_direct(path: Path, other_fd: int) -> int:
-    """O_DIRECT, so that the medium is read and not the page cache; buffered where the file system has none."""
+    """Open with O_DIRECT, so that the medium is read and not the page cache; buffered if the file system has none."""
     try:
         return os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
     except OSError as error:

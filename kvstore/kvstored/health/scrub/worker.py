@@ -35,14 +35,14 @@ _END = 2**63  # above every number that is meant
 
 
 class Pace:
-    """`rate_bytes` a second; a slot larger than that is waited for afterwards."""
+    """A pace of `rate_bytes` a second; after a larger slot, the wait is longer."""
 
     def __init__(self, rate_bytes: int) -> None:
         self._rate_bytes = rate_bytes
         self._free_at_s = 0.0
 
     def take(self, nbytes: int, now_s: float) -> float:
-        """Account for `nbytes` that are about to be read; seconds to wait before reading them."""
+        """Count `nbytes` that are about to be read; return the seconds to wait before reading them."""
         start_s = max(now_s, self._free_at_s)
         self._free_at_s = start_s + nbytes / self._rate_bytes
         return start_s - now_s
@@ -63,7 +63,9 @@ class Position:
     last_pass_began_s: float = 0.0
 
     def due_in_s(self, interval_s: float, now_s: float) -> float:
-        """Seconds until a pass should begin; 0 when one is under way. A clock that was set back does not stop us."""
+        """Return the seconds until a pass should begin; 0 if one is under way. A clock that was set back does not stop
+        passes.
+        """
         if self.pass_began_s:
             return 0.0
         waited_s = now_s - self.last_pass_began_s
@@ -90,7 +92,7 @@ def position_of(content: bytes) -> Position:
 
 
 class Ended(Exception):
-    """The daemon closed our standard input."""
+    """The daemon closed this process's standard input."""
 
 
 @dataclass(frozen=True)
@@ -190,14 +192,14 @@ def say(what: str, fields: dict[str, object]) -> None:
 
 
 def pause(seconds: float) -> None:
-    """Sleep. Raises Ended when standard input is closed."""
+    """Sleep. Raises Ended if standard input is closed."""
     readable, _, _ = select.select([sys.stdin.fileno()], [], [], max(0.0, seconds))
     if readable and not os.read(sys.stdin.fileno(), 64):
         raise Ended
 
 
 def step_back() -> None:
-    """Lowest CPU and I/O priority, and an end together with the daemon."""
+    """Take the lowest CPU and I/O priority, and arrange to end together with the daemon."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     with suppress(OSError):

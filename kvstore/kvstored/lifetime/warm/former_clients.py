@@ -1,11 +1,10 @@
 """Clients of the former daemon: their leases stand until each reconnects or its process has ended.
 
-Owns what is known of them (from the ledger) and the watch over their processes. A client that reconnects names its last
-token and gets its session and its leases again, under their old numbers. Never decides what a lease means: that is the
-lease table's.
-Invariants: a slot that a former client may be reading is not recycled before that client has reconnected and released
-it, or has ended; a lease is given back whole, over the very same bytes, or not at all. Device memory that it names and
-that was not taken over is no daemon's any more: the client that has it mapped keeps it.
+The module owns the knowledge about them (from the ledger) and the watch over their processes. A client that reconnects
+names its last token and gets its session and its leases again, under their old numbers. The lease table decides what a
+lease means. Invariants: a slot that a former client may be reading is not recycled before that client has reconnected
+and released it, or has ended; a lease is given back whole, over the very same bytes, or not at all. Device memory in a
+lease that was not taken over belongs to no daemon any more: the client that has it mapped keeps it.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _NO_TOKEN = bytes(16)
 
 @dataclass(slots=True)
 class _Absent:
-    """A former client that has not reconnected. `pidfd` becomes readable at its end; -1 where it cannot be seen."""
+    """A former client that has not reconnected. `pidfd` becomes readable at its end; -1 if it cannot be seen."""
 
     former: FormerSession
     pidfd: int
@@ -39,8 +38,9 @@ class _Absent:
 
 
 class FormerClients:
-    """See the module. On the control loop; `restore` once, before any client is served. `keeps_leases`: the daemon
-    stops, and who leaves from now on may come back to the next process for its leases."""
+    """The former clients, on the control loop. Call `restore` once, before any client is served. `keeps_leases`: the
+    daemon stops, and a client that leaves from now on may come back to the next process for its leases.
+    """
 
     def __init__(self, ledger: Ledger, leases: LeaseTable, counters: Counters) -> None:
         self._ledger = ledger
@@ -52,7 +52,7 @@ class FormerClients:
 
     @property
     def epoch(self) -> bytes:
-        """Names the numbering of arenas: while it stays, a client may go on using what it has mapped."""
+        """The name of the numbering of arenas: while it stays, a client may go on using the arenas it has mapped."""
         return self._ledger.epoch
 
     def restore(self, adopted: Adopted, residency: Residency, expires_ns: int) -> None:
@@ -75,7 +75,7 @@ class FormerClients:
         self._leases.record_in(self._ledger, self._ledger.last_lease_id)
 
     def arrived(self, session: Session, token: bytes) -> list[int]:
-        """A client connects. If it is a former one it gets its former session; the leases that it has again."""
+        """Receive a client that connects. A former one gets its former session; return the leases that it has again."""
         former_id = self._by_token.get(token) if token else None
         absent = self._absent.get(former_id) if former_id is not None else None
         start = start_ticks(session.peer.pid) or 0
@@ -93,7 +93,7 @@ class FormerClients:
         self._ledger.close_session(session.session_id)
 
     def close(self) -> None:
-        """Stop watching; what is not over stays in the ledger, for the next process to watch."""
+        """Stop watching; clients that still exist stay in the ledger, for the next process to watch."""
         for absent in list(self._absent.values()):
             self._no_longer_absent(absent)
 
@@ -106,8 +106,9 @@ class FormerClients:
         residency: Residency,
         expires_ns: int,
     ) -> bool:
-        """False when a slot of it will be used anew, or none of it was taken over. A chunk of a device that was not
-        taken over is no daemon's: the client keeps it, and reads there what it read before."""
+        """Restore a lease; return False if one of its slots will be used anew, or none was taken over. A chunk of a
+        device that was not taken over belongs to no daemon: the client keeps it, and goes on reading its blocks.
+        """
         rows, slots, tenant = [], [], -1
         for place in places:
             row = adopted.rows.get(place, -1)
@@ -136,7 +137,7 @@ class FormerClients:
             absent.patience = loop.call_later(UNSEEN_PATIENCE_S, self._ended, absent)
 
     def _ended(self, absent: _Absent) -> None:
-        """Its process is gone: slots that it could read may be recycled."""
+        """Handle the end of a former client's process: slots that it could read may be recycled."""
         self._no_longer_absent(absent)
         ended = self._leases.release_session(absent.former.session_id)
         self._ledger.close_session(absent.former.session_id)
@@ -159,7 +160,9 @@ class FormerClients:
 
 
 def _watch(former: FormerSession) -> int | None:
-    """A descriptor that becomes readable when the process ends; -1 if it cannot be seen; None if it has ended."""
+    """Return a descriptor that becomes readable when the process ends; -1 if it cannot be seen; None if it has
+    ended.
+    """
     if not former.pid:
         return -1
     try:

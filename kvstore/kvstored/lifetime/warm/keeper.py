@@ -1,10 +1,10 @@
 """A keeper holds descriptors while there is no daemon.
 
-Owns which names are wanted, which of them the other side has, and how many it takes. Never knows what a descriptor is,
-nor how it is sent. Never waits for the other side between the start and `settle`: what cannot be sent at once is sent
-again later (`retry`), and only if it is still wanted then.
-Invariants: what `keep` was called for and not `drop`ped is there for the next process, or `unkept` counts it; never
-are more descriptors sent than the other side keeps.
+The module owns which names are wanted, which of them the other side has, and how many it takes. It does not know what a
+descriptor is, nor how it is sent. Between the start and `settle` it never waits for the other side: a descriptor that
+cannot be sent at once is sent again later (`retry`), and only if it is still wanted then. Invariants: a descriptor
+given to `keep` and not `drop`ped is there for the next process, or `unkept` counts it; the number of descriptors sent
+is at most the number that the other side keeps.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ _SETTLE_STEP_S = 0.01
 
 
 class KeeperError(Exception):
-    """Descriptors cannot be kept; the message says why and what to do. `is_for_want_of_room`: a file system takes no
-    writes."""
+    """Descriptors cannot be kept; the message says why and what to do. `is_for_want_of_room`: the file system takes no
+    writes.
+    """
 
     def __init__(self, message: str, *, is_for_want_of_room: bool = False) -> None:
         super().__init__(message)
@@ -29,11 +30,11 @@ class KeeperError(Exception):
 
 
 def no_listener() -> None:
-    """Stand in for `Keeper.on_behind` while no task retries."""
+    """Do nothing; it stands in for `Keeper.on_behind` while no task retries."""
 
 
 class Keeper(ABC):
-    """Keeps descriptors under names. Any thread may call `keep` and `drop`."""
+    """A keeper of descriptors under names. Any thread may call `keep` and `drop`."""
 
     name: str
 
@@ -48,34 +49,37 @@ class Keeper(ABC):
 
     @property
     def after_stop(self) -> str:
-        """Return what becomes of DRAM when the daemon is stopped in order, in a sentence for an operator."""
+        """A sentence for an operator: what happens to DRAM when the daemon is stopped in order."""
         return f"{self.name} keeps DRAM for the next start"
 
     @abstractmethod
     def fetch(self) -> dict[str, int]:
-        """Return what the process before had kept, once, before anything else. The descriptors are the caller's."""
+        """Return the descriptors that the former process had kept. Call it once, before anything else. The caller owns
+        them.
+        """
 
     @abstractmethod
     def _send(self, name: str, descriptor: int) -> bool:
-        """Hand over a descriptor, or with -1 drop one. False when that cannot be done now."""
+        """Hand over a descriptor, or with -1 drop one. Return False if that cannot be done now."""
 
     @abstractmethod
     def close(self, *, forget: bool) -> None:
-        """The daemon ends. With `forget` nothing stays behind."""
+        """End the connection, as the daemon ends. With `forget` nothing stays behind."""
 
     def reopen(self) -> None:  # noqa: B027  # a service manager is never lost
         """Begin anew after `lost`, with nothing kept. Raises KeeperError."""
 
     def keep(self, name: str, descriptor: int) -> bool:
-        """Return whether it is kept from now on; else `retry` will try again. The caller's descriptor stays his, and
-        open."""
+        """Keep a descriptor; return whether it is kept now, otherwise `retry` will try again. The caller's descriptor
+        stays open and the caller's.
+        """
         return self._try(name, descriptor)
 
     def drop(self, name: str) -> None:
         self._try(name, -1)
 
     def retry(self) -> list[str]:
-        """Send what could not be sent; names that are kept only now."""
+        """Send descriptors that could not be sent; return the names that are kept only now."""
         with self._sending:
             done: list[str] = []
             keeps = [wanted for wanted in self._wanted.items() if wanted[1] >= 0]
@@ -91,7 +95,7 @@ class Keeper(ABC):
             return done
 
     def settle(self) -> list[str]:
-        """`retry`, for a moment at most, until nothing is left that the other side would take: the end is near."""
+        """Do `retry`, for a moment at most, until nothing is left that the other side would take: the end is near."""
         done = self.retry()
         give_up_s = time.monotonic() + _SETTLE_S
         while self.is_behind and time.monotonic() < give_up_s:
@@ -105,7 +109,7 @@ class Keeper(ABC):
 
     @property
     def is_behind(self) -> bool:
-        """Return whether something waits that the other side has room for and would take soon."""
+        """True if a descriptor waits that the other side has room for and would take soon."""
         with self._sending:
             return not self.lost and any(self._has_room(name, descriptor) for name, descriptor in self._wanted.items())
 
@@ -127,7 +131,7 @@ class Keeper(ABC):
         return False
 
     def _forget_late(self) -> None:
-        """Keep nothing more: descriptors that were not sent may be closed by now, or be others."""
+        """Keep nothing more: descriptors that were not sent may be closed by now, or their numbers reused."""
         with self._sending:
             self._wanted = {name: descriptor for name, descriptor in self._wanted.items() if descriptor < 0}
 

@@ -1,9 +1,9 @@
 """Keepers of descriptors while there is no daemon: systemd's file-descriptor store, or the holder process.
 
-Owns the choice, and both ways of keeping: FDSTORE=1 messages, and $LISTEN_FDS at the start; or the connection to a
-holder (see `holder`), its start and its end. Never knows what a descriptor is. Waits for an answer of a holder at the
-start only; one that gives none is given up, with its socket's file.
-Invariant: systemd never has two descriptors of ours under one name.
+The module owns the choice, and both ways of keeping: FDSTORE=1 messages, and $LISTEN_FDS at the start; or the
+connection to a holder (see `holder`), its start and its end. It does not know what a descriptor is. It waits for an
+answer of a holder only at the start; a holder that gives none is given up, with its socket's file. Invariant: systemd
+never has two of the daemon's descriptors under one name.
 """
 
 from __future__ import annotations
@@ -42,8 +42,10 @@ _NOT_NOW = (errno.EAGAIN, errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM)  # it
 
 
 class HolderKeeper(Keeper):
-    """The process of `kvstored.lifetime.holder`, which is started when nothing answers at its socket. With `service`,
-    the name of its socket, it is the one that runs as a service of its own, and is never started here."""
+    """The keeper that uses the process of `kvstored.lifetime.holder`, which is started if nothing answers at its
+    socket. With `service`, the name of its socket, the process runs as a service of its own, and is never started
+    here.
+    """
 
     name = "holder"
 
@@ -114,7 +116,9 @@ class HolderKeeper(Keeper):
         return found
 
     def _replace(self, found: dict[str, int]) -> None:
-        """Give up a holder that does not answer, which ends with its socket's file; another keeps what it gave."""
+        """Give up a holder that does not answer, which ends with its socket's file; a new one keeps the descriptors it
+        gave.
+        """
         self._socket.setblocking(False)
         self._quit()
         self.lost = True
@@ -152,7 +156,9 @@ class HolderKeeper(Keeper):
             self._process.returncode = 0  # it is meant to outlive us: Popen is not to complain of that
 
     def _quit(self) -> None:
-        """Let it drop everything and end; one that does not listen ends when it misses its file. A service stays."""
+        """Let the holder drop everything and end; one that does not listen ends when it misses its file. A service
+        stays.
+        """
         self._say(b"Q")
         if not self.is_service:
             with contextlib.suppress(OSError):  # on a file system that cannot be written: nothing answers there
@@ -167,12 +173,15 @@ class HolderKeeper(Keeper):
         return True
 
     def _near_path(self) -> str:
-        """The socket by way of our descriptor of its directory: paths of sockets are limited to 107 bytes."""
+        """Return the socket's path by way of a descriptor of its directory: paths of sockets are limited to 107
+        bytes.
+        """
         return f"/proc/self/fd/{self._directory}/{self._path.name}"
 
     def _connect(self) -> socket.socket | None:
-        """A connection to the holder of a former daemon; None when there is none, or when another user listens there,
-        which would be given every arena."""
+        """Return a connection to the holder of a former daemon; None if there is none, or if another user listens
+        there, who would get every arena.
+        """
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         try:
             connection.settimeout(_ANSWER_TIMEOUT_S)
@@ -185,7 +194,7 @@ class HolderKeeper(Keeper):
         return None
 
     def _start(self) -> socket.socket:
-        """Listen, let a new process answer, and connect: nothing waits until that process runs."""
+        """Listen, start a new process to answer, and connect; nothing waits until that process runs."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         try:
             self._path.unlink(missing_ok=True)  # of a holder that died: one that lives had answered
@@ -217,13 +226,17 @@ class HolderKeeper(Keeper):
 
 
 def _holder_limit() -> int:
-    """The holder may open as many descriptors as the daemon; the kernel silently drops those beyond."""
+    """Return how many descriptors the holder may open, as many as the daemon; the kernel silently drops further
+    ones.
+    """
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     return MAX_DESCRIPTORS if hard < 0 else max(0, min(MAX_DESCRIPTORS, hard - _OWN_DESCRIPTORS))
 
 
 class SystemdKeeper(Keeper):
-    """FDSTORE=1, FDNAME and SCM_RIGHTS on $NOTIFY_SOCKET; at the start, $LISTEN_FDS. See sd_pid_notify_with_fds(3)."""
+    """The keeper that uses systemd: FDSTORE=1, FDNAME and SCM_RIGHTS on $NOTIFY_SOCKET; at the start, $LISTEN_FDS. See
+    sd_pid_notify_with_fds(3).
+    """
 
     name = "systemd"
 
@@ -280,11 +293,11 @@ def dismiss_others(keeper: Keeper | None, state_dir: Path) -> None:
 
 
 def choose_keeper(mode: str, state_dir: Path, linger_s: float) -> Keeper | None:
-    """The keeper that `host.warm_restart` names; None for "off", and where the state directory has no room for its
-    socket: blocks on NVMe are served without. Raises KeeperError.
+    """Return the keeper that `host.warm_restart` names; None for "off", and if the state directory has no room for its
+    socket: then blocks on NVMe are served without. Raises KeeperError.
 
-    "auto" is the holder that runs as a service of its own, where $KVSTORED_HOLDER names its socket and it answers; else
-    systemd where the unit has a store; else a holder of our own.
+    "auto" is the holder that runs as a service of its own, if $KVSTORED_HOLDER names its socket and it answers;
+    otherwise systemd, if the unit has a store; otherwise a holder that the daemon starts.
     """
     if mode == "off":
         return None

@@ -1,4 +1,4 @@
-"""The ledger: what a later process has to know of the arenas and of their readers, in one small memfd.
+"""The ledger: a later process's knowledge of the arenas and of their readers, in one small memfd.
 
     offset   size            what
     0        4096            head: magic, version, layouts, maker, counters
@@ -7,13 +7,13 @@
     ...      64 * SESSIONS   a client a row: session, process, token
     ...      256 * LEASES    up to 30 slots of a lease a row; a lease takes as many rows as it needs
 
-Owns these bytes and their order of writing. Never knows what a row means to others. The control thread writes a row as
-the thing happens, in under a microsecond a field, and may be killed between any two stores: a row is filled first and
+The module owns these bytes and their order of writing. The control thread writes a row when an event happens, in under
+a microsecond a field, and may be killed between any two stores: a row is filled first and
 made live last, and everything that is changed in place is one aligned store of 8 bytes, in the machine's own order.
-The exception are the two tokens of a session, 16 bytes each, too long for one store: the former one, which its client
-may still name, is written first, so that one whole token is there at any moment.
-Invariants: an arena's row never claims more than its bytes hold; a lease is here whole or not at all. One that found no
-row is not here: then its client cannot have it back after a crash, and gets a refusal.
+The two tokens of a session, 16 bytes each, are too long for one store: the former one, which its client may still
+name, is written first, so that one whole token is there at any moment.
+Invariants: an arena's row never claims more than its bytes hold; a lease is here whole or not at all. A lease that
+found no row is not here: then its client cannot have it back after a crash, and gets a refusal.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ Place = tuple[int, int]
 
 
 class ForeignLedger(ValueError):
-    """The ledger that was kept cannot be used; the message says why."""
+    """The kept ledger cannot be used; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class FormerLease:
 
 @dataclass(frozen=True, slots=True)
 class FormerSession:
-    """A client of the process before. `tokens`: those that it may know itself by."""
+    """A client of the former process. `tokens`: the tokens by which it may name itself."""
 
     session_id: int
     pid: int
@@ -87,7 +87,7 @@ class FormerSession:
 
 
 class Ledger:
-    """`descriptor` None: a new, empty one; else one that was kept, which is judged first (ForeignLedger)."""
+    """The ledger. `descriptor` None: a new, empty one; otherwise a kept one, which is checked first (ForeignLedger)."""
 
     def __init__(self, state_dir: Path, descriptor: int | None = None) -> None:
         self.fd = _new_memory() if descriptor is None else descriptor
@@ -113,7 +113,7 @@ class Ledger:
 
     @property
     def epoch(self) -> bytes:
-        """Names the numbering of arenas: as long as it stays, an arena's number means the same memory."""
+        """The name of the numbering of arenas: as long as it stays, an arena's number means the same memory."""
         found: bytes = _HEAD.unpack_from(self._memory)[5]
         return found
 
@@ -123,7 +123,7 @@ class Ledger:
         return max(1, self._counter(_NEXT_ARENA))
 
     def next_chunk(self, first: int) -> int:
-        """A number that no chunk of device memory ever had, of the range that begins at `first`."""
+        """Return a number that no chunk of device memory ever had, from the range that begins at `first`."""
         return max(first, self._counter(_counter_of(first)))
 
     @property
@@ -143,16 +143,16 @@ class Ledger:
     # Arenas
 
     def arenas(self) -> list[ArenaRecord]:
-        """Return the arenas that the process before had, by number."""
+        """Return the arenas of the former process, by number."""
         found = [_ARENA.unpack_from(self._memory, at) for at in self._rows_of_arena.values()]
         return [ArenaRecord(number, nbytes, owner.hex(), *rest) for number, nbytes, owner, *rest in sorted(found)]
 
     def number_taken(self, number: int) -> None:
-        """An arena has that number, which no later one will have in this epoch."""
+        """Note that an arena has this number: no later one will have it in this epoch."""
         self._raise_counter(_counter_of(number), number + 1)
 
     def add_arena(self, record: ArenaRecord) -> bool:
-        """False where there is no row left, or no tenant owns it."""
+        """Add an arena; return False if there is no row left, or no tenant owns it."""
         self.number_taken(record.number)
         if not self._free_arenas or len(record.owner) != 32:
             return False
@@ -184,7 +184,7 @@ class Ledger:
     # Clients
 
     def sessions(self) -> list[FormerSession]:
-        """Return the sessions that did not end while the process before ran, with the leases that they held."""
+        """Return the sessions that did not end while the former process ran, with their leases."""
         leases: dict[int, list[FormerLease]] = {}
         for lease_id, rows in list(self._rows_of_lease.items()):
             session_id, places = self._read_lease(rows)
@@ -201,8 +201,9 @@ class Ledger:
     def open_session(
         self, session_id: int, pid: int, start_ticks: int, token: bytes, former: bytes = bytes(16)
     ) -> None:
-        """A client connected; or a former one reconnected, with a new token in place of the one that it named
-        (`former`), which it uses until it has received the new one."""
+        """Enter a client that connected; or a former one that reconnected, with a new token in place of the one that it
+        named (`former`), which it uses until it has received the new one.
+        """
         self._raise_counter(_LAST_SESSION, session_id)
         memory, at = self._memory, self._row_of_session.get(session_id)
         if at is None:
@@ -242,7 +243,9 @@ class Ledger:
             self._free_leases.append(at)
 
     def _read_lease(self, rows: Sequence[int]) -> tuple[int, list[Place]]:
-        """Whose it is and its slots; none where rows are missing. (Rows end up in any order: that of slots is lost.)"""
+        """Return the session of a lease and its slots; no slots if rows are missing. (Rows end up in any order: the
+        order of slots is lost.)
+        """
         places: list[Place] = []
         session_id = wanted = 0
         for at in rows:
@@ -281,7 +284,7 @@ class Ledger:
             self._rows_of_lease.setdefault(lease_id, []).append(at)
 
     def _live_rows(self, start: int, row_bytes: int, rows: int) -> list[int]:
-        """Offsets of the rows whose first word is not zero."""
+        """Return the offsets of the rows whose first word is not zero."""
         words = np.frombuffer(self._memory, np.uint64, rows * row_bytes // 8, start)[:: row_bytes // 8].copy()
         found: list[int] = (np.flatnonzero(words) * row_bytes + start).tolist()
         return found
@@ -295,12 +298,12 @@ class Ledger:
 
 
 def tier_of_chunk(number: int) -> int:
-    """The position of the tier that a chunk of device memory was numbered by."""
+    """Return the position of the tier that a chunk of device memory was numbered by."""
     return (number - DEVICE_ARENAS) // CHUNKS_A_TIER
 
 
 def _counter_of(number: int) -> int:
-    """The offset of the counter of the range that the number of an arena or chunk is in."""
+    """Return the offset of the counter for the range that the number of an arena or chunk is in."""
     return _NEXT_ARENA if number < DEVICE_ARENAS else _NEXT_CHUNKS + 8 * tier_of_chunk(number)
 
 
@@ -334,6 +337,6 @@ def _boot_id() -> bytes:
 
 
 def _free_rows(start: int, row_bytes: int, rows: int, taken: Iterable[int]) -> list[int]:
-    """Offsets of the rows that are not taken, the lowest last, so that few pages are touched."""
+    """Return the offsets of the rows that are not taken, the lowest last, so that few pages are touched."""
     out = set(taken)
     return [at for at in range(start + (rows - 1) * row_bytes, start - 1, -row_bytes) if at not in out]

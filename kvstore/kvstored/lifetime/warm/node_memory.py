@@ -1,6 +1,7 @@
-"""The daemon's DRAM: the host tier, and what a restart keeps of it and of device memory.
+"""The daemon's DRAM: the host tier, and the part of it and of device memory that a restart keeps.
 
-Opens the tier, takes over what the process before left, and closes it: given back, or left to its keeper.
+The module opens the tier, takes over the former process's memory, and closes it: the memory is freed, or left to its
+keeper.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class NodeMemory:
         self.is_forgotten = False
 
     def open(self, *, forget: bool) -> HostTier:
-        """`forget`: what is in DRAM is of no use any more. Raises KeeperError; ValueError for a capacity that is too
-        small.
+        """Open the tier. `forget`: the blocks in DRAM are of no use any more. Raises KeeperError; ValueError for a
+        capacity that is too small.
         """
         host = self._config.host
         warm = self.warm = open_warm(host, self._config.daemon.state_dir, forget=forget)
@@ -66,7 +67,7 @@ class NodeMemory:
 
     @property
     def last_session_id(self) -> int:
-        """Return that of the process before; 0 where nothing is known of one."""
+        """The last session id of the former process; 0 if unknown."""
         return self.warm.ledger.last_session_id if self.warm is not None else 0
 
     def start_of_device(self, start: Start, first_chunk: int) -> Start:
@@ -76,7 +77,7 @@ class NodeMemory:
         return replace(start, first_chunk=self.warm.ledger.next_chunk(first_chunk), witness=self.warm)
 
     def adopt(self, tiers: Sequence[Tier], residency: Residency, tenants: TenantDirectory, clock: Clock) -> None:
-        """Enter the blocks that the process before left in DRAM and on devices."""
+        """Enter the blocks that the former process left in DRAM and on devices."""
         if self.warm is None or self._host is None:
             return
         self._adopted = self.warm.adopt(tiers, residency, tenants, clock)
@@ -88,12 +89,12 @@ class NodeMemory:
             )  # fmt: skip
 
     def settle(self) -> None:
-        """Tiers of device memory are about to close: what is not kept yet is kept now or lost."""
+        """Keep what is not kept yet, or lose it: tiers of device memory are about to close."""
         if self.warm is not None:
             self.warm.settle()
 
     def restore_clients(self, store: Store, clock: Clock) -> FormerClients | None:
-        """The clients of the process before, with their leases on what was adopted. The caller closes them."""
+        """Return the clients of the former process, with their leases on adopted blocks. The caller closes them."""
         if self.warm is None:
             return None
         former = FormerClients(self.warm.ledger, store.leases, store.counters)
@@ -107,14 +108,14 @@ class NodeMemory:
         return former
 
     def after_stop(self) -> str:
-        """Return what becomes of DRAM, and of device memory where blocks are there, in a sentence."""
+        """Return a sentence: what happens to DRAM, and to device memory if it holds blocks."""
         if self.warm is None:
             return 'DRAM is given back: nothing keeps it (host.warm_restart = "off", or host.sealed)'
         text = "DRAM is given back, as Ctrl-C asks for" if self.is_forgotten else self.warm.keeper.after_stop
         return text.replace("DRAM", "DRAM, with what is on GPUs,", 1) if self.warm.keeps_device_memory else text
 
     def close(self, *, has_served: bool) -> None:
-        """The last of the store to be closed. Memory that is kept stays as it is, blocks and all."""
+        """Close the tier, as the last part of the store. Memory that is kept stays unchanged, with its blocks."""
         host, warm = self._host, self.warm
         if warm is None:
             if host is not None:

@@ -1,13 +1,14 @@
-"""Warm restart: what was in DRAM and on GPUs when the former daemon ended is there for this one.
+"""Warm restart: blocks that were in DRAM and on GPUs when the former daemon ended are served by this one.
 
-Owns which descriptors are kept and what becomes of those that were: arenas that are whole and fit are taken over, the
-rest is given back to the system at once. Records in the ledger what the tiers do. Never reads a payload: a header
-that holds vouches for its block (`kvstore_tiers.adoption`). A chunk of device memory is kept as two descriptors: that
-of its shadow, which is an arena like any other, and that of the memory itself. Of a GPU's process a pidfd is kept: the
-device of a daemon that was killed may for a moment still write to DRAM and to its own memory.
-Invariants: nothing is taken over before such a process is gone; an arena is kept before the ledger names it, and named
-before a block is in it; nothing that was not taken over stays in memory, even while former clients map it (device
-memory: until they unmap it); each tier's capacity holds throughout.
+The module owns which descriptors are kept. Of the kept ones, arenas that are whole and fit are taken over, the rest is
+freed at once. The ledger records the tiers' actions. Payload is never read: a valid header vouches for its block
+(`kvstore_tiers.adoption`). A chunk of device memory is kept as two descriptors: its shadow, which is an arena like any
+other, and the memory itself. For a GPU's process a pidfd is kept: the device of a killed daemon may for a moment still
+write to DRAM and to its own memory.
+
+Invariants: nothing is taken over before the GPU's process is gone; an arena is kept before the ledger names it, and
+named before a block is in it; memory that was not taken over is freed, even while former clients map it (device memory:
+when they unmap it); each tier's capacity holds throughout.
 """
 
 from __future__ import annotations
@@ -59,8 +60,9 @@ Place = tuple[int, int]
 
 @dataclass(slots=True)
 class Adopted:
-    """All that was taken over. `rows`: the block in each slot; `retired`: slots of blocks that are gone, with tenants;
-    `containers`: the arenas and chunks, whose other slots are free."""
+    """Everything that was taken over. `rows`: the block in each slot; `retired`: slots of blocks that are gone, with
+    tenants; `containers`: the arenas and chunks, whose other slots are free.
+    """
 
     rows: dict[Place, int] = field(default_factory=dict)
     retired: dict[Place, tuple[Slot, int]] = field(default_factory=dict)
@@ -70,8 +72,9 @@ class Adopted:
 
 
 class WarmRestart:
-    """The witness of the host tier and of GPU tiers. Made by `open_warm`; `adopt` once, before any client is served;
-    `run` is a task."""
+    """The witness of the host tier and of GPU tiers, made by `open_warm`. Call `adopt` once, before any client is
+    served; `run` is a task.
+    """
 
     def __init__(self, keeper: Keeper, ledger: Ledger, kept: dict[str, int]) -> None:
         self.keeper = keeper
@@ -84,8 +87,9 @@ class WarmRestart:
         self._of_devices = threading.Lock()  # which of their memory is held: tiers say so on threads of their own
 
     def adopt(self, tiers: Sequence[Tier], residency: Residency, tenants: TenantDirectory, clock: Clock) -> Adopted:
-        """Make the arenas and chunks that were kept the `tiers`', of which residency knows, and their blocks
-        residency's, as far as capacities go. Blocks that NVMe has too must be in `residency` already."""
+        """Give the kept arenas and chunks to the `tiers`, and their blocks to residency, as far as capacities go.
+        Blocks that NVMe has too must be in `residency` already.
+        """
         adopted = Adopted()
         for record in sorted(self.ledger.arenas(), key=lambda record: -record.handed_out * record.slot_bytes):
             on_device = record.number >= DEVICE_ARENAS
@@ -138,7 +142,7 @@ class WarmRestart:
         counters.add("warm_dropped_slots", adopted.dropped_slots)
 
     async def run(self) -> None:
-        """Retry what could not be kept, with another keeper if this one is gone."""
+        """Retry to keep descriptors, with another keeper if this one is gone."""
         loop, behind = asyncio.get_running_loop(), asyncio.Event()
 
         def wake() -> None:
@@ -180,12 +184,12 @@ class WarmRestart:
                 self.keeper.keep(_worker_name(process), pidfd)
 
     def settle(self) -> None:
-        """The host tier is about to leave its arenas: what is not kept yet is kept now or lost."""
+        """Keep what is not kept yet, or lose it: the host tier is about to leave its arenas."""
         for name in self.keeper.settle():
             self._list(name)
 
     def close(self, *, forget: bool) -> None:
-        """The host tier has parted with its arenas. With `forget` nothing stays for a next process."""
+        """Close the keeper, after the host tier has left its arenas. With `forget` nothing stays for a next process."""
         if forget:
             self.keeper.drop(LEDGER_NAME)
             for number in [each for each in self._arenas if each >= DEVICE_ARENAS]:  # their tiers left them
@@ -224,8 +228,9 @@ class WarmRestart:
                 os.close(memory)
 
     def has_memory(self, number: int, descriptor: int) -> None:
-        """Keep a chunk's memory, on a thread of the tier's. Where no descriptor is left, the chunk's blocks end with
-        this process."""
+        """Keep a chunk's memory, on a thread of the tier's. If no descriptor is left, the chunk's blocks end with this
+        process.
+        """
         with self._of_devices, contextlib.suppress(OSError):
             if number in self._arenas:  # not given up meanwhile
                 memory = self._memories[number] = os.dup(descriptor)
@@ -246,13 +251,13 @@ class WarmRestart:
     # Inside
 
     def _list(self, name: str) -> None:
-        """An arena is kept now: enter it into the ledger if it was not before."""
+        """Enter an arena, which is kept now, into the ledger if it was not there before."""
         arena = self._unlisted.pop(name, None)
         if arena is not None:
             self.ledger.add_arena(arena.record)
 
     def _part_with(self, name: str, descriptor: int) -> None:
-        """Give back memory that was not taken over."""
+        """Free memory that was not taken over."""
         if descriptor >= 0:
             empty_memory(descriptor)
             os.close(descriptor)
@@ -260,10 +265,10 @@ class WarmRestart:
 
 
 def open_warm(host: SharedSection, state_dir: Path, *, forget: bool = False) -> WarmRestart | None:
-    """Return what `host.warm_restart` asks for; None for nothing. With `forget` what a process before left is
-    given back, because nothing reaches it. Raises KeeperError.
+    """Return the warm restart that `host.warm_restart` asks for; None if it is off. With `forget` the former process's
+    memory is freed, because nothing reaches it. Raises KeeperError.
 
-    What a process before left with another keeper, or in a form that this one cannot use, is given back.
+    Memory that a former process left with another keeper, or in a form that this one cannot use, is freed.
     """
     mode = host.warm_restart
     if host.sealed and mode != "off":
@@ -301,7 +306,7 @@ def open_warm(host: SharedSection, state_dir: Path, *, forget: bool = False) -> 
 
 
 def _outwait_workers(keeper: Keeper, kept: dict[str, int]) -> bool:
-    """Wait for the GPUs' processes of the daemon before, and drop what names them; False when one does not end."""
+    """Wait for the former daemon's GPU processes, and drop their descriptors; return False if one does not end."""
     give_up_s = time.monotonic() + WORKERS_END_S
     are_gone = True
     for name in [each for each in kept if each.startswith(_WORKER)]:
@@ -315,8 +320,9 @@ def _outwait_workers(keeper: Keeper, kept: dict[str, int]) -> bool:
 
 
 def _take_over(tier: Tier | None, record: ArenaRecord, descriptor: int, memory: int) -> tuple[AdoptedArena | None, str]:
-    """Return what is in an arena or chunk that `tier` has taken over; None, and why it has not. A host tier has the
-    descriptor then; those of a chunk stay the caller's."""
+    """Return the content of an arena or chunk that `tier` has taken over; None, and the reason, if it has not. Then a
+    host tier has the descriptor; the descriptors of a chunk stay the caller's.
+    """
     if descriptor < 0 or (memory < 0 and record.number >= DEVICE_ARENAS):
         return None, "its descriptor was not kept"
     try:

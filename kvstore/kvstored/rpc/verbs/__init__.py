@@ -88,7 +88,7 @@ class Verbs:
             self._puts.undo(session, reply.reserve_slots)
 
     def _keys_of(self, session: Session, key_set: pb.KeySet) -> list[bytes]:
-        """Return the keys of a set. Raises KVStoreError for a set that is wrong."""
+        """Return the keys of a set. Raises KVStoreError for an invalid set."""
         keys = keys_of(key_set.keys, self._max_keys)
         known_group(session, key_set.group)
         return keys
@@ -132,8 +132,9 @@ class Verbs:
                 yield pb.Response(acquire=reply)
 
     def _asked(self, session: Session, request: pb.Acquire, deadline_ms: int) -> GetRequest:
-        """Return what is asked for. Raises KVStoreError for a request that is wrong as a whole, or one lease too
-        many."""
+        """Return the get that the message asks for. Raises KVStoreError for a request that is wrong as a whole, or one
+        lease too many.
+        """
         self._keys_of(session, request.set)
         if self._leases.count(session.session_id) >= self._leases_per_client:
             raise self._one_too_many(session)

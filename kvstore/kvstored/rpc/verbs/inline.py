@@ -1,9 +1,8 @@
 """Unary calls: the verbs of the stream, with the bytes in the message instead of in shared memory.
 
-Uses the same verbs: a put is checked, stored and written through as any other, a get leases what it
-reads. Here only the bytes get in and out, and each key its own word. Invariants: bytes go out only after
-the host tier verified their checksum while a lease held them; a lease ends with its call, also when the caller hangs
-up.
+The stream's verbs do the work: a put is checked, stored and written through as any other, a get leases what it reads.
+This module only moves the bytes in and out, and gives each key its status. Invariants: bytes go out only after the host
+tier verified their checksum while a lease held them; a lease ends with its call, also when the caller hangs up.
 """
 
 from __future__ import annotations
@@ -184,15 +183,16 @@ class InlineCalls:
     # Inside
 
     def _quick(self, session: Session, **op: object) -> pb.Response:
-        """The answer of a verb that does not wait."""
+        """Return the answer of a verb that does not wait."""
         (name,) = op
         response = self._verbs.quick[name](session, pb.Request(**op))  # type: ignore[arg-type]  # one of its messages
         assert response is not None, f"{name} must run as a task"
         return response
 
     def _that_fit(self, session: Session, blocks: NamedBlocks, request: unary.UnaryGetRequest) -> int:
-        """Return how many leading blocks are here and go into one answer. Raises KVStoreError when not even the first
-        does."""
+        """Return how many leading blocks are here and fit into one answer. Raises KVStoreError if not even the first
+        one fits.
+        """
         room_bytes = self._message_bytes - _ANSWER_OVERHEAD_BYTES - _KEY_OVERHEAD_BYTES * len(blocks)
         limit_bytes = min(request.max_bytes or room_bytes, room_bytes)
         run = self._retention.find_run(session.tenant_id, blocks.packed)[: request.max_blocks or None]
@@ -221,7 +221,9 @@ class InlineCalls:
     async def _read(
         self, session: Session, blocks: NamedBlocks, acquired: pb.AcquireReply
     ) -> list[tuple[Bytes, Outcome]]:
-        """Copies of the leased blocks, made in the host tier's threads, and its word on each; then the lease ends."""
+        """Return copies of the leased blocks, made and verified in the host tier's threads, with the outcome of each;
+        then the lease ends.
+        """
         loop = asyncio.get_running_loop()
         images: list[Bytes] = []
         outcomes: list[asyncio.Future[Outcome]] = []

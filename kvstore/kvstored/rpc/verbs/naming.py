@@ -1,9 +1,10 @@
 """The blocks that a unary call names: by token ids, by the name of an object, or by keys of stored blocks.
 
-The keys of token ids start from the root of the caller's tenant, so clients with shared memory compute them likewise.
-An object is its token ids (`kvstore_proto.objects`): a caller can choose a name but never a key, no two tenants ever
-share one, and no object takes the place of a block of tokens. Hashes in slices: a long prefix must not hold up the
-control thread. Raises KVStoreError."""
+The keys of token ids start from the root of the caller's tenant, as in clients with shared memory. An object is its
+token ids (`kvstore_proto.objects`): a caller can choose a name but never a key, no two tenants ever share one, and no
+object takes the place of a block of tokens. Hashing is done in slices: a long prefix must not hold up the control
+thread. Raises KVStoreError.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ NAMES_A_SLICE = 64  # 0.6 ms where the name has 4096 bytes
 
 @dataclass(frozen=True)
 class NamedBlocks:
-    """`tokens` has the packed token ids of each block, none where the caller gave keys; `extras` 16 bytes each.
-    `are_given`: the caller gave the keys themselves, by which no block can be put.
+    """The named blocks. `tokens` has the packed token ids of each block, none if the caller gave keys; `extras` 16
+    bytes each. `are_given`: the caller gave the keys themselves; no block can be put by them.
     """
 
     group: int

@@ -1,12 +1,14 @@
 """Puts of a stream: from staging memory, where the client chooses the place of each block, or from slots it reserved.
 
-Owns the checks of a put, when a loan of the staging memory may be renewed, and which client may reserve slots, and how
-many. Keeps no account of places in staging: a client that writes to one while the daemon copies it spoils its own
-block. A put from reserved slots is without a copy: each slot is checksummed where it is
-(`kvstore_tiers/image_copies.py`). Invariants: bytes outside the staging memory are never read, nor two blocks of a
-request from the same bytes; once a loan is renewed, no earlier request reads the staging memory; no lookup finds a
-reserved slot before it is stored; slots that a request has not stored are free when it has ended; a slot that a living
-client may be writing to is given to no other."""
+The module checks a put, and decides when a loan of the staging memory may be renewed, and which client may reserve how
+many slots. It keeps no account of places in staging: a client that writes to one while the daemon copies it spoils its
+own block. A put from reserved slots needs no copy: each slot is checksummed in place (`kvstore_tiers/image_copies.py`).
+
+Invariants: bytes outside the staging memory are never read, nor two blocks of a request from the same bytes; once a
+loan is renewed, no earlier request reads the staging memory; no lookup finds a reserved slot before it is stored; slots
+that a request has not stored are free when it has ended; a slot that a living client may be writing to is given to no
+other.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,9 @@ SLICE_SLOTS = 64  # between two looks at the loop: about 0.2 ms
 
 
 class PutVerb:
-    """The puts of all clients. A reservation lasts as long as a lease; a client holds as much as it may have of
-    staging."""
+    """The puts of all clients. A reservation lasts as long as a lease; a client may reserve as many bytes as it may
+    have of staging.
+    """
 
     def __init__(self, put: Put, store: Store) -> None:
         self._put = put
@@ -109,8 +112,9 @@ class PutVerb:
             return DurabilityMode[(session.tenant.limits.durability or self._default_mode).upper()]
 
     def _staged(self, session: Session, request: pb.Store) -> tuple[Staged | None, list[int]]:
-        """Return the staging memory, None where its loan has ended, and where each block is in it; NOWHERE for those
-        not written. Raises KVStoreError unless all are in the memory and apart."""
+        """Return the staging memory, None if its loan has ended, and the place of each block in it; NOWHERE for blocks
+        that were not written. Raises KVStoreError unless all are in the memory and apart.
+        """
         staging, nbytes = session.staging, slot_bytes(request.payload_bytes)
         if staging is None or not session.loan or request.loan != session.loan:
             return None, []
@@ -127,7 +131,7 @@ class PutVerb:
         return staging, offsets
 
     def _check_inflight(self, session: Session) -> None:
-        """Raise KVStoreError for one put too many: the stream's limit forgets the puts of a stream that broke."""
+        """Raise KVStoreError for one put too many: the stream's limit does not count the puts of a broken stream."""
         if len(session.copying) >= self._limits.inflight_per_client:
             raise KVStoreError(
                 ErrorKind.THROTTLED, f"{len(session.copying)} puts of this client are being stored already", 5
@@ -136,8 +140,9 @@ class PutVerb:
     # Slots that a client writes itself
 
     def _reserved(self, session: Session, request: pb.Store, places: Sequence[int]) -> ReservedBlocks | None:
-        """Return the blocks at `places` of a reservation; None where that has ended. Raises KVStoreError for places
-        that are not in it."""
+        """Return the blocks at `places` of a reservation; None if it has ended. Raises KVStoreError for places that are
+        not in it.
+        """
         self._check_inflight(session)
         found = self._reservations.find(session.session_id, request.reservation, self._clock.monotonic_ns())
         if found is None:
@@ -193,7 +198,7 @@ class PutVerb:
         self._reservations.give_back(session.session_id, reply.reservation)
 
     async def _fill(self, session: Session, reservation: Reservation, request: pb.ReserveSlots) -> None:
-        """Find slots one by one, evicting for them; fewer where there is no room for more."""
+        """Find slots one by one, evicting for them; fewer if there is no room for more."""
         nbytes, room, tenant = slot_bytes(request.payload_bytes), self._room, session.tenant_id
         left_bytes = self._limits.staging_per_client_bytes - self._reservations.held_bytes(session.session_id)
         if request.ahead:

@@ -1,6 +1,6 @@
 """The verbs with a recorder: it gets an event for every lookup, acquire, store and hint once that is answered.
 
-Changes no answer. Composed only where the configuration names a recording, so that it costs nothing elsewhere.
+It changes no answer. It is used only if the configuration names a recording, so that it costs nothing otherwise.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ log = logging.getLogger(__name__)
 
 
 def recorded(verbs: Verbs, path: Path, clock: Clock, stack: AsyncExitStack) -> Verbs:
-    """`verbs`, recorded to a file that `stack` closes; not recorded where that file cannot be written. Raises
-    FileExistsError where there is one already."""
+    """Return `verbs`, recorded to a file that `stack` closes; not recorded if that file cannot be written. Raises
+    FileExistsError if the file exists.
+    """
     try:
         recorder = Recorder(path, clock.monotonic_ns())
     except OSError as error:
@@ -44,7 +45,7 @@ _OFFERED = (
 
 
 class RecordedVerbs(Verbs):
-    """`verbs` answer; see `Verbs`."""
+    """Verbs that record and let `verbs` answer; see `Verbs`."""
 
     def __init__(self, verbs: Verbs, recorder: Recorder, clock: Clock) -> None:
         self._verbs = verbs
@@ -112,7 +113,7 @@ class RecordedVerbs(Verbs):
         self._note_acquire(session, request.acquire, response.acquire)
 
     def _note_acquire(self, session: Session, asked: pb.Acquire, reply: pb.AcquireReply) -> None:
-        """A `peek` leaves more in slower tiers: another acquire, for all of them, may follow."""
+        """Record an acquire. A `peek` leaves more in slower tiers: another acquire, for all of them, may follow."""
         op = "peek" if reply.blocks < reply.resident_blocks else "get"
         found = max(reply.blocks, reply.resident_blocks)
         self._note(op, session, asked.set.keys, NO_PARENT, found, asked.prompt_tokens)
@@ -126,7 +127,7 @@ class RecordedVerbs(Verbs):
         self._note("hint", session, hint.set.keys, NO_PARENT, response.hint.known_blocks, hinted=hinted)
 
     def _note_stored(self, session: Session, blocks: Iterable[tuple[bytes, bytes]], statuses: bytes) -> None:
-        """One event for each piece of a chain, with the blocks that found no room or were not admitted."""
+        """Record one event for each piece of a chain, with the blocks that found no room or were not admitted."""
         keys: list[bytes] = []
         first_parent = NO_PARENT
         stored = 0

@@ -1,4 +1,4 @@
-"""Checks of a request before a verb does anything: limits and shapes. They raise KVStoreError that names the limit."""
+"""Checks of a request before a verb does anything: limits and form. They raise KVStoreError that names the limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Residency: which blocks are where. `Residency` is the index, `check` its invariant walker."""
+"""Residency: which blocks are in which tiers. `Residency` is the index, `check` its invariant walker."""
 
 from kvstored.store.blocks.index import Residency
 from kvstored.store.blocks.tree import CyclicChainError

@@ -1,7 +1,7 @@
-"""Taking over a great many blocks at once: what `insert` and `attach` would do to each, done to columns.
+"""Takes over very many blocks at once: the effects of `insert` and `attach` for each, done to columns.
 
-For the start of a daemon. The new rows are bulk rows (see `keys`), one after another in the order of the blocks.
-Owns nothing; never decides: what it cannot be sure of it leaves out.
+It is for the start of a daemon. The new rows are bulk rows (see `keys`), one after another in the order of the blocks.
+A block whose state is not certain is left out.
 
 Invariant: a block that is adopted is deeper than its parent if that is adopted too, so no chain closes on itself.
 """
@@ -42,9 +42,9 @@ def keep(residency: Residency, rows: Column, kept: Column, now_ns: int, wall_ns:
 
 
 def adopt(residency: Residency, tier: int, blocks: RecoveredBlocks, kinds: Sequence[Kind], now_ns: int) -> list[int]:
-    """`insert` and `attach` of all `blocks`, readable in `tier`, some hundred times as fast. `kinds` belong to
-    `blocks.origins`. Returns the positions of what is left out and has to be inserted one by one: keys that have a row
-    already, and blocks that are no deeper than their parents, which may close a cycle.
+    """Do `insert` and `attach` of all `blocks`, readable in `tier`, some hundred times as fast. `kinds` belong to
+    `blocks.origins`. Return the positions of blocks that are left out and must be inserted one by one: keys that
+    have a row already, and blocks that are no deeper than their parents, which may close a cycle.
     """
     residency.changes += 1
     fits = np.ones(len(blocks), dtype=bool)
@@ -76,7 +76,7 @@ class _Crowd:
 
 
 def _by_tenant(blocks: RecoveredBlocks, kinds: Sequence[Kind]) -> list[_Crowd]:
-    """The tenants that have blocks here."""
+    """Return the tenants that have blocks here."""
     present = _distinct(blocks.origin)
     tenants = sorted({kinds[origin].tenant for origin in present})
     if len(tenants) == 1:
@@ -86,7 +86,7 @@ def _by_tenant(blocks: RecoveredBlocks, kinds: Sequence[Kind]) -> list[_Crowd]:
 
 
 def _known(residency: Residency, blocks: RecoveredBlocks, kinds: Sequence[Kind]) -> Column:
-    """Positions of blocks that have a row already."""
+    """Return the positions of blocks that have a row already."""
     found = [np.empty(0, np.int64)]
     for number, index in enumerate(residency.tenants):
         if not (index.readable or index.unreadable or index.bulk_blocks):
@@ -101,7 +101,7 @@ def _known(residency: Residency, blocks: RecoveredBlocks, kinds: Sequence[Kind])
 
 
 def _parents(blocks: RecoveredBlocks, crowds: Sequence[_Crowd]) -> tuple[Column, Column]:
-    """The position of each block's parent, or -1; and the positions of blocks that have one which is not here."""
+    """Return the position of each block's parent, or -1; and the positions of blocks whose parent is not here."""
     keys, wanted, count = blocks.key, blocks.parent, len(blocks)
     found = np.full(count, _NONE, np.int32)
     follows = wanted[1:, 0] == keys[:-1, 0]  # blocks of a chain are mostly one behind the other
@@ -121,7 +121,7 @@ def _parents(blocks: RecoveredBlocks, crowds: Sequence[_Crowd]) -> tuple[Column,
 
 
 def _distinct(numbers: Column) -> list[int]:
-    """The small numbers that are there."""
+    """Return the distinct numbers, which are small."""
     found: list[int] = np.flatnonzero(np.bincount(numbers)).tolist() if len(numbers) else []
     return found
 
@@ -193,7 +193,7 @@ def _make_findable(residency: Residency, crowd: _Crowd, first: int, count: int) 
 def _link_to_others(
     residency: Residency, tier: int, blocks: RecoveredBlocks, kinds: Sequence[Kind], hanging: Column, first: int
 ) -> None:
-    """Blocks whose parents are not among them: those hang on rows that were there before, or on placeholders."""
+    """Link the blocks whose parents are not among them: under rows that were there before, or under placeholders."""
     rows, kids = residency.rows, residency.copies[tier].kids
     for position in hanging.tolist():
         row, tenant = first + position, kinds[int(blocks.origin[position])].tenant

@@ -21,7 +21,9 @@ _STORED = int(advance(CopyState.ABSENT, Step.RECOVER))  # what a copy is that co
 
 
 class Arrival:
-    """One block at a time (`insert`, `attach`, `publish`), or a piece of a chain at once (`store_run`)."""
+    """The entry of one block at a time (`insert`, `attach`, `publish`), or of a piece of a chain at once
+    (`store_run`).
+    """
 
     def __init__(self, view: ResidencyView, tree: ChainTree, listeners: Listeners, ghost_keys: int) -> None:
         self._view = view
@@ -189,8 +191,9 @@ class Arrival:
             optional.set("stored_bytes", row, stored_bytes)
 
     def move(self, row: int, tier: int, slot: Slot) -> Slot:
-        """Let a readable copy be in `slot`, of its size, to which its bytes were copied. Returns the slot that it left.
-        Raises RuntimeError for a copy that is not readable or a slot of another size."""
+        """Let a readable copy be in `slot`, of its size, to which its bytes were copied. Return the slot that it left.
+        Raises RuntimeError for a copy that is not readable or a slot of another size.
+        """
         copies = self._view.copies[tier]
         left = self._view.slot(row, tier)
         if copies.state[row] != _STORED or left.nbytes != slot.nbytes:

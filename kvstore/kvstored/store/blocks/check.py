@@ -1,6 +1,7 @@
-"""The invariant walker of residency: recounts everything from the rows and says what does not agree.
+"""The invariant walker of residency: it recounts everything from the rows and reports what disagrees.
 
-Used as the teardown of tests and by the daemon when idle, there in slices. Reads only; O(rows), some 25 bytes a row.
+It is used in the teardown of tests, and by the daemon when idle, there in slices. Reads only; O(rows), some 25 bytes a
+row.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ def check(residency: ResidencyView) -> list[str]:
 
 
 class Walk:
-    """One walk. `steps` may be paused after each step, as long as nothing changes before it continues; then `shared`,
-    in any thread. `bulk_keys`: also look up the keys that are in no dictionary (`keys`)."""
+    """One walk. `steps` may be paused after each step, as long as nothing changes before it continues; then call
+    `shared`, in any thread. `bulk_keys`: also look up the keys that are in no dictionary (`keys`).
+    """
 
     def __init__(self, residency: ResidencyView, *, bulk_keys: bool = False) -> None:
         self.faults: list[str] = []
@@ -45,7 +47,7 @@ class Walk:
         self._links = array("I", bytes(4 * capacity))
 
     def steps(self) -> Iterator[None]:
-        """Walk, with a pause after each step; what is wrong is added to `faults`."""
+        """Walk, with a pause after each step; faults are added to `faults`."""
         yield from self._mark_live()
         for rows in self._live_runs():
             for row in rows:
@@ -71,7 +73,9 @@ class Walk:
         self.faults.append(what)
 
     def _live_runs(self) -> Iterator[list[int]]:
-        """The live rows of each `_STEP_ROWS` rows, perhaps none: a pause after each bounds what is done in between."""
+        """Yield the live rows of each `_STEP_ROWS` rows, perhaps none: a pause after each bounds the work in
+        between.
+        """
         for first in range(0, len(self._live), _STEP_ROWS):
             yield [row for row, is_live in enumerate(self._live[first : first + _STEP_ROWS], first) if is_live]
 
@@ -152,7 +156,7 @@ class Walk:
         self._listed[row] = 1
 
     def _check_unlisted(self, row: int, bulk: list[int]) -> None:
-        """A row that no dictionary names: it is a bulk row, its key packed as it was taken over; or it is lost."""
+        """Check a row that no dictionary names: it is a bulk row, with its key packed; or it is lost."""
         residency, rows = self._residency, self._residency.rows
         tenant = residency.tenant_of(row)
         index = residency.tenants[tenant]
@@ -195,8 +199,9 @@ class Walk:
 
 
 class _Places:
-    """A copy of where the blocks of one tier are, made in steps: whether two rows share a slot is then one sort, which
-    may have a thread."""
+    """A copy of the places of one tier's blocks, made in steps. Whether two rows share a slot is then one sort, in any
+    thread.
+    """
 
     def __init__(self, copies: TierCopies) -> None:
         self._copies = copies

@@ -1,6 +1,6 @@
-"""The events of residency: what happens to a tier's copies, for its policy; and where blocks can be read.
+"""The events of residency: changes of a tier's copies, for its policy; and changes of where blocks can be read.
 
-Residency calls; a listener only updates its own state and never calls back into a method that changes residency.
+Residency calls; a listener only updates its own state and never calls a method that changes residency.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class TierListener(Protocol):
         """
 
     def accessed(self, rows: Sequence[int], now_ns: int) -> None:
-        """`rows`, in chain order (head first), all resident here, were used together."""
+        """Note that `rows`, in chain order (head first), all resident here, were used together."""
 
     def removed(self, rows: Sequence[int]) -> None:
         """Note that `rows`, a piece of one chain, its end first, were removed from this tier; row numbers may be used
@@ -27,7 +27,7 @@ class TierListener(Protocol):
         """
 
     def released(self, row: int) -> None:
-        """`row` may perhaps leave this tier now: a lease, a child, or being the last copy kept it."""
+        """Note that `row` may be free to leave this tier now: a lease, a child, or being the last copy had kept it."""
 
 
 @runtime_checkable
@@ -55,16 +55,19 @@ class NullListener:
 
 
 class PresenceListener(Protocol):
-    """Notified of every change of where a block can be read, in any tier."""
+    """An observer of every change of where a block can be read, in any tier."""
 
     def changed(self, tenant: int, key: bytes, mask: int, row: int) -> None:
-        """There are readable copies in the tiers of `mask`, a TierSet as an int, now. `row` is still the block's."""
+        """Note that there are readable copies in the tiers of `mask`, a TierSet as an int, now. `row` is still the
+        block's.
+        """
 
 
 class Listeners:
-    """The listeners of the index. `by_tier`: the listener of each tier. `presence`: the observers; `noted`: takes the
-    row alone of each change, if it is set; `is_followed`: one of them is there. `forgets`: who else keeps names of
-    blocks, if there is one; `uses`: who else follows their uses."""
+    """The listeners of the index. `by_tier`: the listener of each tier. `presence`: the observers; `noted`: called with
+    the row alone of each change, if it is set; `is_followed`: there is one of them. `forgets`: another keeper of
+    blocks' names, if there is one; `uses`: another follower of their uses.
+    """
 
     def __init__(self, view: ResidencyView) -> None:
         self._view = view
@@ -77,7 +80,7 @@ class Listeners:
         self.uses: Callable[[Sequence[int], int], None] | None = None
 
     def listen(self, tier: int, listener: TierListener) -> None:
-        """Notify `listener` of what happens in `tier` from now on; one listener a tier."""
+        """Notify `listener` of the events in `tier` from now on; one listener a tier."""
         self.by_tier[tier] = listener
         self.by_key.pop(tier, None)
         if isinstance(listener, KeyListener):
@@ -89,9 +92,11 @@ class Listeners:
         self.is_followed = True
 
     def note_with(self, note: Callable[[int], object] | None) -> None:
-        """Call `note` with the row of every change of where a block can be read, from now on, in place of what was
-        called before (None: nothing). It is called for each block of every put, so it should append the row and do its
-        work later, from what residency has by then: the row may be another block's, under another generation."""
+        """Call `note` with the row of every change of where a block can be read, from now on, instead of the former
+        function (None: nothing). It is called for each block of every put, so it should append the row and do its
+        work later, from residency's state at that time: the row may be another block's by then, under another
+        generation.
+        """
         self.noted = note
         self.is_followed = note is not None or bool(self.presence)
 
@@ -105,7 +110,7 @@ class Listeners:
         self.uses = listener
 
     def presence_changed(self, row: int) -> None:
-        """Notify the observers that `row` can be read elsewhere than before."""
+        """Notify the observers that `row` can be read in other tiers than before."""
         if self.noted is not None:
             self.noted(row)
         if self.presence:
@@ -121,6 +126,6 @@ class Listeners:
             self.forgets(tenant, keys)
 
     def release(self, row: int, tiers: int) -> None:
-        """Notify the listeners of `tiers`, the set as an int, that `row` may perhaps be evicted from them."""
+        """Notify the listeners of `tiers`, the set as an int, that `row` may be free to be evicted from them."""
         for tier in MEMBERS[tiers]:
             self.by_tier[tier].released(row)

@@ -1,6 +1,6 @@
-"""The ghost: for blocks that were removed, why and when, and how often they had been used.
+"""The ghost: for removed blocks, the reason and time of removal, and the number of their uses.
 
-One per tenant, bounded by count; the one forgotten longest ago falls off. It answers why-miss and lets
+There is one per tenant, bounded by count; the entry made longest ago is dropped first. It answers why-miss and lets
 admission see that a block which returns is not a block that was used once. It never holds bytes or token ids.
 """
 
@@ -28,8 +28,7 @@ ABSENCE = np.dtype([("key", "V16"), ("packed", "<u8")])
 
 @dataclass(frozen=True, slots=True)
 class Absence:
-    """The reason why a key is not there. `at_ns` is monotonic, to the millisecond; 0 when nothing is known of the
-    key."""
+    """The reason why a key is missing. `at_ns` is monotonic, to the millisecond; 0 if nothing is known of the key."""
 
     cause: Cause
     at_ns: int = 0
@@ -37,8 +36,8 @@ class Absence:
 
 
 class Ghost:
-    """Key → cause, time, accesses, packed into one int each. They are in a ring, so that they can be copied piece by
-    piece: what is remembered again moves to its head, and leaves a gap.
+    """A map of key to cause, time, accesses, packed into one int each. Entries are in a ring, so that they can be
+    copied piece by piece: a key remembered again moves to its head, and leaves a gap.
     """
 
     __slots__ = ("_keys", "_limit", "_next", "_oldest", "_packed", "_places", "_size")
@@ -90,7 +89,7 @@ class Ghost:
         return Absence(cause, packed >> _TIME_SHIFT << _TICK_BITS, packed >> _CAUSE_BITS & _ACCESS_MAX)
 
     def beginning_with(self, hex_digits: str) -> list[bytes]:
-        """Return the keys that begin so in hex. A scan of all that is remembered: a millisecond per 10,000 keys."""
+        """Return the keys that begin with `hex_digits`. It scans all entries: a millisecond per 10,000 keys."""
         whole = bytes.fromhex(hex_digits[: len(hex_digits) // 2 * 2])
         return [key for key in self._places if key.startswith(whole) and key.hex().startswith(hex_digits)]
 
@@ -100,7 +99,7 @@ class Ghost:
         return 0 if at is None else self._packed[at] >> _CAUSE_BITS & _ACCESS_MAX
 
     def drop(self, key: bytes) -> None:
-        """Note that the key went by order: this process can say so, and `copied` leaves it out."""
+        """Note that the key was removed by order: this process can say so, and `copied` leaves it out."""
         at = self._places.get(key)
         if at is not None:
             self._packed[at] = self._packed[at] & ~_CAUSE_MASK | Cause.DROPPED
@@ -111,8 +110,9 @@ class Ghost:
         packed[:] = packed & np.uint64(~_CAUSE_MASK & (1 << 64) - 1) | np.uint64(Cause.DROPPED)
 
     def copied(self) -> Iterator[npt.NDArray[np.void]]:
-        """Yield what is remembered (dtype ABSENCE), a step at a time, but for blocks that went by order, which leave no
-        trace. The caller may let others go on between two steps; what changes meanwhile may be in it or not."""
+        """Yield the entries (dtype ABSENCE), a step at a time, without blocks that were removed by order. The caller
+        may let others go on between two steps; later changes may be included or not.
+        """
         for first in range(0, len(self._keys), _STEP):
             keys = self._keys[first : first + _STEP]
             packed = np.array(self._packed[first : first + _STEP], np.uint64)

@@ -1,4 +1,4 @@
-"""The residency index: which blocks exist, in which tiers, their parents, and what may be evicted.
+"""The residency index: which blocks exist, in which tiers, their parents, and which may be evicted.
 
 Owns every fact about where a block is; the tiers own the bytes. `view` holds the facts and answers questions;
 `arrival`, `removal`, `tree` and `Uses` change them, and notify each tier's listener (the policy). Never does I/O, reads
@@ -71,7 +71,7 @@ class Uses:
             self._listeners.uses(rows, device_tiers)
 
     def _count(self, rows: Sequence[int], now_ns: int) -> tuple[int, int]:
-        """Count an access of each of `rows`; the tiers that have all of them, and the tiers that have some."""
+        """Count an access of each of `rows`; return the tiers that have all of them, and the tiers that have some."""
         columns = self._view.rows
         last_access_ns, accesses, mask = columns.last_access_ns, columns.accesses, columns.mask
         everywhere: int = ALL_TIERS
@@ -86,8 +86,9 @@ class Uses:
         return everywhere, somewhere
 
     def record_refusal(self, tenant: int, key: bytes, cause: Cause, now_ns: int) -> None:
-        """Remember that a block that was to be stored is not. One that was DECLINED counts as if it had been stored,
-        used and evicted at once."""
+        """Remember that a block that was offered is not stored. A DECLINED block counts as if it had been stored, used
+        and evicted at once.
+        """
         ghost = self._view.tenants[tenant].ghost
         ghost.remember(key, cause, now_ns, ghost.accesses(key) + (cause is Cause.DECLINED))
 
@@ -102,7 +103,7 @@ class Uses:
             pins[row] = pins.get(row, 0) + 1
 
     def unpin(self, row: int) -> None:
-        """Count one reason less. Raises RuntimeError when the block is not pinned."""
+        """Remove one reason. Raises RuntimeError if the block is not pinned."""
         left = self._view.pins.get(row, 0) - 1
         if left < 0:
             raise RuntimeError(f"row {row} unpinned more often than pinned")
@@ -125,15 +126,16 @@ class Uses:
         self._listeners.release(row, self._view.rows.mask[row])
 
     def unpin_run(self, tokens: Iterable[int]) -> None:
-        """Do `unpin` for each block that is still there: one that was found damaged lost its pins with it."""
+        """Unpin each block that still exists: a block that was found damaged lost its pins when it was removed."""
         for row in map(self._view.current, tokens):
             if row >= 0:
                 self.unpin(row)
 
 
 class Residency(ResidencyView):
-    """The index over `tiers`, fastest first: the questions of its view, and what its parts do. `ghost_keys`: how many
-    keys that have left are remembered, for each tenant."""
+    """The index over `tiers`, fastest first: the questions of its view, and the changes that its parts make.
+    `ghost_keys`: how many removed keys are remembered, for each tenant.
+    """
 
     def __init__(
         self,

@@ -1,15 +1,16 @@
-"""The keys of one tenant: its dictionaries, the table of its bulk rows, and the ghost of the keys that are gone.
+"""The keys of one tenant: its dictionaries, the table of its bulk rows, and the ghost of the removed keys.
 
 Structural separation: no key of one tenant is ever looked up in another's. The dictionary of readable blocks is apart
-from the dictionary of the others, so that a lookup is one access a key and stops at the first that is not there.
+from the dictionary of the others, so that a lookup is one access a key and stops at the first missing one.
 
 A dictionary entry with its key and its number takes some 150 bytes. Blocks that were taken over in bulk and have not
 changed since are bulk rows: their keys are in one byte string, and are found by open addressing over row numbers: 24
-bytes a block, three times the time of a dictionary. Before a bulk row changes, its key moves to the dictionary, and all
-else is as if it had always been there. `KeyTable` is the bare table, of positions in a column of keys. Entries are
-never taken out: a row whose key has moved, or that is free or another block's, is no longer a bulk row, and the table
-looks at that. The hash is multiply-shift under a random odd multiplier, over key bytes that are themselves a digest; a
-tenant who forges keys makes only its own lookups slower."""
+bytes a block, three times the time of a dictionary. Before a bulk row changes, its key moves to the dictionary, and it
+becomes an ordinary row. `KeyTable` is the bare table, of positions in a column of keys. Entries are never taken out: a
+row whose key has moved, or that is free or another block's, is no longer a bulk row, and the table checks that. The
+hash is multiply-shift under a random odd multiplier, over key bytes that are themselves a digest; a tenant who forges
+keys makes only its own lookups slower.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +38,9 @@ Column = npt.NDArray[Any]
 
 
 class KeyTable:
-    """A table that finds positions in a column of keys by key, many at a time: the positions in `members`, or all. It
-    does not keep the column, which is shown to it each time."""
+    """A table that finds positions in a column of keys by key, many at a time: the positions in `members`, or all. The
+    column is a parameter of each call and is not kept.
+    """
 
     __slots__ = ("multiplier", "places", "shift", "table")
 
@@ -51,7 +53,7 @@ class KeyTable:
         self.places = np.frombuffer(self.table, np.int32)
 
     def move(self, first: int) -> None:
-        """Let it name positions that are `first` higher."""
+        """Let the table name positions that are `first` higher."""
         if first:
             self.places[self.places != _NOTHING] += np.int32(first)
 
@@ -59,7 +61,8 @@ class KeyTable:
         self, keys: Column, wanted: Column, may_be: Callable[[Column], Sequence[bool]] | None = None
     ) -> Column:
         """Return the position in `keys`, or -1, of each of `wanted` (shape (n, 2), little-endian words). `may_be` says
-        which of some positions with the key that was wanted count."""
+        which positions with an equal key count.
+        """
         found = np.full(len(wanted), _NOTHING, np.int32)
         left, places = np.arange(len(wanted)), self._homes(wanted[:, 0])
         while len(left):
@@ -83,8 +86,8 @@ class KeyTable:
         return words.astype(np.int64)
 
     def _filled(self, heads: Column, members: Column | None) -> array[int]:
-        """Linear probing without probing: in the order of their homes, each goes behind the one before, or to its home
-        if that is later. The table ends with an empty place, so no search wraps.
+        """Return the table, built without probing one by one: in the order of their homes, each entry goes behind the
+        one before, or to its home if that is later. The table ends with an empty place, so no search wraps.
         """
         ordered = self._homes(heads)
         numbers = np.arange(len(ordered))
@@ -106,7 +109,7 @@ class KeyTable:
 
 
 class BulkKeys:
-    """The bulk rows of one tenant, to be found by key: those in `table`, whose positions are rows."""
+    """The bulk rows of one tenant, found by key: the rows in `table`, whose positions are rows."""
 
     __slots__ = ("_all", "_multiplier", "_rows", "_shift", "_table")
 
@@ -144,7 +147,9 @@ class BulkKeys:
         return False
 
     def find_run(self, keys: Sequence[bytes], hot: Callable[[bytes], int | None]) -> list[int]:
-        """Return the rows of the leading run of `keys` that are `hot` or bulk rows: `get`, without a call for each."""
+        """Return the rows of the leading run of `keys` that are `hot` or bulk rows, as `get` for each, without a call
+        for each.
+        """
         rows, table = self._rows, self._table
         bulk_keys, mask, moved = rows.bulk_keys, rows.mask, rows.keys
         heads = np.frombuffer(b"".join(keys), "<u4")[::_HEADS_A_KEY] * np.uint32(self._multiplier)
@@ -174,8 +179,9 @@ class BulkKeys:
 
 
 class TenantIndex:
-    """The part of one tenant. `readable`: key → row of blocks that can be served. `unreadable`: rows being filled, and
-    placeholders. `bulk`: rows of readable blocks, `bulk_blocks` of them still bulk rows."""
+    """The index of one tenant. `readable`: key → row of blocks that can be served. `unreadable`: rows being filled, and
+    placeholders. `bulk`: rows of readable blocks, `bulk_blocks` of which are still bulk rows.
+    """
 
     __slots__ = ("bulk", "bulk_blocks", "fingerprints", "ghost", "name", "readable", "unreadable")
 
@@ -190,7 +196,7 @@ class TenantIndex:
 
     @property
     def blocks(self) -> int:
-        """Readable blocks."""
+        """The number of readable blocks."""
         return len(self.readable) + self.bulk_blocks
 
     def find(self, key: bytes) -> int:

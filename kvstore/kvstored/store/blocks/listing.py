@@ -21,7 +21,9 @@ Int64Array = npt.NDArray[np.int64]
 
 
 class Page(NamedTuple):
-    """`after` of the next page, or 0 at the end. A page may hold fewer rows than asked for, even none."""
+    """A page of a listing. `after` is the cursor of the next page, or 0 at the end. A page may hold fewer rows than
+    asked for, even none.
+    """
 
     rows: list[int]
     next: int
@@ -73,8 +75,9 @@ def select(residency: ResidencyView, selection: Selection, first: int, end: int)
 
 
 async def select_all(residency: ResidencyView, selection: Selection) -> AsyncIterator[Int64Array]:
-    """The selected rows, part by part, with a turn of the loop after each: what changes meanwhile may be there or
-    not."""
+    """Yield the selected rows, part by part, with a turn of the loop after each; later changes may be included or
+    not.
+    """
     first = 0
     while first < residency.rows.capacity:
         end = min(first + selection.slice_rows, residency.rows.capacity)
@@ -84,7 +87,7 @@ async def select_all(residency: ResidencyView, selection: Selection) -> AsyncIte
 
 
 def column_of(residency: ResidencyView, name: str, rows: Int64Array) -> Int64Array:
-    """Return what the column `name` of `residency.rows` says of each row."""
+    """Return the value of the column `name` of `residency.rows` for each row."""
     return np.asarray(getattr(residency.rows, name))[rows].astype(np.int64)
 
 

@@ -1,6 +1,6 @@
-"""Orphans: blocks that are stored and cannot be reached, because one before them in their chain is not stored.
+"""Orphans: stored blocks that cannot be reached, because one before them in their chain is not stored.
 
-They are left by a block that was found damaged or removed by force, and from a crash between a parent and its child.
+They remain after a block that was found damaged or removed by force, and from a crash between a parent and its child.
 They are whole: putting the missing block again makes them reachable at once. Until then they are the first to be
 evicted. Finding them means walking every chain; `snapshot` is cheap and for the control thread, `find` is for any
 other.
@@ -21,7 +21,9 @@ Tokens = npt.NDArray[np.uint64]
 
 
 class Chains(NamedTuple):
-    """A copy of what `find` needs: parent row (-1: none), where it is readable, depth, generation, each by row."""
+    """A copy of the columns for `find`, by row: parent row (-1: none), tiers with a readable copy, depth,
+    generation.
+    """
 
     parent: bytes
     mask: bytes
@@ -37,8 +39,9 @@ class Orphans(NamedTuple):
 
 
 def snapshot(residency: ResidencyView) -> Chains | None:
-    """Return a copy of the chains, some 13 bytes a row; None when every parent is there, which one look at the tenants
-    shows."""
+    """Return a copy of the chains, some 13 bytes a row; None if every parent is stored, which the tenants' counts show
+    at once.
+    """
     rows = residency.rows
     if not any(rows.links[row] for tenant in residency.tenants for row in tenant.unreadable.values()):
         return None
@@ -47,7 +50,8 @@ def snapshot(residency: ResidencyView) -> Chains | None:
 
 def find(chains: Chains, tiers: int) -> Orphans:
     """Find the orphans by pointer jumping: as many passes over the rows as the longest chain's length has binary digits
-    (Wyllie 1979). The generations are of the time of the snapshot: what has a row by now may be another block."""
+    (Wyllie 1979). The generations are the snapshot's: a row may hold another block by now.
+    """
     parent = np.frombuffer(chains.parent, np.int32).astype(np.int64)
     mask = np.frombuffer(chains.mask, np.uint8)
     readable = mask != 0

@@ -1,7 +1,7 @@
 """Removing blocks and copies from the index.
 
-Owns the rules: leaf-first by choice, everything by force. See `index` for the invariants. Never frees a slot: the
-caller does.
+The module owns the rules: leaf-first by choice, everything by force. See `index` for the invariants. It does not free a
+slot: the caller does.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ class Removal:
         self._listeners = listeners
 
     def remove(self, row: int, cause: Cause, now_ns: int) -> list[TakenCopy]:
-        """Take every copy of a block and remember why. The row ends, or remains as a placeholder under its
-        children.
+        """Remove every copy of a block and remember why. The row ends, or remains as a placeholder under its children.
 
         By choice (EVICTED, QUOTA) raises RuntimeError unless `may_forget(row)`. By force (the other
         causes) leases end too: pins are dropped, and the caller sees to it that readers keep their bytes
@@ -66,8 +65,9 @@ class Removal:
         return taken
 
     def forget(self, tenant: int, keys: Sequence[bytes] | None) -> None:
-        """Nothing of what the ghosts know of `keys` outlives the process, or of all keys of `tenant` (None): until then
-        they say `dropped`. Blocks that are stored stay."""
+        """Let the ghosts' knowledge of `keys`, or of all keys of `tenant` (None), end with the process: until then they
+        say `dropped`. Blocks that are stored stay.
+        """
         ghost = self._view.tenants[tenant].ghost
         self._view.changes += 1
         if keys is None:
@@ -80,7 +80,7 @@ class Removal:
     def remove_chosen(
         self, tier: int, choose: Callable[[int], int], count: int, cause: Cause, now_ns: int
     ) -> list[Slot]:
-        """`remove` the row that `choose(now_ns)` names, `count` times or until it names none (-1); their slots.
+        """Remove the row that `choose(now_ns)` names, `count` times or until it names none (-1); return their slots.
         Raises RuntimeError for a block with a copy in another tier.
 
         Nearly every eviction takes the short way: a block with one readable copy and no child.
@@ -124,9 +124,9 @@ class Removal:
         return freed
 
     def remove_run(self, run: Sequence[int], tier: int, cause: Cause, now_ns: int) -> list[Slot]:
-        """`remove` each of `run`, a piece of one chain, its end first, that has no copies but in `tier`; their slots.
-        The listener is notified of them together. Raises as `remove` does, for the first that may not be removed, once
-        those before it have been.
+        """Remove each of `run`, a piece of one chain, its end first, that has no copies but in `tier`; return their
+        slots. The listener is notified of them together. Raises the error of `remove` for the first that may not be
+        removed, once the ones before it have been.
         """
         rows, copies, pins, bit = self._view.rows, self._view.copies[tier], self._view.pins, ONLY[tier]
         keys, parents, links, accesses = rows.keys, rows.parent, rows.links, rows.accesses
@@ -170,11 +170,11 @@ class Removal:
         return freed
 
     def detach(self, row: int, tier: int) -> Slot:
-        """Take one copy. The caller frees its slot.
+        """Remove one copy and return its slot, which the caller frees.
 
-        A FILLING copy may always be taken (the transfer failed); a row left without any copy ends as in
-        `forget_empty`. A readable one may be taken only while another tier has one, else RuntimeError: that is
-        `remove`, with a cause.
+        A FILLING copy may always be removed (the transfer failed); a row left without any copy ends as in
+        `forget_empty`. A readable one may be removed only while another tier has one, otherwise RuntimeError: call
+        `remove` then, with a cause.
         """
         state = self._view.copies[tier].state[row]
         if state != _FILLING and not self._view.tier_mask(row).without(tier):
@@ -202,7 +202,7 @@ class Removal:
             self._listeners.by_tier[tier].released(parent)
 
     def _take_copy(self, row: int, tier: int) -> TakenCopy:
-        """Books only: the rules are the caller's."""
+        """Take a copy out of the columns only: the caller owns the rules."""
         copies, rows = self._view.copies[tier], self._view.rows
         self._view.changes += 1
         before = copies.state[row]

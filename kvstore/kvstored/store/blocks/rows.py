@@ -1,4 +1,5 @@
-"""The columns of the index: what a block is, and where it is in each tier. One row a block, arrays instead of objects.
+"""The columns of the index: the properties of a block, and its place in each tier. One row a block, arrays instead of
+objects.
 
 `RowColumns` owns row numbers, their reuse and their generations, and each row's key, parent, child count and use.
 `TierCopies` owns, for one tier, which rows have a copy and in which slot, and how many bytes each tenant holds. Neither
@@ -28,8 +29,9 @@ _ROW_MASK: int = 2**ROW_BITS - 1
 
 
 class RowColumns:
-    """The columns that say what a block is. Scalar access to array.array beats numpy's by 3x, and control code is
-    scalar; scans view them through numpy."""
+    """The columns with the properties of blocks. Scalar access to array.array is 3x as fast as numpy's, and control
+    code is scalar; scans view them through numpy.
+    """
 
     def __init__(self) -> None:
         self.capacity = 0
@@ -55,7 +57,7 @@ class RowColumns:
         self._free.extend(range(first + more - 1, first - 1, -1))
 
     def _add(self, more: int) -> None:
-        """Columns for `more` rows, all zeros."""
+        """Add `more` rows to the columns, all zeros."""
         if self.keys:
             self.keys.extend([None] * more)
         else:  # no second list of a million
@@ -147,8 +149,9 @@ class RowColumns:
 
 
 def add_zeros(column: array[int], more: int) -> None:
-    """Add `more` zeros to a column. The first of them are made in place: a million zeros to copy from would be memory
-    that is touched for nothing."""
+    """Add `more` zeros to a column. The first of them are made in place: copying from a million zeros would touch that
+    memory for nothing.
+    """
     if column or not more:
         column.frombytes(bytes(column.itemsize * more))
     else:
@@ -157,8 +160,9 @@ def add_zeros(column: array[int], more: int) -> None:
 
 
 def grown(column: array[int], more: int) -> array[int]:
-    """Return a column with `more` zeros after it: the same array, but in place of an empty one a new one of just this
-    length. What an array that grew keeps for the next time is one part in 16."""
+    """Return a column with `more` zeros after it: this array, or for an empty one a new array of just this length. The
+    spare room of a grown array is one part in 16.
+    """
     if not column:
         return array(column.typecode, [0]) * more
     column.frombytes(bytes(column.itemsize * more))

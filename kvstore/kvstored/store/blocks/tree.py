@@ -1,7 +1,7 @@
 """The chain tree: rows, each under its parent, and the placeholders that keep a chain together.
 
-Owns when a row begins and ends, and whether its key is in a dictionary or packed as it was taken over (see `keys`). See
-`index` for the invariants, to which this adds: a bulk row is as it was taken over, with one readable copy, in the
+The module owns the begin and end of a row, and whether its key is in a dictionary or packed (see `keys`). See `index`
+for the invariants, and one more: a bulk row is unchanged since it was taken over, with one readable copy, in the
 slowest tier; its key moves to the dictionary before it changes.
 """
 
@@ -13,18 +13,18 @@ from kvstored.tier_set import ONLY
 
 
 class CyclicChainError(ValueError):
-    """A block was to be stored as its own ancestor: the caller's keys are forged or mixed up."""
+    """The caller wanted to store a block as its own ancestor: the caller's keys are forged or mixed up."""
 
 
 class ChainTree:
-    """`forget_empty` ends what nothing needs any more; a row that has a copy or a child is kept."""
+    """The tree. `forget_empty` ends a row that nothing needs any more; a row that has a copy or a child is kept."""
 
     def __init__(self, view: ResidencyView, listeners: Listeners) -> None:
         self._view = view
         self._listeners = listeners
 
     def take(self, key: bytes, kind: int, depth: int, payload_bytes: int) -> int:
-        """A new row, without parent, children or copies."""
+        """Return a new row, without parent, children or copies."""
         row = self._view.rows.take(key, kind, depth, payload_bytes)
         if row >= len(self._view.copies[0].state):
             for copies in self._view.copies:
@@ -32,7 +32,7 @@ class ChainTree:
         return row
 
     def check_revivable(self, row: int, parent: int) -> None:
-        """Raises RuntimeError for a row that has a copy, CyclicChainError where `parent` descends from it."""
+        """Raise RuntimeError for a row that has a copy, CyclicChainError if `parent` descends from it."""
         if self._view.rows.mask[row] or self._view.rows.filling[row]:
             raise RuntimeError(f"row {row} inserted while it has a copy")
         ancestor = parent
@@ -66,7 +66,9 @@ class ChainTree:
             row = parent
 
     def parent_or_placeholder(self, tenant: int, key: bytes, kind: int, depth: int, payload_bytes: int) -> int:
-        """The row of the parent `key` of a block in `depth`, or a new placeholder of that block's `kind` and size."""
+        """Return the row of the parent `key` of a block in `depth`, or a new placeholder of that block's `kind` and
+        size.
+        """
         index = self._view.tenants[tenant]
         row = index.row(key)
         if row < 0:
@@ -84,7 +86,7 @@ class ChainTree:
             index.bulk_blocks -= 1
 
     def to_bulk(self, row: int) -> None:
-        """Take the key of `row` out of the dictionary where the row is again as it was when it was taken over."""
+        """Move the key of `row` out of the dictionary if the row is again as it was when it was taken over."""
         rows, slowest = self._view.rows, len(self._view.copies) - 1
         index = self._view.tenants[self._view.kind_tenant[rows.kind[row]]]
         key = rows.keys[row]

@@ -1,6 +1,6 @@
 """The columns of the residency index, and every question about them.
 
-Policies and listings are given this. It changes nothing itself: the parts that `index` puts together do.
+Policies and listings get this view. It changes nothing itself: the parts that `index` puts together do.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _unpacker(keys: int) -> struct.Struct:
 
 
 def unpack_keys(packed: bytes) -> tuple[bytes, ...]:
-    """16 * n bytes → n keys. Raises ValueError when the length is no multiple of 16."""
+    """Return the keys in 16 * n packed bytes. Raises ValueError if the length is no multiple of 16."""
     keys, rest = divmod(len(packed), KEY_BYTES)
     if rest:
         raise ValueError(f"packed keys must be a multiple of {KEY_BYTES} bytes, got {len(packed)}")
@@ -49,13 +49,14 @@ def unpack_keys(packed: bytes) -> tuple[bytes, ...]:
 
 class ResidencyView:
     """Questions about rows of live blocks: a free row's answers mean nothing. A tier is named by its position.
-    `durable`: the position of the tier that outlives the daemon, -1 where there is none; the last one unless said
+    `durable`: the position of the tier that outlives the daemon, -1 if there is none; the last one unless said
     otherwise. `in_memory`: how many tiers, from the first on, are memory; all before the durable one unless said
-    otherwise. `mapped`: the position of the tier that clients map, where puts are stored and leases are given; a tier
-    before it has copies of what is used often. `exported`: the tiers among them that a client on the same device may
-    read in place; `closed`: the ones that no new lease may name now. `changes` differs whenever a row or a copy was
-    added, removed or changed its state; uses and pins do not count. `deletions`: how often blocks were deleted by
-    order."""
+    otherwise. `mapped`: the position of the tier that clients map, where puts are stored and leases are given; a
+    tier before it has copies of blocks that are used often. `exported`: the tiers among them that a client on their
+    device may read in place; `closed`: the tiers that no new lease may name now. `changes` differs whenever a row or
+    a copy was added, removed or changed its state; uses and pins do not count. `deletions`: how often blocks were
+    deleted by order.
+    """
 
     def __init__(
         self,
@@ -86,7 +87,7 @@ class ResidencyView:
         return self.tiers.index(name)
 
     def readable(self, device_tiers: TierSet) -> TierSet:
-        """Return the tiers that a client reads in place. `device_tiers`: those on its device."""
+        """Return the tiers that a client reads in place. `device_tiers`: the tiers on its device."""
         return device_tiers.difference(self.closed).with_tier(self.mapped)
 
     # Looking up
@@ -104,7 +105,7 @@ class ResidencyView:
         return self.find_keys(tenant, unpack_keys(packed_keys))
 
     def find_keys(self, tenant: int, keys: Iterable[bytes]) -> list[int]:
-        """`find_run` for keys that are apart already."""
+        """Return the rows of `find_run`, for keys that are not packed."""
         index, keys = self.tenants[tenant], tuple(keys)
         found: list[int] = []
         for row in map(index.readable.get, keys):
@@ -134,8 +135,9 @@ class ResidencyView:
         return found
 
     def why_missing(self, tenant: int, key: bytes, fingerprint_id: int = -1, family: Set[int] = frozenset()) -> Absence:
-        """Return why `key` is not readable. OTHER_FINGERPRINT where the tenant never stored under `fingerprint_id` but
-        did under another one of `family`."""
+        """Return why `key` is not readable. OTHER_FINGERPRINT if the tenant never stored it under `fingerprint_id` but
+        did under another one of `family`.
+        """
         index = self.tenants[tenant]
         row = index.find(key)
         if row >= 0 and self.expires_s(row):
@@ -150,13 +152,13 @@ class ResidencyView:
     # Where it is
 
     def slot(self, row: int, tier: int) -> Slot:
-        """Return where the copy is. Raises RuntimeError when there is none."""
+        """Return the slot of a copy. Raises RuntimeError if there is none."""
         if not self.copies[tier].state[row]:  # ABSENT
             raise RuntimeError(f"row {row} has no copy in {self.tiers[tier]}")
         return self.copies[tier].slot(row)
 
     def slots(self, rows: Sequence[int], tier: int) -> list[Slot]:
-        """`slot` of each row."""
+        """Return the slot of each row's copy."""
         copies = self.copies[tier]
         state, container, offset = copies.state, copies.container, copies.offset
         nbytes, generation = copies.nbytes, copies.generation
@@ -186,12 +188,13 @@ class ResidencyView:
         return TIER_SETS[self.rows.mask[row]]
 
     def fastest(self, row: int, device_tiers: int = NO_TIERS) -> int:
-        """Return the tier from which a client has the block soonest: the mapped one if it has a readable copy, else the
-        first of those on its device that has, else the first one that has; -1 where none has."""
+        """Return the tier from which a client has the block soonest: the mapped one if it has a readable copy,
+        otherwise the first such tier on its device, otherwise the first such tier of all; -1 if there is none.
+        """
         return self.fastest_of(self.rows.mask[row], device_tiers)
 
     def fastest_of(self, tiers: int, device_tiers: int) -> int:
-        """Return `fastest` for a block that has readable copies in `tiers`."""
+        """Return the result of `fastest` for a block that has readable copies in `tiers`."""
         members = MEMBERS[tiers]
         if self.mapped in members:
             return self.mapped
@@ -199,7 +202,7 @@ class ResidencyView:
         return nearest[0] if nearest else -1
 
     def fastest_in_memory(self, row: int) -> int:
-        """`fastest`, if that is memory, or -1."""
+        """Return the fastest tier with a readable copy, if that is memory, or -1."""
         position = self.fastest(row)
         return position if position < self.in_memory else -1
 
@@ -238,8 +241,9 @@ class ResidencyView:
         return self.is_evictable(row, tier)
 
     def run_above(self, row: int, tier: int, limit: int) -> list[int]:
-        """`row`, which may be evicted from `tier` now, and up to `limit` in all of those above it that may once it has
-        gone, each once the one below has."""
+        """Return `row`, which may be evicted from `tier` now, and the rows above it, up to `limit` in all, that may be
+        evicted once the one below has gone.
+        """
         copies, pins, rows = self.copies[tier], self.pins, self.rows
         parents, links, mask = rows.parent, rows.links, rows.mask
         state, kids, only = copies.state, copies.kids, ONLY[tier] if tier == len(self.copies) - 1 else NO_TIERS
@@ -265,13 +269,13 @@ class ResidencyView:
         return self.rows.filling[row] != 0
 
     def children(self, row: int, tier: int | None = None) -> int:
-        """Child rows overall, or those with a copy in `tier`."""
+        """Return the number of child rows, or of the ones with a copy in `tier`."""
         return self.rows.links[row] if tier is None else self.copies[tier].kids[row]
 
     # What it is
 
     def token(self, row: int) -> int:
-        """Names this block for as long as it is stored: keep it, not the row, across an await."""
+        """Return a name for this block for as long as it is stored: keep it, not the row, across an await."""
         return self.rows.token(row)
 
     def current(self, token: int) -> int:
@@ -305,7 +309,7 @@ class ResidencyView:
         return np.array(self.kind_tenant, np.int64)[np.frombuffer(self.rows.kind, np.uint32)[rows]]
 
     def kind(self, row: int) -> Kind:
-        """(tenant, fingerprint_id, group)."""
+        """Return the tenant, fingerprint and group of a row's block."""
         return self.kinds[self.rows.kind[row]]
 
     def depth(self, row: int) -> int:
@@ -322,7 +326,7 @@ class ResidencyView:
         return self.rows.last_access_ns[row]
 
     def accesses(self, row: int) -> int:
-        """Accesses in this life and, as far as the ghost remembers, those before. Saturates at 65,535."""
+        """Return the accesses in this life and, as far as the ghost remembers, in earlier ones. Saturates at 65,535."""
         return self.rows.accesses[row]
 
     def expires_s(self, row: int) -> int:

@@ -1,1 +1,3 @@
-"""Degraded modes: what is shed when a medium or the machine fails, how it is said, and how it comes back."""
+"""Degraded modes: the parts that are shed when a medium or the machine fails, the messages, and the return to
+normal.
+"""

@@ -34,8 +34,9 @@ _IN_DOUBT = {  # by mode, what has yet to go well when a probe has; a full mediu
 
 
 class TierBreaker:
-    """The breaker of `tier`, called `part` in what it says. `last_probe_s` is the longest pause between two probes;
-    short where the medium is another machine, which may be back at any moment."""
+    """The breaker of `tier`, called `part` in messages. `last_probe_s` is the longest pause between two probes; short
+    if the medium is another machine, which may be back at any moment.
+    """
 
     def __init__(
         self,
@@ -84,13 +85,13 @@ class TierBreaker:
     # How transfers end
 
     def began(self) -> int:
-        """Note that a transfer is handed to the tier. Call `ended` with the number that this returns."""
+        """Note that a transfer is handed to the tier. Call `ended` with the returned number."""
         self._started += 1
         self._in_flight[self._started] = self._clock.monotonic_ns()
         return self._started
 
     def ended(self, number: int, what: str, outcome: Outcome) -> None:
-        """Note how a transfer ended; `what` it was: read, write or sync."""
+        """Note how a transfer ended; `what` is its kind: read, write or sync."""
         self._in_flight.pop(number, None)
         if outcome.ok:
             self._failed_in_a_row[what] = 0
@@ -102,7 +103,7 @@ class TierBreaker:
             self._follow_tier()  # not after each that went well: a report of many slabs takes tens of microseconds
 
     def forgo(self, number: int) -> None:
-        """Note that something has ended which says nothing of the medium but that it does not hang."""
+        """Note the end of work that shows only that the medium does not hang."""
         self._in_flight.pop(number, None)
 
     def _failed(self, what: str, outcome: Outcome) -> None:
@@ -117,7 +118,7 @@ class TierBreaker:
             self._worsen(Mode.READ_ONLY, f"{what}s fail ({outcome.message})")
 
     def _follow_tier(self) -> None:
-        """Count what the tier itself says: it sees failures that are no transfer of ours."""
+        """Count the tier's own failures: it sees some that are not transfers of the daemon."""
         state = self._tier.statistics().state
         if state is not TierState.OK and not self._probing:
             mode_of = {TierState.FULL: Mode.FULL, TierState.READ_ONLY: Mode.READ_ONLY, TierState.FAILED: Mode.FAILED}
@@ -140,7 +141,7 @@ class TierBreaker:
     # Time
 
     def tick(self) -> None:
-        """Notice what hangs, and probe when it is time; called a few times a second."""
+        """Notice transfers that hang, and probe when it is time; called a few times a second."""
         now_ns = self._clock.monotonic_ns()
         late_ns, self._ticked_ns = now_ns - self._ticked_ns, now_ns
         if late_ns > LATE_TICK_S * NS_PER_S:
@@ -152,7 +153,9 @@ class TierBreaker:
             self._probe()
 
     def _probe(self) -> None:
-        """Probe the tier: wholly while the breaker is open, else only whether the tier's place is still there."""
+        """Probe the tier: thoroughly while the breaker is open, otherwise only whether the tier's place is still
+        there.
+        """
         mode = self.mode
         self._probing = True
         thorough = mode is not Mode.OK

@@ -1,8 +1,9 @@
-"""How much memory is left before the kernel kills a process for it: in the machine, and in every cgroup that we are in.
+"""The memory that is left before the kernel kills a process for it: in the machine, and in every cgroup of this
+process.
 
-Reads /proc and the cgroup files (version 2, or 1 where that is what there is) and says one number. Never decides what
-to do about it. What can be reclaimed without loss (clean page cache) counts as free. Files that are not there say
-nothing; with none of them there is no limit.
+The module reads /proc and the cgroup files (version 2, or 1 if only that is there) and gives one number. It does not
+decide what to do. Memory that can be reclaimed without loss (clean page cache) counts as free. Missing files are
+ignored; with none of them there is no limit.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ _V1_NO_LIMIT = 1 << 62  # what version 1 shows where no limit is set is a little
 
 @dataclass(frozen=True, slots=True)
 class MemoryReading:
-    """`where` names what is nearest to its limit. `stalled_percent`: of the last 10 s, all tasks waited for memory."""
+    """A reading of memory. `where` names the limit that is nearest. `stalled_percent`: the share of the last 10 s in
+    which all tasks waited for memory.
+    """
 
     free_bytes: int
     where: str
@@ -57,7 +60,7 @@ class MemoryWatch:
 
 
 def _upwards(root: Path, path: str) -> Iterator[Path]:
-    """The cgroup's folder and those above it, the root too: in a container that is the container's own."""
+    """Yield the cgroup's folder and the folders above it, the root too: in a container that is the container's own."""
     folder = root / path.strip("/")
     while folder != root:
         yield folder
@@ -95,7 +98,7 @@ def _number(path: Path) -> int | None:
 
 
 def _fields(path: Path, scale: int = 1) -> dict[str, int]:
-    """Lines of a name and a number."""
+    """Return the fields of a file with lines of a name and a number."""
     found = {}
     for line in _text(path).splitlines():
         words = line.split()

@@ -1,7 +1,7 @@
-"""Which part of the daemon is degraded, since when and why: one place that says so to everybody.
+"""The degraded parts of the daemon, each with its time and reason.
 
-Owns the words: one log line and one count a transition, however often the cause repeats. Never decides anything; the
-breaker and the memory watch do. docs/degraded.md lists every mode with what it sheds.
+The module owns the messages: one log line and one count a transition, however often the cause repeats. It decides
+nothing; the breaker and the memory watch do. docs/degraded.md lists every mode with its effects.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class Mode(Enum):
-    """How far a part works. The values are what `kvctl tiers` shows as its state."""
+    """The mode of a part. The values are the states that `kvctl tiers` shows."""
 
     OK = "ok"
     FULL = "full"  # the medium has no room: what is there is read and overwritten, nothing grows
@@ -67,7 +67,7 @@ class DegradedModes:
         ]
 
     def enter(self, part: str, mode: Mode, reason: str) -> None:
-        """Let a part be in a mode; the same mode again says nothing."""
+        """Set the mode of a part; an unchanged mode is not reported again."""
         before = self.mode(part)
         if before is mode:
             return

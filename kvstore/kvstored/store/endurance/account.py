@@ -3,7 +3,7 @@ budget, what is saved of it, the fair portions, and the writes that wait for mor
 
 Others save allotments, and the time of a sync is not bounded. Nothing is spent before it is saved: while an
 allotment is being saved, the answer is to ask again. With a budget of 0 everything is granted and only counted.
-Invariant: what was granted since the first start is at most one day's worth and what was earned since.
+Invariant: the bytes granted since the first start are at most one day's worth plus the bytes earned since.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def unpacked(raw: bytes) -> SavedBudget:
 
 
 def _boot_id() -> str:
-    """Return the name of this boot of the machine; empty where the kernel does not say."""
+    """Return the name of this boot of the machine; "" if the kernel does not say."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return ""
@@ -61,7 +61,7 @@ def _boot_id() -> str:
 
 @dataclass(frozen=True, slots=True)
 class EnduranceReport:
-    """The account as an operator sees it. All 0 but `spent_bytes` where there is no budget."""
+    """The account as an operator sees it. All fields but `spent_bytes` are 0 if there is no budget."""
 
     bytes_per_day: int
     left_bytes: int
@@ -111,7 +111,7 @@ class EnduranceAccount:
         return budget.left_bytes(self._clock.monotonic_ns()) < SCARCE_SHARE * budget.burst_bytes
 
     def charge(self, tenant: int, nbytes: int, *, waited: bool = False) -> Verdict:
-        """Take `nbytes` for a tenant, or say why not. Those who wait come before those who only ask."""
+        """Take `nbytes` for a tenant, or return why not. Waiting requests come before requests that only ask."""
         verdict = self._judge(tenant, nbytes, waited)
         if verdict is Verdict.GRANTED:
             self._counters.add("endurance_bytes", nbytes)
@@ -148,7 +148,7 @@ class EnduranceAccount:
         return True
 
     def refund_unasked(self, nbytes: int) -> None:
-        """Take back what `charge_unasked` took: nothing of it was written."""
+        """Give back the bytes of `charge_unasked`: none of them was written."""
         self._counters.add("endurance_bytes", -nbytes)
         if self._budget is None:
             self._unlimited_spent_bytes -= nbytes
@@ -158,9 +158,10 @@ class EnduranceAccount:
     async def charge_in_time(
         self, tenant: int, cost: Callable[[], int | None], timeout_s: float, *, allotment_only: bool = False
     ) -> Verdict:
-        """Take what `charge` does, but wait up to `timeout_s` for the budget to earn it, in the order of requests.
-        Return GRANTED, or the last verdict. `cost` is evaluated anew each time (it may be `TOO_MUCH`); None ends the
-        wait. With `allotment_only` wait for no more than an allotment."""
+        """Take bytes as `charge` does, but wait up to `timeout_s` for the budget to earn them, in the order of
+        requests. Return GRANTED, or the last verdict. `cost` is evaluated anew each time (it may be `TOO_MUCH`);
+        None ends the wait. With `allotment_only` wait for no more than an allotment.
+        """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         verdict = Verdict.SPENT
@@ -185,7 +186,7 @@ class EnduranceAccount:
         return verdict
 
     def refund(self, tenant: int, nbytes: int) -> None:
-        """Take back what a tenant was charged: nothing of it was written."""
+        """Give back a tenant's charge: none of it was written."""
         self.refund_unasked(nbytes)
         if self._budget is not None:
             self._shares.used(tenant, -nbytes, self._clock.monotonic_ns())
@@ -205,7 +206,7 @@ class EnduranceAccount:
         )
 
     async def close(self) -> None:
-        """Save what is left. An account that is closed grants nothing any more."""
+        """Save the rest. A closed account grants nothing any more."""
         if self._allotting is not None:
             await asyncio.wait([self._allotting])
         if self._budget is None or self._save is None:

@@ -34,13 +34,14 @@ _DECAY_STEP_S = 60.0
 
 
 def medium_bytes(slot_bytes: int) -> int:
-    """Return the bytes that a block in a slot of this size costs the medium in its whole life there, less its
-    commit."""
+    """Return the bytes that a block in a slot of this size costs the medium in its whole life there, without its
+    commit.
+    """
     return slot_bytes + OVERHEAD_BYTES
 
 
 class Verdict(Enum):
-    """An answer to one who wants to write."""
+    """An answer to a request to write."""
 
     GRANTED = "granted"
     SAVING = "saving"  # there is budget, but an allotment of it has to be saved first: ask again when it is
@@ -50,8 +51,9 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SavedBudget:
-    """The budget that outlives the process. `monotonic_ns` counts for the same `boot_id` alone; else the wall clock
-    says how long no process ran."""
+    """The budget that outlives the process. `monotonic_ns` counts for an equal `boot_id` alone; otherwise the wall
+    clock says how long no process ran.
+    """
 
     level_bytes: int
     monotonic_ns: int
@@ -69,7 +71,7 @@ class Moment:
     boot_id: str
 
     def since_ns(self, saved: SavedBudget) -> int:
-        """Return the time that went by; never negative, whichever way the wall clock was set."""
+        """Return the nanoseconds since `saved`; never negative, however the wall clock was set."""
         if saved.boot_id and saved.boot_id == self.boot_id:
             return max(0, self.monotonic_ns - saved.monotonic_ns)
         return max(0, self.wall_ns - saved.wall_ns)
@@ -92,7 +94,7 @@ class BurstBudget:
         self._saving_bytes = 0
 
     def left_bytes(self, now_ns: int) -> int:
-        """Return what could be written now, allotments included."""
+        """Return the bytes that could be written now, allotments included."""
         self._refill(now_ns)
         return int(self._level_bytes) + self._allotted_bytes + self._saving_bytes
 
@@ -112,14 +114,16 @@ class BurstBudget:
     # Allotments
 
     def wants_allotment(self, wanted_bytes: int, now_ns: int) -> bool:
-        """Say whether to take a new chunk: before the old one is quite spent, so that no write waits for it."""
+        """Return whether to take a new chunk: before the old one is quite spent, so that no write waits for it."""
         if self._saving_bytes:
             return False
         self._refill(now_ns)
         return self._level_bytes >= 1 and self._allotted_bytes < max(wanted_bytes, self.chunk_bytes // 2)
 
     def begin_allotment(self, wanted_bytes: int, now: Moment) -> SavedBudget:
-        """Take a chunk, or as much as is wanted, out of the bucket. Save the answer, then `end_allotment`."""
+        """Take a chunk, or as much as is wanted, out of the bucket, and return the budget to save; then call
+        `end_allotment`.
+        """
         self._refill(now.monotonic_ns)
         needed = max(self.chunk_bytes, wanted_bytes - self._allotted_bytes)
         self._saving_bytes = min(int(self._level_bytes), needed)
@@ -127,8 +131,7 @@ class BurstBudget:
         return self._saved(int(self._level_bytes), now)
 
     def end_allotment(self, *, saved: bool) -> None:
-        """Let the allotment be spent, which is on the medium; or give it back to the bucket, if it could not be
-        saved."""
+        """End the allotment: if it is saved on the medium it may be spent, otherwise it goes back to the bucket."""
         if saved:
             self._allotted_bytes += self._saving_bytes
         else:
@@ -136,7 +139,9 @@ class BurstBudget:
         self._saving_bytes = 0
 
     def close(self, now: Moment) -> SavedBudget:
-        """Return what to save at an orderly end: the unspent allotment goes back. Nothing can be spent after this."""
+        """Return the budget to save at an orderly end: the unspent allotment goes back. Nothing can be spent after
+        this.
+        """
         self._refill(now.monotonic_ns)
         left_bytes = int(self._level_bytes) + self._allotted_bytes + self._saving_bytes
         self._level_bytes, self._allotted_bytes, self._saving_bytes = 0.0, 0, 0
@@ -153,12 +158,12 @@ class BurstBudget:
 
 
 class FairShares:
-    """Lets no tenant have more than a fair portion of a scarce budget.
+    """Fair portions of a scarce budget: no tenant gets more.
 
     While more than half a day's worth is left, the first to ask is served: budget that no other tenant wants should not
-    be held back. Below that, a tenant that has written more than its part of what all active ones wrote lately waits
-    for the others to catch up, or for the bucket to rise again. So a noisy tenant can burn half the bucket, never the
-    half that is kept for the others. One may be ahead by `slack_bytes`, so that single blocks do not decide.
+    be held back. Below that, a tenant that has written more than its part of the recent writes of all active tenants
+    waits for the others to catch up, or for the bucket to rise again. So a noisy tenant can burn half the bucket, never
+    the half that is kept for the others. A tenant may be ahead by `slack_bytes`, so that single blocks do not decide.
     """
 
     def __init__(self, slack_bytes: int) -> None:
@@ -175,7 +180,7 @@ class FairShares:
         self._used[tenant] = max(0.0, self._used.get(tenant, 0.0) + nbytes)
 
     def is_over(self, tenant: int, now_ns: int) -> bool:
-        """Say whether the tenant has had more than a fair portion of what the active ones wrote."""
+        """Return whether the tenant has had more than a fair portion of the active tenants' writes."""
         self._decay(now_ns)
         horizon_ns = now_ns - round(ACTIVE_S * NS_PER_S)
         active = {number for number, at_ns in self._asked_ns.items() if at_ns >= horizon_ns} | {tenant}

@@ -1,6 +1,7 @@
 """The requests that a client can make of the store: put, get, lookup, hints and delete, on plain records.
 
-No wire message, no socket and no session: the daemon's streams and unary calls, the simulator and tests drive these.
+There is no wire message, no socket and no session here: the daemon's streams and unary calls, the simulator and tests
+call these.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ __all__ = ["Client", "Operations"]
 
 
 class Operations:
-    """All of them over one store."""
+    """All operations over one store."""
 
     def __init__(self, store: Store, deletions: DeletionLog) -> None:
         self.put = Put(store)

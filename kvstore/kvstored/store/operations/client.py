@@ -1,6 +1,6 @@
 """The client of an operation, as far as the store needs to know it: a session of the daemon, or a simulated engine.
 
-Owns what is under way for one client. Never does I/O.
+The module owns the work under way for one client. It does no I/O.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ class NoProcess:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Client:
-    """`tenant_id` is the residency's number for the tenant, `fingerprint_id` that for the fingerprint."""
+    """A client. `tenant_id` is the residency's number for the tenant, `fingerprint_id` its number for the
+    fingerprint.
+    """
 
     session_id: int
     client_name: str
@@ -57,7 +59,7 @@ class Client:
 
     @property
     def account(self) -> str:
-        """Return for whom the engine asks, where it serves several."""
+        """The user for whom the engine asks, if it serves several."""
         return self.fingerprint.account
 
     def why_missing(self, residency: ResidencyView, key: bytes) -> Cause:
@@ -65,7 +67,7 @@ class Client:
         return residency.why_missing(self.tenant_id, key, self.fingerprint_id, self.family).cause
 
     def needs_parents(self, group_id: int) -> bool:
-        """Return whether no block of a layer group can be used without the one before it: under full attention."""
+        """Return whether no block of a layer group can be used without the one before it: true under full attention."""
         group = self.fingerprint.group(group_id)
         return group is not None and group.kind == "full"
 

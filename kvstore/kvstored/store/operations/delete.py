@@ -1,8 +1,8 @@
 """Delete: remove blocks of a chain for good, by order of their owner.
 
-Deepest first, so that what is left is a prefix without a hole: a block is kept when it is leased or being moved, or
-when stored blocks outside the request continue it. Invariant: once it is answered, no crash brings a deleted block
-back.
+Deletion goes from the deepest block up, so that the rest is a prefix without a hole: a block is kept if it is leased or
+being moved, or if stored blocks outside the request continue it. Invariant: once it is answered, no crash brings a
+deleted block back.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SETTLE_TIMEOUT_S = 2.0  # for blocks that are being copied to another tier just 
 
 
 class Fate(Enum):
-    """The end of one key."""
+    """The end of one key of a deletion."""
 
     DELETED = "deleted"
     MISSING = "missing"  # was not stored
@@ -37,7 +37,7 @@ _GONE = (Fate.DELETED, Fate.MISSING)
 
 @dataclass(frozen=True)
 class Deleted:
-    """`fates` in the order of the keys; payload bytes of the blocks that were deleted."""
+    """The result of a deletion. `fates` in the order of the keys; payload bytes of the blocks that were deleted."""
 
     fates: list[Fate]
     nbytes: int
@@ -45,7 +45,8 @@ class Deleted:
 
 class Delete:
     """The deletions of all clients, noted in `deletions`. A copy of a block that is under way is waited for; a deleted
-    block is removed from key-addressed tiers too, where it could be found again."""
+    block is removed from key-addressed tiers too, where it could be found again.
+    """
 
     def __init__(self, store: Store, deletions: DeletionLog) -> None:
         self._residency, self._writeback = store.residency, store.writeback
@@ -56,8 +57,9 @@ class Delete:
         self._final_removals = 0
 
     async def delete(self, client: Client, keys: Sequence[bytes]) -> Deleted:
-        """Keys in chain order. Raises KVStoreError (UNAVAILABLE) when the deletion did not reach the disk: then asking
-        again, though nothing is left to delete, tries that again."""
+        """Delete the blocks `keys`, in chain order. Raises KVStoreError (UNAVAILABLE) if the deletion did not reach the
+        disk: then asking again, even if nothing is left to delete, tries that again.
+        """
         tenant = client.tenant_id
         residency, writeback = self._residency, self._writeback
         if any(row >= 0 and residency.pin_count(row) for row in (residency.find(tenant, key) for key in keys)):
@@ -91,7 +93,7 @@ class Delete:
             await asyncio.wait(copies, timeout=SETTLE_TIMEOUT_S)
 
     async def _make_final(self) -> None:
-        """Sync what was removed, here or by a call that was cancelled before it could."""
+        """Sync the removals, of this call and of cancelled earlier ones."""
         removals = self._removals
         if removals == self._final_removals:
             return

@@ -1,9 +1,9 @@
 """Discovery: blocks that a key-addressed tier has and the index does not know, since another process stored them.
 
-Owns the questions to those tiers: whether one pays, which are under way, and what becomes of the answers. A question is
-waited for until its deadline and no longer; an answer that comes later still enters the index, for the next request.
-What is found is believed only when its bytes have been read and verified. Invariants: only names of the asking tenant
-are asked for, so no tenant learns what another one has stored; a block is asked for once at a time; a tier that owes
+The module owns the questions to those tiers: whether one pays, which are under way, and the use of the answers. A
+question is waited for until its deadline and no longer; a later answer still enters the index, for the next request. A
+found block is believed only when its bytes have been read and verified. Invariants: only names of the asking tenant are
+asked for, so no tenant learns what another one has stored; a block is asked for once at a time; a tier that owes
 `MOST_OWED` answers, or is shed by its breaker, is not asked, and one that owes an answer for too long is not waited
 for; an answer that a deletion overtook is dropped.
 """
@@ -30,8 +30,9 @@ LATE_S = 10.0  # an answer that comes later than this is of no use
 
 
 class Question:
-    """The blocks of a chain from `first` on, which were unknown. `entered` is set when the index has what was found in
-    time."""
+    """A question for the unknown blocks of a chain from `first` on. `entered` is set when the index has the blocks
+    found in time.
+    """
 
     def __init__(self, client: Client, chain: Sequence[bytes], first: int, group: int, deletions: int) -> None:
         self.client, self.chain, self.first, self.group = client, chain, first, group
@@ -57,7 +58,7 @@ class Discovery:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def declines(self, client: Client, blocks: int) -> bool:
-        """Return whether it is clear that asking for this number of missing blocks does not pay; else `ask`."""
+        """Return whether asking for this number of missing blocks certainly does not pay; if not, call `ask`."""
         if not self._tiers:
             return True
         if not self.value.declines(client.tenant_id, blocks * client.fingerprint.block_tokens):
@@ -66,8 +67,9 @@ class Discovery:
         return True
 
     def ask(self, client: Client, keys: bytes, known: int, group: int, limit_ms: int) -> Question | None:
-        """Ask for the blocks of a chain after its first `known`, if that pays; the question, if waiting for it does
-        too. `keys` are packed, from the root on."""
+        """Ask for the blocks of a chain after its first `known`, if that pays; return the question, if waiting for it
+        pays too. `keys` are packed, from the root on.
+        """
         blocks, tokens = len(keys) // KEY_BYTES - known, client.fingerprint.block_tokens
         positions = [position for position in self._tiers if self._may_be_asked(position, client)]
         if not positions:
@@ -90,7 +92,7 @@ class Discovery:
         return question if verdict is Verdict.WAIT and is_quick else None
 
     async def wait(self, question: Question, limit_ms: int) -> None:
-        """Wait for the answer, until the deadline; what was found in time is in the index then."""
+        """Wait for the answer, until the deadline; blocks found in time are in the index then."""
         with suppress(TimeoutError):  # `wait_for` of Python 3.11 loses a cancellation that comes with the answer
             async with asyncio.timeout(min(limit_ms, DEADLINE_MS) / 1000):
                 await question.entered.wait()
@@ -104,7 +106,7 @@ class Discovery:
         return tier.is_ready and not tier.refuses(client.tenant.digest)
 
     def _is_behind(self, position: int) -> bool:
-        """Return whether a tier owes an answer that should have come: no request waits for another one meanwhile."""
+        """Return whether a tier owes a late answer: no request waits for another answer of it meanwhile."""
         owed = self._owed[position]
         return bool(owed) and asyncio.get_running_loop().time() - owed[0] >= self.times[position].deadline_s
 
@@ -124,7 +126,7 @@ class Discovery:
         return question
 
     async def _answer(self, question: Question, answers: Mapping[int, asyncio.Future[list[int]]]) -> None:
-        """Enter what is found: at the deadline what has come by then, later the rest."""
+        """Enter found blocks: at the deadline the answers that have come, later the rest."""
         tenant = question.client.tenant_id
         try:
             deadline_s = max(self.times[position].deadline_s for position in answers)

@@ -1,9 +1,9 @@
-"""The durability of a put's blocks: what is asked for, what holds, and when it is known.
+"""The durability of a put's blocks: the requested one, the effective one, and the time when it is known.
 
 A put that asks for durability means all of its blocks, whichever client stored them. So a block that only DRAM has is
-handed to write-back as a new one would: charged, admitted or insisted on, with its ancestors. Never stores, and never
-says more of a block than write-back does. Invariants: a block is called durable only after a sync that began when it
-was written; a put that asks for no durability has nothing written, nor synced sooner.
+handed to write-back as a new one would be: charged, admitted or insisted on, with its ancestors. The module does not
+store, and claims no more of a block than write-back does. Invariants: a block is called durable only after a sync that
+began when it was written; a put that asks for no durability has nothing written, nor synced sooner.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def settle_present(
     durability: bytearray,
 ) -> Settling:
     """Enter into `durability` which of the blocks `found` (place in the request and row, in chain order) are durable;
-    the futures that will say whether the others become so. To be called in the turn of the loop in which they were
-    found: write-back pins what it takes.
+    return the futures that will say whether the others become so. Call it in the turn of the loop in which they were
+    found: write-back pins the blocks it takes.
     """
     settling: Settling = {}
     if writeback is None:

@@ -1,10 +1,11 @@
-"""Get: a lease on the leading run of a chain, promoting what is not mapped, whole or in parts as blocks arrive.
+"""Get: a lease on the leading run of a chain, promoting blocks that are not mapped, whole or in parts as blocks arrive.
 
-A get finds the leading blocks that are here and pins them (`Loading`), asks other stores for what follows, promotes
-what its client does not read in place, and leases what has come. Invariants: a lease holds only slots whose block is
-readable in a tier that the client reads; its rows are pinned from before the first wait; a get that is cancelled, or
-whose client is gone, leaves no pin behind, and cancels queued promotions that no other get waits for; a read under way
-ends by itself."""
+A get finds the leading blocks that are stored and pins them (`Loading`), asks other stores for the next ones, promotes
+blocks that its client does not read in place, and leases the blocks that have come. Invariants: a lease holds only
+slots whose block is readable in a tier that the client reads; its rows are pinned from before the first wait; a get
+that is cancelled, or whose client is gone, leaves no pin behind, and cancels queued promotions that no other get waits
+for; a read under way ends by itself.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +42,9 @@ class Get:
         self._wait_ms = store.config.movement.acquire_wait_ms
 
     def acquire_mapped(self, client: Client, asked: GetRequest) -> Acquired | None:
-        """Return the lease, when every block of the run is mapped already or only those are wanted; None when something
-        must be promoted or verified first."""
+        """Return the lease, if every block of the run is mapped already or only mapped ones are wanted; None if
+        something must be promoted or verified first.
+        """
         resident = rows = self._run(client, asked)
         mask, readable = self._residency.rows.mask, self._readable(client, asked)
         mapped = next((position for position, row in enumerate(rows) if not mask[row] & readable), len(rows))
@@ -56,7 +58,7 @@ class Get:
         return self._end(client, asked, rows, {}, resident)
 
     async def acquire(self, client: Client, asked: GetRequest) -> Acquired:
-        """Promote what is not mapped, wait for it, and lease the leading blocks that made it."""
+        """Promote blocks that are not mapped, wait for them, and lease the leading blocks that arrived in time."""
         rows = self._run(client, asked)
         question = self._ask(client, asked, len(rows))
         loading = Loading(self._store, rows, self._readable(client, asked))
@@ -77,12 +79,13 @@ class Get:
     async def acquire_in_order(
         self, client: Client, asked: GetRequest, held: int = 0
     ) -> AsyncGenerator[Outlook | LeasedRun | Acquired, None]:
-        """Yield what is to be expected, at once; then runs of blocks as they become readable; the last answer says why
-        the chain ends. What is left when the time is up, or the caller stops, is given back.
+        """Yield the outlook at once; then runs of blocks as they become readable; the last answer says why the chain
+        ends. Blocks left over when the time is up, or when the caller stops, are given back.
 
         The first `held` blocks are in the engine's own memory: their access is counted, they are not loaded. Policies
         are notified at the end, when the blocks are in the mapped tier: before, that tier's policy would take a request
-        for a whole chain for one of its mapped blocks."""
+        for a whole chain for a request for its mapped blocks alone.
+        """
         began_ns, used, has_leased = self._clock.monotonic_ns(), None, False
         rows = self._run(client, asked)
         question = self._ask(client, asked, len(rows))
@@ -131,7 +134,9 @@ class Get:
         return self._promoter.reachable_run(self._retention.find_run(client.tenant_id, asked.keys))
 
     def _ask(self, client: Client, asked: GetRequest, known: int) -> Question | None:
-        """Ask what other processes may have stored after the first `known` blocks; the question, if waiting pays."""
+        """Ask for blocks that other processes may have stored after the first `known` blocks; return the question, if
+        waiting pays.
+        """
         missing = asked.blocks - known
         if not missing or self._discovery.declines(client, missing):
             return None
@@ -170,7 +175,9 @@ class Get:
         return intact, until_ns, patience_ms
 
     async def _add_found(self, client: Client, asked: GetRequest, loading: Loading, question: Question) -> int:
-        """Add the blocks that continue the chain of `loading`, once they are found; how many of them can be had."""
+        """Add the blocks that continue the chain of `loading`, once they are found; return how many of them can be
+        had.
+        """
         await self._discovery.wait(question, asked.wait_ms(DEADLINE_MS))
         rows, known = self._run(client, asked), len(loading.tokens)
         if [self._residency.token(row) for row in rows[:known]] != loading.tokens:
@@ -200,7 +207,7 @@ class Get:
         return Acquired(found, cause, run, len(resident), load_us)
 
     def _cause(self, client: Client, asked: GetRequest, found: int) -> Cause | None:
-        """Return why the block after the first `found` is missing; None where it is there, or not wanted."""
+        """Return why the block after the first `found` is missing; None if it is there, or not wanted."""
         if found == asked.blocks:
             return None
         key = asked.keys[found * KEY_BYTES : (found + 1) * KEY_BYTES]
@@ -225,7 +232,8 @@ class Get:
         continues: bool = False,
     ) -> LeasedRun:
         """Grant a lease over `rows`, which are pinned and mapped; the first is at position `first`. It names device
-        memory where the client reads that, else the mapped tier."""
+        memory if the client reads that, otherwise the mapped tier.
+        """
         residency = self._residency
         tokens, mapped = [residency.token(row) for row in rows], residency.mapped
         others = self._readable(client, asked).without(mapped)  # of most clients none
@@ -257,7 +265,7 @@ class Get:
         return LeasedRun(first, lease.lease_id, expires_in_ms, rows, slots, promoted, promoted_bytes)
 
     def _count_access(self, client: Client, tokens: Sequence[int], asked: GetRequest, found: int, now_ns: int) -> None:
-        """Count an access of those blocks that are still there, by a request that asked for others too."""
+        """Count an access of the blocks that are still there, by a request that asked for others too."""
         residency = self._residency
         rows = [row for row in map(residency.current, tokens) if row >= 0]
         missing = split_keys(asked.keys[found * KEY_BYTES : (found + MISSING_MAX) * KEY_BYTES])
@@ -273,9 +281,10 @@ class Get:
 
 class Loading:
     """The blocks of one get on their way to a tier that its client reads in place; positions are places in its chain.
-    They are pinned until `lease` or `close`. Mapped stands here for: readable in one of the tiers `readable`. `rows`
-    are as they were found. `sources`: by position of a block that was not mapped when `begin` looked, the tier that it
-    comes from."""
+    They are pinned until `lease` or `close`. "Mapped" here means: readable in one of the tiers `readable`. `rows`
+    are as they were found. `sources`: the source tier of each block that was not mapped when `begin` looked, by
+    position.
+    """
 
     def __init__(self, store: Store, rows: Sequence[int], readable: TierSet) -> None:
         self._straight = [each for each in store.straight if each.destination in readable]
@@ -295,11 +304,11 @@ class Loading:
 
     @property
     def is_over(self) -> bool:
-        """Return whether `wait` has reported the end of all promotions."""
+        """True if `wait` has reported the end of all promotions."""
         return not self._coming and not self._arrived
 
     def extend(self, rows: Sequence[int]) -> range:
-        """Add blocks of the chain, after the known ones; their positions."""
+        """Add blocks of the chain, after the known ones; return their positions."""
         first = len(self.tokens)
         self.rows += rows
         self.tokens += [self._residency.token(row) for row in rows]
@@ -309,8 +318,9 @@ class Loading:
         return positions
 
     async def verify(self, positions: range) -> int:
-        """Verify copies in the mapped tier, as far as the configuration asks for it; how many blocks from the first of
-        `positions` on can still be had. One that another tier has too can, by promotion."""
+        """Verify copies in the mapped tier, as far as the configuration asks for it; return how many blocks from the
+        first of `positions` on can still be had. A damaged block that another tier has can be had by promotion.
+        """
         rows = self.rows[positions.start : positions.stop]
         if self._dram_check.wanted(rows):
             bad = await self._dram_check.verify(rows)
@@ -323,7 +333,8 @@ class Loading:
 
     def begin(self, positions: Iterable[int], due_ns: int) -> int:
         """Start to promote the blocks that are not mapped, in this order; `wait` reports the others. The caller waits
-        until `due_ns` at most. Returns how many milliseconds they are worth waiting for."""
+        until `due_ns` at most. Return how many milliseconds they are worth waiting for.
+        """
         residency, promoter = self._residency, self._promoter
         lacking = []
         for position in positions:
@@ -347,7 +358,8 @@ class Loading:
 
     async def wait(self, until_ns: int, *, for_all: bool = False) -> list[int]:
         """Return ascending positions of blocks that are mapped now and were not reported before: at the first of them,
-        or when all promotions have ended. Empty: time is up, or what ended was in vain."""
+        or when all promotions have ended. Empty if time is up, or if the ended promotions failed.
+        """
         if self._coming and (for_all or not self._arrived):
             self._wakes_at = 0 if for_all else len(self._coming) - 1
             self._change.clear()
@@ -360,18 +372,18 @@ class Loading:
         return sorted(position for position in arrived if self.is_mapped(position))
 
     def is_mapped(self, position: int) -> bool:
-        """Return whether the block is there, in a tier that the client reads in place."""
+        """Return whether the block is in a tier that the client reads in place."""
         row = self._residency.current(self.tokens[position])
         return row >= 0 and bool(self._residency.tier_mask(row) & self._readable)
 
     def lease(self, positions: Iterable[int]) -> list[int]:
-        """Return the rows of blocks whose pins are a lease's from now on."""
+        """Return the rows of blocks whose pins belong to a lease from now on."""
         positions = list(positions)
         self._pinned.difference_update(positions)
         return [self._residency.current(self.tokens[position]) for position in positions]
 
     def close(self) -> None:
-        """Wait for nothing any more, and give back the pins that are left. Idempotent."""
+        """Stop waiting, and give back the remaining pins. Idempotent."""
         coming, self._coming = self._coming, {}
         for position, promotion in coming.items():
             if not promotion.done():

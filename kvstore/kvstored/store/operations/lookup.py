@@ -1,8 +1,10 @@
 """Lookups and hints, which are answered at once. A lookup says where blocks are and how long loading them would take; a
-hint prefetches what will be needed, touches what was used elsewhere, or passes on to policies what an engine expects.
+hint prefetches blocks that will be needed, touches blocks that were used elsewhere, or passes on an engine's
+expectation to policies.
 
-Invariants: a lookup moves nothing; what it calls usable was readable at that instant, and the lease is the truth. No
-client waits for what a hint begins."""
+Invariants: a lookup moves nothing; a block it calls usable was readable at that instant, and only the lease guarantees
+it. No client waits for the work that a hint begins.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,9 @@ def leading(present: Sequence[bool]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Presence:
-    """The answer to a lookup. By block: its row, -1 where it is missing or out of reach, and the microseconds that it
-    adds until all are mapped. `usable` leading blocks count; `cause` says why not more do, None where all do."""
+    """The answer to a lookup. By block: its row, -1 if it is missing or out of reach, and the microseconds that it adds
+    until all are mapped. `usable` leading blocks count; `cause` says why no more do, None if all do.
+    """
 
     rows: list[int]
     load_us: list[int]
@@ -49,7 +52,9 @@ class LookUp:
         self._flows.looked_up(client)
 
     def look_up(self, client: Client, keys: bytes, usable_of: Callable[[Sequence[bool]], int] = leading) -> Presence:
-        """`keys` are packed; `usable_of` says how far a chain can be restored, from which of its blocks are there."""
+        """Return the places of the packed `keys`. `usable_of` says how far a chain can be restored, from which of its
+        blocks are present.
+        """
         residency, blocks = self._residency, len(keys) // KEY_BYTES
         found = self._retention.find_each(client.tenant_id, keys)
         rows = self._promoter.reachable(found)
@@ -68,7 +73,9 @@ class LookUp:
 
 @dataclass(frozen=True, slots=True)
 class Prefetched:
-    """Numbers of stored blocks of a prefetch: mapped already, or queued to be mapped; and their payload bytes."""
+    """The result of a prefetch: the numbers of stored blocks that were mapped already, or queued to be mapped; and
+    their payload bytes.
+    """
 
     resident_blocks: int
     scheduled_blocks: int
@@ -87,8 +94,9 @@ class Hints:
         self._prefetch_budget_bytes = store.config.movement.prefetch_budget_bytes
 
     def prefetch(self, client: Client, keys: bytes, budget_bytes: int = 0, in_ms: int = 0) -> Prefetched:
-        """Start to move the leading run up, head first, within the budget and the room that prefetch may hold. A later
-        demand takes over what is queued. `in_ms`: when a request for it is expected, 0: not said."""
+        """Start to move the leading run up, head first, within the budget and the room for prefetch. A later demand
+        takes over queued blocks. `in_ms`: when a request for it is expected, 0: unknown.
+        """
         residency = self._residency
         budget_bytes = min(budget_bytes or self._prefetch_budget_bytes, self._prefetch_budget_bytes)
         rows = self._retention.find_run(client.tenant_id, keys)
@@ -109,8 +117,9 @@ class Hints:
         return Prefetched(resident, scheduled, len(rows), scheduled_bytes)
 
     def hint(self, client: Client, keys: Sequence[bytes], hint: ChainHint, due_in_ms: int | None) -> int:
-        """Pass on what is expected of the chain `keys`, and in how long a request for it is due; how many of its blocks
-        are stored, from the first on."""
+        """Pass on an expectation about the chain `keys`, and in how many milliseconds a request for it is due; return
+        how many of its leading blocks are stored.
+        """
         now_ns = self._clock.monotonic_ns()
         known = self._residency.find_keys(client.tenant_id, keys)
         if due_in_ms is not None:
@@ -129,6 +138,6 @@ class Hints:
         return len(rows)
 
     def renew(self, client: Client, lease_ids: Sequence[int]) -> int:
-        """Let leases of the client live for `lease_ttl_ms` from now; how many there were."""
+        """Let leases of the client live for `lease_ttl_ms` from now; return how many there were."""
         expires_ns = self._clock.monotonic_ns() + self.lease_ttl_ms * NS_PER_MS
         return sum(self._leases.renew(client.session_id, lease_id, expires_ns) for lease_id in lease_ids)

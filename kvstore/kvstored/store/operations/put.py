@@ -1,15 +1,15 @@
-"""Put: store the blocks of a chain, wherever their bytes are: in a client's staging memory, in its slots, in a message.
+"""Put: store the blocks of a chain, from a client's staging memory, from its slots, or from a message.
 
-A block that is stored gets the durability that is asked for; one that another put is writing is to be sent again; the
+A block that is stored already gets the requested durability; one that another put is writing must be sent again; the
 others get a slot and an unreadable row each, are copied and published. They begin in parts, so that the first are
 copied while the next get their slots, and no other request waits long for the control thread. A client can write its
 staging memory at any time, so nothing in it is trusted: the daemon copies first and checks the copy, takes every header
 field but the token ids from the request, and refuses tokens that do not hash to the key.
 
-Owns which keys are being written, and the blocks that are not published yet. Invariants: one writer a key; a key is
-free again when its put has ended, however it ended; what has begun ends, also when its client is gone, or is taken
-back; a slot that is being copied into is neither published nor freed; a block is visible to the very next lookup once
-it is answered.
+The module owns which keys are being written, and the blocks that are not published yet. Invariants: one writer a key; a
+key is free again when its put has ended, however it ended; begun blocks end, also when their client is gone, or are
+taken back; a slot that is being copied into is neither published nor freed; a block is visible to the very next lookup
+once it is answered.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ _REFUSED = {
 @dataclass(slots=True)
 class _Part:
     """Blocks that are copied together, by the host tier's threads: `writes` has one entry for each of `copying`,
-    `copied` their outcomes."""
+    `copied` their outcomes.
+    """
 
     begun: list[StagedBlock] = field(default_factory=list)
     copying: list[StagedBlock] = field(default_factory=list)
@@ -60,7 +61,7 @@ class _Part:
 
 @dataclass(slots=True)
 class _Intake:
-    """The blocks of one put that have to be stored; the first `begun` of them have begun, in `parts`."""
+    """The blocks of one put that must be stored; the first `begun` of them have begun, in `parts`."""
 
     client: Client
     mode: DurabilityMode
@@ -89,16 +90,16 @@ class Put:
         self.being_written: set[tuple[int, bytes]] = set()  # (tenant, key)
 
     async def finish(self) -> None:
-        """Wait for what is under way, whether or not the clients are still there."""
+        """Wait for puts under way, whether or not the clients are still there."""
         while self._running:
             await asyncio.wait(set(self._running))
 
     def store(self, client: Client, offer: Offer, mode: DurabilityMode) -> AsyncGenerator[PutAnswer, None]:
         """Yield one answer when the blocks are published; a second, final one when pending ones have settled. The first
-        part has begun when this returns, where it needs no eviction.
+        part has begun when this returns, if it needs no eviction.
 
-        A client that dies meanwhile must not leave half a block behind: a task stores the blocks to the end. Nor must a
-        mistake of ours: the task takes back what has begun, and raises it.
+        A client that dies meanwhile must not leave half a block behind: a task stores the blocks to the end. After a
+        bug in between, the task takes back the begun blocks, and raises the error.
         """
         tenant = client.tenant_id
         self._feed.put(
@@ -180,7 +181,7 @@ class Put:
     # Slots, rows and copies
 
     def _announce(self, intake: _Intake) -> None:
-        """Notify the policy which blocks are about to be stored, a piece of a chain at a time."""
+        """Notify the policy of the blocks that will be stored, a piece of a chain at a time."""
         first, blocks, tenant = 0, intake.blocks, intake.client.tenant_id
         for at in range(1, len(blocks) + 1):
             if at == len(blocks) or blocks[at].parent != blocks[at - 1].key:
@@ -245,7 +246,9 @@ class Put:
                 self._host.free(slot)
 
     def _add(self, client: Client, block: StagedBlock, slot: Slot, depth: int, part: _Part) -> None:
-        """A block that has its slot and its row: its copy is one of the part's, unless its tokens are another's."""
+        """Handle a block that has its slot and its row: its copy is one of the part's, unless its tokens do not match
+        the key.
+        """
         part.begun.append(block)
         tokens = block.staged.tokens_at(block.offset)
         if not block.is_made_of(tokens, client):
@@ -265,8 +268,10 @@ class Put:
             part.copied = self._completions.outcome_of(partial(self._host.write_many, part.writes))
 
     def _refusal(self, client: Client, block: StagedBlock) -> StoreStatus | None:
-        """Return why the block is not to be stored, if so. An orphan could not be reached: under full attention,
-        without the block before it. That one may have been evicted since the client saw it, or found no room itself."""
+        """Return why the block is not stored, or None if it is. An orphan could not be reached: under full attention,
+        without the block before it. That block may have been evicted since the client saw it, or found no room
+        itself.
+        """
         residency = self._residency
         row = residency.find(client.tenant_id, block.key)
         if row >= 0 and not self._needs_new_copy(row):
@@ -281,7 +286,7 @@ class Put:
     # Room
 
     async def _begin_part(self, intake: _Intake) -> None:
-        """Begin one more part, making room where there is none."""
+        """Begin one more part, making room if there is none."""
         end, tenant, part = self._part_end(intake), intake.client.tenant_id, intake.parts[-1]
         while intake.begun < end:
             block, slot = intake.blocks[intake.begun], None
@@ -302,7 +307,8 @@ class Put:
 
     def _refuse(self, intake: _Intake, why: NoSlot) -> None:
         """Give no slot to the next block, nor to the blocks that continue it: they could not be reached without it, or
-        are worth no more. A later miss of any of them gives this reason."""
+        are worth no more. A later miss of any of them gives this reason.
+        """
         status, cause, counter = _REFUSED[why]
         first = intake.blocks[intake.begun]
         takes_others = why is NoSlot.DECLINED or intake.client.needs_parents(first.group)
@@ -319,9 +325,10 @@ class Put:
     # Publication
 
     def _publish(self, intake: _Intake, part: _Part) -> Settling:
-        """Make whole blocks readable, in chain order, once their copies have ended, and begin to write those through
-        that are to be. Write-through pins its blocks, so it begins in the same turn of the loop: a turn later they may
-        have been evicted and their rows be other blocks'."""
+        """Make whole blocks readable, in chain order, once their copies have ended, and begin to write through the ones
+        that need it. Write-through pins its blocks, so it begins in this turn of the loop: a turn later they may
+        have been evicted and their rows be other blocks'.
+        """
         residency, now_ns = self._residency, self._clock.monotonic_ns()
         published: dict[int, int] = {}  # position -> row
         stored_bytes = 0
@@ -354,7 +361,7 @@ class Put:
         }
 
     async def _take_back(self, parts: Sequence[_Part]) -> None:
-        """Take back what is not published, as if it had never begun, once nothing copies into it."""
+        """Take back blocks that are not published, as if they had never begun, once nothing copies into them."""
         for part in parts:
             if part.copied is not None:
                 await part.copied
@@ -373,8 +380,9 @@ def _leading_chain(offer: Offer) -> Sequence[bytes]:
 async def _answers(
     storing: asyncio.Task[Settling], statuses: bytearray, durability: bytearray, present: Settling, mode: DurabilityMode
 ) -> AsyncGenerator[PutAnswer, None]:
-    """Yield the answers of `Put.store`. Of blocks that were stored before, `durability` holds the answers that are
-    known and `present` the futures of those still pending."""
+    """Yield the answers of `Put.store`. For blocks that were stored before, `durability` holds the known answers and
+    `present` the futures of the pending ones.
+    """
     settling, waits = await asyncio.shield(storing) | present, mode == DurabilityMode.ALWAYS
     while True:
         pending = [settled for settled in settling.values() if not settled.done()]

@@ -1,6 +1,7 @@
-"""Plain records: what clients ask in a put and a get, and what they are answered.
+"""Plain records of a put and a get: the clients' requests and the answers.
 
-An enumeration has the numbers of the wire's enumeration of its name."""
+An enumeration has the numbers of the wire's enumeration of its name.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ NOWHERE = -1
 
 
 class StoreStatus(IntEnum):
-    """The end of one block of a put."""
+    """The result of one block of a put."""
 
     FAILED = 0
     STORED = 1
@@ -41,10 +42,10 @@ class StoreStatus(IntEnum):
 
 
 class Staged(Protocol):
-    """A place where the blocks of a put are until they are stored, each named by its offset."""
+    """The place of the blocks of a put until they are stored; each is named by its offset."""
 
     def tokens_at(self, offset: int) -> bytes:
-        """Return the packed token ids of the block there; none for a block whose key says nothing of tokens."""
+        """Return the packed token ids of the block there; none for a block whose key does not come from tokens."""
         ...
 
     def payload_at(self, offset: int, nbytes: int) -> Segment: ...
@@ -54,19 +55,20 @@ class Reserved(Staged, Protocol):
     """Blocks that are in slots of their tier already."""
 
     def take(self, offset: int) -> Slot:
-        """Return the slot, a block's from now on: the caller attaches it in the same turn of the loop."""
+        """Return the slot, which belongs to a block from now on: the caller attaches it in this turn of the loop."""
         ...
 
     def end(self) -> None:
-        """Free what no block has taken. Idempotent."""
+        """Free the slots that no block has taken. Idempotent."""
         ...
 
 
 @dataclass(slots=True)
 class StagedBlock:
-    """One block of a put, at `position` in its request: what its client says of it, and where it is: at `offset` in
-    `staged`, which is `reserved` too where the block is in its slot already; `nbytes` is its slot's size. Once it has
-    begun, `token` names its row; `outcome` is the end of its copy."""
+    """One block of a put, at `position` in its request: the client's description of it, and its place: at `offset` in
+    `staged`, which is `reserved` too if the block is in its slot already; `nbytes` is its slot's size. Once it has
+    begun, `token` names its row; `outcome` is the end of its copy.
+    """
 
     position: int
     key: bytes
@@ -82,8 +84,9 @@ class StagedBlock:
     outcome: Outcome | None = None
 
     def is_made_of(self, tokens: bytes, client: Client) -> bool:
-        """Return whether `tokens`, continuing the block's parent, make the key that `client` says it has. Blocks
-        without tokens (put by their keys) have nothing to check."""
+        """Return whether `tokens`, continuing the block's parent, make its key for `client`. Blocks without tokens (put
+        by their keys) have nothing to check.
+        """
         if not tokens:
             return True
         fingerprint = client.fingerprint
@@ -99,8 +102,9 @@ class StagedBlock:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Blocks that a put wants stored, in chain order; each sequence has one entry a block. `offsets` are places in
-    `staged`; NOWHERE for a block that the client believes to be stored and has not written."""
+    """The blocks that a put wants stored, in chain order; each sequence has one entry a block. `offsets` are places in
+    `staged`; NOWHERE for a block that the client believes to be stored and has not written.
+    """
 
     group: int
     packed: bytes  # the keys
@@ -123,8 +127,7 @@ class Offer:
 
 
 class PutAnswer(NamedTuple):
-    """The answer to a put, by block of its offer: its StoreStatus and its Durability. `final`: nothing of it is
-    pending."""
+    """The answer to a put, by block of its offer: its StoreStatus and its Durability. `final`: no block is pending."""
 
     statuses: bytes
     durability: bytes
@@ -134,7 +137,7 @@ class PutAnswer(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class GetRequest:
     """A get of a chain. `keys` are packed, in chain order. `max_wait_ms` and `deadline_ms` bound the wait for
-    promotions, 0: the daemon's own bound alone. `context`: what the engine says of the request, for policies.
+    promotions, 0: the daemon's own bound alone. `context`: the engine's description of the request, for policies.
     """
 
     keys: bytes
@@ -148,11 +151,11 @@ class GetRequest:
 
     @property
     def blocks(self) -> int:
-        """The number of blocks that are asked for."""
+        """The number of requested blocks."""
         return len(self.keys) // KEY_BYTES
 
     def wait_ms(self, most_ms: int) -> int:
-        """Return how long to wait, where `most_ms` bounds every wait."""
+        """Return how long to wait in milliseconds, if `most_ms` bounds every wait."""
         return min(self.max_wait_ms or most_ms, self.deadline_ms or most_ms)
 
     def device_tiers_of(self, client: Client) -> TierSet:
@@ -163,8 +166,9 @@ class GetRequest:
 @dataclass(frozen=True, slots=True)
 class LeasedRun:
     """Blocks `first`, `first + 1`, … of a chain, readable now: one lease on their slots in the mapped tier. `promoted`:
-    how many were read from which tier for this get. `expires_in_ms` counts from the start of a get in order, otherwise
-    from now."""
+    the number read for this get, by tier. `expires_in_ms` counts from the start of a get in order, otherwise from
+    now.
+    """
 
     first: int
     lease_id: int
@@ -178,8 +182,9 @@ class LeasedRun:
 @dataclass(frozen=True, slots=True)
 class Acquired:
     """The end of a get: `blocks` leading blocks are leased, in `run` unless they came in parts. `cause` says why the
-    block after them is missing; None where none is. `resident_blocks` are here in all, and `load_us` is what loading
-    them would take, where only mapped ones were wanted."""
+    block after them is missing; None if none is. If only mapped blocks were wanted, `resident_blocks` is the number
+    of stored ones in all, and `load_us` the time for loading them.
+    """
 
     blocks: int
     cause: Cause | None
@@ -190,8 +195,9 @@ class Acquired:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """The prospects of each resident block: the fastest tier that has it, and in how many microseconds it is
-    readable."""
+    """The expected time of each resident block: the fastest tier that has it, and the microseconds until it is
+    readable.
+    """
 
     tiers: list[int]
     ready_us: list[int]

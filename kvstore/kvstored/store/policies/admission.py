@@ -13,7 +13,9 @@ from kvstored.store.policies.base import WARM_WORTH, Policy, Weighs
 
 
 class Admission(ABC):
-    """Pure: asks residency, changes nothing. `above`: the policy of the tier that blocks come from."""
+    """An admission. Pure: it asks residency and changes nothing. `above`: the policy of the tier that blocks come
+    from.
+    """
 
     def __init__(self, residency: ResidencyView, tier: int, above: Policy | None = None) -> None:
         self.residency = residency
@@ -21,11 +23,11 @@ class Admission(ABC):
         self.above = above
 
     def admit(self, row: int, now_ns: int) -> bool:
-        """Whether `row` should get a copy in this tier."""
+        """Return whether `row` should get a copy in this tier."""
         return self.residency.children(row, self.tier) > 0 or self._worth(row, now_ns)
 
     def judges_by_worth(self, row: int, now_ns: int) -> bool:
-        """Whether it asks what the block's chain is worth, and not how often the block was used."""
+        """Return whether the worth of the block's chain decides, and not the number of its uses."""
         return False
 
     @abstractmethod
@@ -33,19 +35,18 @@ class Admission(ABC):
 
 
 class Always(Admission):
-    """Admits everything. Right where the tier outlives restarts and wear does not matter."""
+    """An admission that admits everything. Right if the tier outlives restarts and wear does not matter."""
 
     def _worth(self, row: int, now_ns: int) -> bool:
         return True
 
 
 class SecondTouch(Admission):
-    """Admits a block from its second use on, counting uses before it was last forgotten.
+    """An admission of blocks from their second use on, counting uses before they were last forgotten.
 
-    The ghost of residency is the memory: a block that returns after eviction starts with the count it went
-    with, as the ghost lists of 2Q (Johnson & Shasha, VLDB 1994) and ARC do. A bad choice where a session's
-    blocks must survive a restart after one use, and where the time between two uses is longer than the ghost
-    remembers.
+    The ghost of residency is the memory: a block that returns after eviction starts with its former count, as with the
+    ghost lists of 2Q (Johnson & Shasha, VLDB 1994) and ARC. A bad choice if a session's blocks must survive a restart
+    after one use, and if the time between two uses is longer than the ghost remembers.
     """
 
     _ACCESSES = 2
@@ -55,8 +56,7 @@ class SecondTouch(Admission):
 
 
 class Reused(Admission):
-    """Admits what is likely to be used elsewhere too: a block that was used again, or with which several chains go
-    on."""
+    """An admission of blocks that are likely to be used elsewhere too: used again, or continued by several chains."""
 
     _ACCESSES, _CHILDREN = 2, 2
 
@@ -66,12 +66,12 @@ class Reused(Admission):
 
 
 class ByWorth(SecondTouch):
-    """Admits a block that is worth its place in the tier above: warm or hot, or worth what it takes to be kept there
-    (`keep_worth`) where that is set. Where no worth is known (the policy above has none, or decides as LRU for now) it
-    is second touch.
+    """An admission of blocks that are worth their place in the tier above: warm or hot, or worth more than `keep_worth`
+    where that is set. Without a known worth (the policy above has none, or decides as LRU for now) it is second
+    touch.
 
-    So a new session is written when sessions like it come back, and a prompt like those that are never asked for again
-    is not. A bad choice where every block must survive a restart.
+    So a new session is written if similar sessions come back, and a prompt similar to ones that are never asked for
+    again is not. A bad choice if every block must survive a restart.
     """
 
     def judges_by_worth(self, row: int, now_ns: int) -> bool:

@@ -36,7 +36,7 @@ HOT_WORTH, WARM_WORTH = 60.0, 4.0  # uses an hour of holding a block, for polici
 
 
 class ResidencyClass(Enum):
-    """How soon the policy expects to need a block again, against the others in its tier."""
+    """The expectation when a block will be needed again, relative to the others in its tier."""
 
     HOT = "hot"
     WARM = "warm"
@@ -49,7 +49,7 @@ Rows = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What a tenant is owed and allowed in one tier. `priority`: lower is evicted first."""
+    """The share of a tenant in one tier: guaranteed and allowed bytes. `priority`: lower is evicted first."""
 
     min_bytes: int = 0
     max_bytes: int | None = None
@@ -65,8 +65,8 @@ class PolicySettings:
 
 @dataclass(frozen=True, slots=True)
 class RequestContext:
-    """What may be known of a request beyond its blocks; a policy must do without. `number` names it in `answered`,
-    which is called when it ends if `is_answered_later`.
+    """Optional knowledge about a request beyond its blocks; a policy must work without. `number` names it in
+    `answered`, which is called when it ends if `is_answered_later`.
     """
 
     number: int
@@ -77,7 +77,7 @@ class RequestContext:
 
 @dataclass(frozen=True, slots=True)
 class ChainHint:
-    """What an engine expects of a chain; None and 0: not said. `due_ns`: when a request that is foreseen uses it."""
+    """An engine's expectation about a chain; None and 0: not given. `due_ns`: when an expected request uses it."""
 
     will_continue: float | None = None
     due_ns: int | None = None
@@ -87,8 +87,8 @@ class ChainHint:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """How to read the state that an earlier process saved. `tenants` maps its numbers of tenants to those of now (-1:
-    the tenant is gone), `later_ns` is added to saved times, `now_ns` is the time now.
+    """The key to reading the state that an earlier process saved. `tenants` maps its numbers of tenants to the present
+    ones (-1: the tenant is gone), `later_ns` is added to saved times, `now_ns` is the time now.
     """
 
     tenants: npt.NDArray[np.int64]
@@ -97,9 +97,10 @@ class Origin:
 
 
 class Policy(ABC):
-    """Decides what leaves a tier; see the module for what both sides owe each other. Listens to residency.
+    """A policy, which decides what leaves a tier; the module has the obligations of both sides. It listens to
+    residency.
 
-    `name`: the one by which it was asked for (`policy_names`).
+    `name`: the name by which it was asked for (`policy_names`).
     """
 
     def __init__(
@@ -112,16 +113,14 @@ class Policy(ABC):
         self.shares: dict[int, Share] = {}
 
     def set_share(self, tenant: int, share: Share) -> None:
-        """From now on `tenant` has this share of the tier. The caller sees to it that minima fit the
-        capacity.
-        """
+        """Set the tenant's share of the tier from now on. The caller ensures that minima fit the capacity."""
         if share == Share():
             self.shares.pop(tenant, None)  # so that `shares` has only those that bind
         else:
             self.shares[tenant] = share
 
     def spares_minimum(self, row: int) -> bool:
-        """Whether the tenant of `row`, a copy in this tier, keeps its minimum without it."""
+        """Return whether the tenant of `row`, a copy in this tier, keeps its minimum without it."""
         tenant = self.residency.tenant_of(row)
         share = self.shares.get(tenant)
         if share is None:
@@ -133,12 +132,12 @@ class Policy(ABC):
 
     @abstractmethod
     def inserted(self, rows: Sequence[int], now_ns: int) -> None:
-        """Know `rows`, which are new in this tier: a piece of one chain, head first. Storing counts as an access only
+        """Add `rows`, which are new in this tier: a piece of one chain, head first. Storing counts as an access only
         through `accessed`.
         """
 
     def adopt(self, rows: npt.NDArray[np.int64]) -> None:
-        """Know `rows`, which were in the tier before this policy was, the next victim first."""
+        """Add `rows`, which were in the tier before this policy was, the next victim first."""
         last_access_ns = self.residency.rows.last_access_ns
         for row in rows.tolist():
             self.inserted((row,), last_access_ns[row])
@@ -155,21 +154,22 @@ class Policy(ABC):
 
     @abstractmethod
     def released(self, row: int) -> None:
-        """Note that `row` may perhaps be evicted now."""
+        """Note that `row` may be free to be evicted now."""
 
     # Decisions
 
     @abstractmethod
     def next_victim(self, now_ns: int, *, exclude: Container[int] = (), tenant: int | None = None) -> int:
-        """Return the row whose copy should be evicted from this tier next, or -1 when none may be.
+        """Return the row whose copy should be evicted from this tier next, or -1 if none may be.
 
-        `exclude` is small: rows the caller cannot move just now. With `tenant`, only among that tenant's (it
-        is at its own maximum), and its minimum does not protect it from itself.
+        `exclude` is small: rows the caller cannot move just now. With `tenant`, only among that tenant's (it is at its
+        own maximum), and its minimum does not protect it from itself.
         """
 
     def next_victims(self, now_ns: int, limit: int) -> list[int]:
-        """Return what `next_victim` would name if it were asked up to `limit` times, each time after the row before had
-        left: a piece of one chain, its end first, as far as that is known already. Empty when none may be evicted.
+        """Return the rows that `next_victim` would name if it were asked up to `limit` times, each time after the row
+        before had left: a piece of one chain, its end first, as far as that is known already. Empty if none may be
+        evicted.
         """
         row = self.next_victim(now_ns)
         return [row] if row >= 0 else []
@@ -201,42 +201,42 @@ class Policy(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """Return how many rows the policy knows: those with a readable copy in the tier."""
+        """Return how many rows the policy knows: rows with a readable copy in the tier."""
 
 
 # What a policy may do beyond that; callers look with isinstance.
 
 
 class Learns(ABC):
-    """A policy that learns from what is requested, stored here or not, and goes on from it after a restart."""
+    """A policy that learns from requests, of stored blocks or not, and goes on from its state after a restart."""
 
     name: str
 
     @abstractmethod
     def requested(self, rows: Sequence[int], missing: Sequence[bytes], tenant: int, now_ns: int) -> None:
-        """Do what `accessed` does (unless `rows` is empty), by a request that asked for the blocks `missing` after
-        them, too, which no tier has; they may be stored next.
+        """Note an access, as `accessed` does (unless `rows` is empty), by a request that also asked for the blocks
+        `missing` after them, which no tier has; they may be stored next.
         """
 
     @abstractmethod
     def arriving(self, tenant: int, parent: int, keys: Sequence[bytes], now_ns: int) -> None:
-        """Expect blocks `keys`, which continue row `parent` (-1: they begin a chain, or it is not known) and are about
-        to be stored here: before room is made for them, and whether or not a request has missed them.
+        """Note that blocks `keys`, which continue row `parent` (-1: they begin a chain, or it is not known), will be
+        stored here: before room is made for them, and whether or not a request has missed them.
         """
 
     @abstractmethod
     def export_state(self) -> Iterator[Piece]:
-        """Yield what it has learned beyond the use of single blocks, a piece of at most half a millisecond at a time.
+        """Yield the learned state beyond the use of single blocks, a piece of at most half a millisecond at a time.
 
-        Events may come between two pieces: what they change may be in it or not. Bounded; names blocks by key and
+        Events may come between two pieces: their changes may be included or not. Bounded; it names blocks by key and
         tenant, and none that `forget` was called for.
         """
 
     @abstractmethod
     def import_state(self, state: State, origin: Origin) -> None:
-        """Go on from `state`, the joined pieces of a policy of this name and tier, before any event but `adopt`;
-        what is in it of blocks that are not stored any more is kept as of blocks that have left. Raises ValueError,
-        having changed nothing, for a state that this version or these settings cannot use.
+        """Go on from `state`, the joined pieces of a policy of this name and tier, before any event but `adopt`; blocks
+        in it that are not stored any more are kept as blocks that have left. Raises ValueError, having changed
+        nothing, for a state that this version or these settings cannot use.
         """
 
     @abstractmethod
@@ -247,27 +247,27 @@ class Learns(ABC):
 
 
 class Listens(ABC):
-    """A policy that engines' reports reach."""
+    """A policy that receives engines' reports."""
 
     @abstractmethod
     def expect(self, context: RequestContext) -> None:
-        """Take the next `accessed` for a part of this request. A caller that knows nothing leaves it out."""
+        """Treat the next `accessed` as a part of this request. A caller without this knowledge does not call it."""
 
     @abstractmethod
     def answered(self, number: int, output_tokens: int, now_ns: int, hint: ChainHint | None = None) -> None:
-        """Note that the request that `expect` named so has ended. `hint`: what the engine expects."""
+        """Note that the request that `expect` named `number` has ended. `hint`: the engine's expectation."""
 
     @abstractmethod
     def on_hint(self, tenant: int, row: int, key: bytes, hint: ChainHint, now_ns: int) -> None:
-        """Note what an engine expects of the chain down to block `key`; `row` is -1 when that is stored nowhere."""
+        """Note an engine's expectation about the chain down to block `key`; `row` is -1 if it is stored nowhere."""
 
 
 class Weighs(ABC):
-    """A policy that knows what a block is worth."""
+    """A policy that knows the worth of a block."""
 
     @abstractmethod
     def worth(self, row: int, now_ns: int) -> float | None:
-        """Return the uses to be had for each hour that the block is held, of a row in this tier; None: not known."""
+        """Return the expected uses for each hour that the block is held, for a row in this tier; None: not known."""
 
     @abstractmethod
     def worth_little(self, now_ns: int, limit: int) -> list[int]:
@@ -277,8 +277,8 @@ class Weighs(ABC):
 
     @abstractmethod
     def declines(self, tenant: int, key: bytes, depth: int, victim: int, now_ns: int) -> bool:
-        """Return whether the block `key`, which is about to be stored, is worth less than `victim`, whose place it
-        would take: then it is not stored (bypass), nor are those after it. Asked right after `next_victim`.
+        """Return whether the block `key`, which will be stored, is worth less than `victim`, whose place it would take:
+        then it is not stored (bypass), nor are the blocks after it. Asked right after `next_victim`.
         """
 
 
@@ -296,8 +296,8 @@ def deliver_hint(
 ) -> None:
     """Pass an engine's `hint` to `policies`, from a daemon's clients and from a recording alike.
 
-    It is of the chain that ends with block `key`; of a request that is due, down to the last of `rows`, the leading run
-    of the chain that is stored: a queued prompt ends with blocks that are new.
+    The hint is about the chain that ends with block `key`; for a request that is due, about its stored leading run,
+    down to the last of `rows`: a queued prompt ends with blocks that are new.
     """
     listening = [policy for policy in policies if isinstance(policy, Listens)]
     of_the_end = replace(hint, due_ns=None)

@@ -1,17 +1,17 @@
-"""Session chains by what they bring for the room they take; leaf-first. What `best` stands for.
+"""Session chains by their uses for the room they take; leaf-first. `best` stands for this policy.
 
 A follow-up turn needs all of its session's blocks, so the unit of decision is the chain. Hazard tables, learnt from
 every chain that passes (evicted ones too, through a ghost of keys), say how likely a chain of some class and age is
 used again; a rank made of them says how many uses a block of it is worth for each second it is held; the chain of the
 lowest rank loses its last block. A new chain with the lowest rank of all is not stored (bypass). Shared prefixes are
-worth what others' touches bring.
+worth the touches of other sessions.
 
 Until some requests have been seen it is LRU; it is LRU again while a guard sees that LRU would hit
 more. With `keep_worth` the policy names chains, tail first, that are worth less; while LRU decides, and for blocks of
 no known chain, it names none.
 
 After: LHD for hits per space-time (Beckmann, Chen, Cidon: NSDI 2018), Gittins for the rank (JRSS B 41, 1979). A bad
-choice where chains say nothing: blocks without parents, each used by itself; it is LRU there, at three times the cost.
+choice if chains say nothing: blocks without parents, each used by itself; it is LRU there, at three times the cost.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ _DEFAULT = LearningSettings()
 
 
 class ChainHazard(Policy, Learns, Listens, Weighs):
-    """O(1) an access but for the looks at all chains, one in some requests; 21 bytes a row more than LRU, 100 a chain,
-    and a key of the ghost costs a dictionary entry.
+    """The policy. An access costs O(1), except for looks at all chains, one in some requests; memory is 21 bytes a row
+    more than LRU, 100 a chain, and a dictionary entry for a key of the ghost.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class ChainHazard(Policy, Learns, Listens, Weighs):
 
     @property
     def is_lru(self) -> bool:
-        """Whether LRU's order is in force: too little is known, or LRU leads."""
+        """True if LRU's order is in force: too little is known, or LRU leads."""
         return self.follower.is_lru
 
     def set_share(self, tenant: int, share: Share) -> None:
@@ -221,7 +221,7 @@ class ChainHazard(Policy, Learns, Listens, Weighs):
         return worth < its_worth or (worth == its_worth and chains.order[ours] < chains.order[theirs])
 
     def _is_by_worth(self, tenant: int, theirs: int, victim: int, now_ns: int) -> bool:
-        """Whether `victim` of chain `theirs` was chosen by what chains are worth."""
+        """Return whether `victim` of chain `theirs` was chosen by the worth of chains."""
         if theirs < 0 or self.follower.book.chains.tail[theirs] != victim:
             return False
         if not self.follower.is_plain and self.follower.is_lru:

@@ -21,7 +21,7 @@ from kvstored.tier_set import holding
 
 
 def create(name: str, residency: Residency, tier: int, settings: PolicySettings | None = None) -> Policy:
-    """Return the policy `name` for a tier, listening to residency and knowing the blocks that are there already.
+    """Return the policy `name` for a tier, listening to residency and knowing the present blocks.
 
     `name` may be an address, MODULE:MAKER, of one that the configuration does not know. Raises ValueError for an
     unknown name, listing the known ones.
@@ -39,8 +39,8 @@ def create(name: str, residency: Residency, tier: int, settings: PolicySettings 
 
 
 def create_admission(name: str, residency: Residency, tier: int, above: Policy | None = None) -> Admission:
-    """The admission `name` for a tier to which blocks come from where `above` decides. Raises ValueError for an unknown
-    name, listing the known ones.
+    """Return the admission `name` for a tier; `above` is the policy of the tier that its blocks come from. Raises
+    ValueError for an unknown name, listing the known ones.
     """
     admission = _load(name, ADMISSIONS, "admission")(residency, tier, above)
     if not isinstance(admission, Admission):
@@ -49,7 +49,7 @@ def create_admission(name: str, residency: Residency, tier: int, above: Policy |
 
 
 def joined(pieces: Iterable[Piece]) -> dict[str, Array]:
-    """The state that a policy's pieces make up."""
+    """Return the state that a policy's pieces make up."""
     parts: dict[str, list[Array]] = {}
     for name, piece in pieces:
         parts.setdefault(name, []).append(piece)
@@ -57,7 +57,7 @@ def joined(pieces: Iterable[Piece]) -> dict[str, Array]:
 
 
 def succeed(policy: Policy, former: Policy, now_ns: int) -> None:
-    """Let a new policy go on from what `former`, which had its place, has learned, if they are of one kind."""
+    """Let a new policy go on from the learned state of `former`, its predecessor, if they are of one kind."""
     if isinstance(policy, Learns) and isinstance(former, Learns) and policy.name == former.name:
         state = joined(former.export_state())
         policy.import_state(state, Origin(np.arange(len(policy.residency.tenants)), 0, now_ns))

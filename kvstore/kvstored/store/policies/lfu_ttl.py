@@ -7,8 +7,8 @@ that many generations of one-time blocks (TinyLFU's counters are capped for the 
 K are evicted in the order of last use, tail first.
 
 A bad choice for sessions: a long chat's new blocks have been used once and are evicted before the stale blocks of a
-session that ended; on agent traces plain frequency is far below LRU. A good one for many shared prompts and
-one-time requests.
+session that ended; on agent traces plain frequency is far below LRU. A good one for many shared prompts and one-time
+requests.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class _Buckets:
         self.by_key[key].unlink(row)
 
     def __iter__(self) -> Iterator[int]:
-        """By growing K, then age. Empty queues are dropped as they are met at the front."""
+        """Iterate by growing K, then age. Empty queues are dropped as they are met at the front."""
         while self.keys and not self.by_key[self.keys[0]]:
             del self.by_key[heappop(self.keys)]
         if not self.keys:

@@ -1,10 +1,9 @@
 """Least recently used, leaf-first, touched from the tail to the head.
 
-The tail of a chain is older than its head, so the order itself evicts is evicted first; parking (see `ordered`)
-catches what it does not. Why more room never hurts it: Mattson, Gecsei, Slutz, Traiger: "Evaluation techniques
-for storage hierarchies", IBM Systems Journal 9(2), 1970. On real traces no classical policy beats LRU at every
-capacity. A bad choice where most blocks are used once and room is scarce: it keeps a one-time block as long as any
-other; put an admission in front.
+The tail of a chain is older than its head, so the order itself evicts leaves first; parking (see `ordered`) handles the
+exceptions. More room never hurts it: Mattson, Gecsei, Slutz, Traiger: "Evaluation techniques for storage hierarchies",
+IBM Systems Journal 9(2), 1970. On real traces no classical policy beats LRU at every capacity. A bad choice if most
+blocks are used once and room is scarce: it keeps a one-time block as long as any other; put an admission in front.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _HOT_SHARE = 0.25  # of a tier's worth of accesses
 
 
 class Lru(OrderedPolicy):
-    """Evicts what was used longest ago. O(1) an event; 16 bytes a row.
+    """The policy: it evicts the block used longest ago. An event costs O(1); memory is 16 bytes a row.
 
     Classes go by age in accesses: hot is younger than a quarter of a tier's worth, warm than a tier's worth.
     """

@@ -1,11 +1,11 @@
-"""Policies with a total order of rows: parking what cannot be evicted, classes, and the precedence between tenants:
-what they are owed and allowed goes before the order of their blocks.
+"""Policies with a total order of rows: parking rows that cannot be evicted, classes, and the precedence of tenants'
+shares over the order of their blocks.
 
-A subclass keeps, for each tenant, the rows that are QUEUED in its own order. When the first of them cannot
-leave (a lease, a child), it is PARKED: out of the queue, so that no later question stumbles over it.
-When residency says it may be free, it is RETURNED: in a heap by rank, from which it competes with the queue
-at the very place it had, since it was not used in between. An access puts it back into the queue. Each parking
-is paid for by the event that ends it, hence O(log n) amortised a question.
+A subclass keeps, for each tenant, the rows that are QUEUED in its own order. If the first of them cannot leave (a
+lease, a child), it is PARKED: out of the queue, so that no later question stumbles over it. When residency says it may
+be free, it is RETURNED: in a heap by rank, from which it competes with the queue at its old place, since it was not
+used in between. An access puts it back into the queue. Each parking is paid for by the event that ends it, hence O(log
+n) amortised a question.
 """
 
 from __future__ import annotations
@@ -58,10 +58,12 @@ _GROWTH_MIN_ROWS = 1024
 
 
 class OrderedPolicy(Policy):
-    """Subclasses keep the order (`_enqueue`, `_dequeue`, `_queue`, `_rank`) and set `stamp` on every access.
+    """A policy with a total order. Subclasses keep the order (`_enqueue`, `_dequeue`, `_queue`, `_rank`) and set
+    `stamp` on every access.
 
-    `where`: OUT, QUEUED, PARKED or RETURNED, by row. `stamp`: `accesses` when the row was last used, by row: unique, so
-    ranks made of it are. `accesses`: of the tier so far. `rows`: in the tier.
+    `where`: OUT, QUEUED, PARKED or RETURNED, by row. `stamp`: the value of `accesses` when the row was last used, by
+    row: unique, so ranks made of it are. `accesses`: the tier's accesses so far. `rows`: the number of rows in the
+    tier.
     """
 
     def __init__(
@@ -91,11 +93,11 @@ class OrderedPolicy(Policy):
 
     @abstractmethod
     def _queue(self, tenant: int) -> Iterator[int]:
-        """The tenant's queued rows by growing rank; the row just given may be dequeued."""
+        """Yield the tenant's queued rows by growing rank; the row just yielded may be dequeued."""
 
     @abstractmethod
     def _rank(self, row: int) -> int:
-        """Unique among the tier's rows; the smallest is evicted first."""
+        """Return the rank, unique among the tier's rows; the smallest is evicted first."""
 
     def add_tenant(self) -> None:
         self._returned.append([])
@@ -118,7 +120,7 @@ class OrderedPolicy(Policy):
         self.rows += len(rows)
 
     def know(self, rows: Sequence[int]) -> int:
-        """Make room for `rows` of one tenant, which are about to be stored; the tenant."""
+        """Make room for `rows` of one tenant, which will be stored; return the tenant."""
         last = max(rows)
         if last >= len(self.where):
             self._grow(max(last + 1, self.residency.rows.capacity, len(self.where) + _GROWTH_MIN_ROWS))
@@ -175,7 +177,7 @@ class OrderedPolicy(Policy):
         )
 
     def first(self, tenant: int, now_ns: int, exclude: Container[int]) -> int:
-        """The tenant's row of smallest rank that may be evicted and is not excluded, or -1."""
+        """Return the tenant's row of smallest rank that may be evicted and is not excluded, or -1."""
         best = self._first_returned(tenant, exclude)
         best_rank = self._rank(best) if best >= 0 else 0
         may_name, tier = self.may_name, self.tier
@@ -217,7 +219,8 @@ class OrderedPolicy(Policy):
 
 
 def together(rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | slice:
-    """What picks the same of a column as `rows` (each once, one at least), perhaps in another order: one slice where
-    they are side by side, as after a start. A million scattered ones are ten times as slow."""
+    """Return an index that picks `rows` (each once, at least one) from a column, perhaps in another order: one slice if
+    they are side by side, as after a start. A million scattered ones are ten times as slow.
+    """
     first, last = int(rows.min()), int(rows.max())
     return slice(first, last + 1) if last - first + 1 == len(rows) else rows

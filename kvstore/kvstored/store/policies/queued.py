@@ -26,7 +26,7 @@ from kvstored.store.policies.rowqueue import Links, RowQueue
 
 
 class Queues:
-    """Keeps each tenant's `inside` queues, numbered from 0, and the door, which is queue number `inside`.
+    """The queues of each tenant: `inside` queues, numbered from 0, and the door, which is queue number `inside`.
 
     `where`: the policy's state of each row, as in `ordered`. `of`: queues by tenant. `sizes`: by tenant, the rows of
     each queue but the door, parked ones too. `queue_of`, `uses`: by row; uses since it was stored, or since the
@@ -72,7 +72,7 @@ class Queues:
 
 
 class Discipline(ABC):
-    """Says where a new block goes, what a use does, and who leaves: the policy's own part."""
+    """The policy's own part: where a new block goes, what a use does, and who leaves."""
 
     inside: int  # how many queues there are behind the door
 
@@ -87,8 +87,8 @@ class Discipline(ABC):
 
     @abstractmethod
     def candidate(self, tenant: int, refused: Collection[int]) -> int:
-        """Return what is evicted first among the tenant's queued rows inside that are not `refused`, or -1. May reorder
-        what it spares.
+        """Return the row that is evicted first among the tenant's queued rows inside that are not `refused`, or -1. It
+        may reorder rows that it spares.
         """
 
     def entrance(self, row: int, tenant: int) -> int:
@@ -96,19 +96,19 @@ class Discipline(ABC):
         return 0
 
     def used(self, row: int, tenant: int) -> None:  # noqa: B027  # optional
-        """`row`, queued or parked, was used again."""
+        """Note that `row`, queued or parked, was used again."""
 
     def arriving(self) -> None:  # noqa: B027  # optional
-        """A run of blocks is about to be inserted."""
+        """Note that a run of blocks will be inserted."""
 
     def stored(self, rows: Sequence[int], held: int) -> None:  # noqa: B027  # optional
-        """`rows` were inserted; `held` rows are in the tier now."""
+        """Note that `rows` were inserted; `held` rows are in the tier now."""
 
     def leaving(self, row: int, tenant: int) -> None:  # noqa: B027  # optional
-        """`row` leaves the tier; it is in its queue still."""
+        """Note that `row` leaves the tier; it is in its queue still."""
 
     def left(self, queue: int, tenant: int) -> None:  # noqa: B027  # optional
-        """A row of the tenant's `queue` has left, and the row that waited at the door was let in."""
+        """Note that a row of the tenant's `queue` has left, and the row that waited at the door was let in."""
 
 
 def first_of(queue: RowQueue, refused: Collection[int]) -> int:
@@ -126,7 +126,7 @@ _HOT_USES = 2
 
 
 class QueuedPolicy(OrderedPolicy):
-    """Keeps each tenant's rows in the queues of `discipline`, behind a door."""
+    """A policy that keeps each tenant's rows in the queues of `discipline`, behind a door."""
 
     def __init__(
         self,
@@ -220,7 +220,7 @@ class QueuedPolicy(OrderedPolicy):
     # Queues
 
     def _let_in(self) -> None:
-        """All rows that wait."""
+        """Let in all waiting rows."""
         if self.queues.of:
             for row in self.queues.of[self._stored_by][self.queues.door]:
                 self._let_in_one(row, self._stored_by)
@@ -250,7 +250,7 @@ class QueuedPolicy(OrderedPolicy):
         yield from self.queues.of[tenant][self.queues.door]
 
     def _rank(self, row: int) -> int:
-        """Between tenants the one unused for longest is evicted."""
+        """Return the rank between tenants: the row unused for longest is evicted."""
         return self.stamp[row]
 
     def add_tenant(self) -> None:

@@ -33,7 +33,7 @@ class Links:
 
 
 class RowQueue:
-    """Front: next to be evicted. Back: newest."""
+    """A queue of rows. Front: next to be evicted. Back: newest."""
 
     __slots__ = ("_after", "_before", "back", "front")
 
@@ -107,7 +107,7 @@ class RowQueue:
         self.back = row
 
     def __iter__(self) -> Iterator[int]:
-        """From front to back; the row just given may be unlinked."""
+        """Iterate from front to back; the row just yielded may be unlinked."""
         row = self.front
         while row >= 0:
             following = self._after[row]
@@ -119,7 +119,7 @@ class RowQueue:
 
 
 class TenantQueues:
-    """One queue a tenant, over the same links."""
+    """One queue for each tenant, over common links."""
 
     __slots__ = ("links", "of")
 
@@ -128,5 +128,5 @@ class TenantQueues:
         self.of: list[RowQueue] = []  # by tenant
 
     def add(self) -> None:
-        """The next tenant's queue."""
+        """Add the next tenant's queue."""
         self.of.append(RowQueue(self.links))

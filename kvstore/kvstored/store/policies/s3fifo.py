@@ -21,7 +21,9 @@ _USES_MAX = 3
 
 
 class S3Fifo(Discipline):
-    """O(1) an event; remembers as many keys as the main queue has room for, nine tenths of the tenant's blocks."""
+    """The policy. An event costs O(1); it remembers as many keys as the main queue has room for, nine tenths of the
+    tenant's blocks.
+    """
 
     inside = 2
 

@@ -1,14 +1,14 @@
-"""What prefetch by prediction was good for, by tenant, and how much of it each tenant gets: less where it wastes bytes.
+"""The usefulness of prefetch by prediction, by tenant, and how much of it each tenant gets: less if it wastes bytes.
 
-Owns which blocks were brought and not used yet, what became of the others, and each tenant's credit. A block is
-*used* when a request comes while it is held, *late* when the request came while it was being brought, and *wasted*
-when it left the mapped tier before, or no request came. Never moves a block; times are arguments.
+The module owns which blocks were brought and not used yet, the fate of the others, and each tenant's credit. A block is
+*used* when a request comes while it is held, *late* when the request came while it was being brought, and *wasted* when
+it left the mapped tier before, or no request came. It moves no block; times are arguments.
 
-Credit: of what was brought for a tenant at most `waste_limit` may be waste. What was wasted counts whole, what waits
-for its use by its risk: the chance, as guesses of that probability turned out lately, that it is not used. A block
-whose guess is probable enough in the light of that is brought if the sum stays within the limit, or a few blocks above
-it: something has to be tried first. What was judged counts half after HALF_LIFE_S, so a tenant that was denied
-everything is tried again, later the more it has wasted. A tenant's figures never decide for another one.
+Credit: of the bytes brought for a tenant at most `waste_limit` may be waste. Wasted bytes count whole, bytes that wait
+for their use by their risk: the chance, from recent guesses of that probability, that they are not used. A block whose
+guess is probable enough by that measure is brought if the sum stays within the limit, or a few blocks above it:
+something has to be tried first. Judged bytes count half after HALF_LIFE_S, so a tenant that was denied everything is
+tried again, later the more it has wasted. A tenant's figures never decide for another one.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ class Standing(IntEnum):
 
 @dataclass(slots=True)
 class PrefetchFigures:
-    """Of one tenant, or of all; then `standing` is that of the tenant that is turned down furthest. Bytes are those of
-    slots. `demanded_blocks` are promotions that a request did wait for; `spared_s`: loading time that requests were
-    spared, by the rate of the links. Of the wasted ones `evicted_blocks` left before their time was over."""
+    """The figures of one tenant, or of all; then `standing` is the lowest of any tenant. Bytes count slots.
+    `demanded_blocks` are promotions that a request did wait for; `spared_s`: loading time that requests were spared,
+    by the rate of the links. `evicted_blocks`: the wasted ones that left before their time was over.
+    """
 
     standing: Standing = Standing.FULL
     prefetched_blocks: int = 0
@@ -65,18 +66,18 @@ class PrefetchFigures:
 
     @property
     def precision(self) -> float:
-        """Share of the blocks judged that a request used, late or not."""
+        """The share of the judged blocks that a request used, late or not."""
         used = self.used_blocks + self.late_blocks
         return used / max(1, used + self.wasted_blocks)
 
     @property
     def recall(self) -> float:
-        """Share of the blocks that had to be promoted for requests that were there in time."""
+        """The share of the blocks that had to be promoted for requests that were there in time."""
         return self.used_blocks / max(1, self.used_blocks + self.demanded_blocks)
 
     @property
     def wasted_share(self) -> float:
-        """Share of the bytes judged that was wasted."""
+        """The share of the judged bytes that was wasted."""
         return self.wasted_bytes / max(1, self.wasted_bytes + self.used_bytes)
 
     @property
@@ -86,20 +87,22 @@ class PrefetchFigures:
 
 @dataclass(slots=True)
 class _Bin:
-    """Blocks of guesses of about one probability, judged lately."""
+    """The blocks of guesses of about one probability, judged lately."""
 
     used: float = 0.0
     judged: float = 0.0
 
     def chance(self, probability: float) -> float:
-        """That a block is used whose guess says so."""
+        """Return the chance that a block with a guess of this probability is used."""
         return (self.used + BELIEVED_BLOCKS * probability) / (self.judged + BELIEVED_BLOCKS)
 
 
 @dataclass(slots=True)
 class _Account:
-    """`figures`: all that was counted. The rest decays: bytes that were used and wasted until `at_s`; of the blocks
-    that wait for their use, `held_bytes`, the expected waste is `risk_bytes`. `block_bytes`: of the last brought."""
+    """The account of a tenant. `figures`: all counts. The rest decays: bytes that were used and wasted until `at_s`;
+    `held_bytes` wait for their use, and `risk_bytes` is their expected waste. `block_bytes`: the size of the last
+    brought block.
+    """
 
     figures: PrefetchFigures = field(default_factory=PrefetchFigures)
     used_bytes: float = 0.0
@@ -124,18 +127,20 @@ class _Account:
         return self.bins[min(BINS - 1, int(probability * BINS))]
 
     def risk(self, probability: float) -> float:
-        """That a block is not used whose guess says so."""
+        """Return the chance that a block with a guess of this probability is not used."""
         return 1 - self.bin(probability).chance(probability)
 
     def has_credit(self, nbytes: int, risk_bytes: float, limit: float) -> bool:
-        """For so many bytes more, of which so many are expected to be waste."""
+        """Return whether the tenant may prefetch `nbytes` more, of which `risk_bytes` are expected to go unused."""
         all_bytes = self.used_bytes + self.wasted_bytes + self.held_bytes + nbytes
         return self.wasted_bytes + self.risk_bytes + risk_bytes <= limit * all_bytes + TRIED_BLOCKS * nbytes
 
 
 @dataclass(slots=True)
 class Hold:
-    """Until when the blocks of a chain wait for its request; `renewed_s`: when the policy was last asked to keep it."""
+    """The wait of a chain's blocks for its request, until `until_s`; `renewed_s`: when the policy was last asked to
+    keep it.
+    """
 
     until_s: float
     renewed_s: float
@@ -145,7 +150,8 @@ class Hold:
 @dataclass(slots=True)
 class Held:
     """A block that was brought, and not used yet. `slot` names its copy, `chain` the guess, which said `probability`;
-    `risk_bytes`: what it counts as waste until it is judged."""
+    `risk_bytes`: the bytes it counts as waste until it is judged.
+    """
 
     chain: bytes
     nbytes: int
@@ -157,7 +163,7 @@ class Held:
 
 
 class PrefetchCredit:
-    """See the module. At most `most_held_bytes` of the mapped tier wait for their use."""
+    """The credit of all tenants. At most `most_held_bytes` of the mapped tier wait for their use."""
 
     def __init__(self, waste_limit: float, min_probability: float, most_held_bytes: int, counters: Counters) -> None:
         self._waste_limit = waste_limit
@@ -173,7 +179,9 @@ class PrefetchCredit:
     # What may be brought
 
     def may_bring(self, tenant: int, probability: float, nbytes: int, under_way: int, now_s: float) -> bool:
-        """Whether a block of a chain of that probability may be, beside so many of the tenant's that are under way."""
+        """Return whether to bring a block of `nbytes` of a chain with this probability, beside `under_way` blocks of
+        the tenant.
+        """
         if probability < self._min_probability or self._held_bytes >= self._most_held_bytes:
             return False
         account = self._account(tenant)
@@ -185,7 +193,7 @@ class PrefetchCredit:
         return risk <= 1 - self._min_probability and account.has_credit(nbytes, risk * nbytes, self._waste_limit)
 
     def _standing(self, account: _Account) -> Standing:
-        """As of the last time that it was asked, or judged."""
+        """Return the standing, as of the last time that it was asked, or judged."""
         for standing, probability in ((Standing.FULL, self._min_probability), (Standing.REDUCED, 1.0)):
             nbytes = account.block_bytes
             if account.has_credit(nbytes, account.risk(probability) * nbytes, self._waste_limit):
@@ -195,8 +203,9 @@ class PrefetchCredit:
     # What happened
 
     def brought(self, tenant: int, key: bytes, held: Held, until_s: float) -> None:
-        """The block is mapped now, and no request has asked for it; it waits until then. One that was brought before
-        has left meanwhile."""
+        """Note that the block is mapped now, and no request has asked for it; it waits until `until_s`. An earlier copy
+        of it, if any, has left meanwhile.
+        """
         if key in self.held_of(tenant):
             self.wasted(tenant, key, held.landed_s, is_evicted=True)
         account = self._account(tenant)
@@ -217,7 +226,7 @@ class PrefetchCredit:
         figures.prefetched_bytes += held.nbytes
 
     def late(self, tenant: int, nbytes: int, probability: float, now_s: float) -> None:
-        """A request came for the block while it was being brought."""
+        """Note that a request came for the block while it was being brought."""
         self._counters.add("predicted_blocks")
         self._counters.add("predicted_late_blocks")
         account = self._account(tenant)
@@ -229,19 +238,19 @@ class PrefetchCredit:
         self._judge(account, nbytes, probability, now_s, is_used=True)
 
     def held_of(self, tenant: int) -> dict[bytes, Held]:
-        """By key; not to be changed."""
+        """Return the tenant's held blocks by key; the caller must not change the result."""
         return self._held.get(tenant, {})
 
     def hold(self, tenant: int, chain: bytes) -> Hold | None:
-        """Of the blocks that wait for this chain's request, if there are any."""
+        """Return the hold of the blocks that wait for this chain's request, if there are any."""
         return self._holds.get((tenant, chain))
 
     def is_over(self, tenant: int, held: Held, now_s: float) -> bool:
-        """Whether it has waited long enough."""
+        """Return whether the block has waited long enough."""
         return now_s >= self._holds[tenant, held.chain].until_s
 
     def used(self, tenant: int, key: bytes, now_s: float) -> None:
-        """A request has come for the block, and it was there."""
+        """Note that a request has come for the block, and it was there."""
         self._counters.add("predicted_used_blocks")
         held = self._take(tenant, key)
         account = self._account(tenant)
@@ -253,7 +262,7 @@ class PrefetchCredit:
         self._judge(account, held.nbytes, held.probability, now_s, is_used=True)
 
     def wasted(self, tenant: int, key: bytes, now_s: float, *, is_evicted: bool) -> None:
-        """The block has left, or its time is over."""
+        """Note that the block has left, or its time is over."""
         self._counters.add("predicted_wasted_blocks")
         held = self._take(tenant, key)
         account = self._account(tenant)
@@ -264,7 +273,7 @@ class PrefetchCredit:
         self._judge(account, held.nbytes, held.probability, now_s, is_used=False)
 
     def to_look_at(self, limit: int) -> list[tuple[int, bytes, Held]]:
-        """Blocks that wait for their use, in turn."""
+        """Return up to `limit` blocks that wait for their use, in turn."""
         found = []
         for _ in range(min(limit, len(self._looked_at))):
             waiting = tenant, key, held = self._looked_at.popleft()
@@ -274,7 +283,7 @@ class PrefetchCredit:
         return found
 
     def statistics(self, tenant: int | None, demanded_blocks: int) -> PrefetchFigures:
-        """A copy. None: of all tenants."""
+        """Return a copy of a tenant's figures; None: of all tenants."""
         if tenant is None:
             found = _sum([self.statistics(each, 0) for each in self._tenants])
         else:
@@ -289,8 +298,9 @@ class PrefetchCredit:
     # Over a restart
 
     def pieces(self) -> Iterator[Array]:
-        """What decides how much each tenant gets (dtype CREDIT), in small pieces. What waits for its use is not judged
-        in it."""
+        """Yield the state that decides how much each tenant gets (dtype CREDIT), in small pieces. Blocks that wait for
+        their use are not judged in it.
+        """
         rows = (
             (tenant, each.at_s, each.used_bytes, each.wasted_bytes, each.used_blocks, each.block_bytes,
              [(bin_.used, bin_.judged) for bin_ in each.bins])
@@ -299,7 +309,7 @@ class PrefetchCredit:
         return parts(rows, CREDIT, COPIED)
 
     def restore(self, credit: Array, later_s: float, now_s: float) -> None:
-        """Go on from the joined `pieces` of one whose clock was `later_s` behind."""
+        """Go on from the joined `pieces` of a credit whose clock was `later_s` behind."""
         for tenant, at_s, used_bytes, wasted_bytes, used_blocks, block_bytes, bins in credit.tolist():
             self._tenants[tenant] = _Account(
                 used_bytes=used_bytes, wasted_bytes=wasted_bytes, used_blocks=used_blocks,

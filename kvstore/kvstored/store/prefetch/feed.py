@@ -1,7 +1,7 @@
-"""What the store's operations report: each request once, what an engine expects, and what was deleted.
+"""The reports of the store's operations: each request once, engines' expectations, and deletions.
 
-Policies get all of it, as it is reported. The predictor gets one event for a request, of however many gets and puts it
-is made. Never moves a block.
+Policies get all of it, as it is reported. The predictor gets one event for a request, however many gets and puts belong
+to it. The module moves no block.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MISSING_MAX = 1024  # missing keys passed on to policies; they take up to a micr
 
 
 class Feed:
-    """`policies` are those of all tiers. `compute` is notified of what is missed and put."""
+    """The feed. `policies` has the policies of all tiers. `compute` is notified of misses and puts."""
 
     def __init__(
         self,
@@ -68,14 +68,14 @@ class Feed:
             self._requested(tenant, [*self._above(tenant, parent), *keys], _NOT_KNOWN, now_ns)
 
     def answered(self, number: int, output_tokens: int, now_ns: int) -> None:
-        """The request that its context named so has ended."""
+        """Note that the request that its context named `number` has ended."""
         for policy in self.policies:
             if isinstance(policy, Listens):
                 policy.answered(number, output_tokens, now_ns)
         self._predictor.attempt(lambda it: it.answered(number, output_tokens, now_ns / NS_PER_S), None)
 
     def hinted(self, tenant: int, keys: Sequence[bytes], rows: Sequence[int], hint: ChainHint, now_ns: int) -> None:
-        """What an engine expects of the chain `keys`; `rows` are its leading blocks that are stored."""
+        """Note an engine's expectation about the chain `keys`; `rows` are its leading blocks that are stored."""
         deliver_hint(self.policies, self._residency, tenant, keys[-1], rows, hint, now_ns)
         if not self._predictor.works:
             return
@@ -97,7 +97,7 @@ class Feed:
         self._predictor.attempt(lambda _: self._prefetcher.requested(tenant, keys, now_ns), None)
 
     def _above(self, tenant: int, key: bytes) -> list[bytes]:
-        """The chain down to the block `key`, as far as it is stored."""
+        """Return the chain down to the block `key`, as far as it is stored."""
         residency, found = self._residency, []
         row = residency.find_any(tenant, key)
         while row >= 0:

@@ -1,7 +1,7 @@
-"""A predictor behind a guard: its exceptions cost predictions, and no request.
+"""A predictor behind a guard: after an exception only predictions are lost, and no request fails.
 
-Owns whether the predictor still works. After its first exception it is not asked again: what it would say next rests on
-a state that is half changed.
+The module owns whether the predictor still works. After its first exception it is not asked again: its next answers
+would rest on a state that is half changed.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ Answer = TypeVar("Answer")
 
 
 def create_predictor(name: str, model: Path | None = None) -> Predictor | None:
-    """The predictor `name`; None for the one that predicts nothing. Its module is imported here. `model`: the file of
-    the one that is made with a model. Raises ValueError with one line where that cannot be used."""
+    """Return the predictor `name`; None for the one that predicts nothing. Its module is imported here. `model`: the
+    file for a predictor that is made with a model. Raises ValueError with one line if it cannot be used.
+    """
     address = PREDICTORS[name]
     if not address:
         return None
@@ -41,7 +42,7 @@ def create_predictor(name: str, model: Path | None = None) -> Predictor | None:
 
 
 class GuardedPredictor:
-    """`failure`: what the predictor raised; "" while it works."""
+    """The guard. `failure`: the predictor's exception; "" while it works."""
 
     def __init__(self, predictor: Predictor | None) -> None:
         self._predictor = predictor
@@ -54,7 +55,7 @@ class GuardedPredictor:
         return self._predictor is not None and not self.failure
 
     def attempt(self, call: Callable[[Predictor], Answer], otherwise: Answer) -> Answer:
-        """What `call` answers of the predictor; `otherwise` where there is none, or none that works."""
+        """Return the result of `call` on the predictor; `otherwise` if there is none, or none that works."""
         if self._predictor is None or self.failure:
             return otherwise
         try:
@@ -80,14 +81,14 @@ class GuardedPredictor:
         return self.attempt(checked, [])
 
     def pieces(self) -> Iterator[Piece]:
-        """What the predictor has learned; it ends early where that fails."""
+        """Yield the predictor's learned state; end early if that fails."""
         nothing: Iterator[Piece] = iter(())
         found = self.attempt(lambda predictor: predictor.export_state(), nothing)
         while (piece := self.attempt(lambda _: next(found, None), None)) is not None:
             yield piece
 
     def import_state(self, state: dict[str, Array], later_s: float) -> None:
-        """Raises ValueError, having changed nothing, for a state that the predictor cannot use."""
+        """Go on from `state`. Raises ValueError, having changed nothing, for a state that the predictor cannot use."""
 
         def refusal(predictor: Predictor) -> ValueError | None:
             try:
@@ -104,7 +105,7 @@ _PREDICTOR, _CREDIT, _ENDS = "predictor/", "credit", "ends"
 
 
 class PrefetchState:
-    """Of one store. Exports nothing without a predictor that works."""
+    """The state of one store's prefetch. It exports nothing without a working predictor."""
 
     def __init__(self, predictor: GuardedPredictor, recent: RecentRequests, credit: PrefetchCredit) -> None:
         self._predictor = predictor
@@ -113,21 +114,21 @@ class PrefetchState:
 
     @property
     def name(self) -> str:
-        """The predictor's: another one goes on from nothing that was learned with this one."""
+        """The predictor's name: another predictor does not go on from this one's state."""
         return self._predictor.name
 
     @property
     def works(self) -> bool:
-        """Whether there is a predictor that works."""
+        """True if there is a predictor that works."""
         return self._predictor.works
 
     @property
     def hints(self) -> int:
-        """Given to the predictor since the start: what it learned has changed where this has."""
+        """The number of hints given to the predictor since the start: when it changes, so does the learned state."""
         return self._predictor.hints
 
     def export_state(self) -> Iterator[Piece]:
-        """In pieces that take at most half a millisecond each; events may come between two."""
+        """Yield the state in pieces that take at most half a millisecond each; events may come between two."""
         if self._predictor.works:
             for name, piece in self._predictor.pieces():
                 yield _PREDICTOR + name, piece
@@ -137,7 +138,7 @@ class PrefetchState:
                 yield _ENDS, piece
 
     def import_state(self, state: State, origin: Origin) -> None:
-        """Go on from the joined pieces. Raises ValueError, having changed nothing, for what cannot be used."""
+        """Go on from the joined pieces. Raises ValueError, having changed nothing, for a state that cannot be used."""
         if not self._predictor.works:
             return
         later_s, now_s = origin.later_ns / NS_PER_S, origin.now_ns / NS_PER_S
@@ -151,7 +152,9 @@ class PrefetchState:
 
 
 def _renumbered(table: Array, origin: Origin) -> Array:
-    """The rows of tenants that there are still, by their numbers of now; `table` itself if its rows are of none."""
+    """Return the rows of tenants that still exist, by their present numbers; `table` itself if its rows belong to no
+    tenant.
+    """
     if table.dtype.names is None or "tenant" not in table.dtype.names:
         return table
     former = table["tenant"].astype(np.int64)

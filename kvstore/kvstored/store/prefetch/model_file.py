@@ -1,4 +1,4 @@
-"""A learned model in a file: NumPy's .npz, without pickle. What is in it is checked before it is used."""
+"""A learned model in a file: NumPy's .npz, without pickle. The content is checked before it is used."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.r
 
 
 def learned(path: Path | None) -> Learned:
-    """The predictor with the model of this file. Raises ValueError with one line."""
+    """Return the predictor with the model of this file. Raises ValueError with one line."""
     if path is None:
         raise ValueError("it needs a model: make one with kvstored predictor train")
     return Learned(read_model(path))
 
 
 def read_model(path: Path) -> ReturnTrees:
-    """Raises ValueError with one line that names the file."""
+    """Return the model of a file. Raises ValueError with one line that names the file."""
     try:
         with zipfile.ZipFile(path) as packed:
             members = packed.infolist()
@@ -46,7 +46,9 @@ def read_model(path: Path) -> ReturnTrees:
 
 
 def _array(packed: zipfile.ZipFile, member: zipfile.ZipInfo) -> Array:
-    """What its header announces is compared with the member's size before memory is taken for it."""
+    """Return an array, after comparing the size that its header announces with the member's size, before memory is
+    taken for it.
+    """
     with packed.open(member) as content:
         version = np.lib.format.read_magic(content)
         if version not in _HEADERS:

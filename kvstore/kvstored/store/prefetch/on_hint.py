@@ -1,9 +1,9 @@
-"""Predicts what engines said, as far as they were right before: a chain is due about when its engine said so.
+"""Predicts by engines' hints, as far as they were right before: a chain is due about when its engine said so.
 
-A hint with a due time makes a guess. Of each tenant it is remembered how late the requests came that were announced
-(`Lateness`), and how many did not come; so the guess of an engine that is always right is sure and sharp, that of one
-that is not is spread over the time in which its requests come. The request, another hint, a closed session, or time
-ends it. Bounded: the oldest hints are forgotten.
+A hint with a due time makes a guess. For each tenant the module remembers how late announced requests came
+(`Lateness`), and how many did not come; so the guess of an engine that is always right is sure and sharp, and the guess
+of another engine is spread over the time in which its requests come. The request, another hint, a closed session, or
+time ends it. Bounded: the oldest hints are forgotten.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _Chain = tuple[int, bytes]
 
 
 class Lateness:
-    """How late requests came that were announced, as a share of the pause that was announced; inf: they did not."""
+    """The lateness of announced requests, as a share of the announced pause; inf: they did not come."""
 
     def __init__(self, latest: Iterable[float] = AT_FIRST) -> None:
         self._latest = deque(latest)
@@ -54,12 +54,13 @@ class Lateness:
 
     @property
     def latest(self) -> list[float]:
-        """The oldest first."""
+        """The lateness values, the oldest first."""
         return list(self._latest)
 
     def between(self, after: float, until: float) -> tuple[float, float, float]:
-        """Of those that are later than `after`: the chance of at most `until`, and the lateness of a tenth and of a
-        half of these."""
+        """Return, for requests later than `after`: the chance of at most `until`, and the lateness of a tenth and of a
+        half of these.
+        """
         known = self._sorted
         begin, end = bisect_right(known, after), bisect_right(known, until)
         if end <= begin:
@@ -86,7 +87,9 @@ class _Due:
 
 
 class OnHint(Predictor):
-    """See the module. O(log n) an event or deleted key; `guesses` costs O(hints of which half the pause has passed)."""
+    """The predictor. An event or deleted key costs O(log n); `guesses` costs O(hints of which half the pause has
+    passed).
+    """
 
     name = "on-hint"
 
@@ -201,7 +204,7 @@ class OnHint(Predictor):
         self._restored = len(expected)
 
     def _judge(self, tenant: int, due: _Due, late: float) -> None:
-        """Learn how late a request came. What fell due while there was no daemon says nothing."""
+        """Learn how late a request came. A request that fell due while there was no daemon teaches nothing."""
         if due.number >= self._restored or due.due_s >= self._began_s:
             self._of(tenant).add(late)
 

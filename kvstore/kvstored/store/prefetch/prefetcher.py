@@ -1,8 +1,9 @@
-"""Moves to the mapped tier what will be requested: asks the predictor, plans, and hands blocks to the promoter.
+"""Moves blocks that will be requested to the mapped tier: it asks the predictor, plans, and hands blocks to the
+promoter.
 
-Owns when that happens: a few times a second, and soon after a hint. Every part of it is bounded: a slice of the control
-thread's time looks at one chain. What it begins waits behind demand in the lanes, takes a free slot or one whose block
-is worth less, and is judged by `credit`. While the predictor fails, or is none, it does nothing.
+The module owns the times: a few times a second, and soon after a hint. Every part of it is bounded: a slice of the
+control thread's time looks at one chain. Its reads wait behind demand in the lanes; they take a free slot or one whose
+block is worth less, and `credit` judges them. While the predictor fails, or is none, it does nothing.
 """
 
 from __future__ import annotations
@@ -55,14 +56,14 @@ class PrefetchStatus:
 
 @dataclass(frozen=True, slots=True)
 class _Walked:
-    """What a chain lacked when it was looked at; until when that is taken to hold."""
+    """The missing blocks of a chain when it was looked at; they count as unchanged until `until_s`."""
 
     blocks: list[Block]
     until_s: float
 
 
 class Prefetcher:
-    """See the module."""
+    """The prefetcher of one store."""
 
     def __init__(
         self,
@@ -92,7 +93,7 @@ class Prefetcher:
         self._pump_is_due = False
 
     def tick(self) -> None:
-        """A few times a second."""
+        """Plan and hand out blocks; call it a few times a second."""
         self._recent.tidy()
         if not self._predictor.works:
             return
@@ -100,7 +101,7 @@ class Prefetcher:
         self.wake()
 
     def wake(self) -> None:
-        """Something was learned: plan anew, unless that was just done."""
+        """Plan anew, since something was learned, unless that was just done."""
         is_due = self._now_s() - self._planned_s >= PLAN_S
         if self.is_enabled and self._predictor.works and is_due and self._planning is None:
             self._planned_s = self._now_s()
@@ -108,7 +109,7 @@ class Prefetcher:
             self._planning.add_done_callback(self._planning_ended)
 
     def requested(self, tenant: int, keys: Sequence[bytes], now_ns: int) -> None:
-        """A request has asked for these blocks, and what could be had of them is mapped."""
+        """Note that a request has asked for these blocks, and the available ones are mapped."""
         held_of = self._credit.held_of(tenant)
         if held_of:
             now_s = now_ns / NS_PER_S
@@ -119,7 +120,7 @@ class Prefetcher:
                     self._credit.wasted(tenant, key, now_s, is_evicted=True)
 
     def forgotten(self, tenant: int, keys: Sequence[bytes] | None) -> None:
-        """Blocks were deleted: nothing of them is expected or judged any more."""
+        """Note that blocks were deleted: they are not expected or judged any more."""
         held_of = self._credit.held_of(tenant)
         for key in list(held_of) if keys is None else [key for key in keys if key in held_of]:
             self._credit.wasted(tenant, key, self._now_s(), is_evicted=True)
@@ -172,9 +173,10 @@ class Prefetcher:
             planning.result()
 
     async def _missing(self, row: int) -> list[Block]:
-        """The blocks of the chain that ends with `row` that are not mapped, up to one above that is, the head first, in
-        slices. Where the end is mapped, it was put there a moment ago: blocks between it and other mapped ones have
-        made room for it; if there are no others, they are with the engine."""
+        """Return the blocks of the chain that ends with `row` that are not mapped, up to one above that is, the head
+        first, in slices. If the end is mapped, it was put there a moment ago: blocks between it and other mapped
+        ones have made room for it; if there are no others, they are with the engine.
+        """
         residency = self._residency
         mask, parents, payload_bytes = residency.rows.mask, residency.rows.parent, residency.rows.payload_bytes
         took: dict[tuple[int, int], tuple[int, float]] = {}  # of blocks of one size and place
@@ -200,7 +202,7 @@ class Prefetcher:
     # Moving
 
     def _pump(self) -> None:
-        """Hand out what may go now, a few blocks at a time."""
+        """Hand out the blocks that may go now, a few at a time."""
         self._pump_is_due = False
         now_s = self._now_s()
         for _ in range(PUMPED):
@@ -232,7 +234,7 @@ class Prefetcher:
             asyncio.get_running_loop().call_soon(self._pump)
 
     def _pays(self, uses_an_hour: float, victim: int) -> bool:
-        """Whether a block that is used so often, while it is held, is worth more than `victim`."""
+        """Return whether a block with this many uses an hour, while it is held, is worth more than `victim`."""
         policy, now_ns = self._policies[self._residency.mapped], self._clock.monotonic_ns()
         worth = policy.worth(victim, now_ns) if isinstance(policy, Weighs) else None
         if worth is None:
@@ -258,7 +260,7 @@ class Prefetcher:
     # Looking after
 
     def _hold(self, guess: Guess, until_s: float, now_s: float) -> None:
-        """What was brought for this guess is held as long as it is expected, however long its request takes."""
+        """Hold the blocks brought for this guess as long as the request is expected, however long it takes."""
         hold = self._credit.hold(guess.tenant, guess.key)
         if hold is None or now_s - hold.renewed_s < RENEWED_S or guess.probability < HOLD_LEAST:
             return
@@ -275,7 +277,7 @@ class Prefetcher:
             policy.on_hint(tenant, row, self._residency.key(row), due, round(now_s * NS_PER_S))
 
     def _end_of(self, chain: tuple[int, bytes]) -> int:
-        """The deepest block of the chain that is stored; -1: none that is known."""
+        """Return the deepest block of the chain that is stored; -1 if none is known."""
         rows = (self._residency.find(chain[0], key) for key in self._recent.names(*chain))
         return next((row for row in rows if row >= 0), -1)
 
@@ -287,7 +289,7 @@ class Prefetcher:
                 self._credit.wasted(tenant, key, now_s, is_evicted=is_evicted)
 
     def _slot(self, tenant: int, key: bytes) -> tuple[int, ...]:
-        """The place of the block's mapped copy; () where there is none."""
+        """Return the place of the block's mapped copy; () if there is none."""
         row = self._residency.find(tenant, key)
         mapped = self._residency.mapped
         return tuple(self._residency.slot(row, mapped)) if row >= 0 and self._residency.has(row, mapped) else ()
@@ -297,5 +299,5 @@ class Prefetcher:
 
 
 def _until_s(guess: Guess) -> float:
-    """When nearly all of its requests have come, should one come."""
+    """Return when nearly all requests of this guess have come, if one comes."""
     return guess.due_s + SPREADS * (guess.due_s - guess.first_s) + SLACK_S

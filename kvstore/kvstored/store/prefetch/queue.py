@@ -1,15 +1,15 @@
-"""What to prefetch next, of what a predictor guesses: pure, times and facts are arguments.
+"""The choice of the next block to prefetch from a predictor's guesses: pure, times and facts are arguments.
 
-Owns the plan: for each chain that is guessed, the blocks that are not mapped yet; which of them were handed out; and
-the budget of each link. Never looks at residency, a policy or a clock.
+The module owns the plan: for each guessed chain, the blocks that are not mapped yet, and which of them were handed
+out; and the budget of each link. It never looks at residency, a policy or a clock.
 
 Rules
 - A block is handed out once its chain is ripe: when loading it, and everything as urgent on its link, would end just
-  before the request may come. Earlier costs room for longer, later is of no use.
-- Of the ripe ones that goes first which saves the most waiting for each byte: probability x time saved / bytes.
-- A link has at most `ahead_bytes` under way, so that what is not handed out yet can still be cancelled by forgetting
-  it, and its budget, if it has one, is kept on the average.
-- A plan replaces the one before: what is not in it any more is given up, also what waits to be read.
+  before the request may come. Earlier takes room for longer, later is of no use.
+- The first of the ripe ones is the one that saves the most waiting for each byte: probability x time saved / bytes.
+- A link has at most `ahead_bytes` under way, so that later blocks can still be cancelled by forgetting them, and
+  its budget, if it has one, is kept on the average.
+- A plan replaces the one before: a block that is not in it any more is given up, even if it waits to be read.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ class Candidate:
     blocks: Sequence[Block]
 
     def uses_an_hour(self, now_s: float) -> float:
-        """Of a block that is brought now, while it is held."""
+        """Return the expected uses an hour of a block that is brought now, while it is held."""
         held_s = self.probability * (self.due_s - now_s) + (1 - self.probability) * (self.until_s - now_s)
         return self.probability * HOUR_S / max(1.0, held_s)
 
     @property
     def value(self) -> float:
-        """Seconds of waiting that a byte saves, on the mean."""
+        """The seconds of waiting that a byte saves, on the mean."""
         nbytes = sum(block.nbytes for block in self.blocks)
         return self.probability * sum(block.load_s for block in self.blocks) / nbytes if nbytes else 0.0
 
@@ -86,7 +86,7 @@ class _Entry:
 
 
 class PrefetchQueue:
-    """See the module. `budget_bytes_per_s`: of each link, 0: no limit. `ahead_bytes`: of each link."""
+    """The queue. `budget_bytes_per_s`: for each link, 0: no limit. `ahead_bytes`: for each link."""
 
     def __init__(self, budget_bytes_per_s: int, ahead_bytes: int) -> None:
         self._budget_bytes_per_s = budget_bytes_per_s
@@ -97,7 +97,7 @@ class PrefetchQueue:
         self._by_tenant = Counter[int]()
 
     def __len__(self) -> int:
-        """Blocks that are planned and not handed out."""
+        """Return the number of blocks that are planned and not handed out."""
         return sum(len(entry.left) for entry in self._plan)
 
     @property
@@ -108,8 +108,9 @@ class PrefetchQueue:
         return self._by_tenant[tenant]
 
     def plan(self, candidates: Iterable[Candidate]) -> list[int]:
-        """From now on these are wanted, and nothing else; the tokens under way of which no candidate is left, each
-        once: another caller may wait for the same promotion."""
+        """Replace the wanted chains by `candidates`. Return the tokens under way of chains that are no longer wanted,
+        each once. Another caller may wait for these promotions.
+        """
         wanted: set[tuple[int, bytes]] = set()
         entries = []
         for source in self._sources.values():
@@ -130,7 +131,7 @@ class PrefetchQueue:
         return given_up
 
     def drop(self, tenant: int, key: bytes) -> None:
-        """The chain is not wanted any more."""
+        """Drop a chain that is not wanted any more."""
         kept = []
         for entry in self._plan:
             if (entry.candidate.tenant, entry.candidate.key) != (tenant, key):
@@ -141,7 +142,7 @@ class PrefetchQueue:
         self._plan = kept
 
     def next(self, now_s: float) -> tuple[Candidate, Block] | None:
-        """The block to hand out now, or None. It stays where it is until `started`, `skip` or `drop`."""
+        """Return the block to hand out now, or None. It stays in the plan until `started`, `skip` or `drop`."""
         for entry in self._plan:
             block = entry.left[-1]
             source = self._source(block.source)
@@ -151,7 +152,7 @@ class PrefetchQueue:
         return None
 
     def started(self, candidate: Candidate, block: Block) -> None:
-        """It has been handed out: it is under way until `ended`."""
+        """Note that a block has been handed out: it is under way until `ended`."""
         source = self._source(block.source)
         source.bucket.spend(block.nbytes)
         source.under_way_bytes += block.nbytes
@@ -160,7 +161,7 @@ class PrefetchQueue:
         self.skip(block)
 
     def skip(self, block: Block) -> None:
-        """The block, which `next` named, need not be brought any more."""
+        """Skip the block, which `next` named: it need not be brought any more."""
         for at, entry in enumerate(self._plan):
             if entry.left[-1] is block:
                 entry.left.pop()

@@ -1,7 +1,8 @@
-"""Which blocks belong to the requests of the last minutes: what was asked for, and what was put of it.
+"""The requests of the last minutes: the blocks that were requested, and the blocks that were put.
 
-An engine's request is a get, perhaps two (of what is mapped, then of the rest), and puts of what it computed. Bounded
-by tenant: the oldest are forgotten. What names a deleted block is not used from then on, and is gone some ticks later.
+An engine's request consists of one get, or two gets (of mapped blocks, then of the rest), and of puts of the blocks
+that the engine computed. The number of entries is bounded for each tenant: the oldest entries are forgotten. An entry
+that names a deleted block is not used any more, and is removed some ticks later.
 """
 
 from __future__ import annotations
@@ -33,9 +34,11 @@ Value = TypeVar("Value")
 
 @dataclass(slots=True)
 class _Tenant:
-    """`marks`: by a key at which a put of a request may begin or end, the last key of the request, and until when.
-    `names`: by the last key of a request, keys of its chain, the deepest first: the first one is the last that was put
-    of it. `gets`: by session and last key, when. `deleted`: blocks that these may name still."""
+    """The requests of a tenant. `marks` maps a key at which a put of a request may begin or end to the last key of the
+    request and to the time until which the mark is valid. `names` maps the last key of a request to keys of its
+    chain, the deepest first: the first key is the last one that was put. `gets` maps session and last key to the
+    time of the get. `deleted` holds blocks that these tables may still name.
+    """
 
     marks: OrderedDict[bytes, tuple[bytes, int]] = field(default_factory=OrderedDict)
     names: OrderedDict[bytes, tuple[bytes, ...]] = field(default_factory=OrderedDict)
@@ -45,13 +48,15 @@ class _Tenant:
 
 
 class RecentRequests:
-    """See the module. O(1) each."""
+    """The recent requests of all tenants. Each call costs O(1)."""
 
     def __init__(self) -> None:
         self._tenants: dict[int, _Tenant] = {}
 
     def got(self, tenant: int, session: int, keys: Sequence[bytes], found: int, now_ns: int) -> bool:
-        """A get of the chain `keys`, whose first `found` blocks were there. Whether it is a new request."""
+        """Note a get of the chain `keys`, whose first `found` blocks were stored. Return whether the get is a new
+        request.
+        """
         recent, last = self._of(tenant), keys[-1]
         recent.deleted.difference_update(keys)
         asked = (session, last)
@@ -67,7 +72,9 @@ class RecentRequests:
         return True
 
     def put(self, tenant: int, keys: Sequence[bytes], parent: bytes, now_ns: int) -> bool:
-        """A put of blocks that continue `parent`. Whether it is a new request: no get or put of one led to it."""
+        """Note a put of blocks that continue block `parent`. Return whether the put is a new request: no earlier get or
+        put led to it.
+        """
         recent, last = self._of(tenant), keys[-1]
         recent.deleted.difference_update(keys)
         marks = (recent.marks.get(key, _NO_MARK) for key in (keys[0], parent, last))
@@ -81,19 +88,22 @@ class RecentRequests:
         return not end
 
     def end_of(self, tenant: int, keys: Sequence[bytes]) -> bytes:
-        """The last key of the request that the chain `keys` is of, or the chain's own."""
+        """Return the last key of the request that the chain `keys` belongs to; the last of `keys` where no request is
+        known.
+        """
         recent = self._of(tenant)
         ends = (recent.marks[key][0] for key in keys[: -LOOKED_BACK - 1 : -1] if key in recent.marks)
         return next((end for end in ends if end not in recent.deleted), keys[-1])
 
     def names(self, tenant: int, end: bytes) -> Sequence[bytes]:
-        """Blocks of the request that ended with block `end`, the deepest first: its answer may be stored too, or its
-        last blocks may not be."""
+        """Return blocks of the request whose last block is `end`, the deepest first. They may include the request's
+        answer, and may lack its last blocks.
+        """
         recent = self._tenants.get(tenant)
         return (end,) if recent is None else recent.names.get(end, (end,))
 
     def forget(self, tenant: int, keys: Sequence[bytes] | None) -> None:
-        """Name these blocks no more (None: any of the tenant's)."""
+        """Name the blocks `keys` no more; None means all blocks of the tenant."""
         if keys is None:
             self._tenants.pop(tenant, None)
         elif (recent := self._tenants.get(tenant)) is not None:
@@ -103,7 +113,9 @@ class RecentRequests:
             recent.deleted.update(keys)
 
     def ends(self) -> Iterator[Array]:
-        """Of the latest requests of each tenant the last key and the deepest block (dtype END), in small pieces."""
+        """Yield the last key and the deepest block of the latest requests of each tenant, in small arrays of dtype
+        END.
+        """
         yield np.empty(0, END)
         most = ENDS_MAX // max(1, len(self._tenants))
         for tenant, recent in list(self._tenants.items()):
@@ -114,12 +126,14 @@ class RecentRequests:
                 yield np.array([row for row in known if row[2] not in recent.deleted], END)
 
     def restore(self, ends: Array) -> None:
-        """Go on from the joined pieces of `ends`."""
+        """Restore the requests from `ends`, the joined arrays that `ends()` yielded."""
         for tenant, end, deepest in ends.tolist():
             _keep(self._of(tenant).names, end, (deepest, end))
 
     def tidy(self) -> None:
-        """A slice of looking through what is kept for names of deleted blocks. To be called a few times a second."""
+        """Look through a part of the tables for names of deleted blocks and remove them. The owner calls `tidy` a few
+        times a second.
+        """
         for recent in self._tenants.values():
             if recent.deleted or recent.tidying is not None:
                 recent.tidying = recent.tidying or _tidied(recent)
@@ -134,7 +148,7 @@ class RecentRequests:
 
 
 def _tidied(recent: _Tenant) -> Iterator[None]:
-    """Goes once through all tables. Blocks that are deleted meanwhile are for the next time."""
+    """Go once through all tables. Blocks that are deleted meanwhile are left for the next time."""
     deleted, looked_for = recent.deleted, frozenset(recent.deleted)
     for at, end in enumerate(list(recent.names)):
         if at % TIDIED == TIDIED - 1:
@@ -156,13 +170,15 @@ def _tidied(recent: _Tenant) -> Iterator[None]:
 
 
 def _ladder(keys: Sequence[bytes]) -> tuple[bytes, ...]:
-    """The last key, twice, then those 1, 2, 4, … before it."""
+    """Return the last key, twice, and then the keys 1, 2, 4, … places before it."""
     steps = (2**step for step in range(len(keys).bit_length()))
     return (keys[-1], keys[-1], *(keys[-1 - step] for step in steps if step < len(keys)))
 
 
 def _keep(table: OrderedDict[Key, Value], key: Key, value: Value) -> None:
-    """As the newest entry of a table that forgets its oldest."""
+    """Store `value` as the newest entry of `table`. When the table holds more than MARKS_MAX entries, forget the
+    oldest.
+    """
     table[key] = value
     table.move_to_end(key)
     if len(table) > MARKS_MAX:

@@ -28,9 +28,10 @@ _NOTES_MAX = 4096  # victims that won; without its note a victim stays longer
 
 @dataclass(frozen=True, slots=True)
 class RemoteWrites:
-    """Rules of what is written to a key-addressed tier. `share` is `evicted` to write a block when it is evicted from
-    the tier above, if `admission` wants it; `reused` also writes early what was used twice or continues in several
-    ways, `all` every block. `bytes_per_s` 0 is no limit."""
+    """Rules for writes to a key-addressed tier. `share` is `evicted` (write a block when the tier above evicts it, if
+    `admission` wants it), `reused` (write early also blocks that were used twice or have several continuations) or
+    `all` (write every block early). `bytes_per_s` 0 means no limit.
+    """
 
     share: str = EVICTED
     admission: str = ALWAYS
@@ -79,12 +80,12 @@ class TierGate:
         return self._bucket.ready(self._clock.monotonic_ns())
 
     def wait_s(self) -> float:
-        """Return the seconds until there is budget."""
+        """Return the seconds until the budget allows the next write."""
         now_ns = self._clock.monotonic_ns()
         return (self._bucket.ready_at_ns(now_ns) - now_ns) / NS_PER_S
 
     def spend(self, nbytes: int) -> None:
-        """Take the slot of a block that is being written from the budget."""
+        """Charge the slot of a block that is being written to the budget."""
         self._bucket.ready(self._clock.monotonic_ns())
         self._bucket.spend(nbytes)
 
@@ -94,8 +95,8 @@ class Contest:
     often than the one that would leave for it.
 
     Admission by comparison with the victim is TinyLFU's (Einziger, Friedman, Manes, ACM TOS 13(4), 2017). Uses are
-    counted by residency, over evictions too, and not by a sketch: nothing is done at a use. What was popular
-    once must give way all the same, so a victim loses in any case once the tier has declined `_TURNOVERS` times its own
+    counted by residency, over evictions too, and not by a sketch: nothing is done at a use. A block that was popular
+    once must give way in the end, so a victim loses in any case once the tier has declined `_TURNOVERS` times its own
     blocks since the last use of the victim that was seen here. Without the contest a set of blocks that are used in
     turn, larger than the tier, is copied there over and over, and hardly one is read from it.
     """
@@ -107,8 +108,9 @@ class Contest:
         self._won: dict[int, tuple[int, int]] = {}  # by token: its last use, and `_declined` when that was first seen
 
     def wins(self, row: int, victim: int, blocks: int = 1) -> bool:
-        """Say whether `row` takes the place of `victim`. If not, `blocks` are declined: it and the blocks that need
-        it."""
+        """Return whether `row` takes the place of `victim`. If it does not, `blocks` blocks are counted as declined:
+        `row` and the blocks that need it.
+        """
         residency = self._residency
         token, last_use_ns = residency.token(victim), residency.rows.last_access_ns[victim]
         seen_ns, declined = self._won.pop(token, (-1, self._declined))
@@ -125,9 +127,10 @@ class Contest:
 
 
 class Intake(NamedTuple):
-    """What a tier needs to take in blocks that no eviction sends it. `link` leads to the tier of `room`, `gate` says
-    which blocks the tier should have. `contest` is for places in a tier before DRAM; where it is None a block may take
-    the place of any other."""
+    """The parts that a tier needs to take in blocks that no eviction sends to it. `link` leads to the tier of `room`;
+    `gate` says which blocks the tier should have. `contest` decides about places in a tier before DRAM; where it is
+    None, a block may take the place of any other.
+    """
 
     link: Link
     room: Room

@@ -1,10 +1,10 @@
-"""What becomes of a block one of whose copies failed verification, found by a read, the scrubber or an acquire.
+"""Decides about a block one of whose copies failed verification in a read, in the scrubber or in an acquire.
 
 Owns the decision and its consequences. The copy is never served again. Where another tier has a copy, the block lives
 on with that one: a bad copy in memory is promoted anew, a bad durable copy is written again from memory. Where none
 has, the block is forgotten with the cause CORRUPT, so that a lookup can say why, and what continues it is cut off until
-it is put again. A slot of NVMe is quarantined, a slot of DRAM is retired (limbo, if it has readers).
-Each bad slot is logged once in `QUIET_S`, however often it is reported. Never reads bytes itself.
+it is put again. A slot of NVMe is quarantined, a slot of DRAM is retired (limbo, if it has readers). Each bad slot is
+logged once in `QUIET_S`, however often it is reported. Never reads bytes itself.
 """
 
 from __future__ import annotations
@@ -52,8 +52,9 @@ class Damage:
         self.to_write_again: list[int] = []
 
     def is_copied(self, move: BlockMove, outcome: Outcome | Unmoved) -> bool:
-        """Say whether a move went well, and deal with the copy that it read if that is bad. The block may have been
-        removed by force meanwhile, or have lost that copy: then there is nothing to deal with."""
+        """Return whether a move went well, and treat the copy that it read as damaged where the outcome says so. Where
+        the block was removed by force meanwhile, or has lost that copy, nothing is left to do.
+        """
         if isinstance(outcome, Unmoved):
             return False
         if outcome.kind in (OutcomeKind.CORRUPT, OutcomeKind.UNREADABLE):
@@ -65,7 +66,9 @@ class Damage:
 
     def found(self, position: int, row: int, reason: str) -> None:
         """Take the bad copy of a block in the tier at `position` out of service. While another read or copy of the
-        block is under way it stays where it is, and is found again: what is written fails its checksum."""
+        block is under way, the bad copy stays and is found again: the bytes that were read from it fail their
+        checksum.
+        """
         residency = self._residency
         is_durable = position == residency.durable
         # A write that is coming is about to read this copy.
@@ -91,8 +94,9 @@ class Damage:
             self._log(position, slot, f"{what}{other} has it, it is read again")
 
     def lost(self, position: int, row: int, reason: str) -> None:
-        """Note that the tier at `position`, which may forget, has no copy any more. Where no other has one, the block
-        is gone."""
+        """Note that the tier at `position`, which may forget blocks, has lost its copy. Where no other tier has a copy,
+        the block is forgotten.
+        """
         residency = self._residency
         self._counters.add("forgotten_blocks")
         if TIER_SETS[residency.tier_mask(row)].without(position):
@@ -118,8 +122,9 @@ class Damage:
             self.forget(row, Cause.READ_FAILED, reason)
 
     def forget(self, row: int, cause: Cause, reason: str) -> None:
-        """Remove a block from the index with its cause. Its durable bytes are kept aside, its place in memory is free
-        once it has no reader."""
+        """Remove a block from the index, with its cause. The durable bytes are kept aside; the slot in memory is free
+        once it has no reader.
+        """
         residency = self._residency
         orphans, tenant = residency.children(row), residency.tenant_of(row)
         for taken in residency.remove(row, cause, self._clock.monotonic_ns()):

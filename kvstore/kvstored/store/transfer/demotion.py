@@ -24,9 +24,11 @@ from kvstored.telemetry import Flows
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Limits of a demotion: `at_once` blocks under way, and a caller waits until one of them has been so for `wait_s`.
-    So a tier that hangs holds up what fills the one above once, not for each block. `gate` says what is worth it.
-    `direct` is the link from DRAM, for blocks that DRAM has. `priority` is DEMAND where a put waits for the room."""
+    """Limits of a demotion: `at_once` blocks may be under way, and a caller waits until one of them has been under way
+    for `wait_s`. So a tier that hangs delays the tier above once, and not for each block. `gate` says which blocks
+    are worth a demotion. `direct` is the link from DRAM, for blocks that DRAM has. `priority` is DEMAND where a put
+    waits for the room.
+    """
 
     at_once: int = 1 << 30
     wait_s: float | None = None
@@ -36,7 +38,7 @@ class Bounds:
 
 
 class Demotion:
-    """Demotes along `link` into `room`; `beyond` is the demoter below that."""
+    """Demotes blocks along `link` into `room`; `beyond` is the demoter of the tier below that one."""
 
     def __init__(
         self, residency: Residency, link: Link, room: Room, beyond: Demoter, damage: Damage, flows: Flows,
@@ -52,8 +54,9 @@ class Demotion:
         self._moves: Moves[BlockMove] = Moves(residency, self._make_room)
 
     def wants(self, row: int) -> bool:
-        """Say whether a copy that is evicted should be kept below: unless it is there, too many are under way, or the
-        gate does not want it."""
+        """Return whether an evicted block should get a copy in the tier below: False where it has one, where too many
+        demotions are under way, or where the gate declines it.
+        """
         if self._residency.is_in(row, self._link.destination) or not self._link.is_open:
             return False
         if self._residency.token(row) in self._moves:
@@ -62,8 +65,9 @@ class Demotion:
         return len(self._moves) < bounds.at_once and (bounds.gate is None or bounds.gate.admits(row))
 
     async def write_back(self, row: int) -> bool:
-        """Demote a block. Resolves to whether it has a copy below now; the demotion goes on if its caller does not
-        wait."""
+        """Demote a block. Return whether the tier below has a copy now. The demotion goes on where the wait for it ends
+        before it does.
+        """
         residency, bounds = self._residency, self._bounds
         move = self._moves.find(residency.token(row))
         if move is None:
@@ -102,7 +106,7 @@ class Demotion:
         return self._moves.copies_of(tokens)
 
     async def progress(self) -> bool:
-        """Wait until a demotion under way has ended; False when there is none here nor beyond."""
+        """Wait until a demotion under way has ended. Return False when none is under way, here or in `beyond`."""
         tasks = [move.task for move in self._moves.under_way.values() if move.task is not None]
         if tasks:
             ended, _ = await asyncio.wait(tasks, timeout=self._patience_s(), return_when=asyncio.FIRST_COMPLETED)
@@ -110,7 +114,7 @@ class Demotion:
         return await self._beyond.progress()
 
     def _patience_s(self) -> float | None:
-        """Return how long a caller waits: until the oldest demotion has taken too long."""
+        """Return the seconds for which a caller waits: until the oldest demotion has taken too long."""
         wait_s = self._bounds.wait_s
         if wait_s is None:
             return None

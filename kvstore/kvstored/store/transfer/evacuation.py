@@ -44,7 +44,9 @@ Result = TypeVar("Result")
 
 
 class Again(Enum):
-    """Why there is no slot yet. AGAIN: another evacuation has ended, ask the tier again. BUSY: it takes too long."""
+    """The reason why there is no slot yet. AGAIN: another evacuation has ended, so the caller should ask the tier
+    again. BUSY: the evacuation takes too long.
+    """
 
     AGAIN = "again"
     BUSY = "busy"
@@ -142,7 +144,7 @@ class Evacuation:
         return task
 
     def _give_up(self, task: asyncio.Task[Slot | None]) -> None:
-        """Free the slot: the put that it was for has been cancelled."""
+        """Free the slot that the ended `task` has found: the put that needed the slot has been cancelled."""
         if not task.cancelled() and task.exception() is None and (slot := task.result()) is not None:
             self._tier.free(slot)
 
@@ -173,7 +175,9 @@ class Evacuation:
             return None
 
     def _pause_s(self, nbytes: int, owner: str) -> float:
-        """Return how long to wait because a caller insisted in vain a moment ago: many wait together, not in turn."""
+        """Return the seconds to wait because a caller has just insisted in vain: callers then wait together, and not
+        one after the other.
+        """
         failed_s = self._failed.get((nbytes, owner))
         return 0.0 if failed_s is None else failed_s + STUCK_S - asyncio.get_running_loop().time()
 

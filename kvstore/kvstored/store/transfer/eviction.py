@@ -24,8 +24,9 @@ SLICE_EVICTIONS = 16  # between two looks at the loop: about 0.3 ms
 
 
 class SlotExit(Protocol):
-    """The way of a slot whose block is removed from its tier: free at once, or once its last reader is done.
-    `LeaseTable` is the one of a tier that clients map."""
+    """The way of a slot whose block was removed from its tier: the slot is free at once, or once its last reader is
+    done. For a tier that clients map, `LeaseTable` implements it.
+    """
 
     def has_readers(self, slot: Slot) -> bool:
         """Say whether a client may still read the slot, under a lease or after one."""
@@ -36,7 +37,7 @@ class SlotExit(Protocol):
         ...
 
     def retire(self, slot: Slot, tenant: int) -> None:
-        """Take the slot, from which a block of `tenant` was removed."""
+        """Take over the slot, from which a block of `tenant` was removed."""
         ...
 
 
@@ -60,18 +61,22 @@ class Demoter(Protocol):
     """Gives a block a copy in the tier below: `WriteBack` where that is NVMe, else `Demotion`."""
 
     def wants(self, row: int) -> bool:
-        """Say whether the copy that leaves is worth one below, or has to be kept for its children's sake."""
+        """Return whether the evicted copy is worth a copy in the tier below, or has to be kept because its children
+        need it.
+        """
         ...
 
     def write_back(self, row: int) -> Awaitable[bool]: ...
 
     async def progress(self) -> bool:
-        """Wait until a write under way has ended; False when there is none. Blocks being written cannot be evicted."""
+        """Wait until a write under way has ended. Return False when none is under way. A block that is being written
+        cannot be evicted.
+        """
         ...
 
 
 class Copier(Protocol):
-    """Copies blocks to another tier, for no request; they are pinned meanwhile."""
+    """Copies blocks to another tier for no request. The blocks are pinned meanwhile."""
 
     def copies_of(self, tokens: Collection[int]) -> Sequence[asyncio.Task[Any]]:
         """Return the copies of these blocks that are under way."""
@@ -132,7 +137,9 @@ class Eviction:
         )
 
     async def evict(self, row: int, cause: Cause) -> bool:
-        """Take the copy out of this tier. False when it must stay: leased, or the only one a chain needs."""
+        """Take the copy out of this tier. Return False when it must stay: it is leased, or it is the only copy of a
+        block that a chain needs.
+        """
         residency, position = self._residency, self.position
         if not self.may_go(row):
             return False
@@ -157,7 +164,7 @@ class Eviction:
         return not self._residency.has(row, self.position)
 
     def take(self, row: int, cause: Cause) -> None:
-        """Take a copy that may be evicted: by itself where another tier has one, else the block goes with it."""
+        """Take out a copy that may be evicted. Where no other tier has a copy, the block is removed with it."""
         residency, position, retire = self._residency, self.position, self._exits.retire
         tenant = residency.tenant_of(row)
         if TIER_SETS[residency.tier_mask(row)].without(position):

@@ -37,7 +37,7 @@ _QUEUE_FROM_BYTES = 8 << 20  # less is no queue
 
 
 class Refusal(Enum):
-    """Why a block was not written. The values go over the admin socket; kvctl has a sentence for each."""
+    """The reason why a block was not written. The values go over the admin socket; kvctl has a sentence for each."""
 
     ADMISSION = "admission"  # not worth a write yet
     WORTH = "worth"  # nor is its chain, by what is known of such chains
@@ -63,7 +63,9 @@ _COUNTERS = {
 
 
 class WriteState(Enum):
-    """How far a write is. One that has BEGUN is the tier's; what was WRITTEN is durable after the next sync."""
+    """The progress of a write. A write that has BEGUN is in the tier's hands; a write that is WRITTEN is durable after
+    the next sync.
+    """
 
     QUEUED = "queued"
     BEGUN = "begun"
@@ -80,8 +82,9 @@ class Write(BlockMove):
 
 
 class Backlog:
-    """Blocks on their way to the durable tier: some gather for the next batch, some are being written, by token.
-    `bytes_per_s()` is what the disk has shown that it writes."""
+    """Blocks on their way to the durable tier, by token: some gather for the next batch, some are being written.
+    `bytes_per_s()` is the write rate that the disk has shown.
+    """
 
     def __init__(self, bytes_per_s: Callable[[], float]) -> None:
         self._bytes_per_s = bytes_per_s
@@ -95,7 +98,7 @@ class Backlog:
 
     @property
     def queued(self) -> int:
-        """Writes that are started and that the tier does not have yet."""
+        """Count the writes that are started and that the tier does not have yet."""
         return len(self.writes) - len(self.gathering) - self.begun
 
     @property
@@ -105,7 +108,7 @@ class Backlog:
 
     @property
     def seconds(self) -> float:
-        """The time that the disk needs for it."""
+        """Return the seconds that the disk needs for the backlog."""
         return self.nbytes / self._bytes_per_s() if self.nbytes > _QUEUE_FROM_BYTES else 0.0
 
 
@@ -202,7 +205,7 @@ class WriteGate:
         return blocks if blocks < MAX_PATH_BLOCKS else MAX_CHAIN_BLOCKS  # a longer path is cut to what can be paid for
 
     def pay(self, row: int) -> list[int] | Verdict:
-        """Pay for the path of a block: the path, or why it cannot be paid for."""
+        """Pay for the path of a block. Return the path, or the reason why the budget does not allow it."""
         path, tenant = self.path(row), self._residency.tenant_of(row)
         if path is None:
             return self.endurance.reject(tenant)

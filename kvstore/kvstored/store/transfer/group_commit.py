@@ -25,7 +25,7 @@ RETRY_S, LAST_RETRY_S = 1.0, 60.0  # after a sync that failed; longer each time,
 
 
 class BatchLimits(NamedTuple):
-    """Bounds of a batch: a write waits `delay_ms` for company, and for `blocks` of it."""
+    """Bounds of a batch: a write waits up to `delay_ms` for more writes, and until the batch has `blocks` of them."""
 
     delay_ms: int
     blocks: int
@@ -33,7 +33,7 @@ class BatchLimits(NamedTuple):
 
 @dataclass(slots=True)
 class _Unsynced:
-    """Writes that have begun, and others who wait for a sync."""
+    """The writes that have begun and the callers that wait for a sync."""
 
     writes: list[Write] = field(default_factory=list)
     waiting: list[asyncio.Future[bool]] = field(default_factory=list)
@@ -92,7 +92,7 @@ class GroupCommit:
             self._forget(write)
 
     def when_synced(self) -> asyncio.Future[bool]:
-        """Return what says that the copies whose write has begun by now are durable."""
+        """Return a future that says whether the copies whose writes have begun by now are durable."""
         settled: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._unsynced.waiting.append(settled)
         self.begin()
@@ -149,7 +149,9 @@ class GroupCommit:
             del self.pending[write.token]
 
     def _go_on(self, went_well: bool) -> None:
-        """See to it after a sync that what is not durable yet is synced, though no write begins any more."""
+        """Start another sync after the one that has just ended, if something is not durable yet and no new write would
+        start it.
+        """
         if went_well or self._unsynced.is_awaited():
             self._retry_s = RETRY_S
         if not self._unsynced:

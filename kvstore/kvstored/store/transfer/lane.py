@@ -87,7 +87,7 @@ class LaneSettings:
 
 
 class Refused(Enum):
-    """Why an item is not queued, instead of its ticket."""
+    """The reason why an item was not queued; it takes the place of the ticket."""
 
     QUEUE_FULL = "the queue of this priority is full"
     ITEM_TOO_LARGE = "larger than a prefetch item may be"
@@ -111,8 +111,9 @@ class Item(Generic[Work]):
 
 @dataclass(frozen=True, slots=True)
 class LaneStatistics:
-    """A report. Tuples are by Priority. `service_bytes_per_s` is the device's rate while busy, `bytes_per_s` the lane's
-    lately."""
+    """A report on a lane. Tuples are indexed by Priority. `service_bytes_per_s` is the device's rate while it is busy,
+    `bytes_per_s` the lane's recent rate.
+    """
 
     name: str
     queued: tuple[int, ...]
@@ -128,7 +129,9 @@ class LaneStatistics:
 
 
 class Lane(Generic[Work]):
-    """See the module for the rules. Times are monotonic nanoseconds and never go back."""
+    """One lane: it queues items and says which one starts next, by the rules above. Times are in monotonic nanoseconds
+    and never go back.
+    """
 
     def __init__(self, name: str, settings: LaneSettings | None = None) -> None:
         self.name = name

@@ -77,7 +77,7 @@ class Link:
 
     @property
     def spare_in_s(self) -> float:
-        """Seconds until a copy that no request waits for may start, as far as the lane's budget goes."""
+        """Return the seconds until a copy that no request waits for may start, as far as the lane's budget allows."""
         now_ns = self.clock.monotonic_ns()
         return (self.lane.spare_at_ns(now_ns) - now_ns) / NS_PER_S
 
@@ -124,7 +124,7 @@ class Link:
 
 
 class Unmoved(Enum):
-    """Why no transfer of a block began, instead of its outcome."""
+    """The reason why no transfer of a block began; it takes the place of an outcome."""
 
     NO_ROOM = "no room"
     IN_VAIN = "the copy to read from has gone, another one is there already, or nothing waits for it"
@@ -133,9 +133,10 @@ class Unmoved(Enum):
 
 @dataclass(slots=True, eq=False)
 class BlockMove:
-    """One block on its way along `link`. `waiters` are the callers who still want it; the last to wait
-    stops waiting at `due_ns`. `ticket` is its place in the lane, 0 while it has none. `is_asked_again`: by a caller who
-    came when its transfer had just ended."""
+    """One block on its way along `link`. `waiters` counts the callers that still want the block; the last of them stops
+    waiting at `due_ns`. `ticket` is the item's ticket in the lane, 0 while it has none. `is_asked_again` says that a
+    caller came when the transfer had just ended.
+    """
 
     token: int
     nbytes: int  # of a slot for it as it is
@@ -172,7 +173,7 @@ class BlockMove:
             self.link.mover.cancel(self.link.lane.name, self.ticket)
 
     def give_up(self) -> None:
-        """One caller waits no longer. Without any the move is cancelled."""
+        """Note that one caller no longer waits. When no caller is left, cancel the move."""
         self.waiters -= 1
         if not self.waiters:
             self.cancel()
@@ -332,7 +333,7 @@ class Moves(Generic[Kind]):
         return is_there and move.waiters > 0 and not residency.is_in(row, link.destination)
 
     def _begun(self, move: Kind) -> None:
-        """The destination has the transfer."""
+        """Note that the destination has the transfer."""
 
     def _ended(self, move: Kind, outcome: Outcome) -> None:
-        """The transfer has ended, in this turn of the loop; `copied` returns in the next."""
+        """Note that the transfer has ended, in this turn of the loop; `copied` returns in the next turn."""

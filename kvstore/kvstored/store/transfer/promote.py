@@ -81,7 +81,7 @@ class Promoter:
 
     @property
     def _reach(self) -> TierSet:
-        """The tiers that can be read now."""
+        """Return the tiers that can be read now."""
         return TierSet.of(self._residency.mapped, *(link.source for link in self._links.values() if link.is_open))
 
     def is_out_of_reach(self, row: int) -> bool:
@@ -351,6 +351,6 @@ class Promoter:
 
 
 def _stall_us(link: Link) -> int:
-    """Return by how much the oldest transfer is overdue, which a reader has to expect on top."""
+    """Return the microseconds by which the oldest transfer is overdue; a reader has to expect them in addition."""
     stalled_us = link.breaker.stalled_us() if link.breaker is not None else 0
     return stalled_us if stalled_us > OVERDUE_US else 0

@@ -100,11 +100,11 @@ class ServiceModel:
         return self._bytes * NS_PER_S / self._busy_ns
 
     def idle_ended(self, now_ns: int) -> None:
-        """Something is in flight again."""
+        """Note that something is in flight again."""
         self._since_ns = now_ns
 
     def completed(self, nbytes: int, started_ns: int, shared_bytes: int, now_ns: int) -> None:
-        """An item is done; `shared_bytes` were in flight when it started, itself included."""
+        """Note that an item is done. `shared_bytes` were in flight when it started, including its own bytes."""
         self._has_moved = True
         self._busy_ns += max(1, now_ns - self._since_ns)
         self._since_ns = now_ns

@@ -117,7 +117,7 @@ async def _copy_some_at_once(copies: Sequence[Copy], start: Callable[[Copy], asy
 
 
 def _relocate(tier: Tier, copy: Copy, done: Completion) -> bool:
-    """Whether the copy has begun; else `done` was called."""
+    """Begin the copy. Return whether it has begun; where it has not, `done` was called."""
     try:
         tier.relocate(copy.source, copy.target, copy.key, done)
     except RuntimeError as error:  # its block was taken by force meanwhile

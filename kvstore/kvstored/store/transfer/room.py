@@ -28,7 +28,7 @@ UNLIMITED = 1 << 62
 
 
 class NoSlot(Enum):
-    """Why there is no slot."""
+    """The reason why there is no slot."""
 
     NO_ROOM = auto()  # nothing (more) may be evicted now, or the tier takes nothing
     OVER_QUOTA = auto()  # the tenant is at its quota, and none of its own blocks may be evicted now
@@ -36,7 +36,7 @@ class NoSlot(Enum):
 
 
 class Room:
-    """Room in `tier`, which is in `residency` where `eviction` says."""
+    """Makes room in `tier`; `eviction` knows the tier's position in `residency`."""
 
     def __init__(
         self, tier: Tier, residency: Residency, victims: Victims, eviction: Eviction, evacuation: Evacuation
@@ -139,7 +139,9 @@ class Room:
         return refused
 
     async def _evict(self, row: int, cause: Cause, allowance: Allowance, passed: SkippedRows) -> bool:
-        """Evict a victim, or pass it over if it cannot go. False when no more may be evicted for one block."""
+        """Evict a victim, or pass it over if it cannot be evicted. Return False when no more blocks may be evicted for
+        one block.
+        """
         nbytes = self._residency.copies[self._position].nbytes[row]
         if not allowance.covers(nbytes):
             return False
@@ -163,7 +165,7 @@ class Room:
         await self._evacuation.settle(timeout_s)
 
     async def vacate(self, container: int) -> bool:
-        """Empty an arena or slab, to give it back; False when that cannot be done now."""
+        """Empty an arena or slab, so that it can be given back. Return False when that cannot be done now."""
         return await self._evacuation.vacate(container)
 
     def expire(self, row: int) -> bool:

@@ -30,9 +30,10 @@ DELAY_S = 0.05  # after a use: puts come in runs
 
 
 class Sharing:
-    """Copies blocks from DRAM into the tier of `intake`; `back` leads from it to DRAM. `absences` has what is known of
-    a key-addressed one. `damage` hears of blocks in DRAM that the tier found damaged. The counter `copied` is of copies
-    that ended well."""
+    """Copies blocks from DRAM into the tier of `intake`; `back` leads from that tier to DRAM. `absences` holds what is
+    known of a key-addressed tier. `damage` receives blocks in DRAM that the tier found damaged. The counter `copied`
+    counts copies that ended well.
+    """
 
     def __init__(
         self,
@@ -58,7 +59,7 @@ class Sharing:
         self._timer: asyncio.TimerHandle | None = None
 
     def used(self, rows: Sequence[int]) -> None:
-        """Note that `rows`, a piece of a chain, were used or have just been stored."""
+        """Note that `rows`, a part of a chain, were used or have just been stored."""
         if not rows or self._residency.has(rows[-1], self._link.destination):
             return
         self._chains[self._residency.token(rows[-1])] = None
@@ -69,12 +70,12 @@ class Sharing:
 
     @property
     def destination(self) -> int:
-        """The position of the tier that blocks are copied to."""
+        """Return the position of the tier that blocks are copied to."""
         return self._link.destination
 
     @property
     def waiting(self) -> int:
-        """The number of chains and blocks that wait, and of copies under way."""
+        """Count the chains and blocks that wait and the copies under way."""
         return len(self._chains) + len(self._path) + len(self._moves)
 
     def copies_of(self, tokens: Collection[int]) -> list[asyncio.Task[bool]]:
@@ -87,7 +88,7 @@ class Sharing:
         return self._moves.copies_of(tokens)
 
     def tick(self) -> None:
-        """Begin what may begin now. At most one chain is walked; another one a little later."""
+        """Begin the copies that may begin now. At most one chain is walked; another chain is walked a little later."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -113,7 +114,9 @@ class Sharing:
         return True
 
     def _walk(self, token: int) -> None:
-        """Find what of a chain is wanted, and the blocks before it, without which it could not be found."""
+        """Find the blocks of a chain that are wanted, and the blocks before them, without which they could not be
+        found.
+        """
         residency, row = self._residency, self._residency.current(token)
         is_wanted = False
         for _ in range(MOST_WALKED):

@@ -50,7 +50,7 @@ class StraightPromotion:
 
     @property
     def destination(self) -> int:
-        """The position of the tier that blocks are read to."""
+        """Return the position of the tier that blocks are read to."""
         return self._link.destination
 
     def choose(self, rows: Iterable[int]) -> set[int]:
@@ -109,7 +109,7 @@ class StraightPromotion:
         return self._gate.shares(row)
 
     def _can_evict(self, row: int, nbytes: int, tenant: int) -> bool:
-        """Say whether the next victim of the device gives way to `row`, and has not to be written anywhere first."""
+        """Return whether the next victim of the device gives way to `row` and need not be written anywhere first."""
         victim = self._room.next_victim(nbytes, tenant)
         if victim < 0 or not self._residency.has(victim, self._residency.mapped):
             return False

@@ -29,7 +29,9 @@ _NOWHERE = 0xFFFFFFFFFFFFFFFF
 
 
 class _Verified:
-    """The copy of each row that was verified: its place and its generation there. 12 bytes a row up to the last one."""
+    """The copy of each row that was verified: its place and the generation there. Takes 12 bytes for each row up to the
+    highest verified row.
+    """
 
     def __init__(self) -> None:
         self._place = array("Q")
@@ -54,7 +56,7 @@ def _place(slot: Slot) -> int:
 
 
 def _is_at(residency: Residency, slot: Slot, position: int, token: int) -> bool:
-    """Say whether the block of `token` has its copy in this slot."""
+    """Return whether the block of `token` has its copy in this slot."""
     row = residency.current(token)
     return row >= 0 and residency.has(row, position) and residency.slot(row, position) == slot
 
@@ -166,7 +168,7 @@ class DeviceCheck:
             self._residency.closed = TIER_SETS[self._residency.closed].with_tier(position)
 
     async def settle(self) -> None:
-        """Check what is owed, as fast as the device does, and open the tiers."""
+        """Check the copies that are owed, as fast as the device can, and open the tiers."""
         for position in list(self._owed):
             owed = self._owed.pop(position)
             while owed and self.tiers[position].verifies:

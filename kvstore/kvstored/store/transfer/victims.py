@@ -26,9 +26,10 @@ MAX_ORPHANS_SEEN = 64  # that may not be evicted, for one question
 
 
 class _Round:
-    """One tier's list, gone through again and again. Entries that are gone are dropped on the way, the others move up
-    to `_kept`. A list may be as long as the index, so it stays an array: a number is made of an entry when it is looked
-    at."""
+    """The list of one tier, gone through again and again. Entries that no longer exist are dropped on the way, the
+    others move up to `_kept`. A list may be as long as the index, so it stays an array: an entry becomes a Python
+    number only when it is looked at.
+    """
 
     __slots__ = ("_at", "_kept", "_tokens")
 
@@ -68,12 +69,15 @@ class OrphanQueue:
         self._rounds = [_Round(np.empty(0, np.uint64)) for _ in residency.tiers]
 
     def replace(self, by_tier: Sequence[Tokens]) -> None:
-        """Take what was found now, for each tier, by falling depth. The arrays are its own from here on."""
+        """Take over the orphans that were found now, for each tier, deepest first. The queue owns the arrays from here
+        on.
+        """
         self._rounds = [_Round(tokens) for tokens in by_tier]
 
     def next(self, policy: Policy, exclude: Container[int], tenant: int | None) -> int:
-        """Return an orphan whose copy may be evicted from the policy's tier now, or -1. With `tenant`, one of its
-        own."""
+        """Return an orphan whose copy may be evicted from the policy's tier now, or -1. With `tenant`, only an orphan
+        of that tenant.
+        """
         residency, orphans = self._residency, self._rounds[policy.tier]
         for _ in range(min(len(orphans), MAX_ORPHANS_SEEN)):
             row = residency.current(orphans.look())
@@ -89,7 +93,7 @@ class OrphanQueue:
 
 
 class Victims:
-    """The victims of one tier, the one of `policy`."""
+    """The victims of one tier, which is the tier of `policy`."""
 
     def __init__(
         self, policy: Policy, residency: Residency, orphans: OrphanQueue, priorities: Priorities, clock: Clock
@@ -102,7 +106,7 @@ class Victims:
         self._named = -1  # by the policy, the last time
 
     def next(self, exclude: Container[int], tenant: int | None = None) -> int:
-        """Return the row to evict next, or -1. With `tenant`, one of its own."""
+        """Return the row to evict next, or -1. With `tenant`, only a row of that tenant."""
         self._named = -1
         row = self._orphans.next(self.policy, exclude, tenant)
         if row >= 0:
@@ -133,12 +137,12 @@ class Victims:
 
 
 class SkippedRows(Container[int]):
-    """Rows that are not to be named: some by number, and all in some containers. After `MAX_LOOKS` of the latter, since
-    `begin`, it skips no more rows, so that the policy ends its search; the caller must discard the row that it then
-    names.
+    """Rows that must not be named: some given by number, and all rows in some containers. After `MAX_LOOKS` rows in
+    such containers since `begin`, no more rows are skipped, so that the policy ends its search; the caller must
+    discard the row that the policy then names.
 
-    A policy asks about one row after the other in its own order, and some restart their search at every row that they
-    skip, so that the cost grows with the square of the looks.
+    A policy asks about one row after the other in its own order, and some policies restart their search at every
+    skipped row, so that the cost grows with the square of the looks.
     """
 
     def __init__(self, copies: TierCopies, rows: Iterable[int] = ()) -> None:
@@ -148,7 +152,7 @@ class SkippedRows(Container[int]):
         self.containers: set[int] = set()
 
     def begin(self) -> None:
-        """Begin another question."""
+        """Begin a new search: count the looks from 0 again."""
         self._looks_left = MAX_LOOKS
 
     @property
@@ -157,7 +161,7 @@ class SkippedRows(Container[int]):
 
     @property
     def shortest(self) -> Container[int]:
-        """The rows in the form that takes the least time to ask."""
+        """Return the rows in the form that takes the least time to ask."""
         return self if self.containers else self.rows
 
     def __contains__(self, row: object) -> bool:
@@ -173,7 +177,7 @@ class SkippedRows(Container[int]):
 
 
 class AllBut(SkippedRows):
-    """Rows of which all containers but `wanted` are passed over."""
+    """Skips the rows of all containers but `wanted`."""
 
     def __init__(self, copies: TierCopies, wanted: AbstractSet[int], rows: Iterable[int] = ()) -> None:
         super().__init__(copies, rows)
@@ -184,9 +188,10 @@ class AllBut(SkippedRows):
 
 
 class Coldest:
-    """The blocks of a container's kind in the order of their eviction while the container is emptied: the policy's
-    order over all containers of that kind; where that takes too long to ask for, the container's own blocks, the one
-    that was not used for longest first. Never one of `stuck`, which the caller adds to."""
+    """The blocks of a container's kind, in the order of their eviction while the container is emptied. The order is the
+    policy's order over all containers of that kind; where the policy takes too long to answer, it is the order of
+    the last use of the container's own blocks, oldest first. Never names a row in `stuck`, which the caller adds to.
+    """
 
     def __init__(
         self,

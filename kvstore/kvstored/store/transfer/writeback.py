@@ -39,7 +39,7 @@ class _Writes(Moves[Write]):
         self._commit = commit
 
     def hindrance(self, row: int) -> Refusal | None:
-        """Return why a block cannot be written now that it has a slot."""
+        """Return the reason why a block cannot be written now that it has a slot."""
         if self._residency.is_held_by_another(row, self._residency.durable):
             # Only keys that clients chose can be equal between tenants, and NVMe knows blocks by key alone: it keeps
             # the first, and the second tenant's block stays volatile.
@@ -58,7 +58,7 @@ class _Writes(Moves[Write]):
 
 
 class WriteBack:
-    """The way along `links`, one from each tier in memory, to the durable tier, whose room is `room`."""
+    """Writes blocks along `links`, one from each tier in memory, to the durable tier, whose room is `room`."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class WriteBack:
         )
 
     def are_durable(self, rows: Sequence[int]) -> list[bool]:
-        """Return what may be promised of each: as `is_durable`, and nothing of a medium that is gone."""
+        """Return for each row whether it is durable; False for all rows where the medium is gone."""
         if not self.gate.breaker.serves_reads or not self._tier.keeps_recovered:
             return [False] * len(rows)
         has, pending = self._residency.has, self._commit.pending
@@ -113,7 +113,9 @@ class WriteBack:
         return [has(row, self._position) and self._residency.token(row) not in pending for row in rows]
 
     def settled(self, row: int) -> asyncio.Future[bool] | None:
-        """Return what says whether a block that is on its way becomes durable; None when it is not. Hurries nothing."""
+        """Return a future that says whether a block that is on its way becomes durable; None when the block is not on
+        its way. Hurries nothing.
+        """
         token = self._residency.token(row)
         write = self._backlog.writes.get(token)
         return write.settled if write is not None else self._waiting.get(token) or self._commit.pending.get(token)
@@ -125,8 +127,9 @@ class WriteBack:
     # Orders
 
     def write_through(self, row: int, *, at_once: bool = False) -> asyncio.Future[bool]:
-        """Write a block, if it may be afforded: the future resolves to whether it is durable. `at_once`: a client
-        waits, at the priority of demand."""
+        """Write a block, if the budget allows it. The future resolves to whether the block is durable. `at_once`: a
+        client waits, so the write has the priority of demand.
+        """
         loop = asyncio.get_running_loop()
         if self._residency.has(row, self._position):
             if self._tier.keeps_recovered and not self.is_durable(row):
@@ -150,8 +153,9 @@ class WriteBack:
         return settled
 
     async def write_back(self, row: int) -> bool:
-        """Write a victim for room that a caller waits for, so at the priority of demand. Resolves once the block has a
-        copy on NVMe; that it is durable comes a little later. A budget that is spent is not waited for."""
+        """Write a victim at the priority of demand, since a caller waits for the room. Return once the block has a copy
+        on NVMe; the copy becomes durable a little later. The write does not wait for a budget that is spent.
+        """
         if self._residency.has(row, self._position):
             return True
         token = self._residency.token(row)
@@ -175,7 +179,9 @@ class WriteBack:
                 self.write_through(row)
 
     async def progress(self) -> bool:
-        """Wait until a write has ended, starting what still gathers; False when there is nothing to wait for."""
+        """Wait until a write has ended, and start the writes that still gather. Return False when there is nothing to
+        wait for.
+        """
         self._start_batch()
         if not self._backlog.writes:
             return False
@@ -185,7 +191,9 @@ class WriteBack:
         return True
 
     async def flush(self, timeout_s: float) -> int:
-        """Write and sync everything that waits now; how much of it is still pending when the time is up."""
+        """Write and sync everything that waits now. Return the number of blocks that are still pending when `timeout_s`
+        is over.
+        """
         self._start_batch()
         self._commit.begin()
         settling = {token: write.settled for token, write in self._backlog.writes.items()}
@@ -196,12 +204,13 @@ class WriteBack:
         return sum(any(token in pending for pending in late) for token in settling)
 
     async def sync(self) -> bool:
-        """Make durable what was freed on NVMe before this call, so that no crash brings it back. False if that
-        failed."""
+        """Make durable what was freed on NVMe before this call, so that no crash brings it back. Return False if the
+        sync failed.
+        """
         return (await self._commit.sync()).ok
 
     def _follow_mode(self, _part: str) -> None:
-        """Cancel what has not begun when NVMe is shed: its copies in memory may be evicted again."""
+        """Cancel the writes that have not begun when NVMe is shed: their copies in memory may be evicted again."""
         if self.gate.breaker.serves_reads:
             return
         for write in list(self._backlog.writes.values()):
@@ -302,7 +311,7 @@ class WriteBack:
         return is_written
 
     def _refuse(self, write: Write, outcome: Outcome | Unmoved) -> None:
-        """Note why a block was not written, if it is still there; nothing that was not written is charged."""
+        """Note why a block was not written, if the block still exists. What was not written is not charged."""
         row = self._residency.current(write.token)
         why: Refusal | None
         if isinstance(outcome, Outcome) and outcome.kind is not OutcomeKind.CANCELLED:

@@ -1,6 +1,6 @@
-"""The drivers, by the scheme of the tier's URL. A driver's library is imported when a tier opens it, not before.
+"""The drivers, by the scheme of the tier's URL. A driver's library is imported only when a tier opens it.
 
-A new driver costs its file and its entries in `DRIVERS`.
+A new driver needs its file and its entries in `DRIVERS`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ EXTRA = "remote"
 
 
 def open_driver(url: str, *, timeout_s: float, threads: int, credentials: Mapping[str, str]) -> Driver:
-    """`threads` call it at once. `credentials` by the names that the driver's file lists. The store need not be
-    reachable. Raises ValueError for a URL that no driver understands, ModuleNotFoundError (with what to install) where
-    its library is missing."""
+    """Return the driver for `url`; `threads` threads call it at once. `credentials` by the names that the driver's file
+    lists. The store need not be reachable. Raises ValueError for a URL that no driver understands,
+    ModuleNotFoundError (with the package to install) if its library is missing.
+    """
     scheme = urlsplit(url).scheme
     if scheme not in DRIVERS:
         raise ValueError(f"no driver for {scheme or url!r}: begin the URL with one of {', '.join(DRIVERS)}://")
@@ -49,7 +50,7 @@ _CUDA = ("libcuda", "libcudart", "libcublas", "libnvrtc", "libcufile")
 
 
 def advice(error: str) -> str:
-    """Return the loader's `error` with what to install, where it names a library that is missing."""
+    """Return the loader's `error`, with the package to install if it names a missing library."""
     missing = _MISSING.search(error)
     if missing is None:
         return error

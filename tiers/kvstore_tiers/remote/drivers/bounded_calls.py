@@ -1,8 +1,8 @@
-"""Calls of a library that knows no deadline: each runs in a thread, and is given up when its time has passed.
+"""Calls of a library that knows no deadline: each runs in a thread, and is given up when its time is over.
 
-A call that was given up runs on, as a library cannot be stopped; it sees `Call.is_given_up` and does no more than end.
-While `most_given_up` of them are still running, further calls fail at once: a store that hangs fills no process with
-threads.
+A call that was given up runs on, as a library cannot be stopped; it sees `Call.is_given_up` and only ends. While
+`most_given_up` of them are still running, further calls fail at once, so that a store that hangs does not fill the
+process with threads.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _Result = TypeVar("_Result")
 
 
 class GivenUp(TimeoutError):
-    """The call is still running."""
+    """The call did not end in time and is still running."""
 
 
 class Call:
-    """`deadline`: of time.monotonic."""
+    """A call. `deadline`: a time of time.monotonic."""
 
     def __init__(self, deadline: float) -> None:
         self.deadline = deadline
@@ -34,7 +34,7 @@ class Call:
 
 
 class BoundedCalls:
-    """`name`: of its threads."""
+    """The calls of one library. `name`: the prefix of its threads' names."""
 
     def __init__(self, name: str, most_given_up: int) -> None:
         self._name = name
@@ -44,7 +44,7 @@ class BoundedCalls:
         self._given_up = 0
 
     def run(self, function: Callable[[Call], _Result], timeout_s: float) -> _Result:
-        """Return what `function` returns or raises. Raises GivenUp when `timeout_s` has passed."""
+        """Return the result of `function`, or raise its error. Raises GivenUp after `timeout_s` seconds."""
         with self._lock:
             if self._given_up >= self._most_given_up:
                 raise TimeoutError(f"{self._given_up} calls that were given up are still running")
@@ -60,7 +60,7 @@ class BoundedCalls:
         return ended.result()
 
     def wait_idle(self, timeout_s: float) -> bool:
-        """Return whether no call is running any more, one that was given up included."""
+        """Return whether no call is running any more, given-up ones included."""
         with self._lock:
             return self._lock.wait_for(lambda: not self._running, timeout_s)
 

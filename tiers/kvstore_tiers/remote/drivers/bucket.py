@@ -1,4 +1,4 @@
-"""A bucket, container or directory by obstore: keys under a prefix, errors as OSError with what to do about them."""
+"""A bucket, container or directory by obstore: keys under a prefix, errors as OSError with a remedy."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _REFUSED: Final = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "AccessDenied"
 
 
 class Bucket(Objects):
-    """`options` of the URL's query go to obstore, but for those that are this driver's own."""
+    """The objects of a bucket. `options` of the URL's query go to obstore, except the driver's own ones."""
 
     def __init__(
         self, url: str, options: Mapping[str, str], credentials: Mapping[str, str], *, timeout_s: float
@@ -155,5 +155,5 @@ def _client_value(value: str) -> str | bool:
 
 
 def split_options(url: str) -> dict[str, str]:
-    """The URL's query."""
+    """Return the options of the URL's query."""
     return dict(parse_qsl(urlsplit(url).query, keep_blank_values=True, strict_parsing=bool(urlsplit(url).query)))

@@ -7,7 +7,7 @@ nodes ask each other), `segment=SIZE` (memory that this node lends to the store;
 (where other nodes reach this one; by default the address from which it reaches the master). There are no credentials.
 
 Facts of the library that this file is built around (0.3.13):
-- `put` answers success for a name that is taken. A put session says so, hence a write is a session: start, transfer,
+- `put` answers success for a name that is taken. A put session reports it, so a write is a session: start, transfer,
   end. A name is taken as soon as a session has begun, and until 30 s after its writer died. It can be read, and exists
   by the library's own question, once the session has ended.
 - Its own time limits are 30 s for a transfer and 90 s for a set-up without a master, and a transfer that was given up
@@ -42,7 +42,7 @@ QUERY: Final = frozenset({"protocol", "device", "metadata", "segment", "local"})
 
 @dataclass(frozen=True)
 class StoreAddress:
-    """Where a store is, and what this node gives to it."""
+    """The address of a store, and the memory and addresses of this node in it."""
 
     host: str
     port: int
@@ -58,7 +58,7 @@ class StoreAddress:
 
 
 def place_of(url: str) -> StoreAddress:
-    """Raises ValueError for a URL that is not understood."""
+    """Return the address in a URL. Raises ValueError for a URL that is not understood."""
     parts = urlsplit(url)
     query = dict(parse_qsl(parts.query, keep_blank_values=True))
     if unknown := set(query) - QUERY:
@@ -91,9 +91,9 @@ RPC_TIMEOUT = -901
 
 
 def need(where: str, answers: Sequence[int], allowed: frozenset[int] | set[int] = frozenset()) -> None:
-    """Raise what an answer of the library means, unless it is one of `allowed`; `where` names the store.
+    """Raise the error that an answer of the library means, unless it is one of `allowed`; `where` names the store.
 
-    Raises TimeoutError, ConnectionError where the store cannot be reached, and OSError for all else.
+    Raises TimeoutError, ConnectionError if the store cannot be reached, and OSError otherwise.
     """
     for answer in answers:
         if answer >= 0 or answer in allowed:
@@ -132,7 +132,7 @@ _Result = TypeVar("_Result")
 
 
 def open_driver(url: str, *, timeout_s: float, threads: int, credentials: Mapping[str, str]) -> Driver:
-    """Connects at the first call. Raises ValueError for a URL that is not understood."""
+    """Return a driver that connects at the first call. Raises ValueError for a URL that is not understood."""
     if credentials:
         raise ValueError("Mooncake knows no credentials: keep its master on a network of your own")
     place = place_of(url)
@@ -142,7 +142,9 @@ def open_driver(url: str, *, timeout_s: float, threads: int, credentials: Mappin
 
 
 class MooncakeDriver(Driver):
-    """One client of the library for all threads. `lend` has to be called: values travel from and to that memory."""
+    """The driver: one client of the library for all threads. `lend` must be called: values travel from and to that
+    memory.
+    """
 
     largest_value_bytes = LARGEST_VALUE_BYTES
     evicts = True
@@ -215,7 +217,7 @@ class MooncakeDriver(Driver):
         return [self._nbytes(store, name, copies[name]) if copies.get(name) else 0 for name in names]
 
     def _nbytes(self, store: Any, name: str, copies: Sequence[Any]) -> int:
-        """Of a value, by the description of its copies; a copy on another node's disk is not described."""
+        """Return the bytes of a value, by the description of its copies; a copy on another node's disk has none."""
         for copy in copies:
             if copy.is_memory_replica():
                 return int(copy.get_memory_descriptor().buffer_descriptor.size)
@@ -246,7 +248,9 @@ class MooncakeDriver(Driver):
         return sizes
 
     def _write(self, store: Any, values: Sequence[Placed], call: Call) -> list[Written]:
-        """The library has one session for each name: one that another thread is writing is taken."""
+        """Write values. The library has one session for each name: a name that another thread is writing counts as
+        taken.
+        """
         with self._writing_lock:
             mine = {value.name: value for value in reversed(values) if value.name not in self._writing}
             self._writing |= mine.keys()
@@ -260,7 +264,7 @@ class MooncakeDriver(Driver):
         return [Written.EXISTS if again else written[value.name] for value, again in zip(values, is_again, strict=True)]
 
     def _of_others(self, store: Any, names: set[str], call: Call) -> dict[str, Written]:
-        """Return what became of names that others began: they exist once they can be read."""
+        """Return the result for names that others began to write: they exist once they can be read."""
         began, there = time.monotonic(), set[str]()
         while names - there:
             waiting = sorted(names - there)
@@ -273,7 +277,7 @@ class MooncakeDriver(Driver):
         return {name: Written.EXISTS if name in there else Written.BEGUN for name in names}
 
     def _store_each(self, store: Any, values: Sequence[Placed], call: Call) -> dict[str, Written]:
-        """Return what became of each name that was not taken."""
+        """Return the result of each name that was not taken."""
         names, places, sizes = _arguments(values)
         answers = dict(zip(names, store.batch_put_session_start(names, sizes), strict=True))
         started = [number for number, name in enumerate(names) if answers[name] == 0]
@@ -311,7 +315,7 @@ class MooncakeDriver(Driver):
     # The library's client
 
     def _run(self, function: Callable[[Any, Call], _Result]) -> _Result:
-        """Raises OSError of this store's place."""
+        """Return the result of `function`. Raises OSError that names this store."""
         try:
             return self._calls.run(lambda call: function(self._connected(call), call), self._timeout_s)
         except TimeoutError as error:
@@ -358,13 +362,15 @@ class MooncakeDriver(Driver):
 
 
 def _step_behind() -> None:
-    """The calling thread, for the rest of its life: each call of the library has a thread of its own."""
+    """Lower the calling thread's priority for the rest of its life: each call of the library has a thread of its
+    own.
+    """
     with contextlib.suppress(OSError):  # the whole process is behind already
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 
 def _arguments(placed: Sequence[Placed]) -> tuple[list[str], list[int], list[int]]:
-    """Names, addresses and lengths, as the library takes them."""
+    """Return names, addresses and lengths, as the library takes them."""
     return [one.name for one in placed], [_address(one.memory) for one in placed], [len(one.memory) for one in placed]
 
 

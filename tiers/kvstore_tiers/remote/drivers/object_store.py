@@ -7,8 +7,8 @@
 is not given is taken from the environment as obstore does. `index_age_s` (default 2) is this driver's own.
 
     PREFIX/runs/<id>           values of one write, one behind the other, about 8 MiB; never changed
-    PREFIX/log/<number>        where they are, and what was dropped (runs/log.py)
-    PREFIX/checkpoints/<n>     all of that up to change n
+    PREFIX/log/<number>        where they are, and what was dropped (runs/log.py).
+    PREFIX/checkpoints/<n>     all of that up to change n.
 
 A write costs one request for each 8 MiB and one for the change, a read one for each stretch of a run, `sizes` one
 listing at most in `index_age_s`. A change that another node made less than `index_age_s` ago may be unknown to `sizes`,
@@ -206,13 +206,13 @@ class ObjectStoreDriver(Driver):
         old.clear()
 
     async def _delete(self, run_ids: Iterable[str]) -> None:
-        """Those that hold no value."""
+        """Delete the runs that hold no value."""
         unused = [run_key(run_id) for run_id in run_ids if not self._log.values.holds_run(run_id)]
         if unused:
             await self._objects.delete(unused)
 
     async def _moved(self, planned: Drop) -> list[AddedRun]:
-        """The values that stay, in runs of their own; without those whose bytes are gone."""
+        """Return the values that stay, in new runs; values whose bytes are gone are left out."""
         kept = [(name, WantedValue(place, memoryview(bytearray(place.length)))) for name, place in planned.moved]
         lost = await read_runs(self._objects, [wanted for _, wanted in kept])
         return await write_runs(

@@ -41,7 +41,9 @@ _Item = TypeVar("_Item")
 
 
 def open_driver(url: str, *, timeout_s: float, threads: int, credentials: Mapping[str, str]) -> Driver:
-    """Connects at the first call. Raises ValueError for a URL or credentials that are not understood."""
+    """Return a driver that connects at the first call. Raises ValueError for a URL or credentials that are not
+    understood.
+    """
     if unknown := set(credentials) - CREDENTIALS:
         raise ValueError(f"redis takes no credential {min(unknown)!r}: the names are {', '.join(sorted(CREDENTIALS))}")
     kind, settings, prefix = _connection_of(url, credentials)
@@ -50,7 +52,7 @@ def open_driver(url: str, *, timeout_s: float, threads: int, credentials: Mappin
 
 
 class RedisDriver(Driver):
-    """A connection for each thread that is calling, made by `new_line(name)` and kept."""
+    """The driver: a connection for each thread that is calling, made by `new_line(name)` and kept."""
 
     largest_value_bytes = LARGEST_VALUE_BYTES
 
@@ -69,7 +71,7 @@ class RedisDriver(Driver):
 
     @property
     def evicts(self) -> bool:  # type: ignore[override]
-        """Return whether the server's policy may evict keys without an expiry. Raises as a call does."""
+        """True if the server's policy may evict keys without an expiry. Raises the errors of a call."""
         with self._line() as line:
             if self._evicts is None:
                 line.send("INFO", "memory")
@@ -126,7 +128,7 @@ class RedisDriver(Driver):
                 self._lost.difference_update(lost)
 
     def _find_former(self) -> None:
-        """Count the connections of dead processes as lost, once: the server may still have their writes before it."""
+        """Count the connections of dead processes as lost, once: the server may still hold their writes."""
         if not self._former:
             return
         with self._line() as line:
@@ -159,7 +161,7 @@ class RedisDriver(Driver):
 
     @contextmanager
     def _line(self) -> Iterator[Line]:
-        """A connection for one call. Every error that leaves is an OSError of this store's place."""
+        """Yield a connection for one call. Every error that leaves is an OSError that names this store."""
         with self._lock:
             if self._is_closed:
                 raise ConnectionError(f"{self._place}: the driver is closed")
@@ -187,8 +189,9 @@ class RedisDriver(Driver):
                 line.close()
 
     def _connected(self, line: Line) -> None:
-        """A server that started again numbers anew: what was lost ended with the one before, and its numbers are those
-        of other clients now."""
+        """Handle a new connection. A restarted server numbers its clients anew: lost connections ended with the former
+        server, and their numbers belong to other clients now.
+        """
         with self._lock:
             self._evicts = None
             if line.server_run != self._server_run:
@@ -204,7 +207,7 @@ class RedisDriver(Driver):
 
 
 def _replies(line: Line, commands: Sequence[tuple[str | memoryview, ...]]) -> list[tuple[int, Reply]]:
-    """Each command's number and reply. OOM and WRONGTYPE are replies; another error of the server is raised."""
+    """Return each command's number and reply. OOM and WRONGTYPE are replies; another error of the server is raised."""
     replies: list[tuple[int, Reply]] = []
     for start in range(0, len(commands), CHUNK_NAMES):
         chunk = commands[start : start + CHUNK_NAMES]
@@ -218,7 +221,7 @@ def _replies(line: Line, commands: Sequence[tuple[str | memoryview, ...]]) -> li
 
 
 def _chunks(items: Sequence[_Item], nbytes: Callable[[_Item], int]) -> Iterator[list[_Item]]:
-    """In order, each of about CHUNK_BYTES and at most CHUNK_NAMES."""
+    """Yield the items in order, in chunks of about CHUNK_BYTES and at most CHUNK_NAMES."""
     chunk: list[_Item] = []
     total = 0
     for item in items:
@@ -232,7 +235,7 @@ def _chunks(items: Sequence[_Item], nbytes: Callable[[_Item], int]) -> Iterator[
 
 
 def _connection_of(url: str, credentials: Mapping[str, str]) -> tuple[Callable[..., Any], dict[str, Any], str]:
-    """redis-py's kind of connection, its settings, and the prefix of the keys."""
+    """Return redis-py's kind of connection, its settings, and the prefix of the keys."""
     parts = urlsplit(url)
     query = dict(parse_qsl(parts.query, keep_blank_values=True))
     if unknown := set(query) - QUERY:

@@ -1,8 +1,8 @@
-"""One connection to a redis server, with a deadline for each call, whose values go straight into memory.
+"""A connection to a redis server, with a deadline for each call, whose values go straight into memory.
 
-redis-py connects, logs in, and packs commands. Replies are read here: its own parser hands out a value as bytes, which
-costs two copies more and holds the GIL for them. Here the socket fills the memory that the value is meant for.
-Protocol 2 alone. After any error other than a reply of the server the connection is closed, and `use` opens it anew.
+redis-py connects, logs in, and packs commands. Replies are read here: its own parser returns a value as bytes, which
+costs two more copies and holds the GIL for them. Here the socket fills the memory for the value. Only protocol 2 is
+supported. After any error other than a reply of the server the connection is closed, and `use` opens it anew.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ Reply: TypeAlias = "str | bytes | int | ResponseError | list[Reply] | None"
 
 
 class Replies:
-    """The parser of one connection, in redis-py's terms: it reads what the server answers. Raises TimeoutError at the
-    deadline, ConnectionError at the end of the stream and for what is no reply."""
+    """The parser of one connection, in redis-py's terms: it reads the server's answers. Raises TimeoutError at the
+    deadline, ConnectionError at the end of the stream and for bytes that are no reply.
+    """
 
     def __init__(self) -> None:
         self.deadline = 0.0  # of time.monotonic
@@ -43,13 +44,13 @@ class Replies:
         self._socket = None
 
     def can_read(self, timeout: float) -> bool:
-        """Return whether something waits to be read; on a connection at rest that is its end."""
+        """Return whether data waits to be read; on a connection at rest that is its end."""
         poll = select.poll()
         poll.register(self._live_socket(), select.POLLIN)
         return self._start < self._end or bool(poll.poll(timeout * 1000))
 
     def read_response(self, **_: object) -> Reply:
-        """The next reply. An error of the server is returned, not raised."""
+        """Return the next reply. An error of the server is returned, not raised."""
         kind, rest = self._line()
         match kind:
             case "+":
@@ -73,8 +74,9 @@ class Replies:
     # What the driver asks
 
     def read_into(self, memory: memoryview) -> int | ResponseError:
-        """The reply to a GET: the bytes of the value, which are copied into `memory` where it is long enough; 0 where
-        there is none."""
+        """Read the reply to a GET: return the bytes of the value, which is copied into `memory` if it fits; 0 for a
+        missing value.
+        """
         kind, rest = self._line()
         if kind == "-":
             return ResponseError(rest)
@@ -91,7 +93,7 @@ class Replies:
         return size
 
     def set_timeout(self) -> None:
-        """Let the socket wait until the deadline, and no longer."""
+        """Let the socket wait until the deadline at most."""
         remaining_s = self.deadline - time.monotonic()
         if remaining_s <= 0:
             raise TimeoutError("the store did not answer in time")
@@ -112,7 +114,7 @@ class Replies:
         return received
 
     def _line(self) -> tuple[str, str]:
-        """A reply's first line: its kind, and the rest."""
+        """Return the two parts of a reply's first line: its kind, and the rest."""
         while (found := self._buffer.find(b"\r\n", self._start, self._end)) < 0:
             if self._start:
                 kept = self._end - self._start
@@ -148,8 +150,9 @@ class Replies:
 
 
 class Line:
-    """A connection of redis-py's `kind` with these `settings`, which the server knows by `name`, where it has one, from
-    before the first command of a caller. One thread at a time uses it."""
+    """A connection of redis-py's `kind` with these `settings`. If it has a `name`, the server knows it before the first
+    command of a caller. One thread at a time uses it.
+    """
 
     def __init__(self, kind: Callable[..., Any], settings: dict[str, Any], name: str = "") -> None:
         self._name = name
@@ -162,7 +165,7 @@ class Line:
         self.server_run = ""  # what names the server from its start to its end; "": not known
 
     def use(self, deadline: float) -> bool:
-        """Before each call. Whether it had to connect. Raises as redis-py does."""
+        """Prepare the connection for a call; return whether it had to connect. Raises the errors of redis-py."""
         self.replies.deadline = deadline
         if self._is_open and not self.replies.can_read(0):
             return False
@@ -182,13 +185,13 @@ class Line:
         return True
 
     def send(self, *words: str | memoryview) -> None:
-        """One command. Memory is not copied before the socket takes it."""
+        """Send one command. Memory is not copied before the socket takes it."""
         for piece in self._connection.pack_command(*words):
             self.replies.set_timeout()
             self._connection.send_packed_command([piece], check_health=False)
 
     def answer(self) -> Reply:
-        """Raises the server's error, where it is one."""
+        """Return the reply. Raises the server's error, if the reply is one."""
         reply = self.replies.read_response()
         if isinstance(reply, ResponseError):
             raise reply
@@ -200,7 +203,7 @@ class Line:
 
 
 def fields_of(reply: Reply) -> dict[str, str]:
-    """Of INFO's text; none of an error."""
+    """Return the fields of INFO's text; none for an error."""
     text = reply.decode(errors="replace") if isinstance(reply, bytes) else ""
     return dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
 

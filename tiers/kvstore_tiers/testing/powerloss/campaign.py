@@ -35,7 +35,7 @@ STATES_A_WORKLOAD = 2500  # then a new workload finds more than more states of t
 
 
 def record_workload(directory: Path, *, seed: int, steps: int = STEPS) -> Path:
-    """Record a workload in `directory`, which is made; its log. Raises CompilerMissing."""
+    """Record a workload in `directory`, which is made. Return the path of its log. Raises CompilerMissing."""
     recording = _recording(directory)
     common = ["--seed", str(seed), "--steps", str(steps)]
     _run(recording, [*common, "--phase", "0", "--end", "crash"])
@@ -47,8 +47,9 @@ def record_workload(directory: Path, *, seed: int, steps: int = STEPS) -> Path:
 
 
 def record_seal(directory: Path, *, seed: int, steps: int = STEPS) -> Path:
-    """As `record_workload`, but a process that found a seal dies before its records are synced, and its successor's
-    promises hang on them."""
+    """Record a workload like `record_workload`, in which a process that found a seal dies before its records are
+    synced, so that its successor's promises depend on them.
+    """
     recording = _recording(directory)
     common = ["--seed", str(seed), "--steps", str(steps)]
     _run(recording, [*common, "--phase", "0", "--end", "close"])
@@ -59,7 +60,9 @@ def record_seal(directory: Path, *, seed: int, steps: int = STEPS) -> Path:
 
 
 def record_recovery(directory: Path, state: CrashState, promises: Promises) -> Path:
-    """Record what recovery does to a crash state; the log, which begins with that state and its promises."""
+    """Record what recovery does to a crash state. Return the path of the log, which begins with that state and its
+    promises.
+    """
     directory.mkdir(parents=True)
     root = directory / "root"
     root.mkdir()
@@ -107,7 +110,7 @@ def _one_workload(directory: Path, seed: int, states: int, deadline: float | Non
 
 
 def _sampled(operations: list[Operation], seed: int) -> Iterator[tuple[CrashState, Promises]]:
-    """Crash states at ticks all over the log."""
+    """Yield crash states at ticks all over the log, with their promises."""
     chosen = random.Random(seed)
     ticks = crash_ticks(operations)
     for tick in sorted(chosen.sample(ticks, min(RECOVERIES, len(ticks)))):

@@ -27,7 +27,7 @@ MAX_ALONE = 6  # files kept or lost alone at one crash point
 
 @dataclass(frozen=True, slots=True)
 class CrashState:
-    """What is found after the power went at `tick`, and how that was chosen."""
+    """The files that are found after the power went at `tick`. `how` describes how the state was chosen."""
 
     tick: int
     how: str
@@ -67,9 +67,10 @@ class Kept:
 
 
 def crash_ticks(operations: Sequence[Operation]) -> list[int]:
-    """Where to cut: before, at the end of and after each sync, after each name change, mark and write-through.
+    """Return the ticks to cut at: before, at the end of and after each sync, and after each name change, mark and
+    write-through.
 
-    Never in the beginning that a recording makes up, which ends with the only sync that is marked so.
+    No tick is in the beginning that a recording makes up, which ends with the only sync that is marked as its end.
     """
     begun = max((one.end for one in operations if one.kind is Kind.SYNC_ALL and one.through), default=-1)
     ticks = set()
@@ -92,10 +93,12 @@ def crash_states(
     strides: int = 1,
     random_states: int = 4,
 ) -> Iterator[CrashState]:
-    """Distinct states at `ticks`: in each round those of every `strides`-th tick, in time order, from another one on.
+    """Yield distinct states at `ticks`. Each round visits every `strides`-th tick, in time order, and begins at another
+    tick.
 
-    The first `strides` rounds give the systematic states and some random ones, at most `random_states` a tick; later
-    rounds other random ones. It ends after `rounds`, or when `strides` rounds in a row found nothing new.
+    The first `strides` rounds yield the systematic states and some random ones, at most `random_states` a tick; later
+    rounds yield other random states. The iteration ends after `rounds`, or when `strides` rounds in a row found nothing
+    new.
     """
     marks = [one.start for one in operations if one.kind is Kind.MARK]
     seen: set[tuple[int, int]] = set()
@@ -124,7 +127,7 @@ def crash_states(
 
 
 def the_state(operations: Sequence[Operation], tick: int, how: str) -> CrashState:
-    """One state again, from its description. Raises ValueError when the log has none such."""
+    """Make one state again, from its description `how`. Raises ValueError when the log has no such state."""
     medium = Medium(operations)
     medium.advance(tick)
     pending = medium.pending()

@@ -1,9 +1,9 @@
-"""Judging a crash state: open the tier on it, recover, read everything, compare with what had been promised.
+"""Judges a crash state: opens the tier on it, recovers, reads everything, and compares it with the promises.
 
-Owns the verdict. A judge is `judge(directory, promises) -> Verdict`; this one is for the workload of this package.
-What must hold: every promised block is there with the right bytes; nothing freed for good is; every other block is
-whole or absent (a record never names other bytes than its block's); never more bytes than the capacity; the tier takes
-and keeps new blocks; a second recovery finds the same; after the close the walker finds nothing to complain about.
+Owns the verdict. A judge is `judge(directory, promises) -> Verdict`; this one is for the workload of this package. What
+must hold: every promised block is there with the right bytes; nothing freed for good is; every other block is whole or
+absent (a record never names other bytes than its block's); never more bytes than the capacity; the tier takes and keeps
+new blocks; a second recovery finds the same; after the close the walker finds nothing to complain about.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PROBE_BYTES = 4096
 
 @dataclass
 class Verdict:
-    """What was wrong with what a crash left; empty when nothing was."""
+    """The faults in the state that a crash left; empty when there is none."""
 
     lost: list[Item] = field(default_factory=list)  # promised, and not there or not whole
     wrong: list[str] = field(default_factory=list)  # bytes that were never written so, or that had been freed for good
@@ -56,7 +56,7 @@ def open_tier(directory: Path, *, io_threads: int = 1) -> NvmeTier:
 
 
 def judge_tier(root: Path, promises: Promises) -> Verdict:
-    """The judge of the workload's logs: the tier lies in `root`/nvme."""
+    """Judge a state of the workload's logs: the tier is in `root`/nvme."""
     directory, verdict = root / "nvme", Verdict()
     found = _examined(directory, promises, verdict)
     findings = check_directory(directory, capacity_bytes=CAPACITY_BYTES, verify_payloads=True)
@@ -69,7 +69,9 @@ def judge_tier(root: Path, promises: Promises) -> Verdict:
 
 
 def _examined(directory: Path, promises: Promises, verdict: Verdict) -> set[int]:
-    """Recover, read and judge every block, give up what is corrupt, store one more; the numbers that stay."""
+    """Recover, read and judge every block, give up the corrupt ones, and store one more. Return the numbers of the
+    blocks that stay.
+    """
     with closing(open_tier(directory)) as tier:
         recovered = list(tier.recover())
         if len({header.key for _, header in recovered}) != len(recovered):
@@ -96,7 +98,7 @@ def _examined(directory: Path, promises: Promises, verdict: Verdict) -> set[int]
 def _read_all(
     tier: NvmeTier, recovered: list[tuple[Slot, BlockHeader]], verdict: Verdict, promised: set[Item]
 ) -> list[tuple[int, bool, Slot]]:
-    """(number, whole, slot) of every recovered block; wrong bytes go to the verdict."""
+    """Return (number, whole, slot) of every recovered block; wrong bytes are added to the verdict."""
     copies = [np.zeros(header.payload_bytes, dtype=np.uint8) for _, header in recovered]
     outcomes = finish_all(
         [

@@ -45,7 +45,7 @@ NAMING = frozenset({Kind.CREATE, Kind.RENAME, Kind.UNLINK, Kind.MKDIR, Kind.RMDI
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One call. `offset` is the new length for TRUNCATE and ALLOCATE; `data` the new path for RENAME."""
+    """One recorded call. `offset` is the new length for TRUNCATE and ALLOCATE; `data` is the new path for RENAME."""
 
     kind: Kind
     start: int
@@ -57,14 +57,14 @@ class Operation:
     through: bool = False
 
     def mark(self) -> dict[str, Any]:
-        """What a MARK says."""
+        """Return the content of a MARK."""
         said = json.loads(self.data)
         assert isinstance(said, dict)
         return said
 
 
 def pack_mark(said: dict[str, Any]) -> bytes:
-    """The data of a MARK."""
+    """Return the data of a MARK with the content `said`."""
     return json.dumps(said, separators=(",", ":")).encode()
 
 
@@ -73,7 +73,7 @@ class UnseenChange(Exception):
 
 
 def pack(operation: Operation) -> bytes:
-    """A record as the shim writes it."""
+    """Return a record as the shim writes it."""
     path = operation.path.encode()
     flags = THROUGH if operation.through else 0
     return (
@@ -87,7 +87,7 @@ def pack(operation: Operation) -> bytes:
 
 
 def read_log(path: Path) -> list[Operation]:
-    """All operations by their start. Raises UnseenChange."""
+    """Read all operations, ordered by their start. Raises UnseenChange."""
     operations = sorted(_records(path.read_bytes()), key=lambda one: one.start)
     unseen = next((one for one in operations if one.kind is Kind.UNSEEN), None)
     if unseen is not None:
@@ -96,7 +96,7 @@ def read_log(path: Path) -> list[Operation]:
 
 
 def write_log(path: Path, operations: Iterable[Operation]) -> None:
-    """A log of one's own making, for tests of the replayer and for logs that are changed on purpose."""
+    """Write a log that no process recorded, for tests of the replayer and for logs that are changed on purpose."""
     path.write_bytes(b"".join(map(pack, operations)))
 
 

@@ -28,7 +28,9 @@ Run = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Change:
-    """One change of one file or directory. `target` is its number; numbers are never used again, inodes are."""
+    """One change of one file or directory. `target` is its number; a number is never used again, while an inode may
+    be.
+    """
 
     target: int
     kind: Kind
@@ -43,7 +45,7 @@ class Change:
 
     @property
     def sectors(self) -> Run:
-        """The bytes of the sectors that a write touches."""
+        """Return the bytes of the sectors that a write touches."""
         return _down(self.offset, SECTOR_BYTES), _up(self.offset + len(self.data), SECTOR_BYTES)
 
 
@@ -55,17 +57,19 @@ class _Sync:
 
 
 class Choice(Protocol):
-    """Which of the changes that may be lost are there."""
+    """The choice of the changes that survive, among the changes that may be lost."""
 
     def runs(self, change: Change) -> Iterable[Run]:
-        """The bytes of a write that reached the medium, in whole sectors."""
+        """Return the bytes of a write that reached the medium, in whole sectors."""
 
     def keeps(self, change: Change) -> bool:
-        """Whether another change reached it: a name, a truncation, the new length after a write."""
+        """Return whether a change that is no write reached the medium: a name, a truncation, the new length after a
+        write.
+        """
 
 
 def _take_settled(pending: list[Change], settled: set[Change]) -> Iterator[Change]:
-    """Take the changes out that can no longer be lost: the first ones of `pending` that are `settled`."""
+    """Remove and yield the changes that can no longer be lost: the first ones of `pending` that are `settled`."""
     while pending and pending[0] in settled:
         change = pending.pop(0)
         settled.remove(change)
@@ -133,7 +137,7 @@ class Medium:
         self._next = 0
 
     def advance(self, tick: int) -> None:
-        """Let happen what happens before `tick`."""
+        """Apply the operations before `tick`."""
         while self._next < len(self._events) and self._events[self._next][0] < tick:
             _, is_effect, item = self._events[self._next]
             self._next += 1
@@ -150,11 +154,11 @@ class Medium:
                 self._nodes[item.target].pending.append(item)
 
     def pending(self) -> list[Change]:
-        """What a crash now may lose."""
+        """Return the changes that a crash at this tick may lose."""
         return [change for node in self._nodes.values() for change in node.pending if change not in node.settled]
 
     def tree(self, choice: Choice) -> Tree:
-        """What is found after a crash now."""
+        """Return the files that are found after a crash at this tick."""
         tree: Tree = {}
         self._collect(ROOT, "", choice, tree)
         return tree
@@ -171,7 +175,9 @@ class Medium:
 
 
 def _resolved(operations: Iterable[Operation], nodes: dict[int, _File | _Directory]) -> Iterator[Change | _Sync]:
-    """Operations with inodes and paths replaced by numbers, and the nodes they are about."""
+    """Yield the operations with inodes and paths replaced by numbers; `nodes` maps the numbers to files and
+    directories.
+    """
     ordered = iter(sorted(operations, key=lambda one: one.start))
     beginning = next(ordered)
     inodes, paths = {beginning.inode: ROOT}, {beginning.path: ROOT}
@@ -222,7 +228,7 @@ def _known(inodes: dict[int, int], one: Operation) -> int:
 
 
 def _apply(content: bytearray, size: int, change: Change) -> int:
-    """Make a whole change; the file's length after it."""
+    """Apply a whole change to `content`. Return the file's length after it."""
     if change.kind is Kind.WRITE:
         last = change.offset + len(change.data)
         _grow(content, _up(last, _PAGE_BYTES))
@@ -231,7 +237,7 @@ def _apply(content: bytearray, size: int, change: Change) -> int:
 
 
 def _resized(content: bytearray, size: int, change: Change) -> int:
-    """The length that a change leaves, and zeros behind it if it cuts."""
+    """Return the length that a change leaves, and write zeros behind that length if the change cuts the file."""
     if change.kind is Kind.WRITE:
         return max(size, change.offset + len(change.data))
     _grow(content, _up(change.offset, _PAGE_BYTES))
@@ -242,7 +248,9 @@ def _resized(content: bytearray, size: int, change: Change) -> int:
 
 
 def _rename(names: dict[str, int], change: Change) -> None:
-    """A name goes only while it names that file: its successor's may be there although this change came later."""
+    """Apply a change of a name. A name is removed only while it names that file: the name may belong to a successor
+    that is on the medium although this change came later.
+    """
     if change.removes and names.get(change.removes) == change.child:
         del names[change.removes]
     if change.adds:

@@ -1,11 +1,11 @@
-"""What a recorded process had promised at a tick, read from its marks.
+"""The promises that a recorded process had made at a tick, read from its marks.
 
-    put      these are about to be written: from now on they may be there
-    durable  their writer was told that they are durable: they must be there
-    freed    they are about to be freed: from now on they may be gone
-    gone     they were freed and a sync was answered since: they must not come back
+    put      the items are about to be written: from now on they may be there
+    durable  their writer learned that they are durable: they must be there
+    freed    the items are about to be freed: from now on they may be gone
+    gone     the items were freed and a sync was answered since: they must not come back
 
-Owns the meaning of marks. Items are whatever names a block in the log's workload. Never looks at a block.
+Owns the meaning of marks. An item names a block in the log's workload. Never looks at a block.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Promises:
     tried: set[Item] = field(default_factory=set)  # all that were ever put
 
     def take(self, mark: dict[str, list[Item]]) -> None:
-        """One more mark."""
+        """Add the promises of one more mark."""
         self.gone -= set(mark.get("put", ()))
         self.tried |= set(mark.get("put", ()))
         self.durable -= set(mark.get("freed", ()))
@@ -34,7 +34,7 @@ class Promises:
 
 
 def promises_at(operations: Iterable[Operation], tick: int) -> Promises:
-    """What had been promised before `tick`."""
+    """Return the promises that had been made before `tick`."""
     promises = Promises()
     for one in operations:
         if one.kind is Kind.MARK and one.start < tick:

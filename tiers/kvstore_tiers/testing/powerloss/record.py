@@ -1,8 +1,8 @@
 """Recording: compile the shim, start a log, run processes whose file operations go into it, leave marks in it.
 
-Owns the shim's shared object (compiled once into a cache directory) and a log's beginning. Never replays.
-Invariants: the recorded directory is empty when recording begins, so that the log is the whole truth about it; the log
-lies outside of it.
+Owns the shim's shared object (compiled once into a cache directory) and a log's beginning. Never replays. Invariants:
+the recorded directory is empty when recording begins, so that the log is the whole truth about it; the log is outside
+of it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class CompilerMissing(Exception):
 
 
 def shim_path() -> Path:
-    """The compiled shim; compiled now if need be. Raises CompilerMissing."""
+    """Return the path of the compiled shim, and compile it if need be. Raises CompilerMissing."""
     cache = Path(os.environ.get(CACHE_ENVIRONMENT) or Path.home() / ".cache" / "kvstored")
     digest = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
     path = cache / f"powerloss-{digest}.so"
@@ -77,7 +77,7 @@ class Recording:
         Path(f"{self.log}.clock").write_bytes((beginning[-1].end + 1).to_bytes(8, "little"))
 
     def environment(self) -> dict[str, str]:
-        """The environment of a process to be recorded, made from this one's."""
+        """Return the environment of a process to be recorded, made from this process's environment."""
         return {
             **os.environ,
             "LD_PRELOAD": str(self.shim),
@@ -86,7 +86,7 @@ class Recording:
         }
 
     def marker(self) -> Marker:
-        """For a process that is not recorded itself, a client of one that is."""
+        """Return a marker for a process that is not recorded itself, such as a client of a recorded process."""
         return Marker(self.shim, self.log)
 
 
@@ -100,7 +100,7 @@ def put_tree(tree: Tree, directory: Path) -> None:
 
 
 def _beginning(root: Path, tree: Tree, marks: Sequence[dict[str, Any]]) -> Iterator[Operation]:
-    """What makes an empty medium hold `tree`, synced."""
+    """Yield the operations that make an empty medium hold `tree`, synced."""
     ticks = count()
     yield Operation(Kind.MKDIR, next(ticks), next(ticks), root.stat().st_ino, path=str(root))
     for path, content in tree.items():
@@ -123,11 +123,11 @@ class Marker:
 
     @classmethod
     def of_this_process(cls) -> Marker:
-        """In a recorded process."""
+        """Return the marker of the recorded process that calls this."""
         return cls(Path(os.environ["LD_PRELOAD"]))
 
     def mark(self, **said: Any) -> None:
-        """One mark. Returns when it is in the log."""
+        """Write one mark. Returns when the mark is in the log."""
         raw = pack_mark(said)
         if error := self._library.powerloss_mark(raw, ctypes.c_size_t(len(raw))):
             raise OSError(error, os.strerror(error))

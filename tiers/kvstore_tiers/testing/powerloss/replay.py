@@ -48,7 +48,9 @@ def _shape(report: dict[str, Any]) -> tuple[bool, bool, frozenset[str]]:
 
 @dataclass
 class Figures:
-    """What a replay found. `wrong`, `lost` and `broken` count blocks and rules; `died` states that killed the judge."""
+    """The result of a replay. `wrong`, `lost` and `broken` count blocks and rules; `died` counts the states that killed
+    the judge.
+    """
 
     states: int = 0
     lost: int = 0
@@ -66,7 +68,7 @@ class Figures:
         return not (self.lost or self.wrong or self.broken or self.died or self.over_capacity_bytes)
 
     def add(self, other: Figures) -> None:
-        """Sum up two replays."""
+        """Add the figures of another replay."""
         for name in ("states", "lost", "wrong", "broken", "died", "corrupt_reads", "promised", "seconds"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.over_capacity_bytes = max(self.over_capacity_bytes, other.over_capacity_bytes)
@@ -74,7 +76,7 @@ class Figures:
             self._fail(failure)
 
     def take(self, report: dict[str, Any]) -> None:
-        """One judged state."""
+        """Add the report of one judged state."""
         self.states += 1
         self.promised += report["promised"]
         self.corrupt_reads += report["corrupt_reads"]
@@ -85,7 +87,7 @@ class Figures:
             self._fail(report)
 
     def take_death(self, report: dict[str, Any], status: int) -> None:
-        """A state whose judge died, with all that had been promised in it."""
+        """Add a state whose judge died. All that had been promised in that state counts as lost."""
         self.states += 1
         self.died += 1
         self.promised += report["promised"]
@@ -108,7 +110,7 @@ def replay(
     judge: str = TIER_JUDGE,
     random_states: int = 4,
 ) -> Figures:
-    """Judge `states` distinct crash states of a log, or as many as there are or as `seconds` allow.
+    """Judge `states` distinct crash states of a log, or fewer where the log has fewer or `seconds` end first.
 
     `judge` names a function, "module:function". Raises UnseenChange for a log with gaps.
     """
@@ -146,7 +148,9 @@ class ReplayFailed(Exception):
 
 
 def _drive(arguments: list[str], reports: SimpleQueue[dict[str, Any] | None]) -> None:
-    """Run one worker, again after the state it dies of; its scratch directory is ours, so that it ends with us."""
+    """Run one worker, and start it again after a state that killed it. The scratch directory belongs to this function,
+    so that it is removed when the replay ends.
+    """
     with scratch_directory() as scratch:
         _drive_in([*arguments, "--scratch", scratch], reports)
 
@@ -210,9 +214,9 @@ def states_of(
     parts: int = 1,
     random_states: int = 4,
 ) -> Iterator[tuple[CrashState, Promises]]:
-    """Distinct states, at most `states`, from all over the log, with what was promised in each.
+    """Yield distinct states, at most `states`, from all over the log, with the promises made in each.
 
-    Of the crash points only this part's share.
+    Only the crash points of part `part` of `parts` are used.
     """
     ticks = crash_ticks(operations)[part::parts]
     strides = min(len(ticks), 1 + len(ticks) * STATES_A_TICK // states)
@@ -230,7 +234,7 @@ def states_of(
 
 
 def scratch_directory() -> tempfile.TemporaryDirectory[str]:
-    """In memory if possible, or where the environment says."""
+    """Make a scratch directory, in memory if possible, or where the environment says."""
     memory = os.environ.get(SCRATCH_ENVIRONMENT) or "/dev/shm"
     return tempfile.TemporaryDirectory(prefix="powerloss-", dir=memory if os.access(memory, os.W_OK) else None)
 

@@ -3,7 +3,7 @@ what it was promised.
 
     python -m kvstore_tiers.testing.powerloss.workload ROOT --seed 1 --phase 0 --steps 60 --end crash
 
-Owns the tier in ROOT/nvme for one phase; a phase begins with whatever the one before left (`close`: an orderly end,
+Owns the tier in ROOT/nvme for one phase; a phase begins with what the phase before left (`close`: an orderly end,
 `crash`: the process is gone, its writes stay in the page cache, `unsynced`: the same in the midst of a commit) and may
 end in the middle of recovery, by KVSTORED_FAILPOINTS.
 Several writes and a sync are in flight at most times. Invariant: a mark is in the log before a block is put or freed,
@@ -38,7 +38,7 @@ SWITCH_S = 2e-5  # threads change places often: more orders of calls
 
 
 class Workload:
-    """One phase. Blocks are numbers; the bytes of a block follow from its number and size."""
+    """One phase of the workload. Blocks are numbers; the bytes of a block follow from its number and size."""
 
     def __init__(self, directory: Path, marker: Marker, seed: int, phase: int) -> None:
         self._random = random.Random(f"{seed}/{phase}")
@@ -80,7 +80,7 @@ class Workload:
         self.settle()
 
     def settle(self) -> None:
-        """Until nothing is in flight and everything is promised."""
+        """Wait until nothing is in flight and everything is promised."""
         while self._writing:
             self._take_one()
         self._sync()
@@ -88,7 +88,9 @@ class Workload:
             self._take_one()
 
     def die_unsynced(self) -> None:
-        """Killed by its last commit, between the records' writing and their sync; nothing else is in flight."""
+        """Let the last commit kill the process, between the writing of the records and their sync; nothing else is in
+        flight.
+        """
         self._put()
         while not self._writing:  # there was no room
             self._free_some()
@@ -109,7 +111,7 @@ class Workload:
             self._next_number += 1
 
     def _put_again(self) -> None:
-        """A block that was freed comes back, with the same key."""
+        """Put a block that was freed again, with the same key."""
         back = sorted(number for number in self._sizes.keys() - self._slots.keys())
         if back:
             number = self._random.choice(back[-20:])
@@ -156,8 +158,9 @@ class Workload:
                 self._tier.free(kept[0])
 
     def _relocate_some(self) -> None:
-        """Blocks move to other slots, as when a slab is emptied: everything is synced first, and the old slots are
-        freed after the next sync."""
+        """Move blocks to other slots, as when a slab is emptied: everything is synced first, and the old slots are
+        freed after the next sync.
+        """
         self.settle()
         left: list[Slot] = []
         for number in self._random.sample(sorted(self._slots), min(len(self._slots), self._random.randint(1, 4))):
@@ -173,8 +176,8 @@ class Workload:
             self._tier.free(slot)
 
     def _reshape(self) -> None:
-        """Everything of all sizes but one goes, and that one takes the room: slabs change their slot size. Where less
-        room than before may be used, one gets shorter.
+        """Free all blocks of all sizes but one and give their room to that size: slabs change their slot size. Where
+        less room than before may be used, one slab becomes shorter.
         """
         while self._writing:
             self._take_one()

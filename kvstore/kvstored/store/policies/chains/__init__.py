@@ -1,1 +1,1 @@
-"""What `chain_hazard` is made of: chains, their features, hazard tables, the index that ranks them, the guard."""
+"""The parts of `chain_hazard`: chains, their features, hazard tables, the index that ranks them, the guard."""

@@ -1,13 +1,14 @@
-"""Who owns which rows, and what every use of a chain teaches.
+"""The owner of each row, and the lessons from every use of a chain.
 
-A request owns all the rows it used. Where the known prefix of a later request ends near the end of a chain, the request
+A request owns all the rows it used. If the known prefix of a later request ends near the end of a chain, the request
 continues that chain: an event in the hazard tables. Near is within the last two blocks or the last twentieth: a last
-block is often partial, and the next question about a document leaves the last one's few blocks out. Where it ends
-before, or at a block that many different blocks follow (a system prompt), the request is a chain of its own, and the
-shared blocks are marked as shared: each such touch adds to what they are worth.
+block is often partial, and the next question about a document leaves the last one's few blocks out. If it ends before,
+or at a block that many different blocks follow (a system prompt), the request is a chain of its own, and the shared
+blocks are marked as shared: each such touch adds to their worth.
 
-Owns owners, fan-outs, shared touches, the chains and their tables. Never decides what is evicted. Invariants: the rows
-of the tier that a chain owns are on one path; `tail` is the deepest of those that may perhaps be evicted.
+The module owns owners, fan-outs, shared touches, the chains and their tables. It does not decide what is evicted.
+Invariants: the rows of the tier that a chain owns are on one path; `tail` is the deepest of the rows that may be free
+to be evicted.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _RUNNING_MAX = 4096
 
 
 class ChainBook:
-    """See the module."""
+    """The record of a tier's chains."""
 
     def __init__(self, residency: ResidencyView, ladders: Sequence[Ladder], *, forgets: bool = True) -> None:
         self.residency = residency
@@ -80,7 +81,7 @@ class ChainBook:
         self.touches.grow(more)
 
     def numbers(self) -> list[float]:
-        """What is known beside the chains."""
+        """Return the numbers of the state beside the chains."""
         return [self.touches.began_s, self.touches.span_s, self._most_rows]
 
     def restore(self, numbers: Sequence[float], later_s: float, rows_here: int) -> None:
@@ -100,7 +101,7 @@ class ChainBook:
     # Rows
 
     def met(self, rows: Sequence[int], tenant: int) -> None:
-        """`rows` are new in the tier; the ghost may know them."""
+        """Note that `rows` are new in the tier; the ghost may know them."""
         keys, owner, fan = self.residency.rows.keys, self.owner, self.fan
         ghost = self.ghosts[tenant]
         touched = ghost.touched
@@ -112,7 +113,7 @@ class ChainBook:
                 self.shared[row], self.shared_s[row] = touched.pop(key)
 
     def met_one(self, row: int, tenant: int) -> None:
-        """`met` of one row."""
+        """Note that one row is new in the tier, as `met` does."""
         key, ghost = self.residency.rows.keys[row], self.ghosts[tenant]
         packed = ghost.packed(key)  # type: ignore[arg-type]  # it has just been stored
         self.owner[row], self.fan[row] = (packed >> FAN_BITS, packed & FAN_MAX) if packed >= 0 else (UNOWNED, 0)
@@ -143,7 +144,9 @@ class ChainBook:
             tails[chain] = above if is_ours else next_above(row, chain, columns, owner)
 
     def left_last(self, row: int, chain: int, tenant: int, rows_here: int) -> int:
-        """`left` of the last block of `chain`, not shared; what the chain ends with now, or -1."""
+        """Note that the last block of `chain`, not shared, was removed; return the row that the chain ends with now, or
+        -1.
+        """
         if rows_here > self._most_rows:
             self.left((row,), chain, tenant, rows_here)
             return self.chains.tail[chain]
@@ -171,9 +174,9 @@ class ChainBook:
         missing: Sequence[bytes] = (),
         parent: int = -1,
     ) -> int:
-        """One request used `rows` (head first); the chain that owns them now. It owns the blocks `missing` after them
-        as well, as far as the ghost has room: as if they had been stored and evicted. Without `rows`, `missing`
-        continue `parent`.
+        """Note that one request used `rows` (head first); return the chain that owns them now. It owns the blocks
+        `missing` after them as well, as far as the ghost has room: as if they had been stored and evicted. Without
+        `rows`, `missing` continue `parent`.
         """
         chains, here = self.chains, len(rows)
         self.touches.widen_span(now_s)
@@ -225,8 +228,9 @@ class ChainBook:
     def _return_of(
         self, prev: int, reach: int, now_s: float, prompt_tokens: int | None
     ) -> tuple[int, float, float, int | None]:
-        """A request continues chain `prev`: its turn, the gap before it, the pace of the session (a logarithm), and the
-        tokens that the user added, as far as that is known."""
+        """Note that a request continues chain `prev`; return its turn, the gap before it, the pace of the session (a
+        logarithm), and the tokens that the user added, as far as known.
+        """
         chains = self.chains
         turn, gap_s = chains.turn[prev] + 1, now_s - chains.used_s[prev]
         pace = math.log(max(gap_s, _GAP_MIN_S))
@@ -239,7 +243,7 @@ class ChainBook:
         return turn, gap_s, pace, max(0, prompt_tokens - chains.tokens[prev])
 
     def _continued(self, path: Path) -> int:
-        """The chain that the request continues, or -1; counts those that follow the last known block."""
+        """Return the chain that the request continues, or -1; count the requests that follow the last known block."""
         known, count, chain, chains = path.known, len(path.before), path.chain, self.chains
         if chain < 0:
             return -1
@@ -254,7 +258,7 @@ class ChainBook:
         return chain if is_own and chains.live[chain] and is_near_end(reach, chains.length[chain]) else -1
 
     def answered(self, number: int, output_tokens: int, now_s: float, hint: ChainHint | None = None) -> int:
-        """The request has ended; its chain, or -1 when that is another request's by now."""
+        """Note that the request has ended; return its chain, or -1 if that is another request's by now."""
         chain, order = self._running.pop(number, (-1, 0))
         chains = self.chains
         if chain < 0 or chains.order[chain] != order or not chains.live[chain]:
@@ -280,18 +284,18 @@ class ChainBook:
             chains.base[chain] = self.standings(np.array([chain]), now_s)[0]
 
     def ranks(self, chains: Ints, now_s: float) -> Floats:
-        """Of each, as its return is awaited: for chains that are not live it means nothing."""
+        """Return the rank of each chain whose return is awaited: for chains that are not live it means nothing."""
         table = self.chains
         return self.tables.ranks(table.ints(table.cell)[chains], now_s - table.floats(table.used_s)[chains])
 
     def standings(self, chains: Ints, now_s: float) -> Floats:
-        """`ranks`, leaning to the order of last use where classes say nothing."""
+        """Return the ranks, leaning to the order of last use as far as classes say nothing."""
         ages_s = now_s - self.chains.floats(self.chains.used_s)[chains]
         return self.ranks(chains, now_s) * leaning(ages_s, self.tables.lean)
 
     def due(self, chain: int, row: int, due_s: float, now_s: float) -> None:
-        """A queued request will use the chain down to `row` (-1: to its end). Another session's, which has only the
-        beginning in common, does not say less than the chain's own.
+        """Note that a queued request will use the chain down to `row` (-1: to its end). If it is another session's,
+        with only the beginning in common, it does not lower the chain's own due time.
         """
         chains = self.chains
         depths, tail = self.residency.rows.depth, chains.tail[chain]
@@ -301,12 +305,12 @@ class ChainBook:
             chains.due_s[chain], chains.due_depth[chain] = due_s, depth
 
     def is_promised(self, chain: int) -> bool:
-        """Whether blocks that the chain's last request missed may be stored yet."""
+        """Return whether blocks that the chain's last request missed may be stored yet."""
         return chain >= 0 and self._promised.get(chain) == self.chains.order[chain]
 
     def promised_owner(self, key: bytes, tenant: int) -> int:
-        """The ghost's `owner_of`, if that chain's last request missed blocks that may be stored yet, or -1. Without
-        further calls: it is asked of each block that needs the place of another.
+        """Return the ghost's `owner_of`, if that chain's last request missed blocks that may be stored yet, or -1. It
+        makes no further calls, since it is asked for each block that needs the place of another.
         """
         shard = self.ghosts[tenant].shards[key[-1] & SHARD_MASK]
         packed = shard.young.get(key)
@@ -322,7 +326,7 @@ class ChainBook:
             del self._promised[next(iter(self._promised))]
 
     def filled(self, rows: Sequence[int], chain: int) -> int:
-        """Of `rows`, which have just been stored, the leading ones that the chain's request had missed: how many."""
+        """Return how many leading ones of `rows`, which have just been stored, the chain's request had missed."""
         owner = self.owner
         owners = [owner[row] for row in rows]
         count = len(rows)
@@ -341,7 +345,9 @@ class ChainBook:
         self, chain: int, rows: Sequence[int], length: int, order: int, now_s: float,
         missing: Sequence[bytes], tenant: int,
     ) -> int:  # fmt: skip
-        """The same request goes on: what it missed, or its answer, has been stored, or is about to be."""
+        """Extend the chain of a request that goes on: its missing blocks, or its answer, have been stored, or will
+        be.
+        """
         chains = self.chains
         owner = self.owner
         for row in rows:
@@ -368,7 +374,9 @@ class ChainBook:
         chains.base[slot] = self.tables.rank_of_new(cell)
 
     def came_unused(self, row: int, tenant: int, order: int) -> int:
-        """`row` was stored in the tier without being used (demoted, promoted): its chain, as of its last use."""
+        """Return the chain of `row`, as of its last use: the row came to the tier without being used (demoted,
+        promoted).
+        """
         residency, chains = self.residency, self.chains
         parent, depth = residency.rows.parent[row], residency.rows.depth[row]
         used_s = residency.rows.last_access_ns[row] * NS

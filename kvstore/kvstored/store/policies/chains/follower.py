@@ -32,18 +32,18 @@ _FRESH_MAX, _FRESH_SETTLED = 512, 64  # blocks that wait for their first use, as
 
 
 def starting_tables() -> list[Ladder]:
-    """Those that ship, by workload, and empty ones; what follows decides which are believed."""
+    """Return the shipped tables, by workload, and empty ones; later events decide which are believed."""
     known = [Ladder(prior.order, prior.counts) for prior in shipped()]
     return known + [Ladder(order) for order in UNTRAINED_ORDERS]
 
 
 @dataclass(frozen=True, slots=True)
 class LearningSettings:
-    """How a policy learns.
+    """The settings of learning.
 
     `tables`: makes the hazard tables to start from. `is_guarded`: LRU decides while it would hit more. `forgets`: its
-    counts decay. `requests_min`: before so many requests it is LRU; the shipped tables need no longer proof.
-    `declining_min`, `returns_min`: a new block is declined after so many requests and continued chains.
+    counts decay. `requests_min`: before this number of requests it is LRU; the shipped tables need no longer proof.
+    `declining_min`, `returns_min`: a new block is declined only after this many requests and continued chains.
     """
 
     tables: Callable[[], list[Ladder]] = starting_tables
@@ -85,7 +85,7 @@ class ChainFollower:
 
     @property
     def is_lru(self) -> bool:
-        """Whether LRU's order is in force: too little is known, or LRU leads."""
+        """True if LRU's order is in force: too little is known, or LRU leads."""
         return self.book.learning.requests < self.learning.requests_min or self.guard.is_lru_ahead
 
     # Events
@@ -166,7 +166,9 @@ class ChainFollower:
         self.is_plain = not self.is_lru
 
     def _keep_up(self, tenant: int, blocks: int) -> None:
-        """What is due, as far as a request of so many blocks can bear it."""
+        """Run at most one step of background work. A request may spend 2 µs for each of its `blocks`, less the time
+        that refreshing the candidates took.
+        """
         taken_us = self.candidates[tenant].refresh(self.now_s, blocks * US_A_BLOCK)
         self.book.upkeep.requested(blocks, self.now_s, taken_us=taken_us)
 
@@ -262,7 +264,7 @@ class ChainFollower:
             self._left(rows, chain)
 
     def _left(self, rows: Sequence[int], chain: int) -> None:
-        """`rows`, all of `chain`, have left the tier, the deepest first."""
+        """Note that `rows`, all of `chain`, have left the tier, the deepest first."""
         book, row = self.book, rows[-1]
         chains = book.chains
         was_tail, had_shared = chains.tail[chain] == rows[0], book.shared[row]
@@ -274,7 +276,7 @@ class ChainFollower:
             self.next = self.named = -1
 
     def _lost(self, row: int, chain: int, tail: int, *, was_last: int, is_equal: bool = True) -> None:
-        """`row`, and what was below it down to `was_last`, has left; the chain ends with `tail` now."""
+        """Note that `row`, and the rows below it down to `was_last`, have left; the chain ends with `tail` now."""
         book = self.book
         chains = book.chains
         is_far = chains.length[chain] - self.residency.rows.depth[row] > APART
@@ -286,7 +288,7 @@ class ChainFollower:
         self._look_at(chain)
 
     def forget(self, tenant: int, keys: Sequence[bytes] | None) -> None:
-        """Nothing is left that names `keys`, or any block that is not in the tier (None)."""
+        """Forget the names of `keys`, or of all blocks that are not in the tier (None)."""
         if tenant >= len(self.candidates):
             return
         ghost = self.book.ghosts[tenant]
@@ -325,12 +327,12 @@ class ChainFollower:
         self._look_at(chain)
 
     def _look_at(self, chain: int, looks: int = 1) -> None:
-        """The chain's tail, or what it is worth, is another one."""
+        """Look at a chain again, whose tail or worth has changed."""
         self.next = self.named = -1
         self.candidates[self.book.chains.tenant[chain]].look_at(chain, self.now_s, looks)
 
     def settle(self, count: int | None = None) -> None:
-        """Give chains to rows that came without being used: all, or so many that came first."""
+        """Give chains to rows that came without being used: to all, or to the `count` that came first."""
         fresh = self.fresh[:count]
         del self.fresh[:count]
         for row in fresh:
@@ -348,7 +350,7 @@ class ChainFollower:
             self._make_room()
 
     def _make_room(self) -> None:
-        """For the tenants and rows that LRU's order has room for."""
+        """Make room for the tenants and rows that LRU's order has room for."""
         while len(self.candidates) < len(self.lru.queues.of):
             self.book.add_tenant()
             self.candidates.append(Candidates(self.residency, self.tier, self.book, len(self.candidates)))

@@ -1,10 +1,9 @@
-"""Which chain a removed block belonged to: so that a session which returns after its eviction is known, and
-teaches.
+"""The chains of removed blocks, so that a session which returns after its eviction is known, and teaches.
 
-Two generations of keys: what is remembered goes to the young one; when that is full it becomes the old one, and the
-old one is forgotten. So between `limit` and twice `limit` keys, without the cost of an order. They are kept in shards
+There are two generations of keys: a key enters the young one; when that is full it becomes the old one, and the old one
+is forgotten. So it holds between `limit` and twice `limit` keys, without the cost of an order. They are kept in shards
 by the keys' last bits, keys being hashes, each with generations of its own: no call ever forgets, or moves to a larger
-dictionary, more than a shard. A request's path puts together what is known of its blocks, here and in the ghost.
+dictionary, more than a shard. A request's path combines the knowledge about its blocks, here and in the ghost.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ Chains = npt.NDArray[np.int64]
 
 
 def ghost_limit(rows: int) -> int:
-    """How many keys a ghost's generation holds for a tier of so many blocks."""
+    """Return how many keys a ghost's generation holds for a tier of `rows` blocks."""
     return max(_GHOST_MIN, min(_GHOST_RATIO * rows, max(_GHOST_MANY, rows)))
 
 
@@ -50,8 +49,9 @@ class Shard:
 
 
 class ChainGhost:
-    """One for each tenant. `limit` may be set anew at any time; `forgetting` is called with the chains of what is
-    forgotten."""
+    """The ghost of one tenant. `limit` may be set anew at any time; `forgetting` is called with the chains of forgotten
+    keys.
+    """
 
     __slots__ = ("_forgetting", "limit", "shards", "touched")
 
@@ -73,8 +73,8 @@ class ChainGhost:
             shard.old, shard.young = young, {}
 
     def remember_touches(self, key: bytes, touches: float, as_of_s: float) -> None:
-        """Without them a shared prefix that was evicted would have to prove its worth anew each time it is stored, and
-        be the first victim each time.
+        """Remember the touches of a removed block. Otherwise a shared prefix that was evicted would have to prove its
+        worth anew each time it is stored, and be the first victim each time.
         """
         touched = self.touched
         touched.pop(key, None)
@@ -96,7 +96,7 @@ class ChainGhost:
                 shard.old, shard.young = young, {}
 
     def recall_run(self, keys: Sequence[bytes | None]) -> list[int]:
-        """What is kept of each key, packed, or -1."""
+        """Return the packed entry of each key, or -1."""
         shards = self.shards
         found: list[int] = []
         for key in keys:
@@ -135,8 +135,8 @@ class ChainGhost:
         self.touched.clear()
 
     def copied(self, most: int) -> Iterator[tuple[str, bytes, Chains]]:
-        """Generation, packed keys and what is kept of each, a step at a time: `most` keys at most, those remembered
-        last. The caller may let others go on between two steps; what changes meanwhile may be in it or not.
+        """Yield generation, packed keys and their entries, a step at a time: at most `most` keys, the latest ones. The
+        caller may let others go on between two steps; later changes may be included or not.
         """
         for shard in self.shards:
             left = most // SHARDS
@@ -149,7 +149,7 @@ class ChainGhost:
                 left -= len(kept)
 
     def restore(self, generation: str, keys: npt.NDArray[np.void], packed: Chains) -> None:
-        """Remember `packed` of each of `keys` (dtype V16)."""
+        """Restore `packed` for each of `keys` (dtype V16)."""
         at = np.ascontiguousarray(keys).view(np.uint8).reshape(-1, 16)[:, -1] & SHARD_MASK
         order = np.argsort(at, kind="stable")
         ends = np.cumsum(np.bincount(at, minlength=SHARDS)).tolist()
@@ -158,7 +158,7 @@ class ChainGhost:
             getattr(shard, generation).update(zip(names[first:last], values[first:last], strict=True))
 
     def chains(self, shard: int) -> Chains:
-        """Of every key that shard number `shard` remembers."""
+        """Return the chain of every key in shard number `shard`."""
         both = self.shards[shard]
         return np.concatenate([_chains(both.young), _chains(both.old)])
 
@@ -173,10 +173,10 @@ _GAP_MAX = 64  # blocks that are not in the tier
 
 
 class Path(NamedTuple):
-    """A request's blocks as they were known before it came: rows, then the missing ones.
+    """A request's blocks in their state before it came: rows, then the missing ones.
 
-    The first `known` had an owner; where they end, `chain` owned the block,
-    which `fan` others follow. `pivot` is its row, or -1.
+    The first `known` had an owner; at their end, `chain` owned the block, which `fan` others follow. `pivot` is its
+    row, or -1.
     """
 
     before: list[int]  # owners
@@ -197,7 +197,7 @@ def path_of(
     fans: bytearray,
     ghost: ChainGhost,
 ) -> Path:
-    """Return what is known of a request's blocks before it came; changes nothing."""
+    """Return the state of a request's blocks before it came; change nothing."""
     here = len(rows)
     before = [owner[row] for row in rows]
     lost: list[int] = []

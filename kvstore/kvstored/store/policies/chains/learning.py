@@ -54,10 +54,10 @@ _COLLECTING_US = 100.0
 
 
 class Upkeep:
-    """Decides when the steps are done; call `requested` for every request.
+    """The choice of times for the steps; call `requested` for every request.
 
-    What a request may take for it grows with its blocks, so that it is little for each of them: long requests bear most
-    of it. Where none is long, one request in some dozens bears a step.
+    The time that a request may spend grows with its blocks, so that it is little for each of them: long requests bear
+    most of it. If none is long, one request in some dozens bears a step.
     """
 
     def __init__(self, learning: ChainLearner, collector: Collector) -> None:
@@ -67,7 +67,9 @@ class Upkeep:
         self._is_collectors = False  # the next step, if both have something to do
 
     def requested(self, blocks: int, now_s: float, *, taken_us: float = 0.0) -> None:
-        """Do the steps that a request of `blocks` blocks can bear, of whose share `taken_us` is spent."""
+        """Do the steps that a request of `blocks` blocks can bear; it has spent `taken_us` microseconds of its
+        share.
+        """
         self._waited += 1
         collector, learning = self._collector, self._learning
         if not (learning.is_due or collector.is_due):
@@ -89,11 +91,11 @@ _SLACK = 1024  # chains that are not worth a cycle
 
 
 class Collector:
-    """Frees the chains that no block names, here or in a ghost, by mark and sweep; `step` it while `is_due`.
+    """Frees the chains that no block names, here or in a ghost, by mark and sweep; call `step` while `is_due`.
 
     Marks are set from the rows first, then from the ghosts' shards. In between, a chain's name moves from a row to a
     ghost (the block is evicted), where it is found later, or from a ghost to a row (it is stored again), while the
-    ghost keeps it; what a ghost forgets meanwhile is marked as it goes, and so is every chain that is used, taken or
+    ghost keeps it; a chain that a ghost forgets meanwhile is marked, and so is every chain that is used, taken or
     inherited.
     """
 

@@ -1,8 +1,8 @@
-"""What chain-hazard has learned, as arrays that a later process can continue from.
+"""The learned state of chain-hazard, as arrays from which a later process can continue.
 
 Chains are named by the blocks that they own, blocks by key and tenant. Blocks that are in the tier again get their
-chain back; the others are remembered by the ghost, as if they had left. Not kept: requests under way, what is queued,
-the order of candidates. Never does I/O.
+chain back; the ghost remembers the others, as if they had left. Not kept: requests under way, queued requests, the
+order of candidates. The module does no I/O.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Rows = npt.NDArray[np.int64]
 
 
 def pieces(follower: ChainFollower) -> Iterator[Piece]:
-    """All that is to be kept, a step at a time."""
+    """Yield the state, a step at a time."""
     book, guard = follower.book, follower.guard
     yield "signature", signature(book.tables.orders)
     yield "follower", np.array([follower.now_s, follower.was_full])
@@ -66,14 +66,15 @@ def pieces(follower: ChainFollower) -> Iterator[Piece]:
 
 
 def signature(orders: Sequence[Sequence[str]]) -> Array:
-    """What must be the same in a policy that continues from a state: its meaning depends on it."""
+    """Return the properties that must be equal in a policy that continues from a state: its meaning depends on them."""
     meaning = {"format": FORMAT, "edges_s": EDGES_S.round(6).tolist(), "features": Features._fields, "orders": orders}
     return np.frombuffer(json.dumps(meaning).encode(), np.uint8)
 
 
 def ladders(state: State, orders: Sequence[Sequence[str]]) -> list[Ladder]:
-    """The tables to continue from, where tables of `orders` can. Raises ValueError for a state of others, or of
-    none."""
+    """Return the tables to continue from, if tables of `orders` can. Raises ValueError for a state of others, or of
+    none.
+    """
     if not np.array_equal(state.get("signature", np.empty(0)), signature(orders)):
         raise ValueError("it is of another version or learned by other features")
     for name, dtype in _EXPECTED.items():
@@ -104,8 +105,8 @@ class _Blocks(NamedTuple):
 
 
 def restore(follower: ChainFollower, state: State, origin: Origin) -> None:
-    """Let `follower`, which was made of `ladders(state, …)` and has adopted the blocks that are there, know the rest of
-    `state`. Raises ValueError or another error for a state that does not hold together: then it is of no use any more.
+    """Let `follower`, which was made of `ladders(state, …)` and has adopted the present blocks, know the rest of
+    `state`. Raises ValueError or another error for an inconsistent state: then the follower is of no use any more.
     """
     book, later_s = follower.book, origin.later_ns * NS
     for tenant in range(int(origin.tenants.max(initial=-1)) + 1):
@@ -139,7 +140,7 @@ def restore(follower: ChainFollower, state: State, origin: Origin) -> None:
 
 
 def _restore_classes(book: ChainBook, state: State, chains: npt.NDArray[np.void]) -> None:
-    """The classes that `chains` are of, and what was seen of them; `chains` are of those from now on."""
+    """Restore the classes of `chains`, and their observations; `chains` have the new class numbers afterwards."""
     old, tables = state.get("cells", np.empty((0, len(Features._fields)), np.int8)), book.tables
     late = state.get("late", np.empty(0, LATE))["cell"]
     numbers = np.full(len(old), -1, np.int64)
@@ -153,7 +154,9 @@ def _restore_classes(book: ChainBook, state: State, chains: npt.NDArray[np.void]
 
 
 def _restore_blocks(follower: ChainFollower, blocks: dict[str, _Blocks], numbers: Ints) -> int:
-    """Blocks that are in the tier get their chains, the ghost the others; how many were in the tier before and are."""
+    """Give blocks that are in the tier their chains, and the others to the ghost; return how many were in the tier
+    before and are.
+    """
     book, stayed = follower.book, 0
     owner, fan = np.frombuffer(book.owner, np.int32), np.frombuffer(book.fan, np.uint8)
     depth = np.frombuffer(book.residency.rows.depth, np.uint32)
@@ -179,8 +182,8 @@ def _restore_blocks(follower: ChainFollower, blocks: dict[str, _Blocks], numbers
 
 
 def _are_on_paths(book: ChainBook, blocks: _Blocks) -> npt.NDArray[np.bool_]:
-    """Which of `blocks`, the deepest last, are of chains whose blocks hang together: a chain may have got another one's
-    number while it was copied.
+    """Return which of `blocks`, the deepest last, belong to chains whose blocks hang together: a chain may have got
+    another one's number while it was copied.
     """
     order = np.argsort(blocks.chains, kind="stable")
     rows, chains = blocks.rows[order], blocks.chains[order]
@@ -191,7 +194,7 @@ def _are_on_paths(book: ChainBook, blocks: _Blocks) -> npt.NDArray[np.bool_]:
 
 
 def _is_in(book: ChainBook, rows: Rows) -> npt.NDArray[np.bool_]:
-    """Which of `rows` (-1: none) are in the tier, owned or not."""
+    """Return which of `rows` (-1: none) are in the tier, owned or not."""
     owner = np.frombuffer(book.owner, np.int32)
     found: npt.NDArray[np.bool_] = (rows >= 0) & (rows < len(owner))
     found[found] = owner[rows[found]] != UNOWNED
@@ -216,7 +219,7 @@ def _restore_touches(book: ChainBook, state: State, origin: Origin) -> None:
 
 
 def _rows(book: ChainBook, first: int) -> Array:
-    """Blocks of the tier from row `first` on that chains own."""
+    """Return the blocks of the tier from row `first` on that chains own."""
     rows = first + np.flatnonzero(np.frombuffer(book.owner, np.int32)[first : first + _STEP_ROWS] >= 0)
     packed = np.frombuffer(book.owner, np.int32)[rows].astype(np.int64) << FAN_BITS
     packed |= np.frombuffer(book.fan, np.uint8)[rows]
@@ -245,7 +248,7 @@ def _table(dtype: np.dtype[np.void], keys: Array, tenants: Ints | int, **columns
 
 
 def _blocks(book: ChainBook, state: State, name: str, origin: Origin, chains: int) -> _Blocks:
-    """Those of tenants that there are, and of chains below `chains`, with a tenant that there is."""
+    """Return the blocks of present tenants and of chains below `chains`, with the present tenant numbers."""
     table = state.get(name, np.empty(0, _KEYED))
     known = (table["packed"] >= 0) & (table["packed"] >> FAN_BITS < chains)
     table = table[known]
@@ -255,7 +258,7 @@ def _blocks(book: ChainBook, state: State, name: str, origin: Origin, chains: in
 
 
 def _find(book: ChainBook, keys: npt.NDArray[np.void], tenants: Ints) -> Rows:
-    """The row of each block that is stored, or -1."""
+    """Return the row of each block that is stored, or -1."""
     rows = np.full(len(keys), -1, np.int64)
     for tenant in np.unique(tenants[tenants >= 0]).tolist():
         theirs = np.flatnonzero(tenants == tenant)

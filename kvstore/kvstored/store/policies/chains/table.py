@@ -1,8 +1,8 @@
-"""The chains that are known: one slot each, columns instead of objects.
+"""The known chains: one slot each, columns instead of objects.
 
-A chain is what one request used, up to its last block; the request that goes on from there continues it. A slot lives
-as long as a block in the tier or in the ghost names it. Owns slots and their reuse, and the uses of shared blocks by
-row. Never knows why.
+A chain is the blocks that one request used, up to its last block; the request that goes on from there continues it. A
+slot lives as long as a block in the tier or in the ghost names it. The module owns slots and their reuse, and the uses
+of shared blocks by row.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _KEPT: tuple[str, ...] = CHAIN.names or ()
 
 
 class ChainTable:
-    """`tail`: the deepest row of the chain that is in the tier and may perhaps be evicted, or -1. `blocked`: it may
-    not. `live`: a return is awaited; once continued by another chain, it is not.
+    """The chains by slot. `tail`: the deepest row of the chain that is in the tier and may be free to be evicted, or
+    -1. `blocked`: it may not. `live`: a return is awaited; once continued by another chain, it is not.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class ChainTable:
         )  # fmt: skip
 
     def take(self) -> int:
-        """A slot; the caller sets every column."""
+        """Return a slot; the caller sets every column."""
         if self._free:
             slot = self._free.pop()
             self._is_free[slot] = 0
@@ -78,7 +78,7 @@ class ChainTable:
             flags.extend(bytes(more))
 
     def copied(self) -> Iterator[npt.NDArray[np.void]]:
-        """What is known of every slot (dtype CHAIN), a step at a time. What a queued request is about to use is not."""
+        """Yield the state of every slot (dtype CHAIN), a step at a time, without the plans of queued requests."""
         for first in range(0, self.slots, _STEP):
             last = min(first + _STEP, self.slots)
             found = np.empty(last - first, CHAIN)
@@ -113,8 +113,8 @@ class ChainTable:
         return live[self.ints(self.tail)[live] >= 0]
 
     def due_rank(self, chain: int, depth: int, now_s: float) -> float:
-        """One use, when the queued request is due, of the chain's block in that depth; a last block may be partial. 0:
-        none is queued. A request that does not come when it was due is forgotten.
+        """Return one use, at the time when the queued request is due, for the chain's block in that depth, as a rate; a
+        last block may be partial. 0: none is queued. A request that does not come when it was due is forgotten.
         """
         due_s = self.due_s[chain]
         if due_s and now_s >= due_s + _LATE_S:
@@ -124,7 +124,7 @@ class ChainTable:
         return 1.0 / max(due_s - now_s, 1.0)
 
     def ints(self, column: array[int]) -> npt.NDArray[np.int32]:
-        """A view of the slots in use. Let go of it before the next `take`."""
+        """Return a view of the slots in use. Drop it before the next `take`."""
         return np.frombuffer(column, np.int32)[: self.slots]
 
     def floats(self, column: array[float]) -> npt.NDArray[np.float64]:
@@ -143,7 +143,7 @@ _FEW = 24  # rows, for which arrays do not pay
 
 
 class SharedTouches:
-    """Counts uses of a block by other chains than its own, which adds to what a shared block is worth.
+    """Counts of uses of a block by other chains than its own, which add to a shared block's worth.
 
     `count`: touches, decayed as of `as_of_s`, by row. `span_s`: the divisor of a decayed count.
     """
@@ -178,7 +178,9 @@ class SharedTouches:
         since[at] = now_s
 
     def widen_span(self, now_s: float) -> None:
-        """Let `span_s` follow `now_s`: until the decay forgets as much as is added, it is shorter than `TAU_S`."""
+        """Let `span_s` follow `now_s`: until the decay forgets as much as is added, the span is shorter than
+        `TAU_S`.
+        """
         if self.span_s >= _SPAN_FULL_S:
             return
         if math.isnan(self.began_s):

@@ -1,11 +1,12 @@
 """The worth of chains: whose tail is evicted next, and which chains expire by themselves.
 
-Worth is uses to be had a second of holding one more block: the rank of the chain, times the chance that its next
-request goes as far as this block, plus the touches that others give it. Rows age all the time, so the order is made
-anew now and then: then the least worth are drawn into a heap, and the others wait above its ceiling. In between only
-what was used, or lost a block, is looked at again. A draw looks at a slice of the chains, the next one at the next.
+Worth is the expected uses a second of holding one more block: the rank of the chain, times the chance that its next
+request goes as far as this block, plus the touches by others. Rows age all the time, so the order is made anew now and
+then: then the chains of least worth are drawn into a heap, and the others wait above its ceiling. In between only
+chains that were used, or lost a block, are looked at again. A draw looks at a slice of the chains, the next one at the
+next.
 
-Owns the heap and the list of what expires. Never changes residency.
+The module owns the heap and the list of expiring chains. It does not change residency.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ Entry = tuple[float, int, int, int]  # worth, order, chain, number
 
 
 class Candidates:
-    """Orders the tails of one tenant's chains, the lowest worth first."""
+    """The candidates for eviction: the tails of one tenant's chains, in order, the lowest worth first."""
 
     def __init__(self, residency: ResidencyView, tier: int, book: ChainBook, tenant: int) -> None:
         self._residency = residency
@@ -62,7 +63,9 @@ class Candidates:
         self._hand = 0  # the next draw begins with this chain
 
     def first(self, now_s: float, exclude: Container[int]) -> int:
-        """The row that is evicted first, or -1 when none of the chains' tails may be evicted and is not excluded."""
+        """Return the row that is evicted first, or -1 if none of the chains' tails may be evicted and is not
+        excluded.
+        """
         book = self._book
         if self._looks_left <= -_LOOKS_SOON or (now_s >= self._drawn_s + _STALE_S and self._is_old(now_s)):
             if book.tables.is_any_asked:
@@ -103,7 +106,7 @@ class Candidates:
         return found
 
     def refresh(self, now_s: float, budget_us: float) -> float:
-        """Draw if that will be due soon, and there is time for it; about how long it took."""
+        """Draw if that will be due soon, and there is time for it; return about how long it took, in microseconds."""
         took_us = _DRAW_US + min(self._book.chains.slots, _SLICE) / _CHAINS_A_US
         if not self._is_wanted or budget_us < took_us:
             return 0.0
@@ -116,7 +119,7 @@ class Candidates:
         return took_us
 
     def worth(self, chain: int, now_s: float) -> float:
-        """Of the chain's tail, by the rank that the chain had when it was last looked at."""
+        """Return the worth of the chain's tail, by the rank that the chain had when it was last looked at."""
         book = self._book
         chains = book.chains
         row = chains.tail[chain]
@@ -130,7 +133,7 @@ class Candidates:
         return worth + book.touches.rate(row, now_s) if book.shared[row] else worth
 
     def worth_of_new(self, chain: int, depth: int) -> float:
-        """Of a block of the chain's that is not here, in that depth."""
+        """Return the worth of a block of the chain that is not in the tier, in that depth."""
         book = self._book
         chains = book.chains
         distance = chains.length[chain] - depth - 1
@@ -138,8 +141,8 @@ class Candidates:
         return chains.base[chain] * book.end_reuse[end] * (1.0 + depth / _TWICE_DEPTH)
 
     def look_at(self, chain: int, now_s: float, looks: int = 1) -> None:
-        """The chain's tail or rank is another one. A put counts no `looks`: in how many parts it comes is chance, and
-        what is decided should not depend on it.
+        """Look at a chain whose tail or rank has changed. A put counts no `looks`: the number of its parts is chance,
+        and decisions should not depend on it.
         """
         book = self._book
         worth = self.worth(chain, now_s)
@@ -158,7 +161,9 @@ class Candidates:
                     self._ceiling, self._looks_left = -1.0, 0
 
     def _is_old(self, now_s: float) -> bool:
-        """Whether a victim is to wait for a draw: what few blocks are chosen by old ranks costs less than that."""
+        """Return whether a victim shall wait for a draw: as long as few blocks are chosen by old ranks, that costs less
+        than a draw.
+        """
         left = self._book.left_blocks - self._left_by_then
         return now_s >= self._drawn_s + _OLD_S or left * _OLD_SHARE >= self._residency.tier_blocks(self._tier)
 
@@ -201,7 +206,7 @@ class Candidates:
     def _worths(
         self, slots: npt.NDArray[np.int64], rows: npt.NDArray[np.int32], now_s: float
     ) -> npt.NDArray[np.float64]:
-        """Of the chains `slots`, whose tails are `rows`; their ranks are up to date afterwards."""
+        """Return the worths of the chains `slots`, whose tails are `rows`; their ranks are up to date afterwards."""
         book = self._book
         chains = book.chains
         base = book.standings(slots, now_s)
@@ -232,7 +237,9 @@ _LISTED = 4096  # chains, the least worth; once they have left, all are looked a
 
 
 class _Poor(NamedTuple):
-    """As of the look that listed it: `order` of the chain's last use, and its rank as of class `cell`."""
+    """An entry of the list, as of the look that made it: `order` of the chain's last use, and its rank as of class
+    `cell`.
+    """
 
     chain: int
     order: int
@@ -243,9 +250,9 @@ class _Poor(NamedTuple):
 class PoorChains:
     """Lists chains that bring less than their place costs, whether or not the place is needed.
 
-    `least`: what holding a block has to bring, in uses a second. A look at all chains now and then lists the ones
-    that have fallen below; what has been used, shared or hinted at since is judged again before it is named. A chain is
-    named by its tail: when that was removed, the block above is its tail.
+    `least`: the uses a second that holding a block must bring. A look at all chains now and then lists the ones that
+    have fallen below; a chain used, shared or hinted at since is judged again before it is named. A chain is named by
+    its tail: when that was removed, the block above is its tail.
     """
 
     def __init__(self, residency: ResidencyView, tier: int, book: ChainBook, least: float) -> None:
@@ -287,7 +294,7 @@ class PoorChains:
         return found
 
     def released(self, chain: int) -> None:
-        """Judge `chain` again, of which a block may perhaps be evicted now."""
+        """Judge `chain` again: one of its blocks may be free to be evicted now."""
         if self._held and (poor := self._held.pop(chain, None)) is not None:
             self._poor.append(poor)
 
@@ -326,7 +333,7 @@ class PoorChains:
 
 
 def worth_of(book: ChainBook, chain: int, row: int, now_s: float) -> float:
-    """Return what holding block `row` of `chain` brings, in uses a second."""
+    """Return the uses a second that holding block `row` of `chain` brings."""
     chains = book.chains
     worth = 0.0
     if chains.live[chain]:

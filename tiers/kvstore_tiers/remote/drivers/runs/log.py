@@ -1,11 +1,11 @@
 """The log of changes in an object store, which many nodes append to, and the index that it makes.
 
-    log/<number, 20 digits>           one change; created under the condition that there is no such object
+    log/<number, 20 digits>           one change; created under the condition that it does not exist
     checkpoints/<number, 20 digits>   all values after the change of that number
 
-A change number n is appended by a node that has applied all before n: so changes have one order, the same for every
-node, and of two writers of one name the second sees the first. A node that loses the race for a number reads what it
-missed, decides anew and tries the next.
+A change number n is appended by a node that has applied all before n: so changes have one order, equal on every
+node, and of two writers of one name the second sees the first. A node that loses the race for a number reads the
+new changes, decides anew and tries the next.
 
 A node starts from the newest checkpoint it can read and applies what is behind it. One in `CHECKPOINT_EVERY` changes is
 followed by a checkpoint, by the node that appended it. Then what no node needs goes: changes before the checkpoint
@@ -45,13 +45,13 @@ def _key(folder: str, number: int) -> str:
 
 
 def _number(listed: Listed) -> int:
-    """-1 for an object of another kind, which has no business here."""
+    """Return an object's number; -1 for an object of another kind, which is ignored."""
     digits = listed.key.rpartition("/")[2]
     return int(digits) if len(digits) == 20 and digits.isascii() and digits.isdigit() else -1
 
 
 class Log:
-    """`values`: the index as of change number `last`."""
+    """The log. `values`: the index as of change number `last`."""
 
     def __init__(
         self, objects: Objects, *, checkpoint_every: int = CHECKPOINT_EVERY, clock: Callable[[], float] = time.monotonic
@@ -67,12 +67,13 @@ class Log:
         self._tidying: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
-        """Read the log, so that the first call finds it read. Where this fails, a later call reads it."""
+        """Read the log, so that the first call need not. After a failure, a later call reads it."""
         self._read_in_background()
 
     async def refresh(self, max_age_s: float) -> None:
-        """Know every change that was appended `max_age_s` before this call. What is read goes on when the caller is
-        cancelled, so a large index is read even where calls are short."""
+        """Read every change that was appended `max_age_s` before this call. Reading goes on when the caller is
+        cancelled, so a large index is read even if calls are short.
+        """
         earliest = self._clock() - max_age_s
         while self._read_at is None or self._read_at < earliest:
             await asyncio.shield(self._read_in_background())
@@ -84,8 +85,9 @@ class Log:
         return self._reading
 
     async def append(self, make: Callable[[], Change | None]) -> list[str] | None:
-        """Append what `make` answers; it is asked again when changes came in between, and ends the attempt with None.
-        Returns the runs without a value since; None where nothing was appended."""
+        """Append the change that `make` returns. `make` is called again when changes came in between, and ends the
+        attempt with None. Return the runs without a value since; None if nothing was appended.
+        """
         async with self._changing:
             for _ in range(_ATTEMPTS):
                 if self._read_at is None or self._clock() - self._read_at > STALE_S:
@@ -105,7 +107,7 @@ class Log:
         raise OSError(f"other nodes were quicker to write the index {_ATTEMPTS} times")
 
     async def tidied(self) -> None:
-        """Wait for what a checkpoint began."""
+        """Wait for the work that a checkpoint began."""
         if self._tidying is not None:
             await self._tidying
 
@@ -141,7 +143,7 @@ class Log:
         self._read_at = started
 
     async def _load_checkpoint(self) -> bool:
-        """The newest that is whole, where one is newer than what is known."""
+        """Load the newest whole checkpoint, if it is newer than the known state; return whether it was."""
         newest = sorted(map(_number, await self._objects.list(CHECKPOINTS)), reverse=True)
         for number in newest:
             if number <= self.last:

@@ -1,6 +1,6 @@
-"""What runs and their log need of an object store: whole objects by key, created only where there is none.
+"""The interface of an object store for runs and their log: whole objects by key, created only if the key is free.
 
-Every method raises OSError (ConnectionError where the store cannot be reached), never a library's exception.
+Every method raises OSError (ConnectionError if the store cannot be reached), never a library's exception.
 """
 
 from __future__ import annotations
@@ -12,36 +12,38 @@ from typing import NamedTuple
 
 
 class Listed(NamedTuple):
-    """`changed_at` by the store's clock."""
+    """An object in a listing. `changed_at` by the store's clock."""
 
     key: str
     changed_at: datetime
 
 
 class Objects(ABC):
-    """`span_bytes`: so many bytes are worth a request of their own, which others run beside."""
+    """The objects of a store. `span_bytes`: the size of a read that is worth a request of its own, beside others."""
 
     span_bytes: int = 8 << 20
 
     @abstractmethod
     async def list(self, folder: str, after: str = "") -> list[Listed]:
-        """All of a folder, in the order of their keys; those behind the key `after` alone."""
+        """Return all objects of a folder, in the order of their keys; with `after`, only the objects behind that
+        key.
+        """
 
     @abstractmethod
     async def get(self, key: str) -> bytes | None:
-        """None where there is no such object."""
+        """Return the content of an object; None if it does not exist."""
 
     @abstractmethod
     async def get_range(self, key: str, start: int, end: int) -> memoryview | None:
-        """Bytes [start, end), fewer where the object ends before; None where there is none."""
+        """Return bytes [start, end), fewer if the object ends before; None if it does not exist."""
 
     @abstractmethod
     async def create(self, key: str, content: bytes) -> bool:
-        """False where an object of this key is there already: it stays as it is."""
+        """Create an object; return False if the key is taken: the old object stays unchanged."""
 
     @abstractmethod
     async def put(self, key: str, content: bytes) -> None: ...
 
     @abstractmethod
     async def delete(self, keys: Sequence[str]) -> None:
-        """Those that are there."""
+        """Delete the objects that exist."""

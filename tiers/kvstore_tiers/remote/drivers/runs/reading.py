@@ -1,8 +1,8 @@
-"""Values to runs and out of them, several requests at once.
+"""Writes values to runs and reads them, with several requests at once.
 
 Neighbours are read by one request. A value is copied to its memory as it arrives, and never after the call has ended. A
-run is no longer than `RUN_BYTES`, where its values are not: it is written by one request without parts, several are
-written and read at once, and its bytes go early when its values leave.
+run is at most `RUN_BYTES` long, unless one value is longer: it is written by one request without parts, several are
+written and read at once, and its bytes are freed early when its values leave.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class WantedValue(NamedTuple):
-    """`memory` has room for the value."""
+    """A value to read. `memory` has room for it."""
 
     place: Place
     memory: memoryview
@@ -42,7 +42,7 @@ class Span(NamedTuple):
 
 
 def spans_of(wanted: Sequence[WantedValue], span_bytes: int = SPAN_BYTES) -> list[Span]:
-    """Stretches of runs that hold these values, whole values each."""
+    """Return stretches of runs that hold these values, whole values each."""
     spans: list[Span] = []
     for each in sorted(wanted, key=lambda each: each.place):
         run_id, start, length = each.place
@@ -57,7 +57,9 @@ def spans_of(wanted: Sequence[WantedValue], span_bytes: int = SPAN_BYTES) -> lis
 
 
 async def read_runs(objects: Objects, wanted: Sequence[WantedValue]) -> set[str]:
-    """Returns the runs that are gone, or shorter than they were: their memories hold nothing of use."""
+    """Read values into their memories. Return the runs that are gone, or shorter than they were: the memories of their
+    values have undefined content.
+    """
     gone: set[str] = set()
 
     async def read(span: Span) -> None:
@@ -76,7 +78,7 @@ async def read_runs(objects: Objects, wanted: Sequence[WantedValue]) -> set[str]
 
 
 async def write_runs(objects: Objects, values: Sequence[tuple[bytes, memoryview]]) -> list[AddedRun]:
-    """Store named values, in order, in runs that no change knows yet."""
+    """Store named values, in order, in runs that no change knows yet; return the runs."""
     groups: list[list[tuple[bytes, memoryview]]] = []
     room = 0
     for name, memory in values:
@@ -101,7 +103,7 @@ async def write_runs(objects: Objects, values: Sequence[tuple[bytes, memoryview]
 
 
 async def _all(works: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Some at once. None runs on when one fails or this is cancelled."""
+    """Run some of the works at once. If one fails or this is cancelled, none runs on."""
     gate = asyncio.Semaphore(REQUESTS_AT_ONCE)
 
     async def gated(work: Coroutine[Any, Any, None]) -> None:
@@ -121,5 +123,5 @@ async def _all(works: Iterable[Coroutine[Any, Any, None]]) -> None:
 
 
 def _bytes_of(memory: memoryview) -> npt.NDArray[np.uint8]:
-    """numpy copies without the GIL."""
+    """Return the memory as an array, which numpy copies without the GIL."""
     return np.frombuffer(memory, np.uint8)

@@ -1,6 +1,6 @@
 """The index of values in memory, as the changes of the log make it, and a change as bytes.
 
-What the objects `log/…` and `checkpoints/…` hold:
+The content of the objects `log/…` and `checkpoints/…`:
 
     magic (8) · names dropped: count (4) · runs added: count (4) · dropped names (24 each)
     for each run: identity (16) · rows: count (4) · rows (37 each: name, offset, length, is it live)
@@ -10,7 +10,7 @@ Numbers are little-endian. A checkpoint is a change too: it adds every run and d
 that an order to remove a value finds the bytes of all its copies.
 
 The same changes in the same order make the same index on every node. A name that is added again has its newest value,
-so nodes that lost different changes agree again. Never knows a store; not thread-safe.
+so nodes that lost different changes agree again. The module knows no store; it is not thread-safe.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class DamagedChange(ValueError):
 
 @dataclass(frozen=True)
 class AddedRun:
-    """`run_id` in hexadecimal digits."""
+    """A run that a change adds. `run_id` in hexadecimal digits."""
 
     run_id: str
     rows: Rows
@@ -50,7 +50,7 @@ class AddedRun:
 
 @dataclass(frozen=True)
 class Change:
-    """First the dropped names lose their values, then the live rows of the added runs get theirs."""
+    """A change: first the dropped names lose their values, then the live rows of the added runs get theirs."""
 
     dropped: Sequence[bytes] = ()
     added: Sequence[AddedRun] = field(default_factory=tuple)
@@ -64,7 +64,7 @@ class Change:
 
     @classmethod
     def unpack(cls, raw: bytes) -> Change:
-        """Raises DamagedChange for bytes that are no whole change."""
+        """Return the change in `raw`. Raises DamagedChange for bytes that are no whole change."""
         body, digest = raw[:-_DIGEST_BYTES], raw[-_DIGEST_BYTES:]
         if not body.startswith(_MAGIC):
             raise DamagedChange("no change of the index, or of an unknown version")
@@ -100,7 +100,7 @@ class Change:
 
 
 def rows_of(names: Sequence[bytes], lengths: Sequence[int]) -> Rows:
-    """Live rows of values that are one behind the other."""
+    """Return live rows of values that are one behind the other."""
     rows = np.zeros(len(names), ROW)
     rows["name"] = np.frombuffer(b"".join(names), f"V{NAME_BYTES}")
     rows["length"] = lengths
@@ -114,7 +114,7 @@ _SHIFT: Final = MOST_ROWS.bit_length()
 
 
 class Place(NamedTuple):
-    """Where a value's bytes are."""
+    """The place of a value's bytes."""
 
     run_id: str
     offset: int
@@ -136,7 +136,9 @@ class _Run:
 
 
 class Drop(NamedTuple):
-    """How names lose their values: `moved` values are written to a run of their own, the runs `rewritten` go."""
+    """A plan by which names lose their values: `moved` values are written to a run of their own, the runs `rewritten`
+    are removed.
+    """
 
     dropped: list[bytes]
     moved: list[tuple[bytes, Place]]
@@ -164,7 +166,7 @@ class Values:
         return run_id in self._numbers
 
     def apply(self, change: Change) -> list[str]:
-        """Returns the runs that have no value any more."""
+        """Apply a change; return the runs that have no value any more."""
         emptied = self._unbind(change.dropped)
         for added in change.added:
             if added.run_id in self._numbers or not added.rows["live"].any():
@@ -174,24 +176,25 @@ class Values:
         return emptied
 
     def replace(self, change: Change) -> None:
-        """Forget everything before."""
+        """Forget everything, then apply the change."""
         self._rows, self._runs, self._numbers = {}, {}, {}
         self.apply(change)
 
     def snapshot(self) -> Change:
-        """A change that makes this index out of nothing."""
+        """Return a change that makes this index from nothing."""
         return Change((), tuple(AddedRun(run.run_id, run.rows.copy()) for run in self._runs.values()))
 
     def forget_run(self, run_id: str) -> None:
-        """Its object is gone."""
+        """Forget the values of a run whose object is gone."""
         if run_id in self._numbers:
             run = self._runs[self._numbers[run_id]]
             self._unbind(run.rows["name"][run.rows["live"] == 1].tolist())
 
     def plan_drop(self, names: Iterable[bytes], *, is_final: bool, most_bytes: int) -> Drop | None:
-        """How to drop the values of these names; None where there are none. With `is_final` no run keeps bytes of
-        them; else only runs of little use are rewritten. Moves about `most_bytes` at most: more is left for the next
-        plan."""
+        """Return a plan to drop the values of these names; None if there are none. With `is_final` no run keeps bytes
+        of them; otherwise only runs of little use are rewritten. The plan moves about `most_bytes` at most: the rest
+        is left for the next plan.
+        """
         wanted: dict[int, list[bytes]] = {}
         for name in names:
             if name in self._rows:
