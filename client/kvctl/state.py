@@ -1,6 +1,7 @@
-"""kvctl state: the small state of the daemon, its databases and what is in one; of a directory without a daemon, too.
+"""kvctl state shows the databases of the daemon's small state, and the entries of one; it also reads a directory
+without a daemon.
 
-The daemon is asked, so what it has open is read as it stands. With --state-dir the program kvstored reads the file.
+A running daemon answers from the file that it has open. With --state-dir the program kvstored reads the file.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def check_state(parser: argparse.ArgumentParser, arguments: argparse.Namespace) 
 
 
 def state(directory: Path, arguments: argparse.Namespace) -> Output:
-    """Return the databases, or what is in one."""
+    """Return the databases, or the entries of one."""
     request = wire.StateRequest(database=arguments.database, first=arguments.first, limit=arguments.limit)
     if arguments.state_dir is not None:
         reply = _asked_of_file(request, arguments.state_dir)
@@ -80,7 +81,7 @@ def line_of(entry: Mapping[str, object]) -> str:
 
 
 def _asked_of_file(request: wire.StateRequest, directory: str) -> wire.StateReply:
-    """Have the program kvstored read a directory."""
+    """Have the program kvstored read the state directory `directory`."""
     command = [sys.executable, "-m", "kvstored", "inspect", directory, "state"]
     command += [request.database] if request.database else []
     command.append("--json")

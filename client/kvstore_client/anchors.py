@@ -1,7 +1,8 @@
-"""What a lease, and arrays of its blocks, hold on to, so that it is given back when the last of them has gone.
+"""An anchor is the object that a lease, and the arrays of its blocks, refer to; when the last of them is freed, the
+lease is given back.
 
-A finalizer may run inside of any call of any thread, so it only notes the lease; the next request gives it back. A note
-is taken once, and never for a lease that was released or is a parent process's.
+A finalizer may run inside any call of any thread, so it only notes the lease; the next request gives the lease back. A
+lease is noted once, and never if it was released or belongs to a parent process.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ _dropped: deque[Callable[[], None]] = deque()  # what releases each of them; of 
 
 
 class Anchor:
-    """The object that one lease and its views hold on to. `release` gives the lease back; None: not yet."""
+    """The object that one lease and its views refer to. `release` gives the lease back; None: there is nothing to give
+    back yet."""
 
     __slots__ = ("_pid", "_release")
 
@@ -28,15 +30,15 @@ class Anchor:
 
     @property
     def is_ours(self) -> bool:
-        """Whether this process made it, and none that was forked from that one."""
+        """Return whether this process made the anchor; False in a process that was forked from it."""
         return self._pid == os.getpid()
 
     def give_back(self, release: Callable[[], None]) -> None:
-        """Have `release` called once nothing holds on to this any more."""
+        """Have `release` called once nothing refers to the anchor any more."""
         self._release = release
 
     def let_go(self) -> None:
-        """The lease was released, or never used."""
+        """Give nothing back: the lease was released, or was never used."""
         self._release = None
 
     def __del__(self) -> None:
@@ -45,7 +47,7 @@ class Anchor:
 
 
 class _Anchored:
-    """Memory that keeps an anchor as long as a NumPy array shows it."""
+    """Memory that refers to an anchor as long as a NumPy array shows the memory."""
 
     __slots__ = ("__array_struct__", "_anchor", "_memory")
 
@@ -55,13 +57,13 @@ class _Anchored:
 
 
 def anchored(memory: Bytes, anchor: Anchor) -> Bytes:
-    """Return the same bytes as an array that keeps `anchor`, as every view of it does."""
+    """Return an array over the same bytes. The array and all of its views refer to `anchor`."""
     view: Bytes = np.asarray(_Anchored(memory, anchor))
     return view
 
 
 def give_back_dropped() -> None:
-    """Release what was dropped so far."""
+    """Release the leases that were noted so far."""
     while _dropped:
         try:
             release = _dropped.popleft()

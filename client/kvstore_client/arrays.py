@@ -1,11 +1,11 @@
-"""K and V of a block as arrays that other libraries take without a copy: NumPy, torch, JAX, CuPy.
+"""Lease arrays show K and V of a block, without a copy, to other libraries: NumPy, torch, JAX, CuPy.
 
-Owns how memory of a lease, or of a slot that a put fills, is handed to them: by DLPack, by `__array__` in host memory
-and by `__cuda_array_interface__` on a device. NumPy makes each DLPack capsule, and frees it in C, at the interpreter's
-end too; we only enter what NumPy has no name for: bfloat16, fp8, a CUDA device. Never copies unless asked to, and never
-reads memory of a device. Invariants: an array is handed out only while its lease is valid, and from then on defers the
-lease's release until the last library has let go of it, so that no array shows another block's bytes; what protects a
-block from a writer is the mapping, since torch knows no read-only memory.
+The module owns how the memory of a lease, or of a slot that a put fills, is passed on: by DLPack, by `__array__` for
+host memory, and by `__cuda_array_interface__` for a device. NumPy makes each DLPack capsule and frees it in C, even at
+the end of the interpreter; this module only sets the fields for which NumPy has no value: bfloat16, fp8, a CUDA device.
+It copies only when asked to, and never reads device memory. Invariants: an array is made only while its lease is valid.
+From then on it defers the release of the lease until the last library has dropped it, so no array shows the bytes of
+another block. The read-only mapping protects a block from writers, because torch knows no read-only memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _HAS_VERSIONS: Final = np.lib.NumpyVersion(np.__version__) >= "2.1.0"
 
 
 class _Tensor(ctypes.Structure):
-    """DLTensor."""
+    """The C struct DLTensor of DLPack."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -38,7 +38,7 @@ class _Tensor(ctypes.Structure):
 
 
 class _Managed(ctypes.Structure):
-    """DLManagedTensorVersioned; the older DLManagedTensor begins with its tensor."""
+    """The C struct DLManagedTensorVersioned of DLPack. The older DLManagedTensor begins with the tensor."""
 
     _fields_ = (
         ("version", ctypes.c_uint32 * 2),
@@ -58,12 +58,13 @@ class Holder(Protocol):
     """A lease, or a slot that a put fills."""
 
     def hold(self) -> object:
-        """Return what defers its end as long as something refers to it. Raises BufferError once it has ended."""
+        """Return an object that defers the end of the holder while it is referred to. Raises BufferError once the
+        holder has ended."""
         ...
 
 
 class _Export:
-    """Memory as NumPy takes it: an array of it is its one owner."""
+    """Memory in a form that NumPy takes; the array over it is its only owner."""
 
     __slots__ = ("__array_interface__", "_kept")
 
@@ -80,13 +81,13 @@ class _Export:
 
 
 class LeaseArray:
-    """Numbers of one block where they are stored, for `numpy.asarray`, for `from_dlpack` of NumPy, torch and JAX, and
-    on a device for `cupy.from_dlpack` and `cupy.asarray`.
+    """An array over the numbers of one block where they are stored. Pass it to `numpy.asarray`, or to `from_dlpack` of
+    NumPy, torch and JAX; on a device, to `cupy.from_dlpack` and `cupy.asarray`.
 
     `dtype` is a name that NumPy or torch knows ("float16", "bfloat16", "float8_e4m3fn"); `strides` are bytes; `lease`
-    is whose memory it is. Each array that a library makes of it defers the lease's release to its own end; once the
-    lease has ended none can be made any more: BufferError. torch can write to it; on a read-only mapping that ends your
-    process: clone first.
+    owns the memory. Each array that a library makes of it defers the release of the lease until that array is freed.
+    Once the lease has ended, a new array raises BufferError. torch can write to the array, and a write to a read-only
+    mapping ends your process: clone the tensor first.
     """
 
     __slots__ = ("_held", "_memory", "address", "device", "lease", "numbers", "readonly")
@@ -101,7 +102,8 @@ class LeaseArray:
         readonly: bool,
         device: int | None = None,
     ) -> None:
-        """`address` is that of the payload, which `memory` keeps mapped; `device` a CUDA device, None for the host."""
+        """Describe the numbers of one payload. `address` is the address of the payload; `memory` keeps it mapped.
+        `device` is a CUDA device, None for host memory."""
         self.numbers, self.address, self.device = numbers, address + numbers.offset, device
         self.lease, self.readonly = lease, readonly
         self._memory = memory
@@ -130,8 +132,9 @@ class LeaseArray:
         dl_device: tuple[int, int] | None = None,
         copy: bool | None = None,
     ) -> Any:
-        """Return a capsule, versioned where `max_version` allows it. `stream` waits for nothing: a block is complete
-        before it is leased. Raises BufferError once the lease has ended, and for a copy that is not in host memory."""
+        """Return a DLPack capsule, versioned if `max_version` allows it. `stream` is ignored: a block is complete
+        before it is leased. Raises BufferError once the lease has ended, and for a copy of an array on a device or to
+        another device."""
         here = self.__dlpack_device__()
         if (dl_device is not None and tuple(dl_device) != here) or (copy and self.device is not None):
             raise BufferError(f"{self!r} is not copied by itself: take it where it is, and copy it by your library")
@@ -148,8 +151,9 @@ class LeaseArray:
         return capsule
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
-        """Return an array over the same memory. Numbers that NumPy has no name for are unsigned integers of their size,
-        or of `ml_dtypes` where that is installed. TypeError for one on a device."""
+        """Return a NumPy array over the same memory. Numbers of a type that NumPy does not know become unsigned
+        integers of their size, or numbers of `ml_dtypes` if it is installed. Raises TypeError for an array on a device.
+        """
         if self.device is not None:
             raise TypeError(f"{self!r} is not in host memory: lease.payload(block) has a copy there")
         shown = np.asarray(_Export(self, is_read_only=self.readonly)).view(_numpy_type(self.numbers.type))
@@ -157,8 +161,9 @@ class LeaseArray:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """Describe an array on a device; who has read it defers the lease's release as long as this object is there.
-        It says that it can be written, which torch insists on. No stream: a block is complete before it is leased."""
+        """Return the description of an array on a device. After this call the object defers the release of the lease
+        until it is freed. The description says that the array is writable, because torch insists on it, and names no
+        stream, because a block is complete before it is leased. Raises AttributeError for an array in host memory."""
         if self.device is None:
             raise AttributeError("an array in host memory has no __cuda_array_interface__")
         self._held = self.lease.hold()

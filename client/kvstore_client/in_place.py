@@ -1,11 +1,10 @@
-"""Put in place: blocks are written into the slots where they are stored, so that they are not copied again.
+"""A put in place writes blocks into the slots where they are stored, so the daemon does not copy them.
 
-The module makes stored blocks of granted slots. Blocks that cannot be put this way (no room, another client stores the
-block, too late) are left to `put`, which goes through staging. The first slots are held ahead for it (`slot_requests`),
-or a small reservation, which is granted soon; the daemon finds the other slots while the first are written. The last
-message is small too, so that little is left to do after it. No block is sent twice. Invariants: a slot is not written
-after it was sent, nor when its reservation is about to end; slots that were not sent are given back, even if a payload
-function raises.
+Blocks that cannot be put in place (no room, another client stores the block, too late) are left to `put`, which uses
+staging. The first slots are held ahead for the put (`slot_requests`), or come from a small reservation, which is
+granted soon; the daemon finds the other slots while the client writes into the first. The last message is small too, so
+that little work is left after it. No block is sent twice. Invariants: a slot is not written after it was sent, nor when
+its reservation is about to end. Slots that were not sent are given back, even if a payload function raises.
 """
 
 from __future__ import annotations
@@ -30,7 +29,8 @@ _NOT_DECIDED = frozenset({wire.STORE_STATUS_AGAIN, wire.STORE_STATUS_WANTED, wir
 
 @dataclass(slots=True)
 class _Reserved:
-    """Slots that the daemon granted: each in a mapped arena, at an offset. `left` were not sent, or not taken."""
+    """Slots that the daemon granted. `places` has the mapped arena and the offset of each slot. `left`: the number of
+    slots that were not sent, or that the daemon did not take."""
 
     number: int
     places: Sequence[tuple[Bytes, int]]
@@ -41,7 +41,8 @@ class _Reserved:
 
 @dataclass(slots=True)
 class _Requested:
-    """A reservation for some blocks, requested at `at`; `is_ahead`: before the slots of another one were written."""
+    """A reservation for `blocks` blocks, requested at the time `at`. `is_ahead`: it was requested before the slots of
+    another reservation were written."""
 
     call: Call
     blocks: int
@@ -51,9 +52,9 @@ class _Requested:
 
 @dataclass(eq=False)
 class InPlacePut(PutPart):
-    """Blocks that are written into slots of the daemon: `run()`. A block that seemed to be there, and that the daemon
-    wants all the same, is taken out of `believed`. Each message is of one reservation, and the page of a block is its
-    place there, from 1."""
+    """The blocks of a put that are written into slots of the daemon. Call `run()` once. A block that seemed to be
+    stored, and that the daemon wants after all, is removed from `believed`. Each message belongs to one reservation;
+    the page of a block is the number of its slot in the reservation, from 1."""
 
     _undecided: list[int] = field(default_factory=list, init=False)
     _requested: _Requested | None = field(default=None, init=False)
@@ -111,7 +112,8 @@ class InPlacePut(PutPart):
         return self._slots.take_ahead(self._size, LEAST_USABLE_S)
 
     def _request(self, most_bytes: int, behind: int = 0) -> _Requested | None:
-        """Request slots for the next blocks, after the next `behind`; return None if too little is left to write."""
+        """Request slots for the next blocks, after skipping `behind` of them; return None if too little is left to
+        write."""
         order, now = self._order, self._clock()
         most = max(1, min(most_bytes // self._size.nbytes, self._daemon.max_keys))
         ahead = [block for block in self._todo if block not in self._believed][behind : behind + most]
@@ -122,13 +124,13 @@ class InPlacePut(PutPart):
         return _Requested(call, len(ahead), now, behind > 0)
 
     def _granted(self, requested: _Requested) -> _Reserved | None:
-        """Return the slots, mapped; None if none are granted."""
+        """Return the granted slots, mapped; None if the daemon granted none."""
         reply = self._answer(requested.call)
         granted = None if reply is None else self._slots.granted(self._size, reply, requested.at)
         return None if granted is None else self._mapped(granted)
 
     def _mapped(self, granted: Granted) -> _Reserved | None:
-        """Return the slots, mapped; None if an arena cannot be mapped."""
+        """Return the slots of `granted`, mapped; None if an arena cannot be mapped."""
         reply, slot_bytes = granted.reply, self._size.nbytes
         places: list[tuple[Bytes, int]] = []
         reserved = _Reserved(reply.reservation, places, granted.usable_until, granted.slots)
@@ -173,7 +175,8 @@ class InPlacePut(PutPart):
     # Writing
 
     def _write_into(self, reserved: _Reserved) -> None:
-        """Fill the slots and send them, as many at a time as are written in a millisecond, and few at the end."""
+        """Fill the slots and send them: as many in a message as are written within a millisecond, and few in the last
+        one."""
         self._current, self._write_until = reserved, min(self._deadline, reserved.usable_until)
         while self._todo and self._write():
             message = self._unsent

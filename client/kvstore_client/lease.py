@@ -1,14 +1,15 @@
-"""A lease: leading blocks of a prefix, readable in place until it ends.
+"""A lease gives the right to read the leading blocks of a prefix in place, until it ends.
 
-Owns the views an engine reads, and whether their content may still be trusted. Never extends itself silently or unmaps
-memory: views are safe to touch for ever, and what ends with the lease is the promise about their *content*. After a
-restart of the daemon a lease goes on if the daemon still has it (`DaemonSession.succeed`). A lease that an engine
-dropped without releasing it is given back (`anchors`). A prefix that took several requests has one lease of several,
-each on the blocks that follow its forerunner's, valid only while every part is.
+The module owns the views that an engine reads, and the answer to whether their content may still be trusted. A lease
+never extends itself silently and never unmaps memory: views are safe to touch for ever, and only the promise about
+their *content* ends with the lease. After a restart of the daemon a lease goes on if the daemon still has it
+(`DaemonSession.succeed`). A lease that an engine dropped without releasing it is given back (`anchors`). A prefix that
+took several requests has one lease with several parts: each part covers the blocks after the part before it, and the
+lease is valid only while every part is.
 
-Before a byte is used its block is checked in its header: a stale offset, a recycled slot, a colliding key or a daemon's
-mistake becomes a miss. The daemon verifies the payload's checksum whenever bytes come from a slower medium. Layout:
-`kvstore_proto.arena` (a test compares the two).
+Before a byte is used, the header of its block is checked: a stale offset, a recycled slot, a colliding key or a mistake
+of the daemon becomes a miss. The daemon verifies the checksum of the payload whenever bytes come from a slower medium.
+`kvstore_proto.arena` has the layout of headers (a test compares the two).
 
 Invariants: views are read-only; `valid` turns False before the daemon may recycle a byte, given a clock that runs.
 """
@@ -47,15 +48,15 @@ class Chunk(Protocol):
     def nbytes(self) -> int: ...
     @property
     def device(self) -> int:
-        """Which CUDA device it is on, as this process counts."""
+        """Return the number of the CUDA device, as this process counts."""
         ...
 
     def read(self, offset: int, nbytes: int) -> Bytes: ...
 
 
 class LeasedBlock(NamedTuple):
-    """The place of one block: `offset` of its header in `arena`, or in `chunk` for a block on a device; then `arena` is
-    a copy of the header alone. (A tuple: 64 of them are made for a get.)
+    """The place of one block. `offset` is the place of its header in `arena`, or in `chunk` for a block on a device;
+    then `arena` is a copy of the header alone. (The type is a tuple because a get makes 64 of them.)
     """
 
     arena: Bytes
@@ -67,8 +68,8 @@ class LeasedBlock(NamedTuple):
 
 
 class Grant(Protocol):
-    """The daemon's grant: the right to read these blocks, of `block_tokens` tokens and `layer_count` layers each. A
-    `layer_count` of 0: the fingerprint lists no layers.
+    """The daemon's grant of the right to read some blocks, of `block_tokens` tokens and `layer_count` layers each. A
+    `layer_count` of 0 means that the fingerprint lists no layers.
     """
 
     @property
@@ -79,12 +80,12 @@ class Grant(Protocol):
     def layout(self) -> KVLayout: ...
     @property
     def name(self) -> str:
-        """The number of the lease, for people."""
+        """Return the number of the lease, for people."""
         ...
 
     def is_alive(self) -> bool: ...
     def renew(self) -> float | None:
-        """Renew the grant; return the seconds until the lease ends, counted from before the call, or None if it has
+        """Renew the grant. Return the seconds until the lease ends, counted from before the call, or None if it has
         ended.
         """
         ...
@@ -96,7 +97,7 @@ class Grant(Protocol):
 class Lease:
     """A lease on `len(lease)` leading blocks. Use it as a context manager: leaving it releases the blocks.
 
-    `reason` says why the run ends where it does. `promoted_bytes` were read from slower tiers for this lease. After
+    `reason` says why the run of blocks ends. `promoted_bytes` were read from slower tiers for this lease. After
     `get(promote=False)`, `resident_blocks` leading blocks are readable in some tier, and mapping them all would take
     about `estimated_load_s` seconds.
     """
@@ -137,19 +138,20 @@ class Lease:
 
     @property
     def payload_bytes(self) -> int:
-        """The sum over all blocks."""
+        """Return the sum of the payload bytes of all blocks."""
         return sum(block.payload_bytes for block in self.held_blocks)
 
     @property
     def valid(self) -> bool:
-        """True if the content may be trusted now; check it *after* the bytes were used. An empty lease is not valid."""
+        """Return True if the content may be trusted now. Check it *after* the bytes were used. An empty lease is not
+        valid."""
         if self._released or not self.held_blocks or self.grant is None or self._clock() >= self.valid_until:
             return False
         return self.grant.is_alive()
 
     def payload(self, block: int) -> Bytes:
-        """Return uint8[payload_bytes], read-only, zero-copy; a copy of a block that is on a device. Raises KVStoreError
-        after release, IndexError out of range, DeviceError if the device gives no copy.
+        """Return the payload of a block: uint8[payload_bytes], read-only, without a copy; a copy for a block on a
+        device. Raises KVStoreError after release, IndexError out of range, DeviceError if the device gives no copy.
         """
         leased = self.leased(block)
         start = leased.offset + HEADER_BYTES
@@ -158,14 +160,15 @@ class Lease:
         return leased.arena[start : start + leased.payload_bytes]
 
     def device_address(self, block: int) -> int:
-        """Return the address of a block's payload in device memory, to read it there; 0 for one in host memory. Work
-        that reads it has to end before the lease is released. Raises the errors of `payload`.
+        """Return the address of a block's payload in device memory, for reads on the device; 0 for a block in host
+        memory. Work that reads the payload has to end before the lease is released. Raises the errors of `payload`.
         """
         leased = self.leased(block)
         return 0 if leased.chunk is None else leased.chunk.address + leased.offset + HEADER_BYTES
 
     def layer(self, block: int, layer: int) -> Bytes:
-        """Return a uint8 view of one layer of a block: `layer` counts the layers of the group, from 0."""
+        """Return a uint8 view of one layer of a block. `layer` counts the layers of the group, from 0. Raises the
+        errors of `payload`, and KVStoreError when the fingerprint lists no layers or `layer` is not one of them."""
         count = 0 if self.grant is None else self.grant.layer_count
         if count == 0:
             raise invalid("this layer group's fingerprint lists no layers: its payload is opaque")
@@ -176,10 +179,11 @@ class Lease:
         return payload[layer * size : (layer + 1) * size]
 
     def array(self, block: int, layer: int | None = None, *, kind: Kind) -> LeaseArray:
-        """Return K ("k") or V ("v") of a layer, [token, head, number of the head], for NumPy, torch, JAX or CuPy, where
-        it is stored, in host memory or on a device. For a `layer` of None of all layers, these the first axis. A group
-        that does not say its heads has [token, number]. "bytes" shows what is stored, of any layout. Raises as
-        `payload`, and KVStoreError(INVALID) where the fingerprint does not say where K and V are."""
+        """Return an array over K (`kind` "k") or V ("v") of a layer where it is stored, in host memory or on a device,
+        for NumPy, torch, JAX or CuPy. The shape is [token, head, number of the head], or [token, number] when the group
+        does not say its heads. `layer` None means all layers, as the first axis. The `kind` "bytes" shows the stored
+        bytes, for any layout. Raises the errors of `payload`, and KVStoreError(INVALID) when the fingerprint does not
+        say where K and V are."""
         leased = self.leased(block)
         if self.grant is None:
             raise invalid("a lease that nothing was granted for has no arrays")
@@ -191,8 +195,8 @@ class Lease:
         return LeaseArray(numbers, address, leased.arena, self, readonly=True)
 
     def hold(self) -> object:
-        """Return what defers the release of the blocks as long as something refers to it. Raises BufferError once the
-        lease has ended, and in a forked child, which cannot know when it does."""
+        """Return an object that defers the release of the blocks while it is referred to. Raises BufferError once the
+        lease has ended, and in a forked child, which cannot know when the lease ends."""
         self._is_exported = True  # first: `release` ends the lease first, and looks at this then
         held, is_ours = self._exports, self._exports.is_ours
         if not is_ours or not self.valid:
@@ -204,8 +208,8 @@ class Lease:
     def copy_into(self, destinations: Sequence[npt.NDArray[Any]], first_block: int = 0) -> int:
         """Copy blocks first_block, first_block + 1, … into C-contiguous arrays of their exact size, without the GIL.
 
-        Return how many blocks were copied while the lease was valid: all of them, or 0 if it had ended by then (the
-        content of the destinations is then undefined). Raises KVStoreError for arrays that do not fit.
+        Return how many blocks were copied while the lease was valid: all of them, or 0 if the lease had ended by then
+        (the content of the destinations is then undefined). Raises KVStoreError for arrays that do not fit.
         """
         if not isinstance(destinations, Sequence) and getattr(destinations, "ndim", 0) < 1:
             raise invalid(f"copy_into needs a list of arrays, got {type(destinations).__name__}")
@@ -216,8 +220,8 @@ class Lease:
         return len(destinations) if self.valid else 0
 
     def verify(self, tokens: TokenIds) -> bool:
-        """Return whether the headers of all leased blocks say that they belong to these tokens (`get` has checked
-        that).
+        """Return whether the headers of all leased blocks say that the blocks belong to `tokens`. (`get` has checked
+        this.)
         """
         if self.grant is None:
             return not self.held_blocks
@@ -246,12 +250,12 @@ class Lease:
         return self.valid
 
     def keep(self) -> bool:
-        """Extend the lease if half of its time has passed. Return False if it has ended."""
+        """Extend the lease if half of its time has passed. Return False if the lease has ended."""
         return self.valid if self._clock() < self._renew_at else self.renew()
 
     def release(self) -> None:
-        """Release the blocks; does not wait. Idempotent. Those that arrays of other libraries still show are given back
-        once the last of these has gone."""
+        """Release the blocks without waiting. Idempotent. While arrays of other libraries still show blocks, the blocks
+        are given back once the last of these arrays is freed."""
         if self._released:
             return
         self._released = True
@@ -279,7 +283,7 @@ class Lease:
         self.valid_until, self._renew_at = since + usable_s, since + usable_s / 2
 
     def leased(self, block: int) -> LeasedBlock:
-        """Return the place of a block. Raises the errors of `payload`."""
+        """Return the place of a block. Raises KVStoreError after release, IndexError out of range."""
         if self._released:
             raise invalid("the lease was released: its bytes may be recycled; copy what you need before releasing it")
         try:
@@ -337,8 +341,8 @@ class JoinedGrant:
         return all(grant.is_alive() for grant in self._grants)
 
     def renew(self) -> float | None:
-        """Renew one after the other, and return the shortest time. The first one's time passes meanwhile, but the
-        daemon's answers are quick.
+        """Renew the grants one after the other, and return the shortest time in seconds, or None if a grant has ended.
+        The time of the first grant passes meanwhile, but the daemon answers quickly.
         """
         shortest: float | None = None
         for grant in self._grants:
@@ -357,7 +361,7 @@ class JoinedGrant:
 
 
 def joined(parts: Sequence[Lease], clock: Callable[[], float]) -> Lease:
-    """Return one lease that has the blocks of all `parts`, and releases them: the parts are not used any more."""
+    """Return one lease that has the blocks of all `parts`, and releases them. The parts must not be used any more."""
     if len(parts) == 1:
         return parts[0]
     held = [part for part in parts if len(part)]

@@ -1,9 +1,9 @@
-"""Put: write a run of blocks into the staging memory and send their keys, in one message or a few.
+"""A put writes a run of blocks into the staging memory and sends their keys, in one message or a few.
 
-Where the daemon accepts blocks in place, only what is left over by that (`in_place`) goes this way. Never waits past
-the deadline, but for a payload function that does. Invariants: what the daemon may be reading is not written again (see
-`staging`); what was not sent is free again at the end, even when a payload function raises; each block ends with one
-status; written blocks that a put keeps to send them again never block the put itself.
+If the daemon accepts blocks in place (`in_place`), only the blocks that are left over go through staging. A put never
+waits past the deadline, unless a payload function does. Invariants: bytes that the daemon may be reading are not
+written again (see `staging`). Bytes that were not sent are free again at the end, even when a payload function raises.
+Each block ends with one status. Written blocks that a put keeps to send them again never block the put itself.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _DECIDED = frozenset({wire.STORE_STATUS_STORED, wire.STORE_STATUS_PRESENT})
 def put(
     daemon: DaemonSession, order: PutOrder, deadline_s: float, *, clock: Callable[[], float] = time.monotonic
 ) -> PutReceipt:
-    """Store the blocks of `order`. Raises the errors of payload functions, and KVStoreError if the request is wrong, by
-    the daemon or by the client's own check.
+    """Store the blocks of `order` within `deadline_s` seconds; return the receipt. Raises the errors of payload
+    functions, and KVStoreError if the daemon or the client's own check finds the request wrong.
     """
     if daemon.reads_only:
         raise invalid("this session was opened with staging_bytes=0, so it can only read")
@@ -68,7 +68,7 @@ def put(
 
 
 def present_by_index(daemon: DaemonSession, order: PutOrder) -> set[int]:
-    """Return the blocks of the put that the lookup index shows; it is asked once a put."""
+    """Return the blocks of the put that the lookup index shows. The index is asked once for a put."""
     index = daemon.index.mapped
     if index is None:
         return set()
@@ -76,7 +76,7 @@ def present_by_index(daemon: DaemonSession, order: PutOrder) -> set[int]:
 
 
 class PendingOutcomes:
-    """The blocks that were sent and must be sent again, with patience for other clients, block by block.
+    """The blocks that were sent and must be sent again, and the patience for other clients, block by block.
 
     Invariant: an orphan is sent again only while the outcome of a block before it is pending. `gave_up`: another client
     was writing a block for longer than `PENDING_PATIENCE_S`.
@@ -88,11 +88,11 @@ class PendingOutcomes:
         self.gave_up = False
 
     def refused(self, blocks: Iterable[int]) -> None:
-        """Note that the daemon has not looked at these blocks: all of them must be sent again."""
+        """Note that the daemon has not looked at `blocks`: all of them must be sent again."""
         self._blocks.update(blocks)
 
     def answered(self, blocks: Sequence[int], statuses: bytes, now: float, deadline: float) -> list[int]:
-        """Return the positions in `blocks` that must be sent again; the others are decided."""
+        """Return the positions in `blocks` that must be sent again; the other blocks are decided."""
         if not self._blocks and not self._other_client_since and _DECIDED.issuperset(statuses):
             return []  # the common case: each of them once, none of them again
         again: list[int] = []
@@ -119,7 +119,7 @@ class PendingOutcomes:
 
 @dataclass(eq=False)
 class StagedPut(PutPart):
-    """Blocks that go through the staging memory: `run()`."""
+    """The blocks of a put that go through the staging memory. Call `run()` once."""
 
     _staging: Staging
     _pending: PendingOutcomes = field(default_factory=PendingOutcomes, init=False)
@@ -127,7 +127,7 @@ class StagedPut(PutPart):
     _is_starved: bool = field(default=False, init=False)
 
     def run(self) -> None:
-        """As `put`."""
+        """Store the blocks and enter their statuses into the receipt. Raises the errors that `put` raises."""
         if self._slot_bytes > len(self._staging.memory):
             self._receipt.reason = REASON_TOO_LARGE
             return
@@ -202,8 +202,8 @@ class StagedPut(PutPart):
     # The end
 
     def _find_room(self) -> None:
-        """All of the staging memory is in use: by blocks that this put keeps to send them again, or by other threads
-        and requests without an answer.
+        """Free staging memory when all of it is in use: by blocks that this put keeps to send them again, or by other
+        threads and by requests without an answer.
         """
         if self._written:  # a block before them needs the room: they are written again later
             self._free_written()
@@ -233,7 +233,7 @@ class StagedPut(PutPart):
         self._todo.clear()
 
     def _leave(self) -> None:
-        """However the put ended: free what was not sent."""
+        """Free the staging memory that was not sent, however the put has ended."""
         self._staging.end(self._unsent.use)
         self._free_written()
         for message in self._sent:

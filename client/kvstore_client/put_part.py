@@ -1,10 +1,11 @@
-"""Some blocks of one put: written where the daemon finds them, named in Store messages, and entered into the receipt.
+"""A put part writes some blocks of one put into memory of the daemon, names them in Store messages, and enters the
+answers into the receipt.
 
-Owns the pipeline: what is to be written, what was sent and is not answered, oldest first. Where there is room for the
-bytes belongs to those that continue this: staging memory (`put`), or slots of the daemon (`in_place`). What is written
-within a millisecond goes in one message, since each costs the daemon some 0.3 ms; what takes longer is sent in parts,
-so that the daemon copies while the client writes. Blocks that the lookup index shows are not written: only their keys
-are sent, and the daemon says whether it wants them after all.
+The module owns the pipeline: the blocks that are still to write, and the messages that were sent and are not answered,
+oldest first. The subclasses own the memory for the bytes: staging memory (`put`), or slots of the daemon (`in_place`).
+Blocks that are written within a millisecond go in one message, because each message costs the daemon about 0.3 ms.
+Blocks that take longer are sent in several messages, so that the daemon copies while the client writes. Blocks that the
+lookup index shows are not written: only their keys are sent, and the daemon answers whether it wants them after all.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ SEND_EVERY_S = 0.001
 
 @dataclass(slots=True, eq=False)
 class Message:
-    """A Store: blocks (indices into the receipt), the page of each in the staging memory of `loan` or among the slots
-    of `reservation` (0: not written), and its extent of staging. `call` once it is sent."""
+    """One Store message. `blocks`: indices into the receipt. `pages`: the page of each block in the staging memory of
+    `loan`, or among the slots of `reservation`; 0 when the block is not written. `extents`: the extent of staging
+    memory of each block. `call` is set once the message is sent."""
 
     loan: int = 0
     reservation: int = 0
@@ -50,7 +52,8 @@ class Message:
 
 
 class Run(NamedTuple):
-    """Consecutive slots in `memory` from `offset` on; `page` is the first one's, `page_step` leads to the next."""
+    """Consecutive slots in `memory` from `offset` on. `page` is the page of the first slot; `page_step` is the distance
+    to the next slot's page."""
 
     memory: Bytes
     offset: int
@@ -62,8 +65,9 @@ class Run(NamedTuple):
 
 @dataclass(eq=False)
 class PutPart(ABC):
-    """Use once, in the caller's thread. `believed`: blocks that seem to be there, and are named without being written
-    until the daemon wants them. A run has at most `run_bytes`, and the last message `last_bytes`, if that is not 0."""
+    """A part of a put; use it once, in the caller's thread. `believed`: blocks that seem to be stored; they are named
+    without being written until the daemon wants them. A run has at most `run_bytes` bytes, and the last message
+    `last_bytes`, if that is not 0."""
 
     _daemon: DaemonSession
     _order: PutOrder
@@ -86,7 +90,7 @@ class PutPart(ABC):
     # Writing
 
     def _write(self, send_every_s: float = SEND_EVERY_S) -> bool:
-        """Fill the next message, as far as there is room and time; False when it has no block."""
+        """Fill the next message while there is room and time. Return False when the message has no block."""
         self._collect_answered()
         message, sent_at = self._unsent, self._clock() + send_every_s
         last = max(1, self.last_bytes // self._slot_bytes) if self.last_bytes else 0
@@ -110,7 +114,8 @@ class PutPart(ABC):
         return bool(message.blocks)
 
     def _write_run(self, writer: PayloadWriter, message: Message, last: int) -> bool:
-        """Write the next blocks into consecutive slots; False without room for one, or time for all."""
+        """Write the next blocks into consecutive slots. Return False when there is no room for one block, or no time
+        for all of them."""
         run = self._take_run(self._run_length(message, last))
         if run is None:
             return False
@@ -131,7 +136,7 @@ class PutPart(ABC):
         return True
 
     def _run_length(self, message: Message, last: int) -> int:
-        """How many of the next blocks are consecutive and to be written."""
+        """Return how many of the next blocks are consecutive and have to be written."""
         most = min(max(self.run_bytes // self._slot_bytes, 1), self._daemon.max_keys - len(message.blocks))
         if last < len(self._todo):
             most = min(most, len(self._todo) - last)
@@ -144,14 +149,14 @@ class PutPart(ABC):
 
     @abstractmethod
     def _take_run(self, most: int) -> Run | None:
-        """Take at most `most` consecutive slots; None without one."""
+        """Take at most `most` consecutive slots; return None when there is none."""
 
     def _leave_unwritten(self, run: Run, slots: int) -> None:
         """Take back the last `slots` slots of `run`."""
         return
 
     def _late(self) -> None:
-        """The time is up, and some blocks are not written."""
+        """Handle the end of the time, with some blocks not written."""
         return
 
     def _send(self) -> None:
@@ -163,12 +168,12 @@ class PutPart(ABC):
     # Answers
 
     def _collect_answered(self) -> None:
-        """Process the answers that have arrived, without waiting: their bytes can be used again."""
+        """Process the answers that have arrived, without waiting. The bytes of answered messages can be used again."""
         while self._sent and (call := self._sent[0].call) is not None and (response := call.wait(0.0)) is not None:
             self._take(self._sent.popleft(), call, response)
 
     def _collect(self) -> None:
-        """Wait for the oldest message's answer."""
+        """Wait for the answer to the oldest message, and process it."""
         message = self._sent[0]
         assert message.call is not None
         response = message.call.wait(self._deadline - self._clock())
@@ -181,14 +186,15 @@ class PutPart(ABC):
 
     @abstractmethod
     def _take(self, message: Message, call: Call, response: wire.Response) -> None:
-        """Process the answer to `message`. Raises KVStoreError when the daemon finds it wrong."""
+        """Process the answer to `message`. Raises KVStoreError when the daemon finds the message wrong."""
 
     def _unanswered(self, message: Message) -> Late | None:
-        """Return what an answer is to be given that comes when no thread waits for it any more."""
+        """Return the receiver of an answer to `message` that comes after the thread has stopped waiting; None when
+        there is none."""
         return None
 
     def _enter(self, message: Message, call: Call, answer: wire.Response, again: Collection[int]) -> None:
-        """Enter an answer into the receipt, but for the positions `again`, which another request decides."""
+        """Enter an answer into the receipt, except for the positions `again`, which another request decides."""
         decided = [-1 if position in again else block for position, block in enumerate(message.blocks)]
         self._receipt.record(call, answer, decided)
         if wire.STORE_STATUS_PRESENT in answer.store.statuses:  # asked at the first answer, it is there at the end

@@ -1,6 +1,8 @@
-"""A payload that a put's function fills by arrays: K and V of each layer, where the block is stored or staged.
+"""A slot is a payload that the function of a put fills through arrays: K and V of each layer, in stored or staging
+memory.
 
-Owns when such a slot ends. Never sends it: `put` does, once the function has returned, or what it returned has.
+The module decides when a slot ends. It never sends the slot: `put` sends it after the function has returned, or after
+the function's returned waiter has.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from kvstore_proto.kv_layout import KVLayout
 
 
 class Slot:
-    """The payload of one block while a put fills it. `payload` is all of it: uint8[payload_bytes], writable."""
+    """The payload of one block while a put fills it. `payload` is the whole payload: uint8[payload_bytes], writable."""
 
     def __init__(self, payload: Bytes, layout: KVLayout) -> None:
         self.payload = payload
@@ -25,14 +27,15 @@ class Slot:
         self._is_over = False
 
     def array(self, layer: int | None = None, *, kind: Kind) -> LeaseArray:
-        """Return K or V of one layer, or of all, to be written: what `Lease.array` will show. Let go of what a library
-        made of it before the put goes on: what is written later would be in a stored block. Raises KVStoreError."""
+        """Return a writable array for K or V of one layer; None means all layers. `Lease.array` will show the same
+        array. Drop what a library made of it before the put goes on: a later write would change a stored block. Raises
+        KVStoreError."""
         numbers = self._layout.numbers(len(self.payload), None if layer is None else count("layer", layer), kind)
         address = self.payload.__array_interface__["data"][0]
         return LeaseArray(numbers, address, self.payload, self, readonly=False)
 
     def hold(self) -> object:
-        """Raise BufferError once the put went on."""
+        """Return the slot. Raises BufferError once the put has gone on."""
         if self._is_over:
             raise BufferError("the slot is the store's again: its put went on")
         return self
@@ -47,8 +50,8 @@ class Slot:
 def by_arrays(
     fingerprint: Fingerprint, write: Callable[[Slot], Finish | None], *, group: int | None = None
 ) -> FillSlot:
-    """Return a payload for `Session.put` that `write` fills by arrays of a `Slot`: in shared memory, and in place where
-    the daemon allows it. `write` may begin copies and return a function that waits for their end."""
+    """Return a payload for `Session.put` that `write` fills through the arrays of a `Slot`: in shared memory, and in
+    place if the daemon allows it. `write` may begin copies and return a function that waits for their end."""
     layout = KVLayout(fingerprint, group_of(fingerprint, group))
 
     def fill(destination: Bytes) -> Finish | None:

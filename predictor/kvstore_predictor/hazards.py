@@ -117,7 +117,7 @@ class HazardTables:
             self._counts[node] = counts
 
     def counts(self) -> list[Ladder]:
-        """What is known by now."""
+        """Return the counts of each ladder so far."""
         found = [Ladder(order) for order in self.orders]
         for (number, path), node in self._nodes.items():
             found[number].counts[path] = self._counts[node] / self._gain
@@ -356,7 +356,7 @@ class HazardTables:
         return chances.factors(), next_steps.factors()
 
     def takes(self, feature: str) -> bool:
-        """Whether any ladder distinguishes chains by it."""
+        """Return whether any ladder distinguishes chains by `feature`."""
         return any(feature in order for order in self.orders)
 
     def ranks(self, cells: Ints | npt.NDArray[np.int32], ages_s: Floats) -> Floats:

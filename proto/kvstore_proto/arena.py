@@ -67,7 +67,8 @@ def payload_checksum(payload: Bytes | bytes | memoryview) -> int:
 
 
 class Coded(NamedTuple):
-    """The stored bytes of a block that codec number `codec` made, and their xxh3_64."""
+    """The stored bytes that the codec with the number `codec` wrote: `nbytes` is their length, `checksum` their
+    xxh3_64."""
 
     codec: int
     nbytes: int
@@ -76,9 +77,11 @@ class Coded(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockHeader:
-    """What a slot says about the block in it. `tokens` is packed little-endian int32 (kvstore_proto.identity).
+    """The header of a slot; it describes the block in the slot. `tokens` is packed little-endian int32
+    (kvstore_proto.identity).
 
-    `coded` is None where the payload is stored as it is. `payload_bytes` and `checksum` are always of the payload.
+    `coded` is None when the payload is stored as it is. `payload_bytes` and `checksum` always describe the payload.
+    `kept` is a word of `kvstore_proto.terms.kept_word`.
     """
 
     key: bytes
@@ -98,17 +101,17 @@ class BlockHeader:
 
     @property
     def codec(self) -> int:
-        """Return the number of the codec that made the stored bytes; 0: they are the payload."""
+        """Return the number of the codec that wrote the stored bytes; 0 means that they are the payload."""
         return 0 if self.coded is None else self.coded.codec
 
     @property
     def stored_bytes(self) -> int:
-        """Return the length of what follows the header in a slot."""
+        """Return the number of stored bytes, which follow the header in the slot."""
         return self.payload_bytes if self.coded is None else self.coded.nbytes
 
     @property
     def stored_checksum(self) -> int:
-        """Return the xxh3_64 of what follows the header in a slot."""
+        """Return the xxh3_64 of the stored bytes, which follow the header in the slot."""
         return self.checksum if self.coded is None else self.coded.checksum
 
     def pack(self) -> bytes:
@@ -146,8 +149,8 @@ class BlockHeader:
 
 
 def read_header(raw: bytes | memoryview | Bytes) -> BlockHeader | str:
-    """Return the header that 4096 bytes hold, or a string that says what is wrong with them. It never raises on damaged
-    bytes.
+    """Return the header in the 4096 bytes `raw`, or a string that says what is wrong with them. Damaged bytes raise no
+    error.
     """
     data = bytes(raw[:HEADER_BYTES])
     if len(data) < HEADER_BYTES:

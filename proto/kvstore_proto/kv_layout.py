@@ -1,9 +1,10 @@
-"""Where K and V of each layer are in the payload of a block, as its fingerprint says.
+"""The layout of K and V: the module finds K and V of each layer in the payload of a block, as its fingerprint describes
+it.
 
-Owns the words of `Fingerprint.layout` that name an order of bytes: axes from the outermost to the innermost, joined by
-"/". The numbers of a head are always innermost; an order without heads has those of a token together. A layout of
-other words is opaque: its bytes have no K and V that can be named. An engine with more to say writes JSON with the
-order under "order". Pure: it knows no memory and no array library.
+The module owns the words of `Fingerprint.layout` that name an order of bytes: the axes from the outermost to the
+innermost, joined by "/". The numbers of a head are always innermost; an order without heads keeps the numbers of a
+token together. A layout in other words is opaque: K and V cannot be found in its bytes. An engine with more to say
+writes JSON with the order under "order". The module is pure: it uses no memory and no array library.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ _AXES: Final = {  # T: token, H: head, P: the pair of K and V
 
 @dataclass(frozen=True, slots=True)
 class NumberType:
-    """A type of numbers by the name that NumPy and torch know it by. `dlpack` is its code in a DLPack array, `typestr`
-    what an array interface calls it: unsigned integers of its size where that has no name for it."""
+    """A type of numbers. `name`: its name in NumPy and torch. `dlpack`: its type code in DLPack. `nbytes`: the size of
+    one number. `typestr`: its name in an array interface; for a type without a name there, the unsigned integer of its
+    size."""
 
     name: str
     dlpack: int
@@ -58,7 +60,8 @@ NUMBER_TYPES: Final = {name: kind for names, kind in _TYPES for name in names}
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """Numbers in a payload, the first at byte `offset`; `strides` are bytes, one for each of `shape`."""
+    """Numbers in a payload. `offset` is the byte of the first number; `strides` has bytes, one value for each axis of
+    `shape`."""
 
     type: NumberType
     offset: int
@@ -68,17 +71,18 @@ class Numbers:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """The payloads of the blocks of one layer group."""
+    """The layout of the payloads of one layer group."""
 
     fingerprint: Fingerprint
     group: LayerGroup
     _known: dict[tuple[int, int | None, str], Numbers] = field(default_factory=dict, repr=False, compare=False)
 
     def numbers(self, payload_bytes: int, layer: int | None, kind: str) -> Numbers:
-        """Return where the K ("k") or the V ("v") of a layer is in a payload: [token, head, number of the head], or
-        [token, number] where the group does not say its heads; for None of all layers, with these as the first axis.
-        "bytes" is what is stored of them, of any layout. `layer` counts the layers of the group. Raises InvalidValue
-        with a line that says why there is no such array."""
+        """Return the place of K (`kind` "k") or V ("v") of a layer in a payload of `payload_bytes` bytes. `layer`
+        counts the layers of the group from 0; None means all layers, as the first axis. The shape of one layer is
+        [token, head, number of the head], or [token, number] when the group does not say its heads. The `kind` "bytes"
+        gives the stored bytes, for any layout. Raises InvalidValue, with the reason in one line, when there is no such
+        array."""
         asked = payload_bytes, layer, kind
         found = self._known.get(asked)
         if found is None:
@@ -126,7 +130,7 @@ class KVLayout:
         return Numbers(number, strides["P"] * is_v, shape, steps)
 
     def _axes(self) -> str:
-        """Return the order of token, head and pair in a layer."""
+        """Return the order of the axes token (T), head (H) and pair of K and V (P) in a layer."""
         if self.group.kind in ("mla", "recurrent"):
             raise self._opaque(f"a group of kind {self.group.kind} has no K and V")
         order = self.fingerprint.layout

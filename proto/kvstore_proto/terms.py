@@ -1,4 +1,4 @@
-"""Terms: how long blocks are to be kept, as a put or a touch asks for it, and the bounds of that."""
+"""Terms say how long blocks are kept: a put or a touch asks for them. The module has the terms and their bounds."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ OWNER_MAX_CHARS: Final = 64
 
 
 class Terms(NamedTuple):
-    """Terms that are asked for some blocks; None and "" leave a term as it is. `ttl_s`: seconds from now on, 0: for
-    ever. `priority`: a lower one leaves a full tier first. `pin` and `unpin` name the owner of a pin, which a block has
-    once or not at all."""
+    """The terms that a put or a touch asks for; None and "" leave a term unchanged. `ttl_s`: seconds from now on; 0
+    means no expiry. `priority`: a block with a lower priority leaves a full tier first. `pin` and `unpin` name the
+    owner of a pin; a block has at most one pin of each owner."""
 
     ttl_s: int | None = None
     priority: int | None = None
@@ -21,7 +21,7 @@ class Terms(NamedTuple):
     unpin: str = ""
 
     def mistake(self) -> str:
-        """Return what is wrong with them and what to do; "" where nothing is."""
+        """Return one line that says which term is wrong and what is allowed; "" when all terms are right."""
         if self.ttl_s is not None and not 0 <= self.ttl_s <= TTL_MAX_S:
             return f"ttl must be from 1 to {TTL_MAX_S} seconds, or 0 for no expiry, got {self.ttl_s}"
         if self.priority is not None and not PRIORITY_MIN <= self.priority <= PRIORITY_MAX:
@@ -38,6 +38,6 @@ _PRIORITY_SHIFT = 32  # in a word that is kept beside a block
 
 
 def kept_word(expires_s: int, priority: int) -> int:
-    """Return the word of a slot's header and a record for a block that expires at `expires_s`, seconds since the epoch
-    (0: never), and its priority. 0 for a block of which nothing is said."""
+    """Return the word in the header and the record of a block that has the priority `priority` and expires at
+    `expires_s`, in seconds since the epoch (0 means never). A block without terms has the word 0."""
     return (priority & 0xFF) << _PRIORITY_SHIFT | expires_s

@@ -256,8 +256,8 @@ class HostTier(ContainerTier):
         self._transfers.load(slot, expect_key, segments, done)
 
     def encode(self, codec: Codec, source: Segment, expect_key: bytes, target: Segment, done: Completion) -> None:
-        """Write the image `source` to `target`, which is no slot, in the form of `codec`, on the copy threads; see
-        `encode_image`."""
+        """Write the image `source` to `target`, which is not a slot, in the form of `codec`, on the copy threads.
+        `encode_image` describes the outcomes."""
         self._transfers.encode(codec, source, expect_key, target, done)
 
     def move_in(self, slot: Slot, source: Segment, expect_key: bytes, done: Completion) -> None:

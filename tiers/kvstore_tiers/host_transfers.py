@@ -146,7 +146,8 @@ class HostTransfers:
         self._threads.submit(_vouching(arena, slot, copy), done)
 
     def encode(self, codec: Codec, source: Segment, expect_key: bytes, target: Segment, done: Completion) -> None:
-        """See `HostTier.encode`."""
+        """Write the image `source` to `target` in the form of `codec`, on the copy threads; `encode_image` describes
+        the outcomes."""
         self._threads.submit(partial(encode_image, codec, source, expect_key, target), done)
 
     def verify(self, slot: Slot, expect_key: bytes, done: Completion) -> None:

@@ -1,3 +1,3 @@
-"""Where a model file comes from: known models, the cache they live in, and conversion between
+"""The package provides model files: it lists known models, keeps the cache of files, and converts between
 quantisations.
 """

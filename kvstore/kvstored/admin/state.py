@@ -1,4 +1,4 @@
-"""The small state for an operator: which databases there are, and what is in one. Keeps nothing."""
+"""The module shows the small state to an operator: the databases, and the entries of one database. It keeps nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ PAGE_BYTES = 4096
 
 
 async def state(keeper: StateKeeper, request: pb.StateRequest) -> pb.StateReply:
-    """Return what is there. Raises KVStoreError for a database that does not exist, and where it cannot be read."""
+    """Return the databases, or the entries of one, as the daemon's process reads them. Raises KVStoreError for a
+    database that does not exist, and when the state cannot be read."""
     try:
         reply = await look(keeper.process, request)
     except OSError as error:
@@ -27,7 +28,7 @@ async def state(keeper: StateKeeper, request: pb.StateRequest) -> pb.StateReply:
 
 
 async def look(process: StateProcess, request: pb.StateRequest) -> pb.StateReply:
-    """Return what is there, as `process` has it. Raises KVStoreError, OSError."""
+    """Return the databases, or the entries of one, as `process` reads them. Raises KVStoreError, OSError."""
     if request.database and request.database not in BY_NAME:
         known = ", ".join(BY_NAME)
         raise KVStoreError(ErrorKind.NOT_FOUND, f"no database {request.database!r}; there are {known}")

@@ -1,6 +1,6 @@
-"""`kvstored inspect DIRECTORY state`: the small state of a state directory, and a copy of it for a backup.
+"""`kvstored inspect DIRECTORY state` shows the small state of a state directory, or writes a copy of it for a backup.
 
-A process of its own reads the file, as the daemon's does, so what is damaged ends that one, with a line here.
+A process of its own reads the file, as the daemon's process does: damage ends that process, and this one prints a line.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 def add_state_options(inspect: argparse.ArgumentParser) -> None:
-    """Add what `state` alone takes."""
+    """Add the options of `state`."""
     inspect.add_argument("--limit", type=int, default=0, metavar="N", help="state: at most so many values (100)")
     inspect.add_argument("--first", default="", metavar="HEX", help="state: begin at this key")
     inspect.add_argument("--copy", type=Path, metavar="DIR", help="state: write a copy into this directory instead")
 
 
 def inspect_state(arguments: argparse.Namespace) -> int:
-    """Show it, or copy it; the exit status."""
+    """Show the state, or copy it; return the exit status."""
     from kvstored import __version__
     from kvstored.clock import SystemClock
     from kvstored.state.process import StateProcess

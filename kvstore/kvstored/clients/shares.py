@@ -1,5 +1,6 @@
-"""The configuration of each tenant's blocks: its share of each tier, as the tiers' policies have it, and how
-long new blocks are kept."""
+"""Tenant shares configure each tenant's blocks: the share of each tier, which the tiers' policies hold, and how long
+new blocks are kept.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from kvstored.store.retention import Retention
 
 
 class TenantShares:
-    """`policies` are those of all tiers; `retention` is given the terms of tenants' new blocks."""
+    """Sets the shares and the terms of tenants. `policies` has the policy of each tier; `retention` gets the terms of
+    tenants' new blocks."""
 
     def __init__(
         self, tenants: TenantDirectory, residency: Residency, policies: Sequence[Policy], retention: Retention
@@ -25,8 +27,8 @@ class TenantShares:
         self._retention = retention
 
     def set_all(self) -> None:
-        """Set the shares of all tenants with limits, at the start: recovered blocks are protected before a client of
-        the tenant connects. After a change of the list, for all that have a share too."""
+        """Set the shares of all tenants with limits. At the start this protects recovered blocks before a client of the
+        tenant connects. After a change of the list it also sets the tenants that have a share or terms already."""
         shares = {number for policy in self._policies for number in policy.shares} | self._retention.defaults.keys()
         for tenant in self._tenants.all():
             limits = tenant.limits
@@ -50,6 +52,6 @@ class TenantShares:
 
 
 def _terms(limits: TenantSection) -> Terms | None:
-    """Return the terms that new blocks of a tenant have unless a put says otherwise; None where there are none."""
+    """Return the terms of a tenant's new blocks, which a put may override; None when the tenant has none."""
     terms = Terms(limits.ttl_s or None, limits.priority or None)
     return None if terms == NO_TERMS else terms

@@ -1,6 +1,7 @@
-"""Small state over a restart, in one LMDB environment that a process of its own has open.
+"""The package keeps the daemon's small state over a restart, in one LMDB environment that a separate process has open.
 
-`databases` lists what is kept, `environment` is the file, `worker` the process, `process` the daemon's side of it, and
-`keeper` decides what is saved and when; values of what was learned are `tables`, of uses `store/blocks/usage`. The
-daemon itself never loads LMDB: damage that ends that process ends nothing else.
+`databases` lists the databases. `environment` reads and writes the file. `worker` is the process that has the file
+open, and `process` is the daemon's side of it. `keeper` decides which values are saved, and when. `tables` forms the
+values of `learned`; `store/blocks/usage` forms the values for uses of blocks. The daemon itself never loads LMDB:
+damage that ends the worker process ends nothing else.
 """

@@ -1,8 +1,8 @@
-"""The databases of the state environment: what each holds, in which form, when it is saved and what its loss costs.
+"""The list of the databases of the state environment: content, form, time of saving, and the cost of a loss.
 
-The one list of them. A value ends with its own checksum, which is taken with its key and database, so that a value in
-the wrong place is wrong, too; values of a database that checks itself have one a row instead. The worker imports this
-module, so it imports little.
+There is no other such list. Each value ends with its own checksum, which covers the value, its key and the name of its
+database: a value in the wrong place is found to be wrong, too. A database with `checks_itself` has a checksum for each
+row instead. The worker imports this module, so the module imports little.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ SLOT = struct.Struct(">IQIQ")  # the place of a slot as a key: container, offset
 
 @dataclass(frozen=True)
 class Database:
-    """`lost`: what it costs when a crash takes the last changes, or damage all. `is_kept`: it is in the environment
-    alone, so a rewrite copies it; of the others the daemon has all, and writes it anew. `checks_itself`: its rows have
-    checksums of their own."""
+    """One database. `lost` says what is lost when a crash takes the last changes, or damage takes all. `is_kept`: only
+    the environment has the entries, so a rewrite copies them; the daemon has all entries of the other databases and
+    writes them anew. `checks_itself`: each row has a checksum of its own."""
 
     name: str
     holds: str
@@ -67,7 +67,7 @@ BY_NAME = {database.name: database for database in DATABASES}
 
 
 def page() -> str:
-    """Return docs/state-directory.md's table of databases."""
+    """Return the table of databases in docs/state-directory.md, as Markdown."""
     lines = ["| database | what is in it | key → value | saved | lost with it |", "|---|---|---|---|---|"]
     lines += [f"| `{each.name}` | {each.holds} | {each.form} | {each.saved} | {each.lost} |" for each in DATABASES]
     return "\n".join(lines)

@@ -1,9 +1,10 @@
-"""The environment itself: one LMDB file, opened after a check that never gives its bytes to LMDB, written in
-transactions, and rewritten as a whole where something is to be unreadable.
+"""The environment is one LMDB file. This module checks the file before LMDB opens it, writes the file in transactions,
+and rewrites the whole file when deleted entries must become unreadable.
 
-A file is STATE_DIR/state-NUMBER.mdb; the highest number counts. It is made under another name and renamed, so that a
-crash leaves the old one or the new one, whole. What is damaged or of another format is renamed to `state.aside`, one at
-most. Never decides when to save.
+The check never gives the file's bytes to LMDB. The file is STATE_DIR/state-NUMBER.mdb; the file with the highest number
+counts. A new file is made under another name and then renamed, so a crash leaves either the old file or the new one,
+whole. A file that is damaged or has another format is renamed to `state.aside`; there is at most one such file. The
+module never decides when to save.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ _LOCK_BYTES = 8192  # as many as `max_readers` need: LMDB maps them, and a page 
 
 
 class Unusable(Exception):
-    """The file cannot be used; the message says why."""
+    """Raised when the file cannot be used; the message says why."""
 
 
 def number_of(path: Path) -> int:
-    """Return the number in a name; -1 for another file."""
+    """Return the number in the name of a state file; -1 for any other file."""
     digits = path.name.removeprefix(PREFIX).removesuffix(SUFFIX)
     return int(digits) if path.name == f"{PREFIX}{digits}{SUFFIX}" and digits.isdecimal() else -1
 
 
 def newest(directory: Path) -> Path | None:
-    """Return the file that counts; None where there is none. Raises OSError."""
+    """Return the state file with the highest number; None when the directory has no state file. Raises OSError."""
     numbers = [number for each in directory.glob(f"{PREFIX}*{SUFFIX}") if (number := number_of(each)) >= 0]
     return path_of(directory, max(numbers)) if numbers else None
 
@@ -53,14 +54,14 @@ def path_of(directory: Path, number: int) -> Path:
 
 
 def sealed(database: str, key: bytes, value: bytes) -> bytes:
-    """Return a value with its checksum."""
+    """Return `value` with its checksum at the end; unchanged for a database that checks itself."""
     if BY_NAME[database].checks_itself:
         return value
     return value + _check(database, key, value)
 
 
 def unsealed(database: str, key: bytes, stored: bytes) -> bytes | None:
-    """Return the value in `stored`; None where its checksum is wrong."""
+    """Return the value in `stored`, without its checksum; None when the checksum is wrong."""
     if BY_NAME[database].checks_itself:
         return stored
     value, check = stored[:-CHECK_BYTES], stored[-CHECK_BYTES:]
@@ -76,7 +77,8 @@ def _check(database: str, key: bytes, value: bytes) -> bytes:
 
 
 def require_whole(path: Path) -> None:
-    """Raises Unusable for a file that LMDB might end the process over: its pages are walked without it. OSError."""
+    """Walk the pages of the file without LMDB, and raise Unusable for a file on which LMDB might end the process.
+    Raises OSError when the file cannot be read."""
     from lmdb.verify import VerifyError, verify
 
     try:
@@ -92,13 +94,13 @@ def require_whole(path: Path) -> None:
 
 
 def _make_room(lock: Path) -> None:
-    """Give a lock file its bytes. Raises OSError where there is no room for them."""
+    """Extend a lock file to `_LOCK_BYTES`. Raises OSError when the medium has no room for them."""
     with open(lock, "ab") as file:
         file.write(bytes(max(0, _LOCK_BYTES - file.tell())))
 
 
 def as_os_error(error: lmdb.Error, path: Path) -> OSError:
-    """Return what LMDB raised as an error of the operating system, which it mostly is; others are EIO."""
+    """Return an LMDB error as an OSError, with the error number of the operating system or EIO."""
     code = error.code if 0 < error.code < 200 else errno.EIO
     if isinstance(error, lmdb.MapFullError):
         code = errno.ENOSPC
@@ -106,11 +108,11 @@ def as_os_error(error: lmdb.Error, path: Path) -> OSError:
 
 
 class Environment:
-    """One open file. `readonly`: on a medium that cannot be written, where no other process has it open. Raises
-    Unusable, OSError."""
+    """One open file. Its constructor raises Unusable and OSError."""
 
     def __init__(self, path: Path, *, create: bool = False, readonly: bool = False, shared: bool = False) -> None:
-        """`shared`: another process has it open and writes; this one only reads."""
+        """Open the file. `readonly`: the medium cannot be written, and no other process has the file open. `shared`:
+        another process has the file open and writes to it; this process only reads."""
         self.path = path
         self.is_readonly = readonly or shared
         nbytes = path.stat().st_size if path.exists() else 0
@@ -142,7 +144,8 @@ class Environment:
         return opened
 
     def read(self, name: str, first: bytes = b"") -> Iterator[tuple[bytes, bytes | None]]:
-        """Yield entries of a database in the order of their keys; None for the value of a wrong one."""
+        """Yield the entries of a database in the order of their keys, from the key `first` on. The value is None where
+        its checksum is wrong."""
         if name not in self._databases:
             return
         with self._lmdb.begin(db=self._databases[name]) as reading, reading.cursor() as cursor:
@@ -152,7 +155,7 @@ class Environment:
                 yield key, unsealed(name, key, value)
 
     def sizes(self) -> dict[str, tuple[int, int]]:
-        """Return entries and bytes of each database."""
+        """Return the number of entries and the bytes of each database, by name."""
         found = {}
         with self._lmdb.begin() as reading:
             for name, database in self._databases.items():
@@ -162,11 +165,11 @@ class Environment:
         return found
 
     def copy(self, path: Path) -> None:
-        """Write a copy for a backup, also while another process writes."""
+        """Write a copy of the file to `path`, for a backup; another process may write meanwhile."""
         self._lmdb.copy(str(path))
 
     def begin(self) -> Writing:
-        """Return a transaction. Raises OSError."""
+        """Return a new transaction. Raises OSError."""
         if self.is_readonly:
             raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(self.path))
         with suppress(lmdb.Error):
@@ -180,7 +183,8 @@ class Environment:
         self._lmdb.sync(True)
 
     def grow(self) -> None:
-        """Double the map, after a transaction that it was too small for. Raises Unusable where it is at its end."""
+        """Double the map, after a transaction that did not fit into it. Raises Unusable when the map has its greatest
+        size already."""
         if self.map_bytes >= MAX_MAP_BYTES:
             raise Unusable(f"full: it has {self.map_bytes} bytes")
         self.map_bytes *= 2
@@ -191,13 +195,14 @@ class Environment:
 
 
 class Writing:
-    """A transaction: all of it is there after a crash, or nothing. Raises OSError, Unusable; then it has ended."""
+    """One transaction: after a crash either all of its changes are there, or none. Each method raises OSError and
+    Unusable; an error ends the transaction."""
 
     def __init__(self, environment: Environment, writing: lmdb.Transaction[bytes], databases: Opened) -> None:
         self._environment, self._writing, self._databases = environment, writing, databases
 
     def put(self, name: str, entries: Sequence[Entry]) -> int:
-        """Store `entries`; return the bytes of those that were not there already."""
+        """Store `entries`. Return the bytes of the entries that differ from the stored ones; only these are written."""
         database, changed_bytes = self._databases[name], 0
         try:
             for key, value in entries:
@@ -210,7 +215,7 @@ class Writing:
         return changed_bytes
 
     def keep_only(self, name: str, keys: set[bytes]) -> None:
-        """Remove every other entry of a database."""
+        """Remove every entry of a database whose key is not in `keys`."""
         try:
             with self._writing.cursor(db=self._databases[name]) as cursor:
                 more = cursor.first()
@@ -220,7 +225,8 @@ class Writing:
             raise self._failed(error) from None
 
     def commit(self, *, durable: bool) -> None:
-        """`durable`: over a loss of power, too; else the last commits may be lost by it, whole."""
+        """Commit the changes. `durable`: a loss of power does not undo them; otherwise it may undo the last commits,
+        each as a whole."""
         try:
             self._writing.commit()
             if durable:
@@ -243,8 +249,8 @@ class Writing:
 
 @dataclass(frozen=True)
 class Found:
-    """What a start found. `was_aside`: the reason for which what was there is set aside, "" where it was not; `is_new`:
-    nothing was there, or it was set aside."""
+    """The result of `open_environment`. `is_new`: the environment is empty, because there was no file or the file was
+    set aside. `was_aside`: the reason why the file was set aside; "" when it was not."""
 
     environment: Environment
     is_new: bool
@@ -252,8 +258,8 @@ class Found:
 
 
 def open_environment(directory: Path, version: str, distrusted: str = "") -> Found:
-    """Open what is there, or make it anew. `version` is of this program; `distrusted`: why what is there is set aside
-    unseen, "" where it is not. Raises OSError."""
+    """Open the newest environment in `directory`, or make a new one. `version` is the version of this program.
+    `distrusted`: the reason to set the file aside without looking at it; "" when there is none. Raises OSError."""
     path = newest(directory)
     for leftover in directory.glob(f"{PREFIX}*{SUFFIX}{NEW}*"):
         with suppress(OSError):
@@ -274,7 +280,7 @@ def open_environment(directory: Path, version: str, distrusted: str = "") -> Fou
 
 
 def open_shared(directory: Path) -> Environment:
-    """Open what is there to read, beside a daemon that may write. Raises Unusable, OSError."""
+    """Open the newest environment for reading, while a daemon may write to it. Raises Unusable, OSError."""
     path = newest(directory)
     if path is None:
         raise FileNotFoundError(errno.ENOENT, "there is no small state yet", str(directory))
@@ -291,7 +297,7 @@ def open_shared(directory: Path) -> Environment:
 
 
 def reopened(environment: Environment) -> Environment:
-    """Return `environment` as it can be written, if it can be by now."""
+    """Return `environment`, opened for writing if it was read-only and the medium can be written now."""
     if not environment.is_readonly:
         return environment
     environment.close()
@@ -314,7 +320,7 @@ def _opened(path: Path, *, shared: bool = False) -> Environment:
 
 
 def make(directory: Path, number: int, version: str) -> Environment:
-    """Make an empty environment of this number, under its name once it is whole. Raises OSError."""
+    """Make an empty environment with this number; it gets its name when it is whole. Raises OSError."""
     final = path_of(directory, number)
     environment = _begin(final, version)
     environment.close()
@@ -322,12 +328,13 @@ def make(directory: Path, number: int, version: str) -> Environment:
 
 
 def begin_rewrite(former: Environment, version: str) -> Environment:
-    """Return a new environment that is to take the place of `former`; `finish_rewrite` it. Raises OSError."""
+    """Return a new, empty environment, which replaces `former` once `finish_rewrite` is called. Raises OSError."""
     return _begin(path_of(former.path.parent, number_of(former.path) + 1), version)
 
 
 def finish_rewrite(former: Environment, new: Environment) -> Environment:
-    """Let `new` take the place of `former`, of which nothing is left. Raises OSError."""
+    """Replace `former` with `new`, remove the file of `former` and `state.aside`, and return the opened environment.
+    Raises OSError."""
     path = new.path.with_name(new.path.name.removesuffix(NEW))
     new.sync()
     new.close()
@@ -352,7 +359,7 @@ def _begin(final: Path, version: str) -> Environment:
 
 
 def finish(path: Path) -> Environment:
-    """Give a file that is whole its name, and open it."""
+    """Give the new file, which is whole, the name `path`, and open it. Raises OSError."""
     temporary = path.with_name(path.name + NEW)
     with suppress(FileNotFoundError):
         temporary.with_name(temporary.name + LOCK).unlink()

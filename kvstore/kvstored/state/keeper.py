@@ -1,11 +1,12 @@
-"""What the daemon saves of small state, and when: each part where it has changed, every few seconds, within a rate.
+"""The keeper saves the daemon's small state: each part after it has changed, every few seconds, within a rate of bytes.
 
-`restore` reads all that is saved while the daemon serves already, and hands each part what is its own; until then, and
-where nothing can be read, the parts begin with nothing, and save nothing. Blocks are in the slabs: none depends on what
-is here. No request waits for any of it: columns are copied in steps, and another process writes.
+`restore` reads all saved state while the daemon serves already, and gives each part its own entries. Until then, and
+when the state cannot be read, each part begins empty and saves nothing. Blocks are in the slabs: no block depends on
+this state. No request waits for the keeper: columns are copied in steps, and another process writes.
 
-A crash forgets what changed since the last turn, `INTERVAL_S` before, or longer where that many bytes took longer at
-the rate. What was deleted by order is gone from the whole environment, by a rewrite, `REWRITE_S` and one turn later.
+A crash forgets what changed since the last turn: `INTERVAL_S` before, or longer when the changed bytes took longer at
+the rate. After an order to delete blocks, a rewrite removes every trace of them from the environment, at most
+`REWRITE_S` and one turn later.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ Entry = tuple[bytes, bytes]
 
 @dataclass
 class _Saved:
-    """What is in the environment already, as far as this process put it there or read it."""
+    """The entries that the environment holds already, as far as this process wrote or read them."""
 
     names: list[Entry] | None = None
     quarantine: list[Entry] | None = None
@@ -49,8 +50,8 @@ class _Saved:
 
 
 class StateKeeper:
-    """Keeps the small state of one daemon, over `process`. `rate_bytes`: to the medium in a second, in the long run.
-    `scrub`: the scrubber's place, as JSON; `None` before it has said any."""
+    """Keeps the small state of one daemon through `process`. `rate_bytes`: the most bytes that go to the medium in a
+    second, in the long run. `scrub`: the position of the scrubber, as JSON; None until the scrubber has set it."""
 
     def __init__(
         self, process: StateProcess, store: Store, tenants: TenantDirectory, unsaved: Unsaved, rate_bytes: int
@@ -78,7 +79,8 @@ class StateKeeper:
     # At the start
 
     async def restore(self) -> bool:
-        """Read what is saved, and hand it out; whether that went well. Once."""
+        """Read the saved state and give each part its entries. Return True on success, False when the state could not
+        be read. Call it no more after a success."""
         process, store = self.process, self._store
         try:
             await process.open()
@@ -106,7 +108,8 @@ class StateKeeper:
         return True
 
     async def _restore_uses(self, usage: dict[str, list[Entry]], learned: list[Entry]) -> None:
-        """Let blocks have been used as they were, and policies and the predictor go on from what they knew."""
+        """Enter the saved uses into the index, then let the policies and the predictor continue with their saved
+        tables."""
         clock = self._store.clock
         known = {name: await self._steps.through(rows.known(usage.pop(name))) for name, rows in self._usage.items()}
         self._learned.read(learned, {tenant.index_name for tenant in self._tenants.all()})
@@ -120,7 +123,7 @@ class StateKeeper:
                 rows.saved = await self._steps.through(rows.digests(self._opened_ns))
 
     def _is_new(self, _: str) -> None:
-        """Note that there is nothing in the environment."""
+        """Note that the environment is empty."""
         self._saved = _Saved()
         for rows in self._usage.values():
             rows.saved = rows.saved[:0]
@@ -128,7 +131,7 @@ class StateKeeper:
     # While it serves
 
     async def run(self) -> None:
-        """Read, then save now and then, until it is cancelled."""
+        """Read the state, then save it at intervals, until the task is cancelled."""
         while not self.is_read and not await self.restore():
             await asyncio.sleep(RETRY_S)
         while True:
@@ -136,7 +139,7 @@ class StateKeeper:
             await self.save()
 
     async def _pause(self) -> None:
-        """Wait for the next turn, but not with what is to be unreadable."""
+        """Wait for the next turn; return early when a rewrite is due."""
         until_ns = self._store.clock.monotonic_ns() + round(self.pause_s * NS_PER_S)
         while (left_s := (until_ns - self._store.clock.monotonic_ns()) / NS_PER_S) > 0:
             await asyncio.sleep(min(left_s, INTERVAL_S))
@@ -144,12 +147,13 @@ class StateKeeper:
                 return
 
     def _owes_rewrite(self, *, is_last: bool) -> bool:
-        """Return whether what was deleted is still to be made unreadable, and it is time for it."""
+        """Return whether a rewrite is due: blocks were deleted since the last rewrite, and `REWRITE_S` has passed or
+        `is_last` is true."""
         is_due = is_last or self._store.clock.monotonic_ns() - self._rewritten_ns >= REWRITE_S * NS_PER_S
         return is_due and self._store.residency.deletions != self._rewritten
 
     async def save(self, *, is_last: bool = False) -> None:
-        """Save what has changed. `is_last`: all of it, however long that takes."""
+        """Save the parts that have changed. `is_last`: save all of them, however long that takes."""
         if not self.is_read and not (is_last and await self.restore()):
             return
         began_ns, deletions = self._store.clock.monotonic_ns(), self._store.residency.deletions
@@ -172,7 +176,8 @@ class StateKeeper:
         self.pause_s = max(INTERVAL_S, REST * self._steps.busy_s, self.written_bytes / self._rate_bytes)
 
     async def _put(self, change: Transaction, *, everything: bool, is_last: bool) -> list[Callable[[], None]]:
-        """Put what has changed; return what notes that it is saved, once it is."""
+        """Put the changed entries into `change`. Return functions that note the entries as saved; call them after the
+        commit."""
         done: list[Callable[[], None]] = []
         saved = _Saved() if everything else self._saved
         ahead_ns = self._store.clock.wall_ns() - self._store.clock.monotonic_ns()
@@ -218,6 +223,6 @@ class StateKeeper:
         return [(SLOT.pack(*place), why.encode()[:WHY_BYTES]) for place, why in held]
 
     async def _save_budget(self, budget: bytes) -> None:
-        """Save the endurance budget, over a loss of power. Raises OSError."""
+        """Save the endurance budget so that it survives a loss of power. Raises OSError."""
         async with self.process.transaction(durable=True) as change:
             await change.put("endurance", [(b"budget", budget)])

@@ -1,7 +1,8 @@
-"""What policies and the predictor have learned, and why blocks went, as tables that outlive the daemon.
+"""The tables that outlive the daemon: what policies and the predictor have learned, and why blocks left the store.
 
-Tables name blocks by their keys, and tenants as their blocks do. What was deleted by order is not in what is copied
-afterwards. The clock is the wall clock less the monotonic one, which begins anew with the machine.
+The tables name blocks by their keys, and tenants by their names in the index. A block that was deleted by order is in
+no table that is copied later. Saved times are monotonic; the table `:clock` has the wall clock minus the monotonic
+clock, which begins anew when the machine starts.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Entry = tuple[bytes, bytes]
 
 
 class Learned:
-    """Of one store. `read`, then `hand_out`, then `put` as often as wanted."""
+    """Tables of one store. Call `read`, then `hand_out`, then `put` as often as wanted."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -35,7 +36,8 @@ class Learned:
     # What was saved
 
     def read(self, entries: Sequence[Entry], tenants: Collection[str]) -> None:
-        """Take what was saved. `tenants`: by their names in residency, beside those that have blocks."""
+        """Read the saved tables from `entries`. `tenants`: names of tenants in residency, in addition to the tenants
+        that have blocks. Tables of another version are reported in the log, and none of them is used."""
         try:
             self._tables = tables_in(entries)
             if self._tables:
@@ -46,8 +48,8 @@ class Learned:
             self._tables = {}
 
     def hand_out(self, *, renew: bool) -> None:
-        """Let policies and the predictor go on from what was read. `renew`: policies begin with the order in which
-        blocks were used anyway."""
+        """Give the policies and the predictor the tables that were read. `renew`: also make a new policy for each tier
+        without a table, from the order in which blocks were used."""
         tables, self._tables = self._tables, {}
         store = self._store
         for position, tier in enumerate(store.residency.tiers):
@@ -86,19 +88,19 @@ class Learned:
                 self._store.residency.tenants[tenant].ghost.restore(ghosts, self._origin.later_ns)
 
     def _ahead_ns(self) -> int:
-        """Return how far the wall clock is before the monotonic one, which begins anew with the machine."""
+        """Return the wall clock minus the monotonic clock, in nanoseconds."""
         return self._store.clock.wall_ns() - self._store.clock.monotonic_ns()
 
     # What is saved
 
     def activity(self) -> tuple[int, ...]:
-        """Return what differs whenever anything may have been learned."""
+        """Return numbers that change whenever a policy or the predictor may have learned something."""
         store = self._store
         requests = store.counters["acquires"] + store.counters["stored_blocks"]
         return requests, store.residency.changes, store.prefetch_state.hints
 
     async def put(self, change: Transaction, steps: Steps) -> Contents:
-        """Put all tables, and remove what else there is."""
+        """Put all tables into `change`, and remove all other entries of the database. Return the contents."""
         contents, entries = Contents(), self._entries()
         while (entry := await steps.once(lambda: next(entries, None))) is not None:
             await change.put("learned", [contents.add(*entry)])
@@ -107,7 +109,8 @@ class Learned:
         return contents
 
     def _learners(self) -> Iterator[tuple[str, Policy | PrefetchState]]:
-        """Yield each with the group of tables that is its own. Prefetch is none where it is off or has failed."""
+        """Yield each policy, and the predictor, with its group of tables. The predictor is left out when prefetch is
+        off or has failed."""
         store = self._store
         yield from zip(store.residency.tiers, store.policies, strict=True)
         if store.prefetch_state.works:

@@ -1,8 +1,8 @@
 """The messages between the daemon and the process that has the environment open.
 
-Each is a verb, a length and a body. The daemon begins with OPEN. PUT and KEEP belong to one transaction, which the
-first of them (or REWRITE) begins and COMMIT ends; a READ, and a LIST, stand for themselves. An answer is JSON, but for
-entries.
+A message is a verb, a length and a body. The daemon sends OPEN first. PUT and KEEP belong to one transaction: the first
+of them, or REWRITE, begins it, and COMMIT or ABORT ends it. READ, LIST and COPY need no transaction. An answer is JSON;
+entries are packed bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Entry = tuple[bytes, bytes]
 
 
 class Verb(IntEnum):
-    """The verb of a message; the answers follow."""
+    """The verb of a message. The last two verbs are answers."""
 
     OPEN = 1
     PUT = 2  # database and entries
@@ -63,7 +63,7 @@ def unpacked_entries(body: bytes) -> tuple[str, list[Entry]]:
 
 
 def in_parts(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
-    """Yield `entries` in runs of some `BODY_BYTES`."""
+    """Yield `entries` in lists of about `BODY_BYTES` bytes each."""
     part: list[Entry] = []
     nbytes = 0
     for entry in entries:

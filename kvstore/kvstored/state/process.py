@@ -1,9 +1,10 @@
-"""The daemon's side of the process that has the environment open: it starts it, asks it, and starts another where it
-has died.
+"""The daemon's side of the process that has the environment open: it starts the process, sends it requests, and starts
+another one when the process has died.
 
-A call that the process does not live to answer raises OSError, as a full disk does: the caller has all that it would
-have saved, and tries again. After a second death within `DEATHS_IN_S` what is there is set aside unseen, so a page that
-ends the process does so twice at most. On the control loop, one call at a time; nothing that a client waits for is one.
+A call that gets no answer, because the process died, raises OSError, as a full disk does: the caller still has its
+values and tries again. After `DEATHS` deaths within `DEATHS_IN_S` seconds the file is set aside without a look at it,
+so a damaged page ends the process twice at most. All calls are made on the control loop and are answered one at a time;
+no request of a client waits for one.
 """
 
 from __future__ import annotations
@@ -44,11 +45,12 @@ ANSWER_S = 120.0  # a process that is silent for longer hangs on a disk; it is g
 
 
 class StateProcess:
-    """`directory`: the state directory. `on_new`: called when the environment is another than before, empty: whoever
-    saves begins anew. `wrong_values`: values found whose checksum is wrong; nothing uses them."""
+    """The process and the connection to it. `directory`: the state directory. `on_new`: called with `was_aside` when
+    the environment is new and empty, so that the owner saves all of its state again. `wrong_values`: the number of
+    values that had a wrong checksum; they are not used."""
 
     def __init__(self, directory: Path, version: str, clock: Clock, *, shared: bool = False) -> None:
-        """`shared`: read alone, beside a daemon that may write."""
+        """Prepare the process; `start` or the first call starts it. `shared`: only read, while a daemon may write."""
         self._is_shared = shared
         self._directory, self._version, self._clock = directory, version, clock
         self._process: subprocess.Popen[bytes] | None = None
@@ -66,11 +68,11 @@ class StateProcess:
 
     @property
     def pid(self) -> int:
-        """Return the process's; -1 where there is none."""
+        """Return the process id; -1 when there is no process."""
         return self._process.pid if self._process is not None else -1
 
     def start(self) -> None:
-        """Start the process, and wait for nothing."""
+        """Start the process without waiting for it."""
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
@@ -81,12 +83,13 @@ class StateProcess:
         self._socket = ours
 
     async def open(self) -> None:
-        """Have the environment open, unless it is. Raises OSError."""
+        """Open the environment if it is not open. Raises OSError."""
         async with self._turn:
             await self._open()
 
     async def read(self, database: str, *, first: bytes = b"", limit: int = 0) -> list[Entry]:
-        """Return the entries of a database that are whole. `limit`: the most of them, 0 for all. Raises OSError."""
+        """Return the entries of a database whose checksum is right, from the key `first` on. `limit`: the most entries
+        to return; 0 for all. Raises OSError."""
         async with self._asked():
             self._send(packed_json(Verb.READ, database=database, first=first.hex(), limit=limit))
             entries: list[Entry] = []
@@ -96,22 +99,23 @@ class StateProcess:
             return entries
 
     async def copy(self, directory: Path) -> Path:
-        """Write a copy for a backup into `directory`; return its path. Raises OSError."""
+        """Write a copy of the file into `directory`, for a backup; return the path of the copy. Raises OSError."""
         async with self._asked():
             self._send(packed_json(Verb.COPY, directory=str(directory)))
             return Path(self._judged(await self._answer())["path"])
 
     async def contents(self) -> dict[str, Any]:
-        """Return path, bytes, and of each database its entries and bytes. Raises OSError."""
+        """Return the path and bytes of the file, and the number of entries and the bytes of each database. Raises
+        OSError."""
         async with self._asked():
             self._send(packed_json(Verb.LIST))
             return self._judged(await self._answer())
 
     @asynccontextmanager
     async def transaction(self, *, durable: bool = False, rewrite: bool = False) -> AsyncIterator[Transaction]:
-        """Yield what a caller puts into one transaction; it is there, or nothing of it is, when this ends. `rewrite`:
-        into a new environment that takes the place of this one, so that nothing else of it can be read any more. Raises
-        OSError."""
+        """Yield a transaction for the caller's changes. At the end of the block all changes are committed, or none.
+        `durable`: a loss of power does not undo them. `rewrite`: write the changes into a new environment that replaces
+        this one, so that no other entry can be read afterwards. Raises OSError."""
         async with self._asked():
             change = Transaction(self._send_all)
             if rewrite:
@@ -129,7 +133,7 @@ class StateProcess:
             change.written_bytes, self.path = answer["written_bytes"], Path(answer["path"])
 
     async def close(self) -> None:
-        """End the process, which has committed what it was given. Idempotent."""
+        """End the process; what it was given before is committed. Idempotent."""
         async with self._turn:
             if self._writer is not None:
                 self._writer.close()
@@ -218,7 +222,7 @@ class StateProcess:
         return fields_of(body)
 
     def _judged(self, answer: dict[str, Any] | list[Entry]) -> dict[str, Any]:
-        """Raises OSError for an answer that says why not."""
+        """Return the answer. Raises OSError when the answer reports an error."""
         assert isinstance(answer, dict)
         if "unusable" in answer:
             self._distrusted = answer["unusable"]
@@ -229,7 +233,7 @@ class StateProcess:
         return answer
 
     def _died(self, error: Exception) -> OSError:
-        """Note that the process has died, or hangs; the next call starts another."""
+        """Note that the process has died or hangs; the next call starts another one. Return the error to raise."""
         status = self._end()
         now_ns = self._clock.monotonic_ns()
         self._deaths_ns = [at for at in self._deaths_ns if now_ns - at < DEATHS_IN_S * NS_PER_S] + [now_ns]
@@ -241,7 +245,7 @@ class StateProcess:
         return OSError(errno.EIO, why, str(self.path))
 
     def _end(self) -> int | None:
-        """End the process; its exit status."""
+        """Kill the process and return its exit status; None when there is none or the process hangs."""
         if self._writer is not None:
             self._writer.close()
         elif self._process is not None and self._reader is None:
@@ -258,17 +262,18 @@ class StateProcess:
 
 
 class Transaction:
-    """Takes what belongs to one transaction of the environment. `written_bytes`: to the medium, when it has ended."""
+    """Collects the changes of one transaction of the environment. `written_bytes`: bytes written to the medium, set
+    when the transaction has ended."""
 
     def __init__(self, send: Callable[[bytes], Any]) -> None:
         self._send = send
         self.written_bytes = 0
 
     async def put(self, database: str, entries: Iterable[Entry]) -> None:
-        """Store entries; those that are there already cost no write."""
+        """Store `entries`; an entry that is stored already costs no write."""
         for part in in_parts(entries):
             await self._send(packed_entries(Verb.PUT, database, part))
 
     async def keep_only(self, database: str, keys: Iterable[bytes]) -> None:
-        """Remove all entries of a database but these."""
+        """Remove all entries of a database whose keys are not in `keys`."""
         await self._send(packed_entries(Verb.KEEP, database, [(key, b"") for key in keys]))

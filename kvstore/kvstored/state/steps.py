@@ -1,4 +1,4 @@
-"""Work of the control thread in steps, between which others go on, and how much of that thread it has had."""
+"""The module runs long work of the control thread in steps, with other tasks between them, and measures the time."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ Found = TypeVar("Found")
 
 
 class Steps:
-    """`busy_s`: of the thread's processor time, so far."""
+    """Runs steps. `busy_s`: seconds of the thread's processor time that the steps have taken so far."""
 
     def __init__(self) -> None:
         self.busy_s = 0.0
 
     async def through(self, steps: Generator[None, None, Found]) -> Found:
-        """Return what a generator of steps returns."""
+        """Run all steps of the generator `steps`; return its return value."""
         while True:
             began_s = time.thread_time()
             try:
@@ -30,7 +30,7 @@ class Steps:
             await asyncio.sleep(0)
 
     async def once(self, step: Callable[[], Found]) -> Found:
-        """Return what one step returns."""
+        """Run the function `step` as one step; return its return value."""
         began_s = time.thread_time()
         found = step()
         self.busy_s += time.thread_time() - began_s

@@ -1,7 +1,7 @@
-"""Arrays as values: what policies and the predictor learned, in the pieces in which they give it.
+"""Values for arrays: the module packs the pieces of what policies and the predictor learned, and reads them again.
 
-A piece has the table's name and its number for a key, so that a piece which has not changed costs no write. Beside them
-is a contents, written in the same transaction: a table of which a piece is missing is not there at all.
+The key of a piece is the name of its table and the number of the piece, so a piece that has not changed costs no write.
+A contents entry, written in the same transaction, names all pieces: a table that misses a piece is left out as a whole.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ def packed(piece: Array) -> bytes:
 
 
 def unpacked(value: bytes) -> Array:
-    """Return the array in a value. Raises nearly any error for another."""
+    """Return the array in `value`. Raises nearly any exception for other bytes."""
     found: Array = npy.read_array(BytesIO(value), allow_pickle=False)
     return found
 
 
 class Contents:
-    """Names the pieces of tables as they come."""
+    """Counts the pieces of tables as they are saved."""
 
     def __init__(self) -> None:
         self._pieces: dict[str, int] = {}
@@ -53,7 +53,7 @@ class Contents:
         return key, value
 
     def end(self) -> Entry:
-        """Return the entry that says what there is."""
+        """Return the contents entry, which names all pieces."""
         key = CONTENTS + PIECE.pack(0)
         self.keys.append(key)
         names = np.frombuffer(json.dumps({"format": FORMAT, "pieces": self._pieces}).encode(), np.uint8)
@@ -61,7 +61,8 @@ class Contents:
 
 
 def tables_in(entries: Sequence[Entry]) -> dict[str, Array]:
-    """Return the tables that are whole; none without contents. Raises ValueError for those of another format."""
+    """Return the tables that have all of their pieces; none when there is no contents entry. Raises ValueError for
+    tables of another format."""
     found = dict(entries)
     raw = found.get(CONTENTS + PIECE.pack(0))
     if raw is None:

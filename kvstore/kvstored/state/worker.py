@@ -1,8 +1,8 @@
-"""The process that has the environment open: python -m kvstored.state.worker SOCKET_FD
+"""The worker is the process that has the environment open: python -m kvstored.state.worker SOCKET_FD
 
-It does what the daemon says (`messages`), one thing after another, and ends with the daemon. What ends it by a signal,
-such as a page that is damaged while it is open, ends nothing else: the daemon starts another. Never decides what is
-kept.
+It executes the daemon's messages (`messages`) one after another, and ends when the daemon ends. A signal that ends it,
+for example because of a page that is damaged while it is open, ends nothing else: the daemon starts another worker. The
+worker never decides what is kept.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ NICE = 5  # events' too: where processors are short, state waits for puts
 
 
 class StateWorker:
-    """`answer` sends bytes to the daemon."""
+    """Executes messages. `answer` sends bytes to the daemon."""
 
     def __init__(self, answer: Callable[[bytes], None]) -> None:
         self._answer = answer
@@ -57,7 +57,7 @@ class StateWorker:
         self._changed_bytes = 0
 
     def do(self, verb: Verb, body: bytes) -> None:
-        """Do what a message says. In a transaction the first failure is kept for its end."""
+        """Execute one message. In a transaction the first failure is kept, and answered at COMMIT."""
         if verb in (Verb.PUT, Verb.KEEP, Verb.REWRITE):
             if self._failure is None:
                 self._failure = self._attempt(lambda: self._change(verb, body))
@@ -123,7 +123,7 @@ class StateWorker:
             self._changed_bytes += self._writing.put(name, entries)
 
     def _copy_kept(self, writing: Writing) -> None:
-        """Copy what only the environment has, in order."""
+        """Copy the databases that only the environment has (`is_kept`) into `writing`."""
         for database in DATABASES:
             if database.is_kept:
                 whole = ((key, value) for key, value in self._opened.read(database.name) if value is not None)
@@ -207,7 +207,8 @@ class StateWorker:
 
 
 def _written_bytes() -> int:
-    """Return what this process has had written to a device, the page cache included; 0 where that is not told."""
+    """Return the bytes that this process has caused to be written to a device, the page cache included; 0 when the
+    kernel does not tell."""
     with suppress(OSError, ValueError):
         for line in Path("/proc/self/io").read_text().splitlines():
             if line.startswith("write_bytes:"):

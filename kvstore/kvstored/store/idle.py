@@ -1,7 +1,8 @@
-"""Times to live of a tier: copies that nobody used for `ttl_s`, and chains worth less than `keep_worth`.
+"""The module removes idle copies from a tier: copies that nobody used for `ttl_s`, and chains worth less than
+`keep_worth`.
 
-Finds them by a look at a part of the columns at a time, whichever policy the tier has; takes a copy out only where it
-may be evicted. A copy that is used in time stays: this is room given back, no promise that a block will be gone.
+It looks at one part of the columns at a time, whatever policy the tier has, and removes a copy only where the copy may
+be evicted. A copy that is used in time stays. The purpose is to free room; it is no promise that a block will be gone.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ MOST_A_TICK = 64
 
 
 def idle_rows(residency: ResidencyView, tier: int, part: slice, before_ns: int) -> list[int]:
-    """Return the rows of `part` of the table whose copy in `tier` was last used before `before_ns` or then, the longest
-    unused first, children before their parents."""
+    """Return the rows in `part` of the table whose copy in `tier` was last used at `before_ns` or earlier. The longest
+    unused row is first; children are before their parents."""
     first = part.start or 0
     state = np.frombuffer(residency.copies[tier].state, np.uint8)[part]
     last_ns = np.frombuffer(residency.rows.last_access_ns, np.uint64)[part][: len(state)]
@@ -33,7 +34,8 @@ def idle_rows(residency: ResidencyView, tier: int, part: slice, before_ns: int) 
 
 
 class IdleCopies:
-    """Lets copies go that were idle for too long, or are worth too little. `policies` and `rooms` are by position."""
+    """Removes copies that were idle for too long or are worth too little. `policies` and `rooms` have one item for each
+    tier, by position."""
 
     def __init__(self, residency: ResidencyView, policies: Sequence[Policy], rooms: Sequence[Room]) -> None:
         self._residency = residency
@@ -42,13 +44,13 @@ class IdleCopies:
         self._hands: dict[int, int] = {}  # by tier: the row that the next look begins with
 
     def set_ttl(self, tier: int, ttl_s: float) -> None:
-        """Let copies in `tier` go that were not used for `ttl_s`; 0: never."""
+        """Let copies in `tier` be removed that were not used for `ttl_s` seconds; 0 means never."""
         self._ttl_ns.pop(tier, None)
         if ttl_s:
             self._ttl_ns[tier] = round(ttl_s * NS_PER_S)
 
     def tick(self, now_ns: int) -> None:
-        """Look at one part of each tier."""
+        """Look at the next part of each tier."""
         for tier, ttl_ns in self._ttl_ns.items():
             self._expire_idle(tier, now_ns - ttl_ns)
         for policy, room in zip(self._policies, self._rooms, strict=True):

@@ -1,12 +1,12 @@
-"""Retention: how long blocks are kept, by what their owners asked for. The one place that enforces it.
+"""Retention decides how long blocks are kept, by the terms that their owners asked for. No other module enforces terms.
 
 A put, a tenant's default and a touch give blocks a time to live, a priority and pins (`Terms`); the optional columns of
-the index hold them. docs/policies.md has the table of what follows, which a test runs against the store.
+the index hold them. docs/policies.md has the table of the consequences, and a test runs that table against the store.
 
-Invariants: a block whose time is over is found by no request that comes after it, whether or not it has been removed
-yet; it is removed with all its copies, pinned or not, as soon as no copy of it is being made. A reader that has a lease
-keeps the bytes. A pinned block is not evicted; what is pinned is bounded for each tenant. Nothing is looked at, and no
-clock read, as long as no block has an expiry.
+Invariants: no later request finds a block whose time is over, even before the block is removed. The block is removed
+with all its copies, pinned or not, as soon as no copy of it is being made. A reader that has a lease keeps the bytes. A
+pinned block is not evicted; the pinned bytes of each tenant are bounded. While no block has an expiry, no block is
+looked at and no clock is read.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ PINNED_SHARE = 2  # at most one part in so many of the mapped tier is pinned by 
 
 
 class Retention:
-    """Sets and enforces terms. `discard[tier](slot, tenant)` takes a slot of a block that is gone; `is_coming(token)`
-    says whether a write of the block to the durable tier is under way. `defaults`: the terms of new blocks, by tenant,
-    of tenants that have some."""
+    """Sets and enforces terms. `discard[tier](slot, tenant)` takes a slot of a block that is gone. `is_coming(token)`
+    returns whether a write of the block to the durable tier is under way. `defaults`: the terms of new blocks, by the
+    numbers of the tenants that have defaults."""
 
     def __init__(
         self,
@@ -61,12 +61,12 @@ class Retention:
     # What may be served
 
     def is_expired(self, row: int) -> bool:
-        """Return whether the time of the block is over."""
+        """Return whether the time of the block in `row` is over."""
         column = self._columns.get("expires_s")
         return column is not None and 0 < column[row] <= self._clock.monotonic_ns() // NS_PER_S
 
     def _hide_expired(self) -> None:
-        """Look at expiries from now on: the first block has one."""
+        """Look at expiries from now on, because a block has one."""
         self.find_run, self.find_each = self._served_run, self._served_each
 
     def _served_run(self, tenant: int, packed_keys: bytes) -> list[int]:
@@ -78,15 +78,16 @@ class Retention:
         return [-1 if row >= 0 and self.is_expired(row) else row for row in rows]
 
     def make_way(self, tenant: int, key: bytes) -> bool:
-        """Remove the block `key` if its time is over, so that it can be stored anew; False when it cannot be now."""
+        """Remove the block `key` if its time is over, so that it can be stored anew. Return False when it cannot be
+        removed now."""
         row = self._residency.find(tenant, key)
         return row < 0 or not self.is_expired(row) or self._end(row)
 
     # Terms
 
     def check(self, tenant: int, terms: Terms, nbytes: int) -> None:
-        """Raise KVStoreError for terms out of bounds, and for a pin of up to `nbytes` of slots that the tenant may not
-        pin any more."""
+        """Raise KVStoreError for terms that are out of bounds, and for a pin on slots of up to `nbytes` when the tenant
+        may not pin these bytes in addition."""
         if mistake := terms.mistake():
             raise KVStoreError(ErrorKind.INVALID, mistake)
         if terms.pin:
@@ -100,7 +101,8 @@ class Retention:
                 )
 
     def of_new(self, tenant: int, terms: Terms) -> Terms:
-        """Return the terms of a new block of `tenant` for which `terms` are asked."""
+        """Return the terms for a new block of `tenant`: `terms`, with the tenant's defaults where `terms` leave the
+        time or the priority open."""
         default = self.defaults.get(tenant)
         if default is None:
             return terms
@@ -108,13 +110,13 @@ class Retention:
         return terms._replace(ttl_s=ttl_s, priority=default.priority if terms.priority is None else terms.priority)
 
     def stored(self, rows: Sequence[int], terms: Terms) -> None:
-        """Give blocks that are new their terms, with the tenant's defaults in them."""
+        """Set the terms of new blocks; `terms` contain the tenant's defaults already."""
         if terms != NO_TERMS:
             self.change(rows, terms)
 
     def stored_before(self, rows: Sequence[int], terms: Terms) -> None:
-        """Give blocks that a put found stored what is asked for it, as far as it keeps them longer: a later expiry, a
-        higher priority, one pin more."""
+        """Apply the terms of a put to blocks that were stored before, as far as they keep the blocks longer: a later
+        expiry, a higher priority, one more pin."""
         if terms == NO_TERMS:
             return
         residency, expires_s = self._residency, self._expiry(terms.ttl_s or 0)
@@ -130,7 +132,7 @@ class Retention:
             )
 
     def change(self, rows: Sequence[int], terms: Terms) -> None:
-        """Set what `terms` say of `rows`, sooner or later, lower or higher."""
+        """Set the terms of `rows` to `terms`: the expiry may become sooner or later, the priority lower or higher."""
         now_ns = self._clock.monotonic_ns()
         if terms.ttl_s is not None:
             expires_s = self._expiry(terms.ttl_s)
@@ -148,24 +150,26 @@ class Retention:
                 self._residency.set_owners(row, owners | self._bit_of(tenant, terms.pin))
 
     def kept(self, terms: Terms) -> int:
-        """Return the word of the headers of blocks that are stored now with these terms."""
+        """Return the header word for blocks that are stored now with `terms` (`kvstore_proto.terms.kept_word`)."""
         if terms == NO_TERMS:
             return 0
         expires_s = self._clock.wall_ns() // NS_PER_S + terms.ttl_s if terms.ttl_s else 0
         return kept_word(expires_s, terms.priority or 0)
 
     def owners(self, row: int) -> list[str]:
-        """Return the names of those who pinned a block."""
+        """Return the names of the owners whose pins the block in `row` has."""
         bits = self._residency.pinned_by(row)
         names = self._owners.get(self._residency.tenant_of(row), []) if bits else []
         return [name for bit, name in enumerate(names) if bits >> bit & 1]
 
     def _expiry(self, ttl_s: int) -> int:
-        """Return when a block expires that may live for `ttl_s` from now on: never later than that."""
+        """Return the second of the monotonic clock at which a block expires that lives for `ttl_s` seconds from now on,
+        rounded down; 0 for a `ttl_s` of 0."""
         return self._clock.monotonic_ns() // NS_PER_S + ttl_s if ttl_s else 0
 
     def _bit_of(self, tenant: int, owner: str, *, is_new: bool = True) -> int:
-        """Return the bit of an owner of pins, 0 where there is none. Raises KVStoreError for one owner too many."""
+        """Return the bit of `owner` among the tenant's owners of pins; 0 when `owner` is "" or unknown and not
+        `is_new`. Raises KVStoreError when the tenant has `OWNERS_MAX` owners already."""
         names = self._owners.setdefault(tenant, [])
         if owner in names:
             return 1 << names.index(owner)
@@ -180,7 +184,7 @@ class Retention:
         return 1 << names.index(owner)
 
     def _forget_owner(self, tenant: int, names: list[str]) -> None:
-        """Free the bits of owners that have no pin any more."""
+        """Free the bits of owners that have no pin any more. Raises KVStoreError when every owner has a pin."""
         residency, column = self._residency, self._residency.rows.optional.view("pinned_by")
         rows = np.empty(0, np.int64) if column is None else np.flatnonzero(column)
         rows = rows[residency.tenants_of(rows) == tenant]
@@ -196,7 +200,7 @@ class Retention:
     # Time
 
     def tick(self) -> bool:
-        """Remove what has expired, a bounded number; True when there is more to remove now."""
+        """Remove a bounded number of expired blocks. Return True when more can be removed now."""
         now_ns = self._clock.monotonic_ns()
         self.idle.tick(now_ns)
         column = self._residency.rows.optional.view("expires_s")
@@ -218,7 +222,7 @@ class Retention:
         return False
 
     def _end(self, row: int) -> bool:
-        """Remove a block whose time is over from every tier; False while a copy of it is being made."""
+        """Remove a block whose time is over from every tier. Return False while a copy of it is being made."""
         residency = self._residency
         if residency.being_filled(row) or self._is_coming(residency.token(row)):
             return False

@@ -1,9 +1,10 @@
-"""Codecs: other forms of a payload, smaller where bytes are scarce or slow. The contract, and the list of them.
+"""Codecs give payloads another form, smaller where bytes are scarce or slow. The module has the contract and the list
+of codecs.
 
-A codec has a file of this package and an entry in `CODECS`. Its number is in the header and the record of each block
-that it made, so a number is never given to another codec, nor to another form of the same one. A codec never sees
-slots, headers on the medium or checksums: `images.py` writes and verifies those, so what a codec gives back is served
-only if it is the payload that was put.
+A codec has a file in this package and an entry in `CODECS`. Its number is in the header and in the record of each block
+that it encoded, so a number is never given to another codec, nor to another form of the same codec. A codec never sees
+slots, headers on the medium or checksums: `images.py` writes and verifies them, so decoded bytes are served only if
+they are the payload that was put.
 """
 
 from __future__ import annotations
@@ -21,33 +22,36 @@ TESTING_ENVIRONMENT = "KVSTORED_TESTING_CODECS"  # set: there is a codec more, w
 
 
 class Undecodable(ValueError):
-    """The stored bytes are none that the codec makes. The message says in what way."""
+    """Raised for stored bytes that the codec cannot have written. The message says what is wrong with them."""
 
 
 class Codec(ABC):
-    """One form of payloads. Both calls are made from several threads at once, and release the GIL for long work."""
+    """One form of payloads. Both `encode` and `decode` are called from several threads at once, and release the GIL for
+    long work."""
 
     name: ClassVar[str]
     number: ClassVar[int]  # 1 to 255; 255 is kept for tests
 
     @abstractmethod
     def bound(self, payload_bytes: int) -> int:
-        """Return the most bytes that `encode` writes for a payload of that size; asked before there is memory."""
+        """Return the most bytes that `encode` writes for a payload of `payload_bytes` bytes. The call comes before
+        memory is allocated."""
 
     @abstractmethod
     def encode(self, header: BlockHeader, payload: memoryview, target: memoryview) -> int:
-        """Write the other form of `payload` to the front of `target`, which has `bound` bytes; return its length.
-        `header` says whose the payload is, and the fingerprint that its shape follows from. A length that is no less
-        than the payload's has the payload stored as it is."""
+        """Write the encoded form of `payload` to the front of `target`, which has `bound` bytes; return the length in
+        bytes. `header` names the owner of the payload, and the fingerprint from which its shape follows. When the
+        length is not less than the payload's, the payload is stored as it is."""
 
     @abstractmethod
     def decode(self, header: BlockHeader, stored: memoryview, payload: memoryview) -> None:
-        """Fill `payload`, `header.payload_bytes` long, from `stored`; take no more memory than that follows from its
-        length. Raises Undecodable for bytes that `encode` does not make."""
+        """Fill `payload`, which has `header.payload_bytes` bytes, from `stored`. Memory use must follow from the length
+        of `payload` alone. Raises Undecodable for bytes that `encode` does not write."""
 
 
 class Entry(NamedTuple):
-    """One codec: loaded by name, when a tier is opened that has it or a block is read that it made."""
+    """One codec of the list. It is loaded by name when a tier that uses it is opened, or by number when a block that it
+    encoded is read."""
 
     number: int
     module: str
@@ -64,17 +68,19 @@ def codec_names() -> tuple[str, ...]:
 
 
 def codec_named(name: str) -> Codec | None:
-    """Return the codec of a setting; None for "none". Raises KeyError for a name that is not in `codec_names`."""
+    """Return the codec with the name in a setting; None for "none". Raises KeyError for a name that is not in
+    `codec_names`."""
     return None if name == NONE else _load(_known()[name])
 
 
 def codec_numbered(number: int) -> Codec | None:
-    """Return the codec that a header names; None where this build does not have it."""
+    """Return the codec with the number in a header; None when this build does not have it."""
     return next((_load(entry) for entry in _known().values() if entry.number == number), None)
 
 
 def codec_name(number: int) -> str:
-    """Return what to call the codec that a header names, 0 for none, also one that this build does not have."""
+    """Return a name for the codec number in a header, for people: "none" for 0, "codec 9" for a 9 that this build does
+    not have."""
     known = {entry.number: name for name, entry in _known().items()}
     return known.get(number, f"codec {number}") if number else NONE
 

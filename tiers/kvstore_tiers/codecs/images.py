@@ -1,9 +1,10 @@
-"""Slot images in the form of a codec: made in memory beside the slots, and turned back while they are read.
+"""Coded images are slot images in the form of a codec: they are encoded in memory outside the slots, and decoded while
+they are read.
 
-Owns the two checksums of such an image: of the payload and of the stored bytes, both verified by who turns it back.
-Also the size of a slot for it: payloads of one size share a few slot sizes, `SIZES_A_PAYLOAD` at most, so that few
-slabs and arenas serve any number of stored sizes, at the price of up to one part in that many of the payload.
-Invariant: a payload is delivered only if the stored bytes had their checksum and the payload has its own.
+The module owns the two checksums of a coded image, one of the payload and one of the stored bytes; the decoder verifies
+both. It also owns the slot sizes of coded images. Payloads of one size share few slot sizes, `SIZES_A_PAYLOAD` at most,
+so that few slabs and arenas serve all stored sizes; up to 1 / `SIZES_A_PAYLOAD` of the payload is lost to rounding.
+Invariant: a payload is delivered only if the stored bytes and the payload both had the right checksum.
 """
 
 from __future__ import annotations
@@ -31,12 +32,13 @@ SIZES_A_PAYLOAD = 32
 
 
 def image_bytes(codec: Codec, payload_bytes: int) -> int:
-    """Return the memory that `encode_image` needs for a payload."""
+    """Return the bytes of memory that `encode_image` needs for a payload."""
     return HEADER_BYTES + aligned_up(codec.bound(payload_bytes))
 
 
 def coded_slot_bytes(payload_bytes: int, stored_bytes: int) -> int:
-    """Return the size of a slot for `stored_bytes` of a codec: at most that of the payload as it is."""
+    """Return the size of a slot for `stored_bytes` that a codec wrote. It is at most the size of a slot for the payload
+    as it is; 0 stored bytes give that size."""
     whole = slot_bytes(payload_bytes)
     step = aligned_up(-(-(whole - HEADER_BYTES) // SIZES_A_PAYLOAD))
     return min(whole, HEADER_BYTES + -(-stored_bytes // step) * step) if stored_bytes else whole
@@ -45,9 +47,9 @@ def coded_slot_bytes(payload_bytes: int, stored_bytes: int) -> int:
 def encode_image(codec: Codec, source: Segment, expect_key: bytes, target: Segment) -> Outcome:
     """Write the image `source`, whose payload is stored as it is, to `target` in the form of `codec`.
 
-    `target` has `image_bytes`. DONE has the header that is there now; one without a codec says that the block takes no
-    smaller slot in this form: then `target` holds nothing. FAILED when the codec did; CORRUPT when `source` does not
-    hold the block `expect_key`.
+    `target` has `image_bytes` bytes. The outcome DONE has the header of the new image. A header without a codec says
+    that the block would take no smaller slot in this form; `target` then holds no image. FAILED: the codec failed.
+    CORRUPT: `source` does not hold the block `expect_key`.
     """
     header = image_header(source, expect_key)
     if isinstance(header, str):
@@ -72,16 +74,17 @@ def encode_image(codec: Codec, source: Segment, expect_key: bytes, target: Segme
 
 
 def judge_stored(header: BlockHeader, stored: Sequence[Segment]) -> Outcome | None:
-    """Return what is wrong with the stored bytes of a block; None when nothing is."""
+    """Return the outcome CORRUPT when the checksum of a block's stored bytes is wrong; None when it is right."""
     if checksum_of(stored, header.stored_bytes) == header.stored_checksum:
         return None
     return Outcome(OutcomeKind.CORRUPT, message=false_checksum(header))
 
 
 def decode_image(header: BlockHeader, stored: Segment, segments: Sequence[Segment]) -> Outcome:
-    """Fill `segments` with the payload of a block whose bytes a codec made and are at `stored`, judged already.
+    """Fill `segments` with the payload of a block. `stored` has its encoded bytes, whose checksum was verified before.
 
-    DONE has the header of the payload as it is. CORRUPT and UNREADABLE say that the segments hold garbage.
+    The outcome DONE has the header of the payload as it is. After CORRUPT or UNREADABLE the segments hold garbage.
+    FAILED: the payload does not fit into the segments.
     """
     nbytes = header.payload_bytes
     if total_bytes(segments) < nbytes:
@@ -106,5 +109,5 @@ def decode_image(header: BlockHeader, stored: Segment, segments: Sequence[Segmen
 
 
 def view(address: int, nbytes: int) -> memoryview:
-    """Return the `nbytes` at `address`, writable. The caller keeps that memory alive."""
+    """Return a writable view of the `nbytes` bytes at `address`. The caller keeps this memory alive."""
     return memoryview(buffer_at(address, nbytes)).cast("B")

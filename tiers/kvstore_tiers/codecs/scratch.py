@@ -1,7 +1,8 @@
-"""Bounded memory for images in the form of a codec, on their way into a slot or out of one.
+"""Scratch is bounded memory for coded images on their way into a slot or out of one.
 
-Owns its buffers, which are used again: pages that are touched for the first time cost more than most codecs. Invariant:
-all buffers together have at most `most_bytes`, but for one larger than that, which is given out alone.
+The module owns its buffers and uses them again, because the first touch of a new page costs more than most codecs.
+Invariant: all buffers together have at most `most_bytes`; a single larger buffer is given out only while no other one
+is.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from kvstore_tiers.segments import AlignedBuffer, Segment
 
 
 class Scratch:
-    """`most_bytes` of memory. Calls come from any thread."""
+    """Memory of `most_bytes` bytes. Any thread may call it."""
 
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes = most_bytes
@@ -28,7 +29,7 @@ class Scratch:
         return self._out_bytes
 
     def try_take(self, nbytes: int) -> AlignedBuffer | None:
-        """Return a buffer of at least `nbytes`, for `give_back`; None while others have the memory."""
+        """Return a buffer of at least `nbytes` bytes, for `give_back` later; None while other callers use it all."""
         with self._changed:
             return self._take(nbytes)
 
@@ -41,7 +42,8 @@ class Scratch:
 
     @contextmanager
     def take(self, nbytes: int) -> Iterator[Segment]:
-        """Give `nbytes` to the body, once there is room: for threads that may wait."""
+        """Wait until there is room, and give a segment of `nbytes` bytes to the body of the `with` block. Only threads
+        that may wait call it."""
         with self._changed:
             while (buffer := self._take(nbytes)) is None:
                 self._changed.wait()

@@ -1,4 +1,4 @@
-"""The conformance suite of the tier contract, shipped so that a tier of yours can prove itself.
+"""The conformance suite of the tier contract, shipped so that the author of a tier can test it.
 
     from kvstore_tiers.testing import TierContract, tier_state_machine
 
@@ -8,8 +8,8 @@
 
     TestMyTierStateful = tier_state_machine(lambda: MyTier(1 << 20)).TestCase
 
-`CodecContract` does the same for a codec, with the tiers that keep its bytes.
-Importing this needs neither pytest nor hypothesis; running the state machine needs hypothesis.
+`CodecContract` is the suite for a codec, and for the tiers that keep its bytes. The import needs neither pytest nor
+hypothesis; running the state machine needs hypothesis.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The conformance suite of codecs, and of the seam that tiers give them.
+"""The conformance suite of codecs; it also tests the tiers with the codec.
 
     class TestMine(CodecContract):
         def make_codec(self) -> Codec: ...
 
-A codec that a daemon can have is listed in `kvstore_tiers.codecs`; the suite finds it there by its number.
+A codec that a daemon can use is listed in `kvstore_tiers.codecs`; the suite finds it there by its number.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class CodecContract(ABC):
             assert bytes(back) == payload.tobytes(), header
 
     def test_spoilt_bytes_are_refused_or_give_a_payload_of_the_right_length(self) -> None:
-        """Checksums find what a codec does not; it must not crash, nor write past the payload."""
+        """Checksums find damage that the codec does not find; the codec must not crash, and must not write past the
+        payload."""
         codec, chosen = self.make_codec(), random.Random(7)
         for header, payload in [*_blocks()][::3]:
             stored = self._stored(codec, header, payload)
@@ -149,7 +150,8 @@ class CodecContract(ABC):
         self._refused(tmp_path, rename, OutcomeKind.UNREADABLE, "codec 254, which this kvstored does not have")
 
     def _refused(self, path: Path, spoil: Callable[[Bytes, BlockHeader], None], kind: OutcomeKind, why: str) -> None:
-        """Images spoilt before they are stored: a tier keeps what it is given."""
+        """Store an image that `spoil` has changed, read it from each tier, and expect the outcome `kind` with `why` in
+        its message. A tier stores whatever image it is given."""
         for tier in self._tiers(path):
             with closing(tier):
                 codec = self.make_codec()
@@ -201,7 +203,7 @@ def _blocks() -> Iterator[tuple[BlockHeader, Bytes]]:
 
 
 def _compressible() -> tuple[BlockHeader, Bytes]:
-    """A block that any codec makes much smaller: it is one pattern again and again."""
+    """Return a block that any codec makes much smaller: its payload is one pattern again and again."""
     return block_with_pattern(4, 40_000)
 
 

@@ -1,8 +1,9 @@
-"""A codec for tests alone: the size of what it makes cannot be foretold. It proves the seam, and saves little.
+"""The made-up codec is for tests only: nobody can foretell the size of its output. It proves the use of codecs, and
+saves little.
 
-A frame is a mark, eight bytes of the block's key, the payload (deflated where that is shorter), and padding. How much
-padding follows from a hash of the payload: none, some, up to the payload's size, or up to the bound, which is beyond
-it. So payloads of one size take slots of many sizes, and some are stored as they are.
+A frame is a mark, eight bytes of the block's key, the payload (deflated if that makes it shorter), and padding. A hash
+of the payload gives the length of the padding: none, some bytes, up to the payload's size, or up to the bound, which is
+larger than the payload. So payloads of one size take slots of many sizes, and some are stored as they are.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from kvstore_tiers.codecs import TESTING_ENVIRONMENT, Codec, Undecodable
 
 
 def allow_made_up_codec() -> None:
-    """Let this process, and those that it starts, know the codec."""
+    """Let this process, and the processes that it starts, know the codec."""
     os.environ[TESTING_ENVIRONMENT] = "1"
 
 
@@ -30,7 +31,7 @@ _FASTEST = 1
 
 
 class MadeUpCodec(Codec):
-    """Makes and reads the frames that the module describes."""
+    """Encodes and decodes the frames that the module describes."""
 
     name: ClassVar[str] = "made-up"
     number: ClassVar[int] = 255

@@ -1,4 +1,6 @@
-"""Driving a tier from a test: make a block, start a transfer, wait for its outcome. Never judges an outcome."""
+"""The module drives a tier from a test: make a block, start a transfer, wait for its outcome. It never judges an
+outcome.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ PATIENCE_S = 60.0
 
 
 def finish(start: Callable[[Completion], None]) -> Outcome:
-    """Start one transfer and wait for its outcome."""
+    """Start one transfer and return its outcome."""
     return finish_all([start])[0]
 
 
@@ -61,7 +63,8 @@ def block(number: int, payload_bytes: int, *, tokens: int = 4) -> tuple[BlockHea
 
 
 def block_with_pattern(number: int, payload_bytes: int) -> tuple[BlockHeader, Bytes]:
-    """As `block`, but none, half or all of the payload is one pattern again and again, which codecs make small."""
+    """Make a block with `block`, and overwrite none, half or all of its payload with one repeated pattern, which codecs
+    make small."""
     header, payload = block(number, payload_bytes)
     repeated = payload_bytes * (number // 2 % 3) // 2
     payload[:repeated] = np.resize(payload[:16], repeated)
@@ -69,7 +72,7 @@ def block_with_pattern(number: int, payload_bytes: int) -> tuple[BlockHeader, By
 
 
 def as_it_is(header: BlockHeader, payload: Bytes) -> AlignedBuffer:
-    """The image of a block whose payload is stored as it is."""
+    """Return the slot image of a block whose payload is stored as it is."""
     image = AlignedBuffer(slot_bytes(payload.nbytes))
     if payload.nbytes:
         view_at(image.address + HEADER_BYTES, payload.nbytes)[:] = payload
@@ -78,8 +81,8 @@ def as_it_is(header: BlockHeader, payload: Bytes) -> AlignedBuffer:
 
 
 def encoded(codec: Codec, header: BlockHeader, payload: Bytes) -> AlignedBuffer:
-    """The image of a block in the form of `codec`, or as it is where that is not smaller; its buffer has the size of
-    the slot that it takes."""
+    """Return the slot image of a block in the form of `codec`, or as it is when the coded slot would not be smaller.
+    The buffer has the size of the slot."""
     raw = as_it_is(header, payload)
     target = AlignedBuffer(image_bytes(codec, payload.nbytes))
     outcome = encode_image(codec, raw.segment(raw.nbytes), header.key, target.segment(target.nbytes))
@@ -93,7 +96,8 @@ def encoded(codec: Codec, header: BlockHeader, payload: Bytes) -> AlignedBuffer:
 
 
 def put_encoded(tier: Tier, codec: Codec, header: BlockHeader, payload: Bytes, owner: str = "") -> Slot | None:
-    """As `put`, in the form of `codec`."""
+    """Allocate a slot and write the block in the form of `codec`. Return the slot, or None when there is no room.
+    Raises AssertionError when the write fails."""
     image = encoded(codec, header, payload)
     slot = tier.allocate(image.nbytes, owner)
     if slot is not None:
@@ -114,12 +118,12 @@ def put(tier: Tier, header: BlockHeader, payload: Bytes, owner: str = "") -> Slo
 
 
 def get(tier: Tier, slot: Slot, key: bytes, payload_bytes: int) -> tuple[Outcome, Bytes]:
-    """Read a block into fresh memory. Return the outcome and the bytes."""
+    """Read a block into new memory. Return the outcome and the bytes."""
     destination = np.zeros(payload_bytes, dtype=np.uint8)
     return finish(lambda done: tier.read(slot, key, [segment_of(destination)], done)), destination
 
 
 def pieces(array: Bytes, *cuts: int) -> list[Segment]:
-    """Return the array as a scatter list, cut at these offsets."""
+    """Return the array as a list of segments, cut at the offsets `cuts`."""
     bounds = [0, *cuts, array.nbytes]
     return [segment_of(array[a:b]) for a, b in pairwise(bounds)]

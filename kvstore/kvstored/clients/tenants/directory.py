@@ -97,7 +97,7 @@ class TenantDirectory:
             self._tenant(section)
 
     def named_entries(self, residency: Residency) -> list[Entry]:
-        """Return the names to be saved: of fingerprints, and of tenants that have blocks."""
+        """Return the names to save: the names of fingerprints, and of tenants that have blocks."""
         numbers = {index.name: number for number, index in enumerate(residency.tenants)}
         with_blocks = (
             tenant.name for tenant in self._tenants.values()
@@ -106,7 +106,7 @@ class TenantDirectory:
         return self._names.entries(with_blocks)
 
     def know(self, entries: Iterable[Entry]) -> None:
-        """Know the names that were saved, beside those that came since."""
+        """Add the names in the saved `entries` to the names that are known already."""
         for name in self._names.know(entries):
             if name not in self._tenants and self.keyring.identity_of(name) is not None:
                 self._tenant(TenantSection(name))
@@ -277,8 +277,8 @@ class TenantDirectory:
         return self._names.fingerprints.get(digest)
 
     def state_kind(self, number: int, group_id: int) -> str:
-        """Return the kind of state that a layer group of a fingerprint has, by the fingerprint's number; "" where that
-        is not known. It is a fact of the group, so no block keeps it."""
+        """Return the kind of state that a layer group of a fingerprint has, by the number of the fingerprint; "" when
+        the kind is unknown. The kind is a fact of the group, so no block keeps it."""
         known = self.fingerprint(self.fingerprint_digest(number))
         group = None if known is None else known.group(group_id)
         return "" if group is None else group.kind

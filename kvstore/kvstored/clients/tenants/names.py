@@ -1,8 +1,9 @@
-"""The names behind digests, for people: of tenants and of fingerprints.
+"""The names behind digests, for people: names of tenants and of fingerprints.
 
-Owns the fingerprints that have names. Never decides anything: what is not here has a digest for a label, and blocks,
-keys and leases do not depend on it. So what is saved of it may lag behind, and what a crash takes comes back with the
-next client that says hello. Invariant: what is kept is bounded in number and in bytes.
+The module owns the fingerprints that have names. It never decides anything: a digest without a name is shown as a
+digest, and blocks, keys and leases do not depend on names. Saved names may therefore lag behind, and a name that a
+crash takes comes back with the next client that says hello. Invariant: the names that are kept are bounded in number
+and in bytes.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ class Names:
             self._nbytes += len(text)
 
     def entries(self, tenants: Iterable[str]) -> list[Entry]:
-        """Return what is to be saved: all fingerprints, and these names of tenants."""
+        """Return the entries to save: all fingerprints, and the names of `tenants`."""
         return [*((_TENANT + name.encode(), b"") for name in sorted(tenants)), *self._entries]
 
     def know(self, entries: Iterable[Entry]) -> list[str]:
-        """Keep the fingerprints that were saved; return the names of tenants. What is none of ours is left out."""
+        """Keep the fingerprints in the saved `entries`; return the names of tenants. Unknown entries are left out."""
         tenants = []
         for key, text in entries:
             if key.startswith(_TENANT):

@@ -137,8 +137,8 @@ class TierSection(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class CodedSection(TierSection):
-    """A tier whose blocks may have another form, that of `codec`: no one reads them in place. `codec_staging_bytes` of
-    DRAM hold those on their way."""
+    """A tier whose blocks may have the form of `codec`; no client reads them in place. `codec_staging_bytes` of DRAM
+    hold blocks on their way into this form or out of it."""
 
     codec: str = NO_CODEC
     codec_staging_bytes: int = 0
@@ -155,7 +155,7 @@ class CodedSection(TierSection):
 
 
 def coding_of(codec: str, staging_bytes: int) -> Coding:
-    """Return the form in which a tier is given blocks."""
+    """Return the form that blocks have in a tier."""
     from kvstore_tiers.base import UNCODED, Coding
 
     return UNCODED if codec == NO_CODEC else Coding(codec, staging_bytes)

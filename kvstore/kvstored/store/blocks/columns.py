@@ -1,9 +1,12 @@
-"""The optional columns of the index: facts that most blocks do not have, without memory until one block has one.
+"""The optional columns of the index hold facts that most blocks do not have; a column takes no memory until a block has
+the fact.
 
 `OF_BLOCKS` and `OF_COPIES` are the tables of definitions: one line makes a column, which grows, is reset and is shown
-with the others. A reader is given the default where the column, or the row in it, is absent. Decides nothing.
+with the others. A reader gets the default when the column, or the value of a row, was never set. The module decides
+nothing.
 
-Invariant: a row that ends, or a copy that is taken, leaves the defaults behind for the next one."""
+Invariant: a row that ends, or a copy that is taken, leaves the defaults behind for the next one.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,8 @@ import numpy.typing as npt
 
 
 class Column(NamedTuple):
-    """One optional column. `typecode` is the one of array.array, whose size is what a row takes once it is used."""
+    """One optional column. `typecode` is a typecode of array.array; its size is the memory for each row once the column
+    is used."""
 
     name: str
     typecode: str
@@ -35,8 +39,8 @@ OF_COPIES = (
 
 
 class OptionalColumns:
-    """The columns of `table`, for as many rows as `grow` was told. `used` has those that have memory, by name: empty
-    until `set` is called for the first time, so that its truth is all that a hot path has to ask."""
+    """The columns of `table`; `grow` sets their number of rows. `used` has the columns that have memory, by name. It is
+    empty until `set` stores a first value, so a hot path only has to test whether it is empty."""
 
     __slots__ = ("_rows", "_table", "used")
 
@@ -46,13 +50,13 @@ class OptionalColumns:
         self.used: dict[str, array[int]] = {}
 
     def get(self, name: str, row: int) -> int:
-        """Return the value of `row`. Raises KeyError for a column that is not in the table."""
+        """Return the value of `row` in the column `name`. Raises KeyError for a column that is not in the table."""
         column = self.used.get(name)
         return self._table[name].default if column is None else column[row]
 
     def set(self, name: str, row: int, value: int) -> None:
-        """Give `row` a value; the first one that is not the default allocates the column. Raises KeyError for a column
-        that is not in the table, OverflowError for a value beyond its type."""
+        """Set the value of `row` in the column `name`. The first value that is not the default allocates the column.
+        Raises KeyError for a column that is not in the table, OverflowError for a value beyond its type."""
         column = self.used.get(name)
         if column is None:
             definition = self._table[name]
@@ -62,11 +66,11 @@ class OptionalColumns:
         column[row] = value
 
     def default(self, name: str) -> int:
-        """Return what a row has in a column unless something else was set."""
+        """Return the default of the column `name`, which a row has until a value is set."""
         return self._table[name].default
 
     def fill(self, name: str, rows: npt.NDArray[np.int64], values: npt.NDArray[Any]) -> None:
-        """Do `set` for each of `rows`."""
+        """Set `values` for `rows`, as one call of `set` for each row would."""
         if len(rows):
             self.set(name, int(rows[0]), int(values[0]))
             if name not in self.used:
@@ -74,20 +78,20 @@ class OptionalColumns:
             np.frombuffer(self.used[name], np.dtype(self._table[name].typecode))[rows] = values
 
     def view(self, name: str) -> npt.NDArray[Any] | None:
-        """Return the column as an array for scans; None while all rows have the default. Drop it before a row is
+        """Return the column as an array for scans; None while all rows have the default. Drop the array before a row is
         added."""
         column = self.used.get(name)
         return None if column is None else np.frombuffer(column, np.dtype(self._table[name].typecode))
 
     def grow(self, rows: int) -> None:
-        """Make room for `rows` rows in all."""
+        """Make room for `rows` rows in total."""
         more, self._rows = rows - self._rows, rows
         for name, column in self.used.items():
             definition = self._table[name]
             column.extend(array(definition.typecode, [definition.default]) * more)
 
     def reset(self, rows: Sequence[int]) -> None:
-        """Give each of `rows` the defaults."""
+        """Set each of `rows` to the default in every column."""
         for name, column in self.used.items():
             default = self._table[name].default
             for row in rows:

@@ -1,11 +1,12 @@
-"""The uses of blocks, how often and when, as rows that a later process can apply to the copies it takes over.
+"""The usage rows record how often and when blocks were used, so that a later process can apply the uses to its copies.
 
-A row stands where its copy's slot does: slots of a container are numbered, and 64 of them are one value, so that what
-was stored together is written together and nothing has to be looked up by key. It has 8 bytes of a hash of its block's
-key, so another block in that slot gets nothing of it, and a checksum. Which values differ from the saved ones is found
-by digests, a number for each bucket of values: a block costs no memory for it, and no request pays. Times are of the
-wall clock, since the monotonic one begins anew with the machine. Everything is done in steps: a generator yields where
-others may go on, and returns what it found. Never does I/O.
+The place of a row follows from the slot of the copy: the slots of a container are numbered, and 64 of them make one
+value. Blocks that were stored together are therefore written together, and no key has to be looked up. A row has 8
+bytes of a hash of its block's key, so that another block in the same slot gets no use from it, and a checksum. Digests,
+one number for each bucket of values, show which values differ from the saved ones: a block needs no memory for this,
+and no request does any work. Saved times are wall clock times, because the monotonic clock begins anew with the
+machine. All work is done in steps: a generator yields where other tasks may run, and returns its result. The module
+does no I/O.
 """
 
 from __future__ import annotations
@@ -38,15 +39,14 @@ Entry = tuple[bytes, bytes]
 
 
 class Known(NamedTuple):
-    """Uses of blocks as they were saved, of dtype `USE`. `wrong`: rows whose checksum is not their own, which are left
-    out."""
+    """Saved uses of blocks, with dtype `USE`. `wrong`: the number of rows with a wrong checksum; they are left out."""
 
     uses: npt.NDArray[np.void]
     wrong: int
 
 
 class UsageRows:
-    """The uses of the blocks in one tier. `alone`: of those only that the durable tier has not."""
+    """The uses of the blocks in one tier. `alone`: leave out blocks that have a copy in the durable tier."""
 
     def __init__(self, residency: Residency, tier: int, *, alone: bool = False) -> None:
         self._residency, self._tier, self._alone = residency, tier, alone
@@ -55,7 +55,8 @@ class UsageRows:
     # What is to be saved
 
     def digests(self, touched_after_ns: int | None = None) -> Generator[None, None, Numbers]:
-        """Return one number for each bucket of values. Rows used after `touched_after_ns` count as another use."""
+        """Return one number for each bucket of values. A row that was used after `touched_after_ns` counts with one use
+        more, so its bucket differs from the result without this argument."""
         residency, columns = self._residency, self._residency.rows
         buckets = max(_LEAST_BUCKETS, 1 << (residency.copies[self._tier].blocks // _ROWS_A_BUCKET).bit_length())
         found = np.zeros(buckets, np.uint64)
@@ -72,7 +73,7 @@ class UsageRows:
         return found
 
     def parts(self, digests: Numbers) -> list[Numbers]:
-        """Return which buckets differ from the saved ones, in parts that are small enough to be had in memory."""
+        """Return the buckets that differ from the saved ones, in parts that are small enough for memory."""
         is_like = self.saved if len(self.saved) == len(digests) else np.zeros(len(digests), np.uint64)
         changed = np.flatnonzero(is_like != digests).astype(np.uint64)
         return [
@@ -81,7 +82,8 @@ class UsageRows:
         ]
 
     def entries(self, part: Numbers, buckets: int, wall_less_monotonic_ns: int) -> Generator[None, None, list[Entry]]:
-        """Return the values of the groups in these buckets."""
+        """Return the values of the groups in the buckets `part`, as entries. `wall_less_monotonic_ns` is the wall clock
+        minus the monotonic clock."""
         chosen = np.zeros(buckets, bool)
         chosen[part] = True
         found: list[tuple[Numbers, Numbers, npt.NDArray[np.void]]] = []
@@ -119,7 +121,7 @@ class UsageRows:
     # What was saved
 
     def known(self, entries: Sequence[Entry]) -> Generator[None, None, Known]:
-        """Return what `entries`, in the order of their keys, say of blocks that are in the tier."""
+        """Return the saved uses of blocks that are in the tier. `entries` are in the order of their keys."""
         whole = [each for each in entries if len(each[0]) == _GROUP_KEY.size and len(each[1]) == GROUP_BYTES]
         wrong = GROUP_SLOTS * (len(entries) - len(whole))
         keys = np.frombuffer(b"".join([key for key, _ in whole]), ">u4").reshape(-1, 2).astype(np.uint64)
@@ -143,9 +145,10 @@ class UsageRows:
         return Known(np.concatenate(parts) if parts else np.empty(0, USE), wrong)
 
     def apply(self, known: Known, now_ns: int, wall_ns: int, adopted_ns: int) -> int:
-        """Let blocks have been used as `known` says; return how many there were. Those that were used after
-        `adopted_ns` keep that use as their last one. Ages that are longer than the monotonic clock has run are scaled
-        down, so that their order holds. All at once: policies are to be made anew next."""
+        """Set the last use and the number of uses of blocks to the values in `known`; return the number of blocks. A
+        block that was used after `adopted_ns` keeps that use as its last one. Ages longer than the time for which the
+        monotonic clock has run are scaled down together, so their order holds. The call makes no pauses: policies must
+        be made anew after it."""
         columns = self._residency.rows
         uses = known.uses
         still = np.frombuffer(columns.generation, np.uint32)[uses["row"]] == uses["generation"]
@@ -168,8 +171,8 @@ class UsageRows:
     # Columns
 
     def _steps(self, rows: int, *, used: bool = False) -> Generator[Rows, None, None]:
-        """Yield the rows of blocks that are here, a step at a time. `used`: of those that were used since they were
-        found; of the others there is nothing to save."""
+        """Yield the rows of blocks that are in the tier, in arrays from up to `rows` rows of the table each. `used`:
+        only rows of blocks that were used since they were recovered; the other rows have nothing to save."""
         residency = self._residency
         for first in range(0, residency.rows.capacity, rows):
             mask = np.frombuffer(residency.rows.mask, np.uint8)[first : first + rows]
@@ -187,7 +190,7 @@ class UsageRows:
         return is_here
 
     def _places(self, here: Rows) -> tuple[Numbers, Numbers]:
-        """Return the group of each row's slot, and its number in it."""
+        """Return the group of each row's slot, and the number of the slot in the group."""
         copies = self._residency.copies[self._tier]
         containers = np.frombuffer(copies.container, np.uint32)[here].astype(np.uint64)
         sizes = np.maximum(np.frombuffer(copies.nbytes, np.uint32)[here], ALIGNMENT_BYTES).astype(np.uint64)
@@ -203,7 +206,7 @@ class UsageRows:
 
 
 def described(key: bytes, value: bytes) -> dict[str, object]:
-    """Return what a value says, for people. Raises ValueError or struct.error for one of another form."""
+    """Return the fields of one value, for people. Raises ValueError or struct.error for bytes of another form."""
     container, group = _GROUP_KEY.unpack(key)
     rows = np.frombuffer(value, ROW)
     numbers = np.arange(len(rows), dtype=np.uint64)

@@ -1,6 +1,7 @@
-"""The columns of the residency index, and every question about them.
+"""The view gives read access to the columns of the residency index, and answers all questions about them.
 
-Policies and listings get this view. It changes nothing itself: the parts that `index` puts together do.
+Policies and listings get this view. It changes no row or copy, except that `reset_facts` resets optional columns; the
+parts that `index` puts together make the changes.
 """
 
 from __future__ import annotations
@@ -48,14 +49,13 @@ def unpack_keys(packed: bytes) -> tuple[bytes, ...]:
 
 
 class ResidencyView:
-    """Questions about rows of live blocks: a free row's answers mean nothing. A tier is named by its position.
-    `durable`: the position of the tier that outlives the daemon, -1 if there is none; the last one unless said
-    otherwise. `in_memory`: how many tiers, from the first on, are memory; all before the durable one unless said
-    otherwise. `mapped`: the position of the tier that clients map, where puts are stored and leases are given; a
-    tier before it has copies of blocks that are used often. `exported`: the tiers among them that a client on their
-    device may read in place; `closed`: the tiers that no new lease may name now. `changes` differs whenever a row or
-    a copy was added, removed or changed its state; uses and pins do not count. `deletions`: how often blocks were
-    deleted by order.
+    """Answers questions about rows of live blocks; the answers for a free row mean nothing. A tier is named by its
+    position. `durable`: the position of the tier that outlives the daemon, -1 if there is none; the last tier by
+    default. `in_memory`: how many tiers, from the first on, are in memory; by default all tiers before the durable one.
+    `mapped`: the position of the tier that clients map, where puts are stored and leases are given; a tier before it
+    has copies of blocks that are used often. `exported`: the tiers before it that a client on their device may read in
+    place. `closed`: the tiers that no new lease may name now. `changes` differs whenever a row or a copy was added,
+    removed or changed its state; uses and pins do not count. `deletions`: how many times blocks were deleted by order.
     """
 
     def __init__(
@@ -83,29 +83,29 @@ class ResidencyView:
         self.deletions = 0
 
     def tier(self, name: str) -> int:
-        """The position of a tier. Raises ValueError for an unknown name."""
+        """Return the position of the tier `name`. Raises ValueError for an unknown name."""
         return self.tiers.index(name)
 
     def readable(self, device_tiers: TierSet) -> TierSet:
-        """Return the tiers that a client reads in place. `device_tiers`: the tiers on its device."""
+        """Return the tiers that a client can read in place. `device_tiers`: the tiers on the client's device."""
         return device_tiers.difference(self.closed).with_tier(self.mapped)
 
     # Looking up
 
     def find(self, tenant: int, key: bytes) -> int:
-        """The row of a readable block, or -1."""
+        """Return the row of a readable block, or -1."""
         return self.tenants[tenant].find(key)
 
     def find_any(self, tenant: int, key: bytes) -> int:
-        """The row of a block, readable or being filled, or a placeholder, or -1."""
+        """Return the row of a block that is readable or being filled, or of a placeholder; -1 if there is no row."""
         return self.tenants[tenant].row(key)
 
     def find_run(self, tenant: int, packed_keys: bytes) -> list[int]:
-        """Rows of the leading run of readable blocks. O(keys); 64 keys in a few microseconds."""
+        """Return the rows of the leading run of readable blocks. O(keys); 64 keys take a few microseconds."""
         return self.find_keys(tenant, unpack_keys(packed_keys))
 
     def find_keys(self, tenant: int, keys: Iterable[bytes]) -> list[int]:
-        """Return the rows of `find_run`, for keys that are not packed."""
+        """Return the rows that `find_run` returns, for keys that are not packed."""
         index, keys = self.tenants[tenant], tuple(keys)
         found: list[int] = []
         for row in map(index.readable.get, keys):
@@ -117,7 +117,7 @@ class ResidencyView:
         return found
 
     def find_each(self, tenant: int, packed_keys: bytes) -> list[int]:
-        """A row or -1 for every key."""
+        """Return for every key the row of its readable block, or -1."""
         index, keys = self.tenants[tenant], unpack_keys(packed_keys)
         if index.bulk is not None:
             return [index.find(key) for key in keys]
@@ -125,7 +125,8 @@ class ResidencyView:
         return [readable.get(key, -1) for key in keys]
 
     def find_column(self, tenant: int, keys: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
-        """A row or -1 for every key (dtype V16), for many keys: 0.3 s a million."""
+        """Return for every key (dtype V16) the row of its readable block, or -1. Use it for many keys: a million take
+        0.3 s."""
         index = self.tenants[tenant]
         get, found = index.readable.get, np.full(len(keys), -1, np.int64)
         if index.bulk is not None:
@@ -135,8 +136,8 @@ class ResidencyView:
         return found
 
     def why_missing(self, tenant: int, key: bytes, fingerprint_id: int = -1, family: Set[int] = frozenset()) -> Absence:
-        """Return why `key` is not readable. OTHER_FINGERPRINT if the tenant never stored it under `fingerprint_id` but
-        did under another one of `family`.
+        """Return the reason why `key` is not readable. The reason is OTHER_FINGERPRINT if the tenant never stored
+        blocks under `fingerprint_id`, but did under another fingerprint in `family`.
         """
         index = self.tenants[tenant]
         row = index.find(key)
@@ -152,13 +153,13 @@ class ResidencyView:
     # Where it is
 
     def slot(self, row: int, tier: int) -> Slot:
-        """Return the slot of a copy. Raises RuntimeError if there is none."""
+        """Return the slot of the copy in `tier`. Raises RuntimeError if there is no copy."""
         if not self.copies[tier].state[row]:  # ABSENT
             raise RuntimeError(f"row {row} has no copy in {self.tiers[tier]}")
         return self.copies[tier].slot(row)
 
     def slots(self, rows: Sequence[int], tier: int) -> list[Slot]:
-        """Return the slot of each row's copy."""
+        """Return the slot of each row's copy in `tier`. Raises RuntimeError if a row has no copy there."""
         copies = self.copies[tier]
         state, container, offset = copies.state, copies.container, copies.offset
         nbytes, generation = copies.nbytes, copies.generation
@@ -167,7 +168,7 @@ class ResidencyView:
         return [Slot(container[row], offset[row], nbytes[row], generation[row]) for row in rows]
 
     def is_held_by_another(self, row: int, tier: int) -> bool:
-        """Return whether another tenant has a copy in `tier`, in any state, of a block with this key."""
+        """Return whether another tenant has a copy in `tier`, in any state, of a block with the same key."""
         key, tenant, state = self.key(row), self.tenant_of(row), self.copies[tier].state
         others = (index.row(key) for number, index in enumerate(self.tenants) if number != tenant)
         return any(other >= 0 and state[other] for other in others)
@@ -188,13 +189,14 @@ class ResidencyView:
         return TIER_SETS[self.rows.mask[row]]
 
     def fastest(self, row: int, device_tiers: int = NO_TIERS) -> int:
-        """Return the tier from which a client has the block soonest: the mapped one if it has a readable copy,
-        otherwise the first such tier on its device, otherwise the first such tier of all; -1 if there is none.
+        """Return the tier from which a client has the block soonest: the mapped tier if it has a readable copy,
+        otherwise the first tier with a readable copy on the client's device, otherwise the first tier with a readable
+        copy; -1 if there is none.
         """
         return self.fastest_of(self.rows.mask[row], device_tiers)
 
     def fastest_of(self, tiers: int, device_tiers: int) -> int:
-        """Return the result of `fastest` for a block that has readable copies in `tiers`."""
+        """Return the result of `fastest` for a block with readable copies in `tiers`."""
         members = MEMBERS[tiers]
         if self.mapped in members:
             return self.mapped
@@ -202,12 +204,13 @@ class ResidencyView:
         return nearest[0] if nearest else -1
 
     def fastest_in_memory(self, row: int) -> int:
-        """Return the fastest tier with a readable copy, if that is memory, or -1."""
+        """Return the fastest tier with a readable copy if this tier is in memory, or -1."""
         position = self.fastest(row)
         return position if position < self.in_memory else -1
 
     def rows_in(self, tier: int, container: int) -> list[int]:
-        """Return the rows with a copy (in any state) in a container, by offset. A scan: about 1 ms a million rows."""
+        """Return the rows with a copy (in any state) in a container, by offset. The scan takes about 1 ms for a million
+        rows."""
         copies = self.copies[tier]
         here = np.frombuffer(copies.container, np.uint32) == container
         rows = np.flatnonzero(here & (np.frombuffer(copies.state, np.uint8) != 0))
@@ -215,7 +218,7 @@ class ResidencyView:
         return found
 
     def row_at(self, tier: int, container: int, offset: int) -> int:
-        """Return the row with a copy (in any state) there, or -1. A scan, as `rows_in`."""
+        """Return the row with a copy (in any state) at `offset` of a container, or -1. It scans as `rows_in` does."""
         offsets = self.copies[tier].offset
         return next((row for row in self.rows_in(tier, container) if offsets[row] == offset), -1)
 
@@ -225,8 +228,8 @@ class ResidencyView:
         return self.pins.get(row, 0)
 
     def is_evictable(self, row: int, tier: int) -> bool:
-        """Return whether the copy in `tier` may be evicted now: RESIDENT, unpinned, no child in this tier; and in the
-        slowest tier, from which nothing can be demoted, another copy or no child anywhere."""
+        """Return whether the copy in `tier` may be evicted now: it is RESIDENT and unpinned, and has no child in this
+        tier. The slowest tier cannot demote: there the block also needs another copy, or no child in any tier."""
         copies = self.copies[tier]
         if copies.state[row] != _RESIDENT or copies.kids[row] or row in self.pins:
             return False
@@ -234,15 +237,15 @@ class ResidencyView:
         return not (last and self.rows.links[row] and self.rows.mask[row] == ONLY[tier])
 
     def policy_may_name(self, row: int, tier: int) -> bool:
-        """Return whether a policy may name the copy in `tier` as its victim: it may be evicted, and has the priority
-        that is no priority. Blocks of others are in an order of their own (`policies/ranked.py`)."""
+        """Return whether a policy may name the copy in `tier` as its victim: the copy may be evicted, and the block's
+        priority is 0. Blocks with another priority have an order of their own (`policies/ranked.py`)."""
         if (priority := self.rows.optional.used.get("priority")) is not None and priority[row]:
             return False
         return self.is_evictable(row, tier)
 
     def run_above(self, row: int, tier: int, limit: int) -> list[int]:
-        """Return `row`, which may be evicted from `tier` now, and the rows above it, up to `limit` in all, that may be
-        evicted once the one below has gone.
+        """Return `row`, which may be evicted from `tier` now, and the rows above it that may be evicted after the row
+        below has gone. `limit` is the most rows to return.
         """
         copies, pins, rows = self.copies[tier], self.pins, self.rows
         parents, links, mask = rows.parent, rows.links, rows.mask
@@ -261,25 +264,26 @@ class ResidencyView:
         return found
 
     def may_forget(self, row: int) -> bool:
-        """Return whether the block may be removed entirely, by choice: unpinned, no child, nothing being filled."""
+        """Return whether the block may be removed from all tiers by choice: it is unpinned, has no child, and no copy
+        is being filled."""
         return not (self.rows.links[row] or self.rows.filling[row] or row in self.pins)
 
     def being_filled(self, row: int) -> bool:
-        """Return whether some tier has a FILLING copy: a put, promotion or demotion is under way."""
+        """Return whether a tier has a FILLING copy of the block: a put, promotion or demotion is under way."""
         return self.rows.filling[row] != 0
 
     def children(self, row: int, tier: int | None = None) -> int:
-        """Return the number of child rows, or of the ones with a copy in `tier`."""
+        """Return the number of child rows; with `tier`, only the child rows that have a copy in `tier`."""
         return self.rows.links[row] if tier is None else self.copies[tier].kids[row]
 
     # What it is
 
     def token(self, row: int) -> int:
-        """Return a name for this block for as long as it is stored: keep it, not the row, across an await."""
+        """Return a name that is valid as long as the block is stored. Keep the token, not the row, across an await."""
         return self.rows.token(row)
 
     def current(self, token: int) -> int:
-        """The row of a token, or -1 when that block is gone."""
+        """Return the row of the block named `token`, or -1 when the block is gone."""
         return self.rows.current(token)
 
     def is_current(self, token: int) -> bool:
@@ -294,7 +298,7 @@ class ResidencyView:
         return key
 
     def parent(self, row: int) -> int:
-        """The parent's row (perhaps a placeholder), or -1 for the first of a chain."""
+        """Return the row of the parent (perhaps a placeholder), or -1 for the first block of a chain."""
         return self.rows.parent[row]
 
     def parent_key(self, row: int) -> bytes:
@@ -305,7 +309,7 @@ class ResidencyView:
         return self.kind_tenant[self.rows.kind[row]]
 
     def tenants_of(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """`tenant_of` each row, vectorised."""
+        """Return the tenant of each row; the vectorised form of `tenant_of`."""
         return np.array(self.kind_tenant, np.int64)[np.frombuffer(self.rows.kind, np.uint32)[rows]]
 
     def kind(self, row: int) -> Kind:
@@ -319,58 +323,62 @@ class ResidencyView:
         return self.rows.payload_bytes[row]
 
     def slot_bytes(self, row: int) -> int:
-        """The size of the slot that a copy of the block takes, in any tier."""
+        """Return the bytes of a slot that holds the payload of the block as it is, in any tier."""
         return slot_bytes(self.rows.payload_bytes[row])
 
     def last_access_ns(self, row: int) -> int:
         return self.rows.last_access_ns[row]
 
     def accesses(self, row: int) -> int:
-        """Return the accesses in this life and, as far as the ghost remembers, in earlier ones. Saturates at 65,535."""
+        """Return the number of accesses in this life and, if the ghost remembers them, in earlier lives. The number
+        saturates at 65,535."""
         return self.rows.accesses[row]
 
     def expires_s(self, row: int) -> int:
-        """Return when the block expires, in whole seconds of the monotonic clock; 0: never."""
+        """Return when the block expires, in whole seconds of the monotonic clock; 0 means never."""
         return self.rows.optional.get("expires_s", row)
 
     def priority(self, row: int) -> int:
-        """Return the priority of the block: in a full tier a lower one leaves first."""
+        """Return the priority of the block: in a full tier a block with a lower priority leaves first."""
         return self.rows.optional.get("priority", row)
 
     def pinned_by(self, row: int) -> int:
-        """Return a set of bits, one for each owner of pins of the block's tenant that pinned it."""
+        """Return a set of bits: bit n is set when the owner of pins with number n of the block's tenant has pinned the
+        block."""
         return self.rows.optional.get("pinned_by", row)
 
     def reset_facts(self, row: int) -> None:
-        """Forget what optional columns say of a block that is gone, of which the row may remain as a placeholder."""
+        """Reset the optional columns of a block that is gone; its row may remain as a placeholder."""
         if self.pinned_by(row):
             self.pinned_bytes[self.tenant_of(row)] -= self.slot_bytes(row)
         self.rows.optional.reset((row,))
 
     def codec(self, row: int, tier: int) -> int:
-        """Return the number of the codec that made the bytes of the copy in `tier`; 0: they are the payload."""
+        """Return the number of the codec that made the stored bytes of the copy in `tier`; 0 means that they are the
+        payload."""
         return self.copies[tier].optional.get("codec", row)
 
     def stored_bytes(self, row: int, tier: int) -> int:
-        """Return how many bytes the copy in `tier` keeps of the payload, in coded form."""
+        """Return the number of stored bytes of the copy in `tier`, which is smaller than the payload if a codec made
+        them."""
         return self.copies[tier].optional.get("stored_bytes", row) or self.rows.payload_bytes[row]
 
     def tenant_bytes(self, tenant: int, tier: int) -> int:
-        """Slot bytes of a tenant in a tier, FILLING included."""
+        """Return the slot bytes of a tenant in a tier, FILLING copies included."""
         return self.copies[tier].bytes_by_tenant[tenant]
 
     def reserved_bytes(self, tenant: int, tier: int) -> int:
-        """Slot bytes that a tenant holds in a tier for blocks to come."""
+        """Return the slot bytes that a tenant has reserved in a tier for blocks to come."""
         return self.copies[tier].reserved_by_tenant.get(tenant, 0)
 
     def tenant_blocks(self, tenant: int) -> int:
-        """Readable blocks of a tenant."""
+        """Return the number of readable blocks of a tenant."""
         return self.tenants[tenant].blocks
 
     def tier_blocks(self, tier: int) -> int:
-        """Copies in a tier, in any state."""
+        """Return the number of copies in a tier, in any state."""
         return self.copies[tier].blocks
 
     def __len__(self) -> int:
-        """Readable blocks."""
+        """Return the number of readable blocks."""
         return sum(tenant.blocks for tenant in self.tenants)

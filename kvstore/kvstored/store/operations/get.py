@@ -151,9 +151,9 @@ class Get:
         held: int = 0,
         outlook: Outlook | None = None,
     ) -> tuple[int, int, int]:
-        """Verify the blocks of `loading` and begin to promote all but the first `held`; then the blocks that the answer
-        to `question` adds. What is to be expected is added to `outlook`. Return how many blocks from the first on can
-        be had, until when to wait for them, and how many milliseconds they are worth waiting for."""
+        """Verify the blocks of `loading` and begin to promote all but the first `held`; then do it with the blocks that
+        the answer to `question` adds. Add the expected times to `outlook`. Return three numbers: how many blocks from
+        the first on can be read, until when to wait for them (ns), and how many ms of waiting they are worth."""
         known = len(loading.rows)
         intact = await loading.verify(range(known))
         until_ns = self._clock.monotonic_ns() + asked.wait_ms(self._wait_ms) * NS_PER_MS

@@ -1,8 +1,9 @@
-"""Blocks that were given a priority: they leave a tier by that, whatever policy orders all others.
+"""The order of blocks with a priority: they leave a tier by their priority, whatever policy orders all other blocks.
 
-A policy knows such a block and does not name it (`policy_may_name`). What is known of it beside: one order a tier, by
-priority, then by last use, tail first. Nothing is kept, and no event looked at twice, until the first block is given a
-priority. Decides nothing about time; `store/retention.py` sets priorities, `transfer/victims.py` asks.
+The tier's policy listens to events of these blocks too, but does not name them as victims (`policy_may_name`). This
+module adds one order for each tier: by priority, then by last use, the tail of a chain first. Until the first block is
+given a priority, no order is kept and no event is handled twice. The module makes no decision about time:
+`store/retention.py` sets priorities, and `transfer/victims.py` asks for victims.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ _STAMP_BITS = 64
 
 
 class Ranked(OrderedPolicy):
-    """Those of a tier's blocks that have a priority, the lowest first, and within one the least recently used."""
+    """The blocks of a tier that have a priority: the lowest priority first and, within a priority, the least recently
+    used block first."""
 
     def __init__(self, residency: ResidencyView, tier: int) -> None:
         super().__init__(residency, tier, name="priority")
@@ -41,7 +43,7 @@ class Ranked(OrderedPolicy):
             self.where[row] = QUEUED
 
     def knows(self, rows: Sequence[int]) -> list[int]:
-        """Return those of `rows` that are here."""
+        """Return the rows among `rows` that are in this order."""
         where = self.where
         return [row for row in rows if row < len(where) and where[row] != OUT]
 
@@ -76,7 +78,8 @@ class Ranked(OrderedPolicy):
 
 
 class _Both:
-    """The listener of a tier that has blocks with a priority: its policy, and their order."""
+    """The listener of a tier that has blocks with a priority: it passes each event to the policy and to the order of
+    these blocks."""
 
     def __init__(self, policy: TierListener, ranked: Ranked) -> None:
         self._policy, self._ranked = policy, ranked
@@ -104,7 +107,7 @@ class _Both:
 
 
 class _BothByKey(_Both):
-    """`_Both` where the policy follows keys that are not stored."""
+    """`_Both` for a policy that follows keys that are not stored."""
 
     def __init__(self, policy: KeyListener, ranked: Ranked) -> None:
         super().__init__(policy, ranked)  # type: ignore[arg-type]  # it is a TierListener too
@@ -120,8 +123,8 @@ class _BothByKey(_Both):
 
 
 class Priorities:
-    """The priorities of blocks: sets them, and keeps the order of those that have one. `in_tier`: that of each tier,
-    none before a block was given one."""
+    """Sets the priorities of blocks, and keeps the order of the blocks that have one. `in_tier` has the order of each
+    tier; it is empty until a block is given a priority."""
 
     def __init__(self, residency: Residency) -> None:
         self._residency = residency
@@ -135,7 +138,7 @@ class Priorities:
             self._listen(policy)
 
     def set(self, row: int, priority: int, now_ns: int) -> None:
-        """Give a readable block a priority; 0 is none."""
+        """Give a readable block the priority `priority`; 0 removes its priority."""
         residency = self._residency
         if residency.priority(row) == priority:
             return
@@ -153,7 +156,7 @@ class Priorities:
             residency.release(row)
 
     def resume(self) -> None:
-        """Keep an order of recovered blocks that have a priority, as they were last used."""
+        """Begin the order of recovered blocks that have a priority, by their last use."""
         priority = self._residency.rows.optional.view("priority")
         if priority is not None:
             rows = np.flatnonzero(priority)
@@ -162,7 +165,7 @@ class Priorities:
             self.begin(rows[np.argsort(last_ns, kind="stable")].tolist())
 
     def begin(self, rows: Sequence[int]) -> None:
-        """Keep an order from now on, of `rows`, which have a priority already, the first to leave first."""
+        """Begin the order of each tier with `rows`, which have a priority already; the first row leaves first."""
         for tier, policy in self._policies.items():
             ranked = self.in_tier[tier] = Ranked(self._residency, tier)
             self._listen(policy)

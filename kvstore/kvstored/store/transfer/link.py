@@ -1,13 +1,14 @@
-"""Links and moves: the ways of blocks from one tier to another, and the blocks on them.
+"""Links and moves carry blocks from one tier to another.
 
-A link is one direction between two tiers: its lane, its breaker, and how the bytes get across. A move is one block's
-way along it, once however many callers ask: it is pinned, a slot is found, its copy is attached as FILLING, the
-transfer waits in the lane, and the copy is published or its slot freed. Which block moves, when, and what follows
-belong to promotion, demotion, write-back, sharing and straight reads: each gives a coroutine that awaits `copied` and
-judges its outcome. Where the destination has a codec, the block gets its form before it gets a slot (`staging.py`).
-Invariants: a block is pinned from `add` until `end`; a block has one move of a kind at a time; a slot is readable only
-after its bytes were verified, and is given back if it is not used; what was staged is released once; damage removes
-blocks by force, pinned or not, so the token is looked up again after each wait; nothing here blocks.
+A link is one direction between two tiers: its lane, its breaker, and the way in which bytes cross. A move carries one
+block along a link, once however many callers ask. The block is pinned, a slot is found, the copy is attached as
+FILLING, the transfer waits in the lane; then the copy is published, or its slot is freed. Promotion, demotion,
+write-back, sharing and straight reads decide which block moves, when, and what follows: each of them gives a coroutine
+that awaits `copied` and judges the outcome. When the destination has a codec, the block gets its coded form before it
+gets a slot (`staging.py`). Invariants: a block is pinned from `add` until `end`. A block has one move of a kind at a
+time. A slot is readable only after its bytes were verified, and is given back if it is not used. Staged data is
+released once. Damage removes blocks by force, pinned or not, so each wait is followed by a new lookup of the token. No
+call blocks.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ def lane_name(tiers: Sequence[str], source: int, destination: int) -> str:
 
 
 class Link:
-    """The way from the tier at `source` to the one at `destination`, by the lane `lane`. `breaker` belongs to the
-    slower of the two; None where that is memory. `staging` belongs to a destination with a codec: a block gets its form
-    there before it gets a slot.
+    """The way from the tier at `source` to the tier at `destination`, through the lane `lane`. `breaker` belongs to the
+    slower of the two tiers; None when that tier is memory. `staging` belongs to a destination with a codec: a block
+    gets its coded form there before it gets a slot.
 
-    The tier that can reach the other one's memory moves the bytes, and verifies them: the source's `move_out` fills the
-    destination's slot, or the destination's `move_in` reads the source's. Where both can, the slower one does. A source
-    that lends files is read by a destination that loads them; where neither can, or the source would have to be decoded
-    first, they pass through a buffer that the source fills.
+    The tier that can reach the memory of the other tier moves and verifies the bytes: the source's `move_out` fills the
+    destination's slot, or the destination's `move_in` reads the source's slot. When both tiers can, the slower one
+    moves the bytes. A source that lends files is read by a destination that loads files. When neither tier can, or when
+    the source's bytes must be decoded first, the bytes pass through a buffer that the source fills.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class Link:
 
     @property
     def is_open(self) -> bool:
-        """Say whether blocks may be moved now."""
+        """Return whether blocks may be moved now."""
         if self.breaker is None:
             return True
         return self.breaker.serves_reads if self._is_upwards else self.breaker.takes_writes
@@ -82,7 +83,8 @@ class Link:
         return (self.lane.spare_at_ns(now_ns) - now_ns) / NS_PER_S
 
     async def stage(self, source: Slot, key: bytes, whole_bytes: int) -> Staged | Outcome:
-        """See `Staging.stage`. The destination has a codec."""
+        """Bring the block `key` in the slot `source` into the form of the destination's codec (`Staging.stage`).
+        `whole_bytes` is the size of a slot for the block as it is. The destination must have a codec."""
         assert self.staging is not None
         return await self.staging.stage(self._from, source, key, whole_bytes)
 
@@ -90,8 +92,8 @@ class Link:
         self, source: Slot, slot: Slot, key: bytes, image: Segment | None, done: Completion,
         unreadable: Callable[[], None],
     ) -> None:  # fmt: skip
-        """Copy `source`, or the `image` that was staged of it, to `slot`. `unreadable` is called where reading failed
-        and a buffer is between the two."""
+        """Copy the slot `source`, or its staged `image`, to `slot`. `unreadable` is called when the bytes pass through
+        a buffer and reading `source` has failed."""
         if image is not None:
             self._to.move_in(slot, image, key, done)
         elif self._is_by_file:
@@ -113,8 +115,8 @@ class Link:
             self._from.move_out(source, buffer, key, store)
 
     def judge(self, number: int, outcome: Outcome, *, is_of_another: bool) -> None:
-        """Report to the breaker how its transfer `number` ended. A fault of the other tier (`is_of_another`) says
-        nothing of the breaker's own."""
+        """Report the end of transfer `number` to the breaker. `is_of_another`: the other tier failed, which says
+        nothing about the breaker's tier."""
         if self.breaker is None:
             return
         if self._is_by_file:
@@ -133,9 +135,9 @@ class Unmoved(Enum):
 
 @dataclass(slots=True, eq=False)
 class BlockMove:
-    """One block on its way along `link`. `waiters` counts the callers that still want the block; the last of them stops
-    waiting at `due_ns`. `ticket` is the item's ticket in the lane, 0 while it has none. `is_asked_again` says that a
-    caller came when the transfer had just ended.
+    """The move of one block along `link`. `waiters` is the number of callers that still want the block; the last of
+    them stops waiting at `due_ns`. `ticket` is the ticket in the lane, 0 while there is none. `is_asked_again`: another
+    caller asked after the transfer had ended.
     """
 
     token: int
@@ -154,12 +156,12 @@ class BlockMove:
 
     @property
     def has_ended(self) -> bool:
-        """Say whether the transfer has ended, or was refused, and the coroutine that follows it has not run since."""
+        """Return whether the transfer has ended or was refused, and the coroutine that follows it has not run since."""
         return self.outcome is not None and self.outcome.done()
 
     @property
     def is_refused(self) -> bool:
-        """Say whether the move came to nothing as soon as it had a slot."""
+        """Return whether the move was refused when it got its slot."""
         return self.outcome is not None and self.outcome.done() and isinstance(self.outcome.result(), Unmoved)
 
     def raise_priority(self, priority: Priority, due_ns: int | None = None) -> None:
@@ -168,7 +170,7 @@ class BlockMove:
             self.link.mover.raise_priority(self.link.lane.name, self.ticket, priority, due_ns)
 
     def cancel(self) -> None:
-        """End the move as cancelled if its transfer waits in the lane; what is in flight ends by itself."""
+        """End the move as cancelled if its transfer waits in the lane; a transfer in flight ends by itself."""
         if self.ticket:
             self.link.mover.cancel(self.link.lane.name, self.ticket)
 
@@ -183,7 +185,8 @@ Kind = TypeVar("Kind", bound=BlockMove)
 
 
 class Moves(Generic[Kind]):
-    """The moves of one kind under way, by token. `allocate(nbytes, tenant)` makes room for a move that found none."""
+    """The moves of one kind that are under way, by token. `allocate(nbytes, tenant)` makes room for a move that has no
+    slot yet."""
 
     def __init__(self, residency: Residency, allocate: Callable[[int, int], Awaitable[Slot | None]]) -> None:
         self._residency = residency
@@ -200,17 +203,17 @@ class Moves(Generic[Kind]):
         return self.under_way.get(token)
 
     def copies_of(self, tokens: Collection[int]) -> list[asyncio.Task[bool]]:
-        """Return the tasks of the moves of these blocks that are under way."""
+        """Return the tasks of the moves that are under way for the blocks in `tokens`."""
         return [move.task for token, move in self.under_way.items() if token in tokens and move.task is not None]
 
     def add(self, move: Kind) -> None:
-        """Pin the block of `move`, which begins later."""
+        """Pin the block of `move`; the move begins later."""
         self.under_way[move.token] = move
         self._residency.pin(self._residency.current(move.token))
 
     def begin(self, move: Kind, follow: Callable[[Kind], Coroutine[Any, Any, bool]], slot: Slot | None) -> Kind:
-        """Queue `move` at once where it has a `slot`, and let `follow` await its end. `follow` returns whether the
-        block has its copy. The move goes on if its caller does not wait for it."""
+        """Queue `move` now if there is a `slot`, and let `follow` await its end. `follow` returns whether the block has
+        its copy. The move goes on if its caller does not wait for it."""
         if move.token not in self.under_way:
             self.add(move)
         if slot is not None:
@@ -230,7 +233,7 @@ class Moves(Generic[Kind]):
             self.end(move)
 
     async def copied(self, move: Kind) -> Outcome | Unmoved:
-        """Make room for `move` where it has none yet, queue it, and wait for the end of its transfer."""
+        """Make room for `move` if it has none yet, queue it, and wait for the end of its transfer."""
         if move.outcome is None:
             if not self._is_wanted(move, self._residency.current(move.token)):
                 return Unmoved.IN_VAIN
@@ -248,8 +251,8 @@ class Moves(Generic[Kind]):
         return outcome
 
     async def _stage(self, move: Kind) -> Staged | Outcome | Unmoved:
-        """Give the block the form of the destination. Meanwhile its copy may be taken by force, and its slot be used
-        again."""
+        """Bring the block into the destination's form. Meanwhile its copy may be removed by force, and the slot may be
+        used again."""
         residency, link = self._residency, move.link
         row = residency.current(move.token)
         source = residency.slot(row, link.source)
@@ -277,7 +280,8 @@ class Moves(Generic[Kind]):
             return None
 
     def queue(self, move: Kind, slot: Slot, staged: Staged | None = None) -> None:
-        """Queue the transfer of `move`, or of what was staged of it, into `slot`, unless it is in vain by now."""
+        """Queue the transfer of the copy, or of its `staged` form, into `slot`. Free the slot if the move is in vain by
+        now."""
         residency, link, tier = self._residency, move.link, move.link.destination_tier
         move.outcome = ended = asyncio.get_running_loop().create_future()
         row = residency.current(move.token)

@@ -1,7 +1,7 @@
-"""The mover: starts what the lanes say may start, and reports to them how it ended.
+"""The mover starts the transfers that the lanes allow, and reports each end to its lane.
 
-Owns the lanes, and the timers that wake one. Never decides which block moves, nor judges an outcome. Invariant: each
-accepted transfer ends in `done` exactly once; nothing here blocks.
+It owns the lanes, and the timers that wake a lane. It never decides which block moves, and never judges an outcome.
+Invariants: each accepted transfer calls `done` exactly once; no call blocks.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from kvstored.store.transfer.lane import Item, Lane, Priority, Refused
 
 @dataclass(slots=True)
 class Transfer:
-    """Work of a lane: the start and the end of one block's way over it."""
+    """One item of a lane: `start` begins the transfer of a block, and `done` gets its outcome."""
 
     start: Callable[[Completion], None]
     done: Callable[[Outcome], None]
 
 
 class Mover:
-    """All lanes of the daemon by name."""
+    """The lanes of the daemon by name, and their timers."""
 
     def __init__(self, lanes: Iterable[Lane[Transfer]], completions: CompletionQueue, clock: Clock) -> None:
         self.lanes = {lane.name: lane for lane in lanes}
@@ -38,8 +38,9 @@ class Mover:
     def submit(
         self, lane_name: str, priority: Priority, nbytes: int, transfer: Transfer, due_ns: int | None = None
     ) -> int | Refused:
-        """Queue a transfer: its ticket, or the reason why not. It starts on the next turn of the loop, so that a batch
-        is seen whole."""
+        """Queue a transfer of `nbytes` bytes in a lane. Return its ticket, or the reason for the refusal. The transfer
+        starts on the next turn of the loop at the earliest, so that the lane sees a whole batch. `due_ns`: when the
+        transfer is of no use any more."""
         lane = self.lanes[lane_name]
         answer = lane.submit(priority, nbytes, transfer, self._clock.monotonic_ns(), due_ns)
         if not isinstance(answer, Refused):
@@ -60,7 +61,7 @@ class Mover:
             self._look_again(lane)
 
     def close(self) -> None:
-        """End what is queued as cancelled; what is in flight still completes."""
+        """End the queued transfers as cancelled; transfers in flight still complete."""
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
@@ -86,7 +87,7 @@ class Mover:
         self._look_again(lane)
 
     def _look_again(self, lane: Lane[Transfer]) -> None:
-        """An item of `lane` has left it."""
+        """Schedule the lanes that may start an item now that an item has left `lane`."""
         if lane.has_queued:
             self._schedule(lane)
         for other in lane.neighbours:  # prefetch waits for silence on every lane that shares its medium

@@ -1,10 +1,12 @@
-"""Staging: a block in the form of a tier's codec, before it has a slot there, since its size is known only then.
+"""Staging brings a block into the form of a tier's codec before the block has a slot there: its size is known only
+then.
 
-Owns the memory for that, which is bounded and counted in the capacity of the mapped tier, and who waits for it. The
-work is done by the mapped tier's copy threads. A block that the codec does not make small enough for a smaller slot, or
-that the memory is too small for, is stored as it is. Decides nothing else: `link.py` pins the block and finds the slot.
-Invariants: memory is given out in the order in which it was asked for; each `Staged` is released once; who holds
-staging of one tier waits for room in it, never for staging of a tier before it, so these waits have no circle.
+The module owns the memory for this work, which is bounded and counted in the capacity of the mapped tier, and the queue
+of callers that wait for it. The copy threads of the mapped tier do the work. A block is stored as it is when the codec
+does not make it small enough for a smaller slot, or when it does not fit into the memory. The module makes no other
+decision: `link.py` pins the block and finds the slot. Invariants: memory is given out in the order of the requests.
+Each `Staged` is released once. A caller that holds staging memory of one tier waits for room in that tier, never for
+staging memory of a tier before it, so these waits form no circle.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """Names what goes into a slot of `slot_bytes`: `image`, in `buffer` if any, or what the source has, as it is."""
+    """The data for a slot of `slot_bytes`: `image`, in `buffer` if there is one; without an image, the copy in the
+    source as it is."""
 
     slot_bytes: int
     image: Segment | None = None
@@ -38,7 +41,7 @@ class Staged:
 
 
 class Staging:
-    """The way into the form of `coding`, whose codec is not "none"; `host` has the copy threads."""
+    """Brings blocks into the form of `coding`, whose codec is not "none". `host` has the copy threads."""
 
     def __init__(self, coding: Coding, host: HostTier, completions: CompletionQueue, counters: Counters) -> None:
         codec = codec_named(coding.codec)
@@ -52,8 +55,8 @@ class Staging:
         self._waiting: deque[tuple[int, asyncio.Future[AlignedBuffer]]] = deque()
 
     async def stage(self, tier: Tier, source: Slot, key: bytes, whole_bytes: int) -> Staged | Outcome:
-        """Bring the block `key` in `source` of `tier` into the codec's form. `whole_bytes` is the size of a slot for it
-        as it is. Return an outcome where its copy in `source` is damaged, or could not be read."""
+        """Bring the block `key` in the slot `source` of `tier` into the codec's form. `whole_bytes` is the size of a
+        slot for the block as it is. Return an outcome when the copy in `source` is damaged or cannot be read."""
         is_as_put = tier.info.is_in_memory and tier.info.coding.is_none
         if tier.info.is_in_memory and tier.info.coding.codec == self._coding.codec:
             return Staged(source.nbytes, tier.slot_segment(source))  # it has that form, or was not worth it there
@@ -74,7 +77,7 @@ class Staging:
         return Staged(staged.slot_bytes, staged.image, buffer)
 
     def release(self, staged: Staged) -> None:
-        """Nothing reads `staged` any more."""
+        """Free the memory of `staged`; nothing may read it any more."""
         if staged.buffer is not None:
             self._give_back(staged.buffer)
 

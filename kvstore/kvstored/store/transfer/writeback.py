@@ -1,11 +1,11 @@
-"""Write-back: give blocks in memory a copy in the durable tier, after the client's answer or before it.
+"""Write-back gives blocks in memory a copy in the durable tier, after the client's answer or before it.
 
-Owns which blocks wait to be written: writes of a batch run side by side, and group_commit.py makes them durable
-together. Used for write-through (modes batch and always) and for demotion of victims. What is written is charged to the
-endurance budget first, and is written with its ancestors that are in memory alone. A block whose write waits
-for the budget does so in a task of its own, and is not pinned meanwhile. Invariants: a block is written once, and waits
-once, however many callers ask; a pinned copy in memory is read from, never copied first; nothing is written that was
-not charged.
+The module owns the blocks that wait to be written. Writes of a batch run side by side, and group_commit.py makes them
+durable together. Write-through (modes batch and always) and the demotion of victims use it. A block is charged to the
+endurance budget before it is written, and is written together with its ancestors that are in memory alone. A block
+whose write waits for the budget waits in a task of its own, and is not pinned meanwhile. Invariants: a block is written
+once, and waits once, however many callers ask; a pinned copy in memory is read from, never copied first; no uncharged
+byte is written.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Writes(Moves[Write]):
         self._commit = commit
 
     def hindrance(self, row: int) -> Refusal | None:
-        """Return the reason why a block cannot be written now that it has a slot."""
+        """Return the reason why a block cannot be written now that it has a slot; None if there is no reason."""
         if self._residency.is_held_by_another(row, self._residency.durable):
             # Only keys that clients chose can be equal between tenants, and NVMe knows blocks by key alone: it keeps
             # the first, and the second tenant's block stays volatile.
@@ -58,7 +58,8 @@ class _Writes(Moves[Write]):
 
 
 class WriteBack:
-    """Writes blocks along `links`, one from each tier in memory, to the durable tier, whose room is `room`."""
+    """Writes blocks to the durable tier. `links` has one link from each tier in memory; `room` is the room of the
+    durable tier."""
 
     def __init__(
         self,
@@ -90,8 +91,8 @@ class WriteBack:
     # Questions
 
     def wants(self, row: int) -> bool:
-        """Say whether a victim should be written: it is the last copy, and worth a write by `gate`, or the chain would
-        get a hole without it."""
+        """Return whether a victim should be written: it is the last copy, and either `gate` finds it worth a write, or
+        its chain would get a hole without it."""
         if len(TIER_SETS[self._residency.tier_mask(row)]) > 1:
             return False
         return self.gate.breaker.takes_writes and (self._residency.children(row) > 0 or self.gate.admits(row))
@@ -104,7 +105,7 @@ class WriteBack:
         )
 
     def are_durable(self, rows: Sequence[int]) -> list[bool]:
-        """Return for each row whether it is durable; False for all rows where the medium is gone."""
+        """Return for each row whether the block is durable; False for all rows when the medium is gone."""
         if not self.gate.breaker.serves_reads or not self._tier.keeps_recovered:
             return [False] * len(rows)
         has, pending = self._residency.has, self._commit.pending
@@ -113,22 +114,22 @@ class WriteBack:
         return [has(row, self._position) and self._residency.token(row) not in pending for row in rows]
 
     def settled(self, row: int) -> asyncio.Future[bool] | None:
-        """Return a future that says whether a block that is on its way becomes durable; None when the block is not on
-        its way. Hurries nothing.
+        """Return a future that tells whether a block on its way becomes durable; None when the block is not on its way.
+        The call hurries no write.
         """
         token = self._residency.token(row)
         write = self._backlog.writes.get(token)
         return write.settled if write is not None else self._waiting.get(token) or self._commit.pending.get(token)
 
     def pending(self) -> int:
-        """Count the blocks on their way to being durable."""
+        """Return the number of blocks that are on their way to being durable."""
         return len(self._backlog.writes) + len(self._commit.pending) + len(self._waiting)
 
     # Orders
 
     def write_through(self, row: int, *, at_once: bool = False) -> asyncio.Future[bool]:
-        """Write a block, if the budget allows it. The future resolves to whether the block is durable. `at_once`: a
-        client waits, so the write has the priority of demand.
+        """Write a block if the budget allows it. The result of the future tells whether the block is durable.
+        `at_once`: a client waits, so the write has the priority of demand.
         """
         loop = asyncio.get_running_loop()
         if self._residency.has(row, self._position):
@@ -153,8 +154,8 @@ class WriteBack:
         return settled
 
     async def write_back(self, row: int) -> bool:
-        """Write a victim at the priority of demand, since a caller waits for the room. Return once the block has a copy
-        on NVMe; the copy becomes durable a little later. The write does not wait for a budget that is spent.
+        """Write a victim with the priority of demand, because a caller waits for its room. Return whether the block has
+        a copy on NVMe; the copy becomes durable a little later. The write does not wait for a budget that is spent.
         """
         if self._residency.has(row, self._position):
             return True
@@ -173,14 +174,14 @@ class WriteBack:
         return await asyncio.shield(write.task)
 
     def write_again(self, tokens: Iterable[int]) -> None:
-        """Write blocks whose durable copy was damaged and which are still there."""
+        """Write the blocks in `tokens` that still exist; their durable copies were damaged."""
         for row in map(self._residency.current, tokens):
             if row >= 0:
                 self.write_through(row)
 
     async def progress(self) -> bool:
-        """Wait until a write has ended, and start the writes that still gather. Return False when there is nothing to
-        wait for.
+        """Start the writes that still gather, and wait until a write has ended. Return False when no write is under
+        way.
         """
         self._start_batch()
         if not self._backlog.writes:
@@ -191,8 +192,8 @@ class WriteBack:
         return True
 
     async def flush(self, timeout_s: float) -> int:
-        """Write and sync everything that waits now. Return the number of blocks that are still pending when `timeout_s`
-        is over.
+        """Write and sync every block that waits now. Return the number of blocks that are still pending when
+        `timeout_s` is over.
         """
         self._start_batch()
         self._commit.begin()
@@ -204,8 +205,8 @@ class WriteBack:
         return sum(any(token in pending for pending in late) for token in settling)
 
     async def sync(self) -> bool:
-        """Make durable what was freed on NVMe before this call, so that no crash brings it back. Return False if the
-        sync failed.
+        """Make the frees on NVMe before this call durable, so that no crash brings a freed block back. Return False if
+        the sync failed.
         """
         return (await self._commit.sync()).ok
 
@@ -219,8 +220,8 @@ class WriteBack:
     # Waiting for the budget
 
     def _wait_for_budget(self, token: int, verdict: Verdict, *, insists: bool) -> asyncio.Future[bool]:
-        """Write a block once it is paid for. `insists`: wait for what the budget will earn; else for an allotment that
-        is under way alone."""
+        """Write a block once it is paid for. `insists`: wait until the budget has earned enough; otherwise wait only
+        for an allotment that is under way."""
         if verdict is not Verdict.SAVING:
             self._counters.add("budget_throttled_blocks")
         self._waiting[token] = task = asyncio.get_running_loop().create_task(self._when_paid(token, insists))
@@ -246,8 +247,8 @@ class WriteBack:
     # Writing
 
     def _enqueue_paid(self, path: list[int], row: int, priority: Priority) -> asyncio.Future[bool]:
-        """Queue a path that was paid for. Return what says whether `row`, at its end or on its way already, is
-        durable."""
+        """Queue the rows of `path`, which were paid for. Return a future that tells whether `row`, which is at the end
+        of the path or on its way already, is durable."""
         for member in path:
             self._enqueue(member, priority)
         if self.gate.is_coming(row):
@@ -311,7 +312,8 @@ class WriteBack:
         return is_written
 
     def _refuse(self, write: Write, outcome: Outcome | Unmoved) -> None:
-        """Note why a block was not written, if the block still exists. What was not written is not charged."""
+        """Note why a block was not written, if the block still exists. The charge for a block that was not written is
+        refunded."""
         row = self._residency.current(write.token)
         why: Refusal | None
         if isinstance(outcome, Outcome) and outcome.kind is not OutcomeKind.CANCELLED:
