@@ -82,8 +82,12 @@ def test_a_model_that_differs_is_another_fingerprint_and_a_new_account_is_not(da
 def test_it_is_known_after_a_restart(daemon: RunningDaemon, kvctl: Kvctl) -> None:
     daemon.stop()
     daemon.start()
-    (tenant,) = kvctl.json("tenants")["tenants"]
-    assert {account["name"]: int(account["blocks"]) for account in tenant["accounts"]} == {"anna": 5, "bert": 2}
+
+    def accounts() -> dict[str, int]:
+        (tenant,) = kvctl.json("tenants")["tenants"]
+        return {account["name"]: int(account["blocks"]) for account in tenant["accounts"]}
+
+    assert eventually(lambda: accounts() == {"anna": 5, "bert": 2}), "names are read while the daemon serves"
     other = replace(fingerprint_for(MODEL, "bert"), kv_dtype="q8_0")
     with daemon.connect(other) as session:
         assert session.lookup(tokens_of(1, 1)).reason == "other_fingerprint"

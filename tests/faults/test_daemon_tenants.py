@@ -193,8 +193,9 @@ def test_a_listed_name_that_becomes_another(daemon: RunningDaemon) -> None:
     restart(daemon, ml={"uids": [UID, OTHER]})
     put(daemon, 1)
     assert "is listed and in use" in refusal(daemon, "ml", "ml2") or "no tenant" in refusal(daemon, "ml", "ml2")
-    said = restart(daemon, research={"uids": [UID, OTHER]})
-    assert "of ml are out of reach: the configuration does not list that tenant; `kvctl tenants rename ml NEW`" in said
+    restart(daemon, research={"uids": [UID, OTHER]})
+    said = "of ml are out of reach: the configuration does not list that tenant; `kvctl tenants rename ml NEW`"
+    assert eventually(lambda: said in daemon.log), "names are read while the daemon serves"
     assert got(daemon, 1) == 0
     with daemon.connect(MODEL) as session:
         reply = rename(daemon, "ml", "research")
@@ -225,8 +226,8 @@ def test_renames_that_are_refused(daemon: RunningDaemon) -> None:
 def test_a_user_in_a_group_that_is_listed_is_said_to_be_out_of_reach(daemon: RunningDaemon) -> None:
     restart(daemon)
     put(daemon, 1)
-    said = restart(daemon, group={"gids": [os.getegid()]})
-    assert f"of {MINE} are out of reach: uid {UID} is tenant group by its group" in said
+    restart(daemon, group={"gids": [os.getegid()]})
+    assert eventually(lambda: f"of {MINE} are out of reach: uid {UID} is tenant group by its group" in daemon.log)
     assert got(daemon, 1) == 0
     assert f"group does not list uid {UID}" in refusal(daemon, MINE, "group")
 

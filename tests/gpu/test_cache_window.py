@@ -14,7 +14,8 @@ from tests.gpu.emulated import emulated_node
 
 WINDOWS = """
 import ctypes
-from kvstore_engine.kernels.cuda import CacheWindow, CudaError, Device
+from kvstore_engine.kernels.cuda.device import CacheWindow, Device
+from kvstore_engine.kernels.cuda.program import CudaError
 from kvstore_cuda.device import CudaDevice
 
 driver, device = CudaDevice(0).use_in_this_thread(), Device(0)

@@ -23,8 +23,9 @@ BLOCKS = Program.of("blocks.cu")
 MOVE = """
 import ctypes, mmap
 import numpy as np
-from kvstore_engine.kernels.cuda import BlockMover, CudaError, Device, Program
-from kvstore_engine.kernels.cuda.blocks import BlockRuns
+from kvstore_engine.kernels.cuda.blocks import BlockMover, BlockRuns
+from kvstore_engine.kernels.cuda.device import Device
+from kvstore_engine.kernels.cuda.program import CudaError, Program
 from kvstore_cuda.copies import CopyRun, Runs
 from kvstore_cuda.device import CudaDevice
 
@@ -76,7 +77,9 @@ SHAPE = CacheShape(2, 1, 64, 16)
 TIME = """
 import mmap
 import numpy as np
-from kvstore_engine.kernels.cuda import CacheShape, Device, PagedAttention, KernelRows
+from kvstore_engine.kernels.cuda.attention import KernelRows, PagedAttention
+from kvstore_engine.kernels.cuda.device import Device
+from kvstore_engine.kernels.cuda.program import CacheShape
 from kvstore_engine.kernels.cuda.crossover import measured, pass_ratios, settled
 from kvstore_cuda.copies import CopyRun, Runs
 from kvstore_cuda.device import CudaDevice

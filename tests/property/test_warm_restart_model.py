@@ -140,7 +140,6 @@ class Life:
         """How many arenas were dropped."""
         tenants = TenantDirectory(self.world.state_dir, (), "by-uid")
         adopted = self.warm.adopt([self.tier], self.residency, tenants, SystemClock())
-        tenants.close()
         self.former.restore(adopted, self.residency, 1 << 62)
         assert adopted.dropped_slots == 0
         return adopted.dropped_arenas

@@ -20,6 +20,7 @@ from functools import partial
 from kvstore_tiers.base import Slot
 from kvstore_tiers.heap import trim
 from kvstored.clients.tenants import TenantDirectory
+from kvstored.clients.tenants.reach import out_of_reach
 from kvstored.clock import NS_PER_S
 from kvstored.state.databases import SLOT
 from kvstored.state.learned import Learned
@@ -93,7 +94,11 @@ class StateKeeper:
             self.was_tried.set()
         self._unsaved.saved(process.path)
         self.is_read = True
+        said = out_of_reach(self._tenants, store.residency)
         self._tenants.know(read["names"])
+        for sentence in out_of_reach(self._tenants, store.residency):
+            if sentence not in said:
+                log.warning("%s", sentence)
         budget = dict(read["endurance"]).get(b"budget")
         store.endurance.begin(self._save_budget, budget, was_lost=bool(process.was_aside))
         self.scrub = self._saved.scrub = dict(read["scrub"]).get(POSITION, self.scrub)

@@ -132,7 +132,7 @@ def test_a_machine_without_a_driver_or_device_says_so() -> None:
     if Path("/dev/nvidiactl").exists():
         pytest.skip("this machine has a GPU")
     # In a process of its own: one that has loaded an emulated driver finds that again.
-    command = [sys.executable, "-c", "from kvstore_engine.kernels.cuda import Device; Device()"]
+    command = [sys.executable, "-c", "from kvstore_engine.kernels.cuda.device import Device; Device()"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert "CudaError: " in ended.stderr
     assert re.search(r"is the NVIDIA driver installed\?|CUDA_ERROR", ended.stderr.splitlines()[-1])

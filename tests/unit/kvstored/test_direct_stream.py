@@ -35,7 +35,8 @@ class Scene:
         self.may_answer = asyncio.Event()
         self.payload = b""
         self.quick: pb.Response | None = None
-        verbs: Any = SimpleNamespace(quick=self._quick, slow=self._slow, undelivered=self._undelivered)
+        quick = dict.fromkeys(("ping", "acquire"), self._quick)
+        verbs: Any = SimpleNamespace(quick=quick, slow={"acquire": self._slow}, undelivered=self._undelivered)
         latencies: Any = SimpleNamespace(add=lambda op, ns: None)
         clock: Any = SimpleNamespace(monotonic_ns=lambda: self.now_ns)
         self.streams = DirectStreams(StreamServices(verbs, 8, latencies, clock), LIMIT)
@@ -44,14 +45,14 @@ class Scene:
     def open(self) -> Client:
         return Client(self.streams.open(self.session))
 
-    def _quick(self, session: object, op: str, request: pb.Request) -> pb.Response | None:
+    def _quick(self, session: object, request: pb.Request) -> pb.Response | None:
         self.begun.append(request.request_id)
         self.now_ns += self.request_ns
         if self.quick is not None:
             return self.quick
-        return pb.Response(ping=pb.PingReply(payload=self.payload)) if op == "ping" else None
+        return pb.Response(ping=pb.PingReply(payload=self.payload)) if request.HasField("ping") else None
 
-    def _slow(self, session: object, op: str, request: pb.Request) -> AsyncGenerator[pb.Response, None]:
+    def _slow(self, session: object, request: pb.Request) -> AsyncGenerator[pb.Response, None]:
         return self._answers()
 
     async def _answers(self) -> AsyncGenerator[pb.Response, None]:

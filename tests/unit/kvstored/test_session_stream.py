@@ -54,15 +54,15 @@ class Scene:
         self.context = Context()
         self.answered: list[str] = []
         self.session = SimpleNamespace(closed=False, on_close=[], in_flight=0, client_name="test")
-        verbs: Any = SimpleNamespace(quick=self._quick, undelivered=lambda session, reply: None)
+        verbs: Any = SimpleNamespace(quick={"ping": self._quick}, undelivered=lambda session, reply: None)
         sessions: Any = SimpleNamespace(find={TOKEN: self.session}.get)
         latencies: Any = SimpleNamespace(add=lambda op, ns: None)
         clock: Any = SimpleNamespace(monotonic_ns=lambda: 0)
         service = SessionService(sessions, StreamServices(verbs, 8, latencies, clock))
         self.serving = asyncio.ensure_future(service.Session(None, self.context))
 
-    def _quick(self, session: object, op: str, request: pb.Request) -> pb.Response:
-        self.answered.append(op)
+    def _quick(self, session: object, request: pb.Request) -> pb.Response:
+        self.answered.append(request.WhichOneof("op") or "")
         return pb.Response(ping=pb.PingReply())
 
     def close(self) -> None:

@@ -13,9 +13,10 @@ import os
 from abc import ABC, abstractmethod
 from functools import cache
 from importlib import import_module
-from typing import ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from kvstore_proto.arena import BlockHeader
+if TYPE_CHECKING:  # the configuration reads the names of codecs before numpy is loaded
+    from kvstore_proto.arena import BlockHeader
 
 NONE = "none"
 TESTING_ENVIRONMENT = "KVSTORED_TESTING_CODECS"  # set: there is a codec more, which proves the seam and saves little
