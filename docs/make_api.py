@@ -26,7 +26,7 @@ MODULES = {  # module -> its public names, in the order of the page
         "by_arrays",
         "Slot",
         "PutReceipt",
-        "Kept",
+        "PutTerms",
         "Lookup",
         "Prefetched",
         "Statistics",

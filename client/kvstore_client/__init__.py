@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvstore_client.arguments import Kept
+    from kvstore_client.arguments import PutTerms
     from kvstore_client.arrays import LeaseArray
     from kvstore_client.entry import connect
     from kvstore_client.errors import DaemonUnavailable
@@ -39,7 +39,7 @@ _HOMES = {
     "LeasedRun": "kvstore_client.lease_stream",
     "Lookup": "kvstore_client.results",
     "Prefetched": "kvstore_client.results",
-    "Kept": "kvstore_client.arguments",
+    "PutTerms": "kvstore_client.arguments",
     "PutReceipt": "kvstore_client.receipt",
     "Session": "kvstore_client.session",
     "Slot": "kvstore_client.slot_arrays",
@@ -63,7 +63,7 @@ __all__ = [
     "LeasedRun",
     "Lookup",
     "Prefetched",
-    "Kept",
+    "PutTerms",
     "PutReceipt",
     "Session",
     "Slot",

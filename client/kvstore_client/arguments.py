@@ -73,7 +73,7 @@ def text(name: str, value: Any, most_bytes: int) -> str:
     return str(value)
 
 
-class Kept(TypedDict, total=False):
+class PutTerms(TypedDict, total=False):
     """Terms on which blocks are kept. A term that is not given is the tenant's default for new blocks, and
     stays for others.
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal, Unpack
 
 from kvstore_client import requests
-from kvstore_client.arguments import UINT64_MAX, Kept, count, one_of, seconds, terms
+from kvstore_client.arguments import UINT64_MAX, PutTerms, count, one_of, seconds, terms
 from kvstore_client.connection import Connection
 from kvstore_client.errors import invalid
 from kvstore_client.get import get, lease_stream
@@ -239,7 +239,7 @@ class Session:
         durability: str = "default",
         wait: Literal["published", "settled"] = "published",
         deadline_s: float | None = DEFAULT_PUT_DEADLINE_S,
-        **kept: Unpack[Kept],
+        **kept: Unpack[PutTerms],
     ) -> PutReceipt:
         """Store blocks first_block, first_block + 1, … of the prefix; each payload has the group's fixed size.
 
@@ -248,8 +248,8 @@ class Session:
         begin to write, and return a function that waits for the end, called when all blocks sent together are begun.
         `wait`: "published" returns when other clients find the blocks, "settled" when their durability is decided too.
         `durability`: "default" (the tenant's), "none", "batch" or "always"; it holds for blocks that are there
-        already, too. `ttl`, `priority` and `pin` (`Kept`) keep such blocks longer, never shorter. `payload_bytes` is
-        needed only for functions in a group whose fingerprint leaves the size open.
+        already, too. `ttl`, `priority` and `pin` (`PutTerms`) keep such blocks longer, never shorter. `payload_bytes`
+        is needed only for functions in a group whose fingerprint leaves the size open.
         """
         layers = group_of(self.fingerprint, group)
         mode, asked = DURABILITY_MODES[one_of("durability", durability, DURABILITY_MODES)], terms(**kept)
@@ -315,11 +315,11 @@ class Session:
 
     def touch(
         self, tokens: TokenIds | None = None, *, keys: BlockKeys | None = None, group: int | None = None,
-        **kept: Unpack[Kept],
+        **kept: Unpack[PutTerms],
     ) -> int:  # fmt: skip
         """Count an access, as if the blocks had been read, and set how long they are kept, by `ttl`, `priority`, `pin`
-        and `unpin` (`Kept`). Returns how many of the leading blocks the daemon knows; the others are left alone. Raises
-        KVStoreError for values out of bounds, and for more pinned bytes than the daemon allows."""
+        and `unpin` (`PutTerms`). Return the number of leading blocks that the daemon knows; the others are left alone.
+        Raises KVStoreError for values out of bounds, and for more pinned bytes than the daemon allows."""
         asked, prefix = terms(**kept), self._prefix(tokens, keys, group)
         return 0 if prefix is None else requests.send_touch(prefix, asked)
 
