@@ -50,8 +50,7 @@ class Session:
 
     A wrong call raises KVStoreError(INVALID), also without a daemon, and changes nothing; a miss raises nothing. Calls
     about any number of blocks work to the end or say why they stopped. A duration below 0 counts as 0, one of more than
-    a day, `inf` too, as a day. `group` names a layer group of the fingerprint, the first one by default.
-    """
+    a day, `inf` too, as a day. `group` names a layer group of the fingerprint, the first one by default."""
 
     def __init__(
         self, connection: Connection, *, prefault: bool = False, clock: Callable[[], float] = time.monotonic
@@ -82,8 +81,7 @@ class Session:
     @property
     def device(self) -> DeviceMemory:
         """The device that the session was opened with, for `kvstore_client.device.DeviceTransfers`. Raises KVStoreError
-        if there is none.
-        """
+        if there is none."""
         device = self._connection.options.device
         if device is None:
             raise invalid("this session was opened without a device: connect(..., device=0)")
@@ -114,8 +112,7 @@ class Session:
         `reason` "absent": the next block was not there; "unknown": only `lookup` can say (no index, or a place in it
         that overflowed or was being changed). It has no estimate of the load. It may be old when it is used: read
         through `get`, for which a stale hint is a miss. The first probe of a connection waits up to 20 ms for the
-        daemon to hand over the index; later ones do not wait.
-        """
+        daemon to hand over the index; later ones do not wait."""
         return self._probe(self._prefix(tokens, keys, group), may_wait=True)
 
     def contains(
@@ -127,8 +124,7 @@ class Session:
         deadline_s: float | None = None,
     ) -> int | None:
         """Return how many leading blocks can be restored, by the lookup index if it is sure, otherwise by a `lookup`
-        for the rest of the deadline; None if that cannot be found out in time.
-        """
+        for the rest of the deadline; None if that cannot be found out in time."""
         deadline = self._clock() + self._deadline(deadline_s)
         found = self._probe(self._prefix(tokens, keys, group), may_wait=False)
         if found.reason == REASON_UNKNOWN:
@@ -156,8 +152,7 @@ class Session:
         common case of a get in one round trip. `verify` compares the token ids in each block's header with `tokens`
         (only keys, with `keys=`). `prefault` enters the leased pages into this process's page table in one system call:
         that moves the cost of a first pass (64 MiB: 3.5 ms) into this call, each time. Turn it on if `get` runs in a
-        thread of its own.
-        """
+        thread of its own."""
         timeout_s, max_blocks = self._deadline(deadline_s), _blocks(max_blocks)
         prefix = self._prefix(tokens, keys, group)
         if prefix is None:
@@ -186,8 +181,7 @@ class Session:
         """Return the leading blocks as a stream of leases, one each time some blocks have become readable: blocks in
         DRAM at once, the others promoted from the first ("front") or from the last ("back"). For the other
         parameters see `get`. An engine that computes from the front while blocks come from the back meets them in
-        the middle. The stream is empty (a miss) if there is no daemon.
-        """
+        the middle. The stream is empty (a miss) if there is no daemon."""
         one_of("order", order, ORDERS)
         timeout_s, max_blocks = self._deadline(deadline_s), _blocks(max_blocks)
         prefix = self._prefix(tokens, keys, group)
@@ -210,8 +204,7 @@ class Session:
         prefix of one group is queued before the next group's, so an engine whose layers are in several groups
         (`LayerGroup.split`) computes the first group's layers while the others are loaded. A block is of use only if
         every group has it: `min(stream.expect() for stream in streams)` is the number of useful blocks, before any
-        is loaded. `deadline_s` is for all of them together.
-        """
+        is loaded. `deadline_s` is for all of them together."""
         if groups is not None and not isinstance(groups, (list, tuple, range)):
             raise invalid(f"groups must be a list of layer groups' numbers, got {type(groups).__name__}")
         chosen = self.fingerprint.groups if groups is None else [group_of(self.fingerprint, group) for group in groups]
@@ -249,8 +242,7 @@ class Session:
         `wait`: "published" returns when other clients find the blocks, "settled" when their durability is decided too.
         `durability`: "default" (the tenant's), "none", "batch" or "always"; it holds for blocks that are there
         already, too. `ttl`, `priority` and `pin` (`PutTerms`) keep such blocks longer, never shorter. `payload_bytes`
-        is needed only for functions in a group whose fingerprint leaves the size open.
-        """
+        is needed only for functions in a group whose fingerprint leaves the size open."""
         layers = group_of(self.fingerprint, group)
         mode, asked = DURABILITY_MODES[one_of("durability", durability, DURABILITY_MODES)], terms(**kept)
         one_of("wait", wait, ("published", "settled"))
@@ -281,8 +273,7 @@ class Session:
         group: int | None = None,
     ) -> Prefetched:
         """Hint that these blocks will be needed in about `in_s` seconds (soon, by default). `budget_bytes` 0: the
-        default budget.
-        """
+        default budget."""
         in_s = seconds("in_s", 0 if in_s is None else in_s)
         budget_bytes = count("budget_bytes", budget_bytes, most=UINT64_MAX)
         prefix = self._prefix(tokens, keys, group)
@@ -307,8 +298,7 @@ class Session:
         Best sent when a request ends, for its prompt and answer: `will_continue`, a probability from 0 to 1; or
         `next_step`, why the engine stopped; and `answer_tokens`. `due_in_s`: in about this many seconds the stored
         blocks of the chain will be used, by a request that waits in a queue, or that is expected after a pause. The
-        daemon learns from later requests how far to trust each.
-        """
+        daemon learns from later requests how far to trust each."""
         expected = Expectation(will_continue, due_in_s, next_step, answer_tokens)
         prefix = self._prefix(tokens, keys, group)
         return 0 if prefix is None else requests.send_hint(prefix, expected)
@@ -332,8 +322,7 @@ class Session:
         deadline_s: float | None = None,
     ) -> Deleted:
         """Delete these blocks from every tier, last one first, for good. The deletion leaves no hole: see `Deleted` for
-        the blocks that are kept.
-        """
+        the blocks that are kept."""
         timeout_s, prefix = self._deadline(deadline_s), self._prefix(tokens, keys, group)
         if prefix is None:
             return Deleted(reason=REASON_NO_DAEMON)
@@ -345,8 +334,7 @@ class Session:
 
         Changes nothing and counts no access. The fields are documented in `kvstore_proto/v1/explain.proto`; `tenant`
         may be left empty. None if there was no answer in time. Raises KVStoreError for invalid keys, for unknown names
-        and for another tenant.
-        """
+        and for another tenant."""
         request, timeout_s = requests.checked(request), self._deadline(deadline_s)
         daemon = self._connection.current()
         return None if daemon is None else requests.explain(daemon, request, timeout_s, clock=self._clock)
@@ -362,8 +350,7 @@ class Session:
 
     def wake(self) -> None:
         """Announce that a call is about to follow; waits for nothing. The first round trip after a pause takes several
-        times as long as the next; if this is called when a prompt arrives, that time passes while it is tokenized.
-        """
+        times as long as the next; if this is called when a prompt arrives, that time passes while it is tokenized."""
         daemon = self._connection.current()
         if daemon is not None:
             daemon.stream.submit(wire.Request(ping=wire.Ping())).abandon()
@@ -386,8 +373,7 @@ class Session:
 
     def before_close(self, work: Callable[[], object]) -> None:
         """Register `work` to be called by `close`, while the session can still be used; the last one registered is
-        called first.
-        """
+        called first."""
         self._before_close.append(work)
 
     def __enter__(self) -> Session:

@@ -16,8 +16,7 @@ Obligations
 - Transfers return at once; their completion is called from a thread of the tier's own (from the caller's own only
   when the tier is closed already). A completion must be quick and must not raise.
 
-`kvstore_tiers.testing` holds the suite that proves an implementation keeps its side.
-"""
+`kvstore_tiers.testing` holds the suite that proves an implementation keeps its side."""
 
 from __future__ import annotations
 
@@ -141,8 +140,7 @@ class TierInfo:
 @dataclass(frozen=True, slots=True)
 class ContainerReport:
     """One arena or slab: it holds slots of `slot_bytes` for `owner` until it is empty. `owner` is "" if a tier does not
-    separate owners.
-    """
+    separate owners."""
 
     container: int
     owner: str
@@ -198,8 +196,7 @@ class Tier(ABC):
         """Return a slot of at least `nbytes` (a multiple of 4096), or None if there is no room within the capacity.
 
         `owner` separates memory that may be mapped by different tenants; tiers that are never mapped ignore it. Raises
-        ValueError for a size that is not a positive multiple of 4096.
-        """
+        ValueError for a size that is not a positive multiple of 4096."""
 
     @abstractmethod
     def free(self, slot: Slot) -> None:
@@ -207,8 +204,7 @@ class Tier(ABC):
 
     def makes_room(self, container: int, nbytes: int, owner: str = "") -> bool:
         """Return whether freeing a slot of `container` helps `allocate(nbytes, owner)`. False if it holds slots of
-        another size or owner: then the whole container has to be emptied.
-        """
+        another size or owner: then the whole container has to be emptied."""
         return True
 
     def containers(self) -> list[ContainerReport]:
@@ -217,8 +213,7 @@ class Tier(ABC):
 
     def convertible(self, nbytes: int, owner: str = "") -> list[ContainerReport]:
         """Return the containers of another size or owner that could serve `allocate(nbytes, owner)` once they are
-        empty.
-        """
+        empty."""
         return []
 
     def set_aside(self, container: int) -> None:
@@ -236,8 +231,7 @@ class Tier(ABC):
         `done` gets the header as stored, with the payload's checksum (computed from the stored copy when
         `header.checksum` is 0, else taken as given) and the slot's generation. A tier that verifies what it stored says
         CORRUPT where a given checksum does not hold.
-        Raises RuntimeError when lengths disagree or the bytes do not fit.
-        """
+        Raises RuntimeError when lengths disagree or the bytes do not fit."""
 
     @abstractmethod
     def read(self, slot: Slot, expect_key: bytes, segments: Sequence[Segment], done: Completion) -> None:
@@ -245,20 +239,17 @@ class Tier(ABC):
 
         Magic, key, generation and checksums are checked before DONE is reported; CORRUPT says that the destination
         holds garbage, UNREADABLE that it does and that nothing is wrong with the block. Segments shorter than the
-        payload end in FAILED.
-        """
+        payload end in FAILED."""
 
     def slot_segment(self, slot: Slot) -> Segment:
         """Return the slot's memory, for another tier's `move_in` and `move_out`. Raises RuntimeError if the slot is not
-        allocated, and in a tier that is not in this process's memory.
-        """
+        allocated, and in a tier that is not in this process's memory."""
         raise RuntimeError(f"the tier {self.info.name} is not in memory")
 
     def move_in(self, slot: Slot, source: Segment, expect_key: bytes, done: Completion) -> None:
         """Store a whole slot image (header and payload) from another tier's memory.
 
-        The header is stored with this slot's generation. CORRUPT if `source` does not hold the block `expect_key`.
-        """
+        The header is stored with this slot's generation. CORRUPT if `source` does not hold the block `expect_key`."""
         header = image_header(source, expect_key)
         if isinstance(header, str):
             done(Outcome(OutcomeKind.CORRUPT, message=header))
@@ -267,8 +258,7 @@ class Tier(ABC):
 
     def move_out(self, slot: Slot, destination: Segment, expect_key: bytes, done: Completion) -> None:
         """Fill `destination` with the slot image, verified as in `read`; its header is written last and carries
-        `destination.generation`.
-        """
+        `destination.generation`."""
 
         def stamp(outcome: Outcome) -> None:
             if outcome.header is not None and outcome.ok:
@@ -279,8 +269,7 @@ class Tier(ABC):
 
     def lend(self, slot: Slot, load: Load, done: Completion) -> None:
         """Let another tier, whose `loader` it is, read the image in `slot` from its file: `load(image, ended)` is
-        called once, and closes the descriptor. Its end is judged as the end of a `read`, and passed on.
-        """
+        called once, and closes the descriptor. Its end is judged as the end of a `read`, and passed on."""
         raise RuntimeError(f"the tier {self.info.name} lends no files")
 
     def loader(self, slot: Slot, expect_key: bytes) -> Load:
@@ -288,21 +277,18 @@ class Tier(ABC):
         it closes the descriptor, after a failure too.
 
         The header is stored with this slot's generation. CORRUPT if the file does not hold the block `expect_key`
-        whole. FAILED with an `errno` says that the file cannot be read; without one, the file is not at fault.
-        """
+        whole. FAILED with an `errno` says that the file cannot be read; without one, the file is not at fault."""
         raise RuntimeError(f"the tier {self.info.name} loads no files")
 
     def share(self, descriptor: int, address: int, nbytes: int) -> int:
         """Let transfers copy from and to this memory in place, soon: `nbytes` of a memfd, mapped here at `address`.
-        Return a number for `unshare`. The descriptor stays the caller's, open until that has ended. From any thread.
-        """
+        Return a number for `unshare`. The descriptor stays the caller's, open until that has ended. From any thread."""
         raise RuntimeError(f"the tier {self.info.name} has no memory shared with it")
 
     def unshare(self, number: int, ended: Callable[[], None]) -> None:
         """Take back memory in which no transfer is under way. Returns at once; no later transfer uses it in place.
         `ended` is called when no process has it mapped for this tier: from then on it may be given back to the
-        system. `ended` may take its time, and be called on the caller's thread.
-        """
+        system. `ended` may take its time, and be called on the caller's thread."""
         raise RuntimeError(f"the tier {self.info.name} has no memory shared with it")
 
     def relocate(self, source: Slot, target: Slot, expect_key: bytes, done: Completion) -> None:

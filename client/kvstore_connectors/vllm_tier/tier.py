@@ -7,8 +7,7 @@ rows of that memory to and from the daemon's, beside the scheduler, which only h
 results. The module owns vLLM's types, the session, and the names of each request's chunks.
 Invariants: wrong settings and engines that cannot be served are refused when the engine starts; after that no method
 raises or waits (except `drain_jobs` and `shutdown`, which wait for transfers), and without a daemon everything is a
-miss. Once `shutdown` has returned vLLM's memory is not referenced any more.
-"""
+miss. Once `shutdown` has returned vLLM's memory is not referenced any more."""
 
 from __future__ import annotations
 
@@ -75,8 +74,7 @@ CONNECTED = "vllm:kv_offload_kvstored_connected"
 @dataclass(slots=True)
 class _Request:
     """A request of vLLM. `adapter`: the digest of its adapter; None if its inputs cannot be named, so that none of its
-    chunks is loaded or stored. `moved`: chunks that this tier has loaded or stored for it.
-    """
+    chunks is loaded or stored. `moved`: chunks that this tier has loaded or stored for it."""
 
     adapter: str | None
     moved: set[bytes]
@@ -84,8 +82,7 @@ class _Request:
 
 class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typed where this is checked
     """The tier that vLLM loads. `settings`: the fields of `TierSettings`. `engine`: a packed `EngineName` from
-    `KVStoreOffloadingConnector`; vLLM's own connector gives none, and then `weights_digest` must be set.
-    """
+    `KVStoreOffloadingConnector`; vLLM's own connector gives none, and then `weights_digest` must be set."""
 
     medium: ClassVar[Medium] = Medium.STORAGE
 
@@ -118,8 +115,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ty
 
     def describe(self, req_id: str, adapter: str | None) -> None:
         """Set the digest of a request's adapter, before `on_new_request`: "" for no adapter; None if its chunks depend
-        on something that cannot be named.
-        """
+        on something that cannot be named."""
         self._described[req_id] = adapter
 
     def stop(self) -> None:
@@ -142,8 +138,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ty
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Report to the daemon, behind the request's stores, which of its chunks were used without being read here, and
-        the orchestrator's expectations.
-        """
+        the orchestrator's expectations."""
         self._lookups.cleanup(req_context.req_id)
         request = self._request(req_context)
         if request.adapter is None or not self._is_used():
@@ -219,8 +214,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ty
 
     def drain_jobs(self) -> None:
         """Wait until no job is open. vLLM calls it when its caches are reset, as they are when weights are changed in
-        place.
-        """
+        place."""
         self._jobs.drain()
         if not self._settings.keep_after_reset:
             self.stop()
@@ -263,8 +257,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ty
 
     def _load_result(self, ended: Ended) -> JobResult:
         """Return vLLM's result of a load. Chunks that did not come count as missing from now on; otherwise vLLM would
-        ask for them again and again.
-        """
+        ask for them again and again."""
         loaded = tuple(key for key, outcome in ended.outcomes.items() if outcome == jobs.LOADED)
         is_whole = len(loaded) == len(ended.outcomes)
         if not is_whole:
@@ -364,8 +357,7 @@ def _engine_of(packed: str, settings: TierSettings) -> EngineName:
 
 def _positions(req_context: ReqContext) -> dict[bytes, int]:
     """Return the end of each of a request's chunks, in tokens. It is a copy: the scheduler goes on adding to the
-    original.
-    """
+    original."""
     return dict(getattr(req_context, "_offload_key_positions", {}))
 
 

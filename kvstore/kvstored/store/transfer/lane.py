@@ -16,8 +16,7 @@ Rules
   unseen, they have the rest of it. Demand neither waits for it nor spends it. A full queue refuses, with the reason.
 
 Invariants: a ticket is queued, in flight or gone; no more than `max_in_flight` items in flight in all, nor more than
-each priority's own limit.
-"""
+each priority's own limit."""
 
 from __future__ import annotations
 
@@ -112,8 +111,7 @@ class Item(Generic[Work]):
 @dataclass(frozen=True, slots=True)
 class LaneStatistics:
     """A report on a lane. Tuples are indexed by Priority. `service_bytes_per_s` is the device's rate while it is busy,
-    `bytes_per_s` the lane's recent rate.
-    """
+    `bytes_per_s` the lane's recent rate."""
 
     name: str
     queued: tuple[int, ...]
@@ -130,8 +128,7 @@ class LaneStatistics:
 
 class Lane(Generic[Work]):
     """One lane: it queues items and says which one starts next, by the rules above. Times are in monotonic nanoseconds
-    and never go back.
-    """
+    and never go back."""
 
     def __init__(self, name: str, settings: LaneSettings | None = None) -> None:
         self.name = name

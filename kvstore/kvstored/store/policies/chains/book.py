@@ -8,8 +8,7 @@ blocks are marked as shared: each such touch adds to their worth.
 
 The module owns owners, fan-outs, shared touches, the chains and their tables. It does not decide what is evicted.
 Invariants: the rows of the tier that a chain owns are on one path; `tail` is the deepest of the rows that may be free
-to be evicted.
-"""
+to be evicted."""
 
 from __future__ import annotations
 
@@ -145,8 +144,7 @@ class ChainBook:
 
     def left_last(self, row: int, chain: int, tenant: int, rows_here: int) -> int:
         """Note that the last block of `chain`, not shared, was removed; return the row that the chain ends with now, or
-        -1.
-        """
+        -1."""
         if rows_here > self._most_rows:
             self.left((row,), chain, tenant, rows_here)
             return self.chains.tail[chain]
@@ -176,8 +174,7 @@ class ChainBook:
     ) -> int:
         """Note that one request used `rows` (head first); return the chain that owns them now. It owns the blocks
         `missing` after them as well, as far as the ghost has room: as if they had been stored and evicted. Without
-        `rows`, `missing` continue `parent`.
-        """
+        `rows`, `missing` continue `parent`."""
         chains, here = self.chains, len(rows)
         self.touches.widen_span(now_s)
         path = path_of(rows, missing, parent, self.residency.rows, self.owner, self.fan, self.ghosts[tenant])
@@ -229,8 +226,7 @@ class ChainBook:
         self, prev: int, reach: int, now_s: float, prompt_tokens: int | None
     ) -> tuple[int, float, float, int | None]:
         """Note that a request continues chain `prev`; return its turn, the gap before it, the pace of the session (a
-        logarithm), and the tokens that the user added, as far as known.
-        """
+        logarithm), and the tokens that the user added, as far as known."""
         chains = self.chains
         turn, gap_s = chains.turn[prev] + 1, now_s - chains.used_s[prev]
         pace = math.log(max(gap_s, _GAP_MIN_S))
@@ -295,8 +291,7 @@ class ChainBook:
 
     def due(self, chain: int, row: int, due_s: float, now_s: float) -> None:
         """Note that a queued request will use the chain down to `row` (-1: to its end). If it is another session's,
-        with only the beginning in common, it does not lower the chain's own due time.
-        """
+        with only the beginning in common, it does not lower the chain's own due time."""
         chains = self.chains
         depths, tail = self.residency.rows.depth, chains.tail[chain]
         depth = depths[row] if row >= 0 else chains.length[chain] - 1
@@ -310,8 +305,7 @@ class ChainBook:
 
     def promised_owner(self, key: bytes, tenant: int) -> int:
         """Return the ghost's `owner_of`, if that chain's last request missed blocks that may be stored yet, or -1. It
-        makes no further calls, since it is asked for each block that needs the place of another.
-        """
+        makes no further calls, since it is asked for each block that needs the place of another."""
         shard = self.ghosts[tenant].shards[key[-1] & SHARD_MASK]
         packed = shard.young.get(key)
         if packed is None:
@@ -346,8 +340,7 @@ class ChainBook:
         missing: Sequence[bytes], tenant: int,
     ) -> int:  # fmt: skip
         """Extend the chain of a request that goes on: its missing blocks, or its answer, have been stored, or will
-        be.
-        """
+        be."""
         chains = self.chains
         owner = self.owner
         for row in rows:
@@ -375,8 +368,7 @@ class ChainBook:
 
     def came_unused(self, row: int, tenant: int, order: int) -> int:
         """Return the chain of `row`, as of its last use: the row came to the tier without being used (demoted,
-        promoted).
-        """
+        promoted)."""
         residency, chains = self.residency, self.chains
         parent, depth = residency.rows.parent[row], residency.rows.depth[row]
         used_s = residency.rows.last_access_ns[row] * NS
