@@ -116,7 +116,7 @@ class Environment:
         self.path = path
         self.is_readonly = readonly or shared
         nbytes = path.stat().st_size if path.exists() else 0
-        self.map_bytes = max(FIRST_MAP_BYTES, 1 << (2 * nbytes).bit_length())
+        self.map_bytes = max(FIRST_MAP_BYTES, 2 ** (2 * nbytes).bit_length())
         mask = os.umask(0o077)
         try:
             if not self.is_readonly:

@@ -108,6 +108,24 @@ def make_prefetch(
     return prefetcher, feed, PrefetchState(guarded, recent, credit)
 
 
+def make_promoter(ground: Ground, links: Links, room: Room, damage: Damage, modes: DegradedModes) -> Promoter:
+    """Make the promotions of all tiers into `room`, the room of the tier that clients map."""
+    mapped = ground.residency.mapped
+    return Promoter(
+        ground.residency, [links.between(at, mapped) for at in range(len(ground.tiers)) if at != mapped],
+        room, ground.counters, ground.flows, damage, modes,
+        prefetch_room_bytes=ground.config.host.capacity_bytes // PREFETCH_SHARE,
+    )  # fmt: skip
+
+
+def _priorities(residency: Residency, policies: Sequence[Policy]) -> Priorities:
+    priorities = Priorities(residency)
+    for policy in policies:
+        priorities.follow(policy)
+    priorities.resume()
+    return priorities
+
+
 class Store:
     """The store of a daemon. `residency` may hold recovered blocks already; policies and rooms take them over. `tiers`
     are in the order of `make_residency`: `host` is the first that clients map; `nvme` is the durable one, if any;
@@ -152,10 +170,7 @@ class Store:
         )
         links = Links(ground, self.mover, self._breakers)
         self.policies = [make_policy(config, residency, position) for position in range(len(tiers))]
-        priorities = Priorities(residency)
-        for policy in self.policies:
-            priorities.follow(policy)
-        priorities.resume()
+        priorities = _priorities(residency, self.policies)
         gates, commit = make_gates(ground, self.policies, remote_writes), None
         if self.breaker is not None:
             commit = make_commit(ground, links, self.breaker, self.endurance, self.policies)
@@ -170,11 +185,7 @@ class Store:
         self.retention = make_retention(ground, self.policies, parts, self.rooms, self.discard, commit)
         self.device_check = DeviceCheck(residency, self.exporters, completions, self.damage)
         self.dram_check = DramCheck(config.host.verify_reads, residency, host, completions, self.damage, self.counters)
-        self.promoter = Promoter(
-            residency, [links.between(at, residency.mapped) for at in range(len(tiers)) if at != residency.mapped],
-            self.room, self.counters, self.flows, self.damage, self.modes,
-            prefetch_room_bytes=config.host.capacity_bytes // PREFETCH_SHARE,
-        )  # fmt: skip
+        self.promoter = make_promoter(ground, links, self.room, self.damage, self.modes)
         self.sharing, self.straight = make_early(ground, links, parts, self.rooms, gates, self.promoter, self.absences)
         self.copiers += [*self.sharing, *self.straight]
         self.prefetcher, self.feed, self.prefetch_state = make_prefetch(
