@@ -151,7 +151,7 @@ def test_named_files_exist(document: Path) -> None:
     assert [path for path in named if not (ROOT / path).exists()] == []
 
 
-@pytest.mark.parametrize("document", ["ARCHITECTURE.md", "CONTRIBUTING.md", "docs/measurements.md"])
+@pytest.mark.parametrize("document", ["ARCHITECTURE.md", "CONTRIBUTING.md"])
 def test_files_named_in_short_exist(document: str) -> None:
     """`verbs/hints.py` or `link.py` in a page that shows the way through the source is the end of a file's path."""
     files = {f"/{relative(path)}" for path in _tracked() if path.is_file()}
