@@ -15,11 +15,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any
 
 RESULTS = Path(__file__).parent.parent / "benchmarks/results"
 TARGET = Path(__file__).with_name("measurements.md")
-ORIGIN = ("machine", "date", "commit", "command")
 _MACHINES = "machines.json"
 _HEAD = """# Measurements
 
@@ -27,8 +27,9 @@ Written by `make docs` from `benchmarks/results/`: change a result file, not thi
 dozen figures that matter most. What a figure was before is in the repository's log.
 
 **Bold**: the target, which was set before the measurement, was missed. A command is `python benchmarks/COMMAND`, most
-with `--quick` and `--json`; `make bench` runs most of them, `make bench-rivals` those with other stores. Compare
-ratios, not milliseconds: on two cores the client, the daemon and everything else share the cores.
+with `--quick` and `--json`; `make bench` runs most of them, `make bench-rivals` those with other stores. Compare ratios,
+not milliseconds: on two cores the client, the daemon and everything else share the cores. Below each table stand
+machine, date, commit and command of its rows; without a commit, none was recorded.
 """
 _TAIL = """## Figures on other pages
 
@@ -64,22 +65,21 @@ def _section(result: dict[str, Any]) -> Iterator[str]:
     if about := result.get("about"):
         yield f"{about}\n"
     if columns := result.get("columns"):
-        said, rows = {name: _origin(result, name) for name in ORIGIN}, result["rows"]
-    else:
-        columns, rows, said = _figures([{**result, **row} for row in result["rows"]])
-    yield f"*{', '.join(f'{name} {value}' for name, value in said.items())}*\n"
-    yield from _table(columns, rows)
-    yield ""
-
-
-def _figures(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]], dict[str, str]]:
-    """Return headings, cells, and what is the same for all rows and so gets no column."""
-    said = {name: _origin(rows[0], name) for name in ORIGIN if len({_origin(row, name) for row in rows}) == 1}
-    apart = [name for name in ORIGIN if name not in said]
-    cells = [
-        [row["figure"], row.get("target", ""), _measured(row), *(_origin(row, name) for name in apart)] for row in rows
-    ]
-    return ["figure", "target", "measured", *apart], cells, said
+        yield from _table(columns, result["rows"])
+        yield f"\n{_origin(result)}.\n"
+        return
+    rows = [{**result, **row} for row in result["rows"]]
+    origins = list(dict.fromkeys(map(_origin, rows)))
+    letters = dict(zip(origins, ascii_lowercase, strict=False))
+    named = len(origins) > 1
+    yield from _table(
+        ("figure", "target", "measured", *(("run",) if named else ())),
+        [
+            [row["figure"], row.get("target", ""), _measured(row), *((letters[_origin(row)],) if named else ())]
+            for row in rows
+        ],
+    )
+    yield f"\n{'; '.join(f'{letters[each]}: {each}' if named else each for each in origins)}.\n"
 
 
 def _measured(row: dict[str, Any]) -> str:
@@ -87,9 +87,12 @@ def _measured(row: dict[str, Any]) -> str:
     return f"{measured}. {row['note']}" if "note" in row else measured
 
 
-def _origin(said: dict[str, Any], name: str) -> str:
-    value = said.get(name)
-    return "not recorded" if value is None else f"`{value}`" if name in ("command", "commit") else str(value)
+def _origin(said: dict[str, Any]) -> str:
+    """Return machine, date, commit and command of a row, each as recorded."""
+    machine = said["machine"] or "machine not recorded"
+    commit = f"commit `{said['commit']}`" if said["commit"] else ""
+    command = f"`{said['command']}`" if said["command"] else "no command"
+    return ", ".join(filter(None, (machine, said["date"] or "date not recorded", commit, command)))
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
