@@ -27,9 +27,9 @@ Written by `make docs` from `benchmarks/results/`: change a result file, not thi
 dozen figures that matter most. What a figure was before is in the repository's log.
 
 **Bold**: the target, which was set before the measurement, was missed. A command is `python benchmarks/COMMAND`, most
-with `--quick` and `--json`; `make bench` runs most of them, `make bench-rivals` those with other stores. Compare ratios,
-not milliseconds: on two cores the client, the daemon and everything else share the cores. Below each table stand
-machine, date, commit and command of its rows; without a commit, none was recorded.
+with `--quick` and `--json`; `make bench` runs most of them, `make bench-rivals` those with other stores. Compare
+ratios, not milliseconds: on two cores the client, the daemon and everything else share the cores. Below each table
+stand machine, date, commit and command of its rows; without a commit, none was recorded.
 """
 _TAIL = """## Figures on other pages
 
