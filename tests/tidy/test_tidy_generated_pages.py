@@ -1,4 +1,4 @@
-"""The generated pages: docs/api.md is made at build and not committed; measurements.md and state-directory.md are fresh."""
+"""The generated pages: docs/api.md is not committed, docs/measurements.md and state-directory.md are, and fresh."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ engine's context; the caller's context is current again after each call; no call
 captures on another stream meanwhile; host memory is not unmapped as long as the driver may know it: other memory at its
 address could not be registered.
 
-The library is `cuda-bindings`: pip install 'kvstored[gpu]'.
+The library is `cuda-bindings`: pip install '.[gpu]'.
 """
 
 from __future__ import annotations
