@@ -23,7 +23,7 @@ _OTHER_MEANING = {"pages": "Store.pages: places in staging, counted in pages of 
 # What names of verbs and results may consist of beside words of the glossary: plain English.
 _PLAIN = {
     "array", "bench", "by", "close", "config", "connect", "contains", "daemon", "delete", "deleted", "doctor", "drain",
-    "drop", "error", "explain", "flush", "invalidate", "kept", "ping", "release", "reload", "report", "shutdown",
+    "drop", "error", "explain", "flush", "invalidate", "ping", "release", "reload", "report", "shutdown",
     "statistics", "status", "top", "wake",
 }  # fmt: skip
 _ROW = re.compile(r"^\| \*\*(.+?)\*\*(?:, ([^|]*?))? \| (.*?) \| ?(.*?) ?\|$", re.MULTILINE)
