@@ -75,7 +75,7 @@ class StateKeeper:
         self.wrong_rows = 0
         self.is_read = False
         self.was_tried = asyncio.Event()  # to read it, for those who need a part of it to begin
-        process.on_new = self._is_new
+        process.listeners.append(self._is_new)
 
     # At the start
 

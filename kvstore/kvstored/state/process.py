@@ -45,9 +45,9 @@ ANSWER_S = 120.0  # a process that is silent for longer hangs on a disk; it is g
 
 
 class StateProcess:
-    """The process and the connection to it. `directory`: the state directory. `on_new`: called with `was_aside` when
-    the environment is new and empty, so that the owner saves all of its state again. `wrong_values`: the number of
-    values that had a wrong checksum; they are not used."""
+    """The process and the connection to it. `directory`: the state directory. Each of `listeners` is called with
+    `was_aside` when the environment is new and empty, so that the owner saves all of its state again. `wrong_values`:
+    the number of values that had a wrong checksum; they are not used."""
 
     def __init__(self, directory: Path, version: str, clock: Clock, *, shared: bool = False) -> None:
         """Prepare the process; `start` or the first call starts it. `shared`: only read, while a daemon may write."""
@@ -60,7 +60,7 @@ class StateProcess:
         self._deaths_ns: list[int] = []
         self._distrusted = ""
         self._is_owed = False  # an answer
-        self.on_new: Callable[[str], None] = lambda _: None
+        self.listeners: list[Callable[[str], None]] = []  # for a new environment
         self.path = directory / "state.mdb"  # until it is known
         self.is_new = False
         self.was_aside = ""
@@ -199,7 +199,8 @@ class StateProcess:
                 "what was learned and names are not known", self.path.parent, self.was_aside,
             )  # fmt: skip
         if self.is_new:
-            self.on_new(self.was_aside)
+            for listener in self.listeners:
+                listener(self.was_aside)
 
     def _send(self, message: bytes) -> None:
         assert self._writer is not None

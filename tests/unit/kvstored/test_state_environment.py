@@ -189,7 +189,7 @@ def test_after_two_deaths_it_is_set_aside_and_who_saves_is_told(tmp_path: Path) 
     async def run() -> None:
         clock, told = ManualClock(), []
         state = StateProcess(tmp_path, "1", clock)
-        state.on_new = told.append
+        state.listeners.append(told.append)
         for wait_s in (0, process.DEATHS_IN_S + 1, 0):
             clock.advance(s=wait_s)
             await state.open()
