@@ -171,7 +171,7 @@ class Retention:
         """Return the bit of `owner` among the tenant's owners of pins; 0 when `owner` is "" or unknown and not
         `is_new`. Raises KVStoreError when the tenant has `OWNERS_MAX` owners already."""
         names = self._owners.setdefault(tenant, [])
-        if owner in names:
+        if owner and owner in names:  # "" is the name of a bit that was freed
             return 1 << names.index(owner)
         if not owner or not is_new:
             return 0

@@ -283,3 +283,25 @@ async def test_priorities_follow_blocks_through_tiers_and_policies(driven: Drive
     small.store.retention.change(rows, Terms(priority=0))
     await put(driven, 300, SLOTS - 2)
     assert not driven.tiers_of(high[1]) & 1 << small.mapped
+
+
+@over_a_store("limits.pinned_per_tenant=64KiB")
+async def test_an_unpin_after_owners_were_forgotten_pins_for_nobody(driven: DrivenStore) -> None:
+    hints, tenant = driven.operations.hints, driven.client.tenant_id
+    keys = await put(driven, 1, 2)
+    packed = b"".join(keys)
+    for number in range(32):
+        hints.touch(driven.client, packed, Terms(pin=f"owner {number}"))
+        hints.touch(driven.client, packed, Terms(unpin=f"owner {number}"))
+    hints.touch(driven.client, packed, Terms(pin="one more"))
+    hints.touch(driven.client, packed, Terms(unpin="one more"))
+    assert driven.small.residency.pinned_bytes[tenant] == 0
+    assert {driven.small.residency.pin_count(row) for row in driven.small.residency.find_run(tenant, packed)} == {0}
+
+
+@over_a_store("limits.pinned_per_tenant=64KiB")
+async def test_blocks_that_are_pinned_count_once_against_the_bound(driven: DrivenStore) -> None:
+    hints, tenant = driven.operations.hints, driven.client.tenant_id
+    keys = await put(driven, 1, 4, pin="a")
+    assert 2 * driven.small.residency.pinned_bytes[tenant] > 64 << 10
+    assert hints.touch(driven.client, b"".join(keys), Terms(pin="b")) == 4
