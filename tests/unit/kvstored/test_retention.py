@@ -8,13 +8,16 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from kvstore_proto.errors import KVStoreError
 from kvstore_proto.terms import Terms
+from kvstore_proto.v1 import kvstore_pb2 as pb
+from kvstored.clients.sessions import Session
 from kvstored.lifecycle import Cause
+from kvstored.rpc.verbs.put import PutVerb
 from kvstored.store.blocks.check import check
 from kvstored.store.operations.durability import DurabilityMode
 from kvstored.store.operations.records import GetRequest, StoreStatus
@@ -25,6 +28,7 @@ POLICIES = Path(__file__).parents[3] / "docs" / "policies.md"
 SMALL = ("host.capacity=4MiB", "host.policy=lru", "nvme.admission=second-touch")
 SLOTS = (4 << 20) // SLOT_BYTES  # in DRAM
 BEFORE = SLOTS // 2
+NONE = pb.DURABILITY_MODE_NONE
 ANY = {"pinned": ("no", "yes"), "leased": ("no", "yes"), "priority": ("below 0", "0", "above 0")}
 PRIORITIES = {"below 0": -3, "0": 0, "above 0": 5}
 
@@ -305,3 +309,9 @@ async def test_blocks_that_are_pinned_count_once_against_the_bound(driven: Drive
     keys = await put(driven, 1, 4, pin="a")
     assert 2 * driven.small.residency.pinned_bytes[tenant] > 64 << 10
     assert hints.touch(driven.client, b"".join(keys), Terms(pin="b")) == 4
+    verb, client = PutVerb(driven.operations.put, driven.small.store), cast(Session, driven.client)
+    again = verb.store_inline(client, driven.offer(keys, Terms(pin="c")), NONE)
+    statuses = [list(answer.store.statuses) async for answer in again]
+    assert statuses == [[StoreStatus.PRESENT] * 4]
+    with pytest.raises(KVStoreError, match=r"limits\.pinned_per_tenant"):
+        verb.store_inline(client, driven.offer(keys_of(2, 1), Terms(pin="a")), NONE)
