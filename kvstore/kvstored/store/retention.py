@@ -11,6 +11,7 @@ looked at and no clock is read.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -51,6 +52,7 @@ class Retention:
         self.priorities, self.idle = priorities, idle
         self._discard, self._is_coming = discard, is_coming
         self.defaults: dict[int, Terms] = {}
+        self.coming_bytes: Counter[int] = Counter()  # by tenant, slots of blocks that a put under way will pin
         self._owners: dict[int, list[str]] = {}  # by tenant: whose pin each bit is
         self._hand = 0  # the row that the next look begins with
         # By tenant and packed keys: the rows of the leading run that may be served; a row, or -1, for every key.
@@ -92,7 +94,7 @@ class Retention:
             raise KVStoreError(ErrorKind.INVALID, mistake)
         if terms.pin:
             self._bit_of(tenant, terms.pin)
-            pinned_bytes = self._residency.pinned_bytes[tenant]
+            pinned_bytes = self._residency.pinned_bytes[tenant] + self.coming_bytes[tenant]
             if pinned_bytes + nbytes > self._pinned_limit_bytes:
                 raise KVStoreError(
                     ErrorKind.TOO_LARGE,

@@ -315,3 +315,14 @@ async def test_blocks_that_are_pinned_count_once_against_the_bound(driven: Drive
     assert statuses == [[StoreStatus.PRESENT] * 4]
     with pytest.raises(KVStoreError, match=r"limits\.pinned_per_tenant"):
         verb.store_inline(client, driven.offer(keys_of(2, 1), Terms(pin="a")), NONE)
+
+
+@over_a_store("limits.pinned_per_tenant=64KiB")
+async def test_pins_of_puts_under_way_count_against_the_bound(driven: DrivenStore) -> None:
+    verb, client = PutVerb(driven.operations.put, driven.small.store), cast(Session, driven.client)
+    answers = verb.store_inline(client, driven.offer(keys_of(1, 4), Terms(pin="a")), NONE)
+    with pytest.raises(KVStoreError, match=r"limits\.pinned_per_tenant"):
+        verb.store_inline(client, driven.offer(keys_of(2, 1), Terms(pin="a")), NONE)
+    assert [list(answer.store.statuses) async for answer in answers] == [[StoreStatus.STORED] * 4]
+    driven.operations.hints.touch(driven.client, b"".join(keys_of(1, 4)), Terms(unpin="a"))
+    await put(driven, 2, 4, pin="a")
