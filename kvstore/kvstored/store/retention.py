@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import reduce
+from operator import or_
 
 import numpy as np
 
@@ -164,6 +166,18 @@ class Retention:
         names = self._owners.get(self._residency.tenant_of(row), []) if bits else []
         return [name for bit, name in enumerate(names) if bits >> bit & 1]
 
+    def unpin_all(self, tenant: int) -> None:
+        """End all pins of the tenant's owners."""
+        for row in self._pinned_rows(tenant):
+            self._residency.set_owners(row, 0)
+
+    def _pinned_rows(self, tenant: int) -> list[int]:
+        """Return the rows of the tenant's blocks that have an owner's pin."""
+        column = self._residency.rows.optional.view("pinned_by")
+        rows = np.empty(0, np.int64) if column is None else np.flatnonzero(column)
+        found: list[int] = rows[self._residency.tenants_of(rows) == tenant].tolist()
+        return found
+
     def _expiry(self, ttl_s: int) -> int:
         """Return the second of the monotonic clock at which a block expires that lives for `ttl_s` seconds from now on,
         rounded down; 0 for a `ttl_s` of 0."""
@@ -187,10 +201,7 @@ class Retention:
 
     def _forget_owner(self, tenant: int, names: list[str]) -> None:
         """Free the bits of owners that have no pin any more. Raises KVStoreError when every owner has a pin."""
-        residency, column = self._residency, self._residency.rows.optional.view("pinned_by")
-        rows = np.empty(0, np.int64) if column is None else np.flatnonzero(column)
-        rows = rows[residency.tenants_of(rows) == tenant]
-        held = 0 if column is None else int(np.bitwise_or.reduce(column[rows], initial=0))
+        held = reduce(or_, map(self._residency.pinned_by, self._pinned_rows(tenant)), 0)
         for bit in range(OWNERS_MAX):
             if not held >> bit & 1:
                 names[bit] = ""
