@@ -61,11 +61,15 @@ class DrivenStore:
         self, keys: Sequence[bytes], mode: DurabilityMode, client: Client | None = None, terms: Terms = NO_TERMS
     ) -> list[PutAnswer]:
         """All answers to a put of a chain from its root."""
-        offered = Offer(
+        offered = self.offer(keys, terms)
+        return [answer async for answer in self.operations.put.store(client or self.client, offered, mode)]
+
+    def offer(self, keys: Sequence[bytes], terms: Terms = NO_TERMS) -> Offer:
+        """A chain from its root, with the payloads of its keys."""
+        return Offer(
             0, b"".join(keys), keys, [NO_PARENT, *keys[:-1]], [bytes(KEY_BYTES)] * len(keys),
             [PAYLOAD_BYTES] * len(keys), Payloads(keys), range(len(keys)), terms=terms,
         )  # fmt: skip
-        return [answer async for answer in self.operations.put.store(client or self.client, offered, mode)]
 
     async def get(self, keys: Sequence[bytes], client: Client | None = None) -> Acquired:
         """Get a chain, compare what came with what was put, and release it."""

@@ -49,8 +49,10 @@ class Drop:
         return reply
 
     async def empty(self, tenant: int) -> pb.DropReply:
-        """Remove all blocks of the tenant with this number in residency, regardless of its present name."""
+        """Remove all blocks of the tenant with this number in residency, regardless of its present name. Pins of its
+        owners end: nobody could unpin these blocks later."""
         reply = pb.DropReply()
+        self._store.retention.unpin_all(tenant)
         self._forget_gone((tenant,))
         await self._drop_from(range(len(self._residency.tiers)), tenant, reply, forget=True)
         return reply

@@ -11,7 +11,10 @@ looked at and no clock is read.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import reduce
+from operator import or_
 
 import numpy as np
 
@@ -51,6 +54,7 @@ class Retention:
         self.priorities, self.idle = priorities, idle
         self._discard, self._is_coming = discard, is_coming
         self.defaults: dict[int, Terms] = {}
+        self.coming_bytes: Counter[int] = Counter()  # by tenant, slots of blocks that a put under way will pin
         self._owners: dict[int, list[str]] = {}  # by tenant: whose pin each bit is
         self._hand = 0  # the row that the next look begins with
         # By tenant and packed keys: the rows of the leading run that may be served; a row, or -1, for every key.
@@ -92,7 +96,7 @@ class Retention:
             raise KVStoreError(ErrorKind.INVALID, mistake)
         if terms.pin:
             self._bit_of(tenant, terms.pin)
-            pinned_bytes = self._residency.pinned_bytes[tenant]
+            pinned_bytes = self._residency.pinned_bytes[tenant] + self.coming_bytes[tenant]
             if pinned_bytes + nbytes > self._pinned_limit_bytes:
                 raise KVStoreError(
                     ErrorKind.TOO_LARGE,
@@ -162,6 +166,18 @@ class Retention:
         names = self._owners.get(self._residency.tenant_of(row), []) if bits else []
         return [name for bit, name in enumerate(names) if bits >> bit & 1]
 
+    def unpin_all(self, tenant: int) -> None:
+        """End all pins of the tenant's owners."""
+        for row in self._pinned_rows(tenant):
+            self._residency.set_owners(row, 0)
+
+    def _pinned_rows(self, tenant: int) -> list[int]:
+        """Return the rows of the tenant's blocks that have an owner's pin."""
+        column = self._residency.rows.optional.view("pinned_by")
+        rows = np.empty(0, np.int64) if column is None else np.flatnonzero(column)
+        found: list[int] = rows[self._residency.tenants_of(rows) == tenant].tolist()
+        return found
+
     def _expiry(self, ttl_s: int) -> int:
         """Return the second of the monotonic clock at which a block expires that lives for `ttl_s` seconds from now on,
         rounded down; 0 for a `ttl_s` of 0."""
@@ -171,7 +187,7 @@ class Retention:
         """Return the bit of `owner` among the tenant's owners of pins; 0 when `owner` is "" or unknown and not
         `is_new`. Raises KVStoreError when the tenant has `OWNERS_MAX` owners already."""
         names = self._owners.setdefault(tenant, [])
-        if owner in names:
+        if owner and owner in names:  # "" is the name of a bit that was freed
             return 1 << names.index(owner)
         if not owner or not is_new:
             return 0
@@ -185,10 +201,7 @@ class Retention:
 
     def _forget_owner(self, tenant: int, names: list[str]) -> None:
         """Free the bits of owners that have no pin any more. Raises KVStoreError when every owner has a pin."""
-        residency, column = self._residency, self._residency.rows.optional.view("pinned_by")
-        rows = np.empty(0, np.int64) if column is None else np.flatnonzero(column)
-        rows = rows[residency.tenants_of(rows) == tenant]
-        held = 0 if column is None else int(np.bitwise_or.reduce(column[rows], initial=0))
+        held = reduce(or_, map(self._residency.pinned_by, self._pinned_rows(tenant)), 0)
         for bit in range(OWNERS_MAX):
             if not held >> bit & 1:
                 names[bit] = ""

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kvstore_proto.terms import Terms
 from kvstore_proto.v1 import admin_pb2 as pb
 from kvstore_tiers.testing.faulty import Fault
 from kvstored.admin.drop import Drop
@@ -101,5 +102,22 @@ def test_what_a_slower_tier_refuses_stays_in_dram(tmp_path: Path) -> None:
             assert small.residency.has(small.find(2), HOST) and small.residency.has(small.find(3), HOST)
             assert counts(await drop.drop(pb.DropRequest(tier="host", discard=True))) == (2, 0, 0, 0)
             assert small.find(2) < 0 and small.residency.has(small.find(1), NVME)
+
+    asyncio.run(run())
+
+
+def test_a_tenant_that_is_replaced_leaves_no_pinned_block(tmp_path: Path) -> None:
+    """Nobody could unpin it: its clients have another identity from then on."""
+
+    async def run() -> None:
+        async with small_store(tmp_path) as small:
+            residency, tenant = small.residency, small.residency.tenant("tenant")
+            await small.put(1)
+            await small.put(2, parent=1)
+            small.store.retention.change([small.find(1), small.find(2)], Terms(pin="owner"))
+            assert counts(await ready(small).drop(pb.DropRequest(tier="host", discard=True))) == (0, 2, 0, 0)
+            reply = await ready(small).empty(tenant)
+            assert reply.kept_blocks == 0
+            assert len(residency) == residency.pinned_bytes[tenant] == 0
 
     asyncio.run(run())

@@ -8,13 +8,16 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from kvstore_proto.errors import KVStoreError
 from kvstore_proto.terms import Terms
+from kvstore_proto.v1 import kvstore_pb2 as pb
+from kvstored.clients.sessions import Session
 from kvstored.lifecycle import Cause
+from kvstored.rpc.verbs.put import PutVerb
 from kvstored.store.blocks.check import check
 from kvstored.store.operations.durability import DurabilityMode
 from kvstored.store.operations.records import GetRequest, StoreStatus
@@ -25,6 +28,7 @@ POLICIES = Path(__file__).parents[3] / "docs" / "policies.md"
 SMALL = ("host.capacity=4MiB", "host.policy=lru", "nvme.admission=second-touch")
 SLOTS = (4 << 20) // SLOT_BYTES  # in DRAM
 BEFORE = SLOTS // 2
+NONE = pb.DURABILITY_MODE_NONE
 ANY = {"pinned": ("no", "yes"), "leased": ("no", "yes"), "priority": ("below 0", "0", "above 0")}
 PRIORITIES = {"below 0": -3, "0": 0, "above 0": 5}
 
@@ -283,3 +287,42 @@ async def test_priorities_follow_blocks_through_tiers_and_policies(driven: Drive
     small.store.retention.change(rows, Terms(priority=0))
     await put(driven, 300, SLOTS - 2)
     assert not driven.tiers_of(high[1]) & 1 << small.mapped
+
+
+@over_a_store("limits.pinned_per_tenant=64KiB")
+async def test_an_unpin_after_owners_were_forgotten_pins_for_nobody(driven: DrivenStore) -> None:
+    hints, tenant = driven.operations.hints, driven.client.tenant_id
+    keys = await put(driven, 1, 2)
+    packed = b"".join(keys)
+    for number in range(32):
+        hints.touch(driven.client, packed, Terms(pin=f"owner {number}"))
+        hints.touch(driven.client, packed, Terms(unpin=f"owner {number}"))
+    hints.touch(driven.client, packed, Terms(pin="one more"))
+    hints.touch(driven.client, packed, Terms(unpin="one more"))
+    assert driven.small.residency.pinned_bytes[tenant] == 0
+    assert {driven.small.residency.pin_count(row) for row in driven.small.residency.find_run(tenant, packed)} == {0}
+
+
+@over_a_store("limits.pinned_per_tenant=64KiB")
+async def test_blocks_that_are_pinned_count_once_against_the_bound(driven: DrivenStore) -> None:
+    hints, tenant = driven.operations.hints, driven.client.tenant_id
+    keys = await put(driven, 1, 4, pin="a")
+    assert 2 * driven.small.residency.pinned_bytes[tenant] > 64 << 10
+    assert hints.touch(driven.client, b"".join(keys), Terms(pin="b")) == 4
+    verb, client = PutVerb(driven.operations.put, driven.small.store), cast(Session, driven.client)
+    again = verb.store_inline(client, driven.offer(keys, Terms(pin="c")), NONE)
+    statuses = [list(answer.store.statuses) async for answer in again]
+    assert statuses == [[StoreStatus.PRESENT] * 4]
+    with pytest.raises(KVStoreError, match=r"limits\.pinned_per_tenant"):
+        verb.store_inline(client, driven.offer(keys_of(2, 1), Terms(pin="a")), NONE)
+
+
+@over_a_store("limits.pinned_per_tenant=64KiB")
+async def test_pins_of_puts_under_way_count_against_the_bound(driven: DrivenStore) -> None:
+    verb, client = PutVerb(driven.operations.put, driven.small.store), cast(Session, driven.client)
+    answers = verb.store_inline(client, driven.offer(keys_of(1, 4), Terms(pin="a")), NONE)
+    with pytest.raises(KVStoreError, match=r"limits\.pinned_per_tenant"):
+        verb.store_inline(client, driven.offer(keys_of(2, 1), Terms(pin="a")), NONE)
+    assert [list(answer.store.statuses) async for answer in answers] == [[StoreStatus.STORED] * 4]
+    driven.operations.hints.touch(driven.client, b"".join(keys_of(1, 4)), Terms(unpin="a"))
+    await put(driven, 2, 4, pin="a")

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from kvstore_proto.arena import HEADER_BYTES, BlockHeader, slot_bytes
-from kvstore_tiers.base import Coding, Outcome, OutcomeKind
-from kvstore_tiers.codecs import TESTING_ENVIRONMENT
+from kvstore_tiers.base import Coding, Completion, Outcome, OutcomeKind, Segment
+from kvstore_tiers.codecs import TESTING_ENVIRONMENT, Codec
 from kvstore_tiers.host import HostTier
 from kvstore_tiers.keyed import KeyedTier
 from kvstore_tiers.segments import view_at
@@ -24,6 +24,7 @@ from kvstored.completions import CompletionQueue
 from kvstored.store.blocks.check import check
 from kvstored.store.endurance.budget import COMMIT_BYTES, OVERHEAD_BYTES
 from kvstored.store.transfer import staging as module
+from kvstored.store.transfer.demotion import Demotion
 from kvstored.store.transfer.staging import CodecStaging, Staged
 from kvstored.telemetry import Counters
 from tests.reference.small_store import FAR_S, PAYLOAD_BYTES, SmallStore, small_store
@@ -167,5 +168,43 @@ def test_staging_is_bounded_and_given_out_in_order() -> None:
             damaged = await staging.stage(host, slots[0], blocks[0][0].key, WHOLE_BYTES)
             assert isinstance(damaged, Outcome) and damaged.kind is OutcomeKind.CORRUPT
             assert staging._scratch.out_bytes == 0
+
+    asyncio.run(main())
+
+
+def test_a_block_that_is_damaged_before_it_is_written_costs_no_endurance(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with small_store(tmp_path, *SMALL, *STAGED["nvme"]) as small:
+            assert await small.is_durable(1, mode="always")
+            row = await small.store_in(small.mapped, 2)
+            slot = small.residency.slot(row, small.mapped)
+            view_at(small.store.host.slot_segment(slot).address + HEADER_BYTES, 1)[0] ^= 1
+            counters = small.store.counters
+            before_bytes = counters["endurance_bytes"]
+            assert not await small.writeback.write_through(row, at_once=True)
+            assert counters["write_failures"] == 1
+            assert counters["endurance_bytes"] - before_bytes in (0, COMMIT_BYTES)
+
+    asyncio.run(main())
+
+
+def test_a_verdict_on_a_copy_that_was_replaced_meanwhile_says_nothing_of_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with small_store(tmp_path, *SMALL, *FAR, *STAGED["tier.far"]) as small:
+            assert await small.is_durable(1, mode="always")
+            row, residency = small.find(1), small.residency
+
+            def encode(_codec: Codec, _source: Segment, _key: bytes, _target: Segment, done: Completion) -> None:
+                small.leave_host(row)
+                slot = small.store.room.allocate_now(WHOLE_BYTES, residency.tenant_of(row))
+                assert slot is not None and residency.attach(row, small.mapped, slot, 0) is None
+                done(Outcome(OutcomeKind.CORRUPT, message="the slot holds another block"))
+
+            monkeypatch.setattr(small.store.host, "encode", encode)
+            (demotion,) = (each for each in small.store.copiers if isinstance(each, Demotion))
+            assert not await demotion.write_back(row)
+            assert residency.has(row, small.mapped) and small.store.counters["corrupt_blocks"] == 0
 
     asyncio.run(main())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -13,12 +12,16 @@ import pytest
 from kvstore_proto.arena import slot_bytes
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.identity import NO_PARENT
+from kvstore_proto.terms import Terms
+from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstore_proto.v1 import unary_pb2 as unary
 from kvstored.clients.staging import InlineBlocks
 from kvstored.rpc.unary import CallLimit
 from kvstored.rpc.verbs import Verbs
 from kvstored.rpc.verbs.inline import InlineCalls
 from kvstored.rpc.verbs.naming import NamedBlocks
+from kvstored.store.operations import Operations
+from kvstored.telemetry import DeletionLog, RecentMisses
 from tests.reference.tiers import HOST
 from tests.reference.unary_client import names
 from tests.unit.kvstored.test_daemon_intake import STORED, Store, fail_once, key_of, run
@@ -54,8 +57,9 @@ class Calls:
     def __init__(self, store: Store) -> None:
         self.store = store
         small, nothing = store.small, cast(Any, None)
-        operations: Any = SimpleNamespace(put=store.puts, look_up=nothing, get=nothing, hints=nothing, delete=nothing)
-        verbs = Verbs(small.store, operations, nothing, nothing)
+        operations: Any = Operations(small.store, DeletionLog(small.clock))
+        operations.put = store.puts
+        verbs = Verbs(small.store, operations, RecentMisses(8, small.clock), nothing)
         self._calls = InlineCalls(verbs, nothing, small.store, message_bytes=1 << 20)
 
     async def put(self, *blocks: tuple[str, bytes, int]) -> unary.UnaryPutReply:
@@ -64,6 +68,11 @@ class Calls:
         named = NamedBlocks(1, keys, [parent for _, parent, _ in blocks], [b""] * len(keys), [bytes(16)] * len(keys))
         request = unary.UnaryPutRequest(payloads=[bytes(nbytes) for _, _, nbytes in blocks])
         return await self._calls.put(self.store.client(), named, request)
+
+    async def get(self, *blocks: str) -> unary.UnaryGetReply:
+        keys = [key_of(name) for name in blocks]
+        named = NamedBlocks(1, keys, [NO_PARENT] * len(keys), [b""] * len(keys), [bytes(16)] * len(keys))
+        return await self._calls.get(self.store.client(), named, unary.UnaryGetRequest())
 
 
 def over_calls(tmp_path: Path, test: Callable[[Calls], Any]) -> None:
@@ -107,5 +116,19 @@ def test_the_slot_of_a_refused_block_is_not_the_next_ones_unless_it_fits(
         row = small.residency.find(calls.store.session.tenant_id, key_of("other"))
         assert small.residency.slot(row, HOST).nbytes == slot_bytes(sizes[1])
         assert small.store.host.statistics().blocks == 2
+
+    over_calls(tmp_path, test)
+
+
+def test_an_expired_block_that_is_not_removed_yet_is_a_miss_that_says_so(tmp_path: Path) -> None:
+    async def test(calls: Calls) -> None:
+        small = calls.store.small
+        await calls.put(("a", NO_PARENT, 100), ("b", NO_PARENT, 100))
+        row = small.residency.find(calls.store.session.tenant_id, key_of("b"))
+        small.store.retention.change((row,), Terms(ttl_s=1))
+        small.clock.advance(s=1)
+        reply = await calls.get("a", "b")
+        assert names(reply.statuses) == ["SENT", "MISS"]
+        assert list(reply.miss_reasons) == [pb.MISS_REASON_UNSPECIFIED, pb.MISS_REASON_EXPIRED]
 
     over_calls(tmp_path, test)

@@ -134,10 +134,8 @@ class InlineCalls:
             self._counters.add("grpc_payload_bytes", payload.nbytes)
             await asyncio.sleep(0)  # the copy held the GIL: let others go on between two of them
         sent = len(reply.payloads)
-        missing = [
-            position >= sent and self._residency.find(session.tenant_id, key) < 0
-            for position, key in enumerate(blocks.keys)
-        ]
+        rows = self._retention.find_each(session.tenant_id, blocks.packed)
+        missing = [position >= sent and row < 0 for position, row in enumerate(rows)]
         omitted_or_missing = [unary.KEY_STATUS_MISS if miss else unary.KEY_STATUS_OMITTED for miss in missing[sent:]]
         reply.statuses.extend([unary.KEY_STATUS_SENT] * sent + omitted_or_missing)
         reply.miss_reasons.extend(self._reasons(session, blocks, missing))

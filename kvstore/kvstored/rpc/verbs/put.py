@@ -101,7 +101,9 @@ class PutVerb:
     def _check_terms(self, session: Session, offer: Offer) -> None:
         """Raise KVStoreError for terms that are out of bounds, or pin more than the tenant may."""
         if offer.terms != NO_TERMS:
-            nbytes = sum(map(slot_bytes, offer.payload_bytes)) if offer.terms.pin else 0
+            rows = self._retention.find_each(session.tenant_id, offer.packed) if offer.terms.pin else []
+            newly = [at for at, row in enumerate(rows) if row < 0 or not self._residency.pinned_by(row)]
+            nbytes = sum(slot_bytes(offer.payload_bytes[at]) for at in newly)
             self._retention.check(session.tenant_id, offer.terms, nbytes)
 
     def _mode_of(self, session: Session, asked: pb.DurabilityMode.ValueType) -> DurabilityMode:

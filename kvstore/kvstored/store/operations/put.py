@@ -137,17 +137,19 @@ class Put:
         except Exception as error:
             mistake = error
         client.beginning += 1
+        pinned_bytes = sum(block.nbytes for block in intake.blocks) if terms.pin else 0
+        self._retention.coming_bytes[tenant] += pinned_bytes
         storing = asyncio.create_task(self._store_rest(intake, mistake))
         self._running.add(storing)
         client.copying.add(storing)
-        storing.add_done_callback(partial(self._ended, client, offer, intake.blocks))
+        storing.add_done_callback(partial(self._ended, intake, offer, pinned_bytes))
         return _answers(storing, intake.statuses, durability, settling, mode)
 
-    def _ended(
-        self, client: Client, offer: Offer, blocks: Sequence[StagedBlock], storing: asyncio.Task[Settling]
-    ) -> None:
+    def _ended(self, intake: _Intake, offer: Offer, pinned_bytes: int, storing: asyncio.Task[Settling]) -> None:
+        client = intake.client
         self._running.discard(storing)
-        self.being_written.difference_update((client.tenant_id, block.key) for block in blocks)
+        self._retention.coming_bytes[client.tenant_id] -= pinned_bytes
+        self.being_written.difference_update((client.tenant_id, block.key) for block in intake.blocks)
         if offer.reserved is not None:
             offer.reserved.end()
         client.copying.discard(storing)

@@ -261,11 +261,10 @@ class Moves(Generic[Kind]):
         except RuntimeError:  # the source was not allocated any more
             return Unmoved.IN_VAIN
         row = residency.current(move.token)
-        if isinstance(staged, Outcome):
-            return staged
         if self._is_wanted(move, row) and residency.slot(row, link.source) == source:
             return staged
-        self._release(move, staged)
+        if isinstance(staged, Staged):
+            self._release(move, staged)
         return Unmoved.IN_VAIN
 
     def _release(self, move: Kind, staged: Staged | None) -> None:

@@ -316,17 +316,18 @@ class WriteBack:
         refunded."""
         row = self._residency.current(write.token)
         why: Refusal | None
-        if isinstance(outcome, Outcome) and outcome.kind is not OutcomeKind.CANCELLED:
+        is_cancelled = isinstance(outcome, Outcome) and outcome.kind is OutcomeKind.CANCELLED
+        if is_cancelled or write.state is WriteState.QUEUED:
+            self.gate.refund(write.tenant, write.nbytes)
+        if isinstance(outcome, Outcome) and not is_cancelled:
             self._counters.add("write_failures")
             key = self._residency.key(row).hex() if row >= 0 else "that is gone"
             log.warning("block %s cannot be written: %s", key, outcome.message)
             why = Refusal.WRITE_FAILED
+        elif outcome is Unmoved.IN_VAIN:
+            why = self._writes.hindrance(row) if row >= 0 else None
         else:
-            self.gate.refund(write.tenant, write.nbytes)
-            if outcome is Unmoved.IN_VAIN:
-                why = self._writes.hindrance(row) if row >= 0 else None
-            else:
-                why = _UNMOVED.get(outcome, Refusal.TIER) if isinstance(outcome, Unmoved) else Refusal.TIER
+            why = _UNMOVED.get(outcome, Refusal.TIER) if isinstance(outcome, Unmoved) else Refusal.TIER
         if row >= 0 and why is not None:
             self.gate.refuse(write.token, why)
 
