@@ -93,7 +93,6 @@ class StateKeeper:
         finally:
             self.was_tried.set()
         self._unsaved.saved(process.path)
-        self.is_read = True
         said = out_of_reach(self._tenants, store.residency)
         self._tenants.know(read["names"])
         for sentence in out_of_reach(self._tenants, store.residency):
@@ -123,6 +122,7 @@ class StateKeeper:
             self.wrong_rows += known[name].wrong
             used += rows.apply(known[name], clock.monotonic_ns(), clock.wall_ns(), self._opened_ns)
         self._learned.hand_out(renew=used > 0)
+        self.is_read = True  # a stop before this point reads it once more: nothing empty is saved over it
         if not self.process.is_new:
             for rows in self._usage.values():
                 rows.saved = await self._steps.through(rows.digests(self._opened_ns))
