@@ -51,9 +51,10 @@ no block.
   (`kvctl state ls`) and not used.
 - **What was deleted is unreadable within 60 s.** A deleted key may stay in an LMDB page, and in a compact copy too,
   so everything is written anew, in order, into a file of the next number, once for all deletions of {rewrite:g} s;
-  the file before is removed. A name of a tenant without blocks goes with it. A daemon that is killed before that
-  forgets that a key was to go: it is remembered as used once, until it is deleted again or falls off. Records in
-  freed slots of slabs are [another matter](format.md).
+  the file before is removed. A name of a tenant without blocks goes with it. The start after a daemon that was
+  killed writes everything anew too. But a table that was saved before the deletion is read again: such a key is
+  remembered as used once, until it is deleted again or falls off. Records in freed slots of slabs are [another
+  matter](format.md).
 
 `kvctl state ls`, `kvctl state show DATABASE` ask the daemon; with `--state-dir`, and `kvstored inspect STATE_DIR
 state [DATABASE]`, the file is read, beside a daemon too. `--copy DIR` writes a [backup](backup.md).

@@ -7,8 +7,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from kvstored.state.keeper import StateKeeper
+from kvstored.store.blocks.usage import GROUP_SLOTS
 from kvstored.telemetry import Counters
 from tests.reference.state_at_scale import index_of, keeper_of, use
 
@@ -49,5 +51,32 @@ def test_a_stop_while_uses_are_entered_saves_nothing_empty(tmp_path: Path) -> No
         assert dict(await keeper.process.read("usage")).keys() == before.keys()
         assert (np.frombuffer(keeper._store.residency.rows.accesses, np.uint16)[:BLOCKS] == 1).all()
         await keeper.process.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_what_a_killed_daemon_was_to_remove_is_removed_after_the_next_start(tmp_path: Path, is_killed: bool) -> None:
+    """Deleted entries stay in pages of the file until it is written anew, which a killed daemon does not do."""
+    gone = b"tenant:gone"
+
+    async def run() -> None:
+        keeper = await saved(tmp_path)
+        assert await keeper.restore()
+        async with keeper.process.transaction() as change:
+            await change.put("names", [(gone, b"")])
+        async with keeper.process.transaction() as change:
+            await change.keep_only("names", [])
+        assert gone in keeper.process.path.read_bytes()
+        if not is_killed:
+            await keeper.save(is_last=True)  # nothing was deleted by order: nothing is owed
+        await keeper.process.close()
+        later = keeper_of(index_of(BLOCKS), tmp_path, Counters())
+        assert await later.restore()
+        await later.save()
+        assert later.process.path.name == ("state-000002.mdb" if is_killed else "state-000001.mdb")
+        assert not is_killed or not any(gone in path.read_bytes() for path in tmp_path.iterdir())
+        assert len(await later.process.read("usage")) >= BLOCKS // GROUP_SLOTS
+        await later.process.close()
 
     asyncio.run(run())
