@@ -40,7 +40,8 @@ class Unusable(Exception):
 def number_of(path: Path) -> int:
     """Return the number in the name of a state file; -1 for any other file."""
     digits = path.name.removeprefix(PREFIX).removesuffix(SUFFIX)
-    return int(digits) if path.name == f"{PREFIX}{digits}{SUFFIX}" and digits.isdecimal() else -1
+    is_one = digits.isdecimal() and path == path_of(path.parent, int(digits))
+    return int(digits) if is_one else -1
 
 
 def newest(directory: Path) -> Path | None:
@@ -374,6 +375,7 @@ def finish(path: Path) -> Environment:
 
 def _remove_older(directory: Path, path: Path) -> None:
     for each in directory.glob(f"{PREFIX}*"):
-        if not each.name.startswith(path.name):
+        own = each.name.removesuffix(LOCK).removesuffix(NEW)
+        if own != path.name and number_of(each.with_name(own)) >= 0:
             with suppress(OSError):
                 each.unlink()

@@ -133,6 +133,17 @@ def test_a_crash_in_a_rewrite_leaves_the_old_one(tmp_path: Path) -> None:
     assert contents(tmp_path)["pins"] == ENTRIES["pins"] and not (tmp_path / "state-000001.mdb").exists()
 
 
+def test_files_of_others_are_neither_read_nor_removed(tmp_path: Path) -> None:
+    others = ["state-5.mdb", "state-000001.mdb.bak", "state-of-things.txt", "state-٣٣٣٣٣٣.mdb"]
+    for name in others:
+        (tmp_path / name).write_bytes(b"mine")
+    write(tmp_path)
+    former = open_environment(tmp_path, "1").environment
+    finish_rewrite(former, begin_rewrite(former, "1")).close()
+    found = sorted(path.name for path in tmp_path.iterdir())
+    assert found == sorted([*others, "state-000002.mdb", "state-000002.mdb-lock"])
+
+
 @pytest.mark.parametrize("content", [b"", b"x" * 100, bytes(1 << 16), os.urandom(1 << 16)])
 def test_what_is_no_environment_is_never_given_to_lmdb(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "state-000001.mdb").write_bytes(content)
