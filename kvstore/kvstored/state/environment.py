@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -82,10 +83,15 @@ def require_whole(path: Path) -> None:
     Raises OSError when the file cannot be read."""
     from lmdb.verify import VerifyError, verify
 
+    status = path.lstat()
+    if not stat.S_ISREG(status.st_mode):
+        raise Unusable("it is not a regular file")
     try:
         problems = verify(str(path), subdir=False)  # type: ignore[no-untyped-call]
     except VerifyError as error:
         problems = [str(error)]
+    except PermissionError:
+        raise Unusable(f"it belongs to uid {status.st_uid}, and this user cannot read it") from None
     except OSError:
         raise
     except Exception as error:  # a walk over bytes that mean nothing raises nearly any
@@ -276,8 +282,15 @@ def open_environment(directory: Path, version: str, distrusted: str = "") -> Fou
     except Unusable as why:
         with suppress(FileNotFoundError):
             path.with_name(path.name + LOCK).unlink()
-        path.replace(directory / ASIDE)
-        return Found(make(directory, number_of(path) + 1, version), True, str(why))
+        aside = directory / ASIDE
+        with suppress(OSError):
+            aside.unlink()  # a directory cannot take the place of a file
+        path.replace(aside)
+        try:
+            return Found(make(directory, number_of(path) + 1, version), True, str(why))
+        except OSError:  # on a full disk: it is named when there is room
+            aside.replace(path)
+            raise
 
 
 def open_shared(directory: Path) -> Environment:

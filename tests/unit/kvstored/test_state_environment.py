@@ -144,6 +144,46 @@ def test_files_of_others_are_neither_read_nor_removed(tmp_path: Path) -> None:
     assert found == sorted([*others, "state-000002.mdb", "state-000002.mdb-lock"])
 
 
+@pytest.mark.parametrize("kind", ["directory", "link", "dangling link", "fifo", "of another user"])
+def test_what_is_no_file_of_this_user_is_set_aside(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, other = tmp_path / "state-000001.mdb", tmp_path / "other"
+    (tmp_path / "state.aside").write_bytes(b"of before")
+    if kind == "directory":
+        path.mkdir()
+    elif kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "of another user":
+        path.write_bytes(b"x")
+
+        def verify(_: str, **__: bool) -> list[str]:
+            raise PermissionError
+
+        monkeypatch.setattr("lmdb.verify.verify", verify)
+    else:
+        path.symlink_to(other)
+        if kind == "link":
+            other.write_bytes(b"mine")
+    found = open_environment(tmp_path, "1")
+    found.environment.close()
+    assert found.is_new and ("regular file" in found.was_aside or "belongs to uid" in found.was_aside)
+    assert not os.path.lexists(path) and os.path.lexists(tmp_path / "state.aside")
+    assert kind != "link" or other.read_bytes() == b"mine"
+
+
+def test_on_a_full_disk_it_is_set_aside_once_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "state-000001.mdb").write_bytes(bytes(5000))
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="No space"):
+        patched.setattr(environment, "make", full)
+        open_environment(tmp_path, "1")
+    found = open_environment(tmp_path, "1")
+    found.environment.close()
+    assert found.was_aside.startswith("damaged: ")
+
+
 @pytest.mark.parametrize("content", [b"", b"x" * 100, bytes(1 << 16), os.urandom(1 << 16)])
 def test_what_is_no_environment_is_never_given_to_lmdb(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "state-000001.mdb").write_bytes(content)
