@@ -222,7 +222,8 @@ class StateKeeper:
         ):
             if entries != before:
                 await change.put(name, entries)
-                await change.keep_only(name, [key for key, _ in entries])
+                if self._store.nvme is not None or saved is not self._saved:  # else what is on NVMe is not seen
+                    await change.keep_only(name, [key for key, _ in entries])
                 done.append(partial(setattr, self._saved, name, entries))
         scrub = self.scrub
         if scrub is not None and scrub != saved.scrub:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvstored.state.databases import SLOT
 from kvstored.state.keeper import StateKeeper
 from kvstored.store.blocks.usage import GROUP_SLOTS
 from kvstored.telemetry import Counters
@@ -78,5 +79,21 @@ def test_what_a_killed_daemon_was_to_remove_is_removed_after_the_next_start(tmp_
         assert not is_killed or not any(gone in path.read_bytes() for path in tmp_path.iterdir())
         assert len(await later.process.read("usage")) >= BLOCKS // GROUP_SLOTS
         await later.process.close()
+
+    asyncio.run(run())
+
+
+def test_a_run_without_nvme_keeps_what_is_known_of_it(tmp_path: Path) -> None:
+    kept = {"names": [(b"tenant:uid-7", b"")], "quarantine": [(SLOT.pack(1, 2, 3, 4), b"why")]}
+
+    async def run() -> None:
+        keeper = await saved(tmp_path)
+        async with keeper.process.transaction() as change:
+            for name, entries in kept.items():
+                await change.put(name, entries)
+        assert await keeper.restore()
+        await keeper.save(is_last=True)
+        assert {name: await keeper.process.read(name) for name in kept} == kept
+        await keeper.process.close()
 
     asyncio.run(run())
