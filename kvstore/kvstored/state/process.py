@@ -26,6 +26,7 @@ from kvstore_tiers.child_processes import variables_of_children
 from kvstored.clock import NS_PER_S, Clock
 from kvstored.state.messages import (
     HEAD,
+    NO_LMDB,
     Entry,
     Verb,
     fields_of,
@@ -235,6 +236,9 @@ class StateProcess:
     def _died(self, error: Exception) -> OSError:
         """Note that the process has died or hangs; the next call starts another one. Return the error to raise."""
         status = self._end()
+        if status == NO_LMDB:
+            why = 'lmdb cannot be imported (python -c "import lmdb" says why); install it again'
+            return OSError(errno.ENOPKG, why, str(self.path))
         now_ns = self._clock.monotonic_ns()
         self._deaths_ns = [at for at in self._deaths_ns if now_ns - at < DEATHS_IN_S * NS_PER_S] + [now_ns]
         if len(self._deaths_ns) >= DEATHS:

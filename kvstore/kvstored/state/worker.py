@@ -16,22 +16,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import lmdb
-
 from kvstored.state.databases import DATABASES
-from kvstored.state.environment import (
-    NEW,
-    Environment,
-    Unusable,
-    Writing,
-    begin_rewrite,
-    finish_rewrite,
-    open_environment,
-    open_shared,
-    reopened,
-)
 from kvstored.state.messages import (
     HEAD,
+    NO_LMDB,
     Verb,
     fields_of,
     in_parts,
@@ -39,6 +27,23 @@ from kvstored.state.messages import (
     packed_json,
     unpacked_entries,
 )
+
+try:
+    import lmdb
+
+    from kvstored.state.environment import (
+        NEW,
+        Environment,
+        Unusable,
+        Writing,
+        begin_rewrite,
+        finish_rewrite,
+        open_environment,
+        open_shared,
+        reopened,
+    )
+except ImportError:
+    sys.exit(NO_LMDB)
 
 NICE = 5  # events' too: where processors are short, state waits for puts
 

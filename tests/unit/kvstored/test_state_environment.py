@@ -255,6 +255,26 @@ def test_after_two_deaths_it_is_set_aside_and_who_saves_is_told(tmp_path: Path) 
     asyncio.run(run())
 
 
+def test_without_lmdb_one_line_says_so_and_the_file_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path)
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "lmdb.py").write_text("raise ImportError")
+
+    async def run() -> None:
+        state = StateProcess(tmp_path, "1", ManualClock())
+        with monkeypatch.context() as patched:
+            patched.setenv("PYTHONPATH", str(broken))
+            for _ in range(process.DEATHS + 1):
+                with pytest.raises(OSError, match="lmdb cannot be imported"):
+                    await state.open()
+        assert await state.read("pins") == ENTRIES["pins"]
+        assert not state.was_aside
+        await state.close()
+
+    asyncio.run(run())
+
+
 if __name__ == "__main__":
     for path in GOLDEN.glob("state*"):
         path.unlink()
