@@ -7,6 +7,7 @@ worker never decides what is kept.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
@@ -45,6 +46,7 @@ try:
 except ImportError:
     sys.exit(NO_LMDB)
 
+_PR_SET_PDEATHSIG = 1
 NICE = 5  # events' too: where processors are short, state waits for puts
 
 
@@ -222,6 +224,7 @@ def _written_bytes() -> int:
 
 
 def main(argv: list[str]) -> int:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # else it would write beside the next daemon's worker
     for number in (signal.SIGINT, signal.SIGTERM):  # the daemon's: its end is this one's
         signal.signal(number, signal.SIG_IGN)
     with suppress(OSError):

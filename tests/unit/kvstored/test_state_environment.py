@@ -10,6 +10,10 @@ import asyncio
 import os
 import random
 import shutil
+import signal
+import subprocess
+import sys
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +34,7 @@ from kvstored.state.process import StateProcess
 from kvstored.state.shown import shown
 from kvstored.state.tables import PIECE, packed
 from kvstored.store.blocks.usage import GROUP_BYTES
+from tests.reference.running_daemon import eventually
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "state-1"
 ENTRIES: dict[str, list[tuple[bytes, bytes]]] = {
@@ -273,6 +278,40 @@ def test_without_lmdb_one_line_says_so_and_the_file_stays(tmp_path: Path, monkey
         await state.close()
 
     asyncio.run(run())
+
+
+_DAEMON = """
+import asyncio, os, signal, sys
+from pathlib import Path
+from kvstored.clock import SystemClock
+from kvstored.state.process import StateProcess
+
+async def run():
+    state = StateProcess(Path(sys.argv[1]), "1", SystemClock())
+    await state.open()
+    os.kill(state.pid, signal.SIGSTOP)
+    print(state.pid, flush=True)
+    async with state.transaction(rewrite=True) as change:
+        await change.put("pins", [(b"late", b"")])
+        asyncio.get_running_loop().call_later(0.1, lambda: print("asked", flush=True))  # to commit
+
+asyncio.run(run())
+"""
+
+
+def test_the_process_of_a_killed_daemon_writes_nothing_beside_the_next_one(tmp_path: Path) -> None:
+    write(tmp_path)
+    with subprocess.Popen([sys.executable, "-c", _DAEMON, str(tmp_path)], stdout=subprocess.PIPE, text=True) as daemon:
+        assert daemon.stdout is not None
+        pid = int(daemon.stdout.readline())
+        assert daemon.stdout.readline() == "asked\n"
+        daemon.kill()
+    found = open_environment(tmp_path, "2").environment
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)
+    assert eventually(lambda: not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text())
+    found.close()
+    assert newest(tmp_path) == tmp_path / "state-000001.mdb" and contents(tmp_path)["pins"] == ENTRIES["pins"]
 
 
 if __name__ == "__main__":
