@@ -102,6 +102,10 @@ def require_whole(path: Path) -> None:
 
 def _make_room(lock: Path) -> None:
     """Extend a lock file to `_LOCK_BYTES`. Raises OSError when the medium has no room for them."""
+    try:
+        lock.touch()
+    except PermissionError:
+        lock.unlink()  # of another user, who looked at the file while no daemon ran
     with open(lock, "ab") as file:
         file.write(bytes(max(0, _LOCK_BYTES - file.tell())))
 

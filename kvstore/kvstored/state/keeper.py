@@ -97,16 +97,13 @@ class StateKeeper:
         self._unsaved.saved(process.path)
         if not process.is_new and dict(read["about"]).get(ENDED) != IN_ORDER:
             self._rewritten = -1  # who was killed may have owed one
-        with suppress(OSError):
-            async with process.transaction() as change:
-                await change.put("about", [(ENDED, b"no")])
         said = out_of_reach(self._tenants, store.residency)
         self._tenants.know(read["names"])
         for sentence in out_of_reach(self._tenants, store.residency):
             if sentence not in said:
                 log.warning("%s", sentence)
         budget = dict(read["endurance"]).get(b"budget")
-        store.endurance.begin(self._save_budget, budget, was_lost=bool(process.was_aside))
+        store.endurance.begin(self._save_budget, budget, was_lost=process.has_aside)  # also by a daemon before
         self.scrub = self._saved.scrub = dict(read["scrub"]).get(POSITION, self.scrub)
         if store.nvme is not None:
             reasons = {
@@ -114,6 +111,9 @@ class StateKeeper:
                 for place, why in read["quarantine"] if len(place) == SLOT.size
             }  # fmt: skip
             store.nvme.explain_quarantined(reasons)
+        with suppress(OSError):
+            async with process.transaction() as change:
+                await change.put("about", [(ENDED, b"no")])
         await self._restore_uses(usage, read["learned"])
         trim()
         return True

@@ -47,8 +47,8 @@ ANSWER_S = 120.0  # a process that is silent for longer hangs on a disk; it is g
 
 class StateProcess:
     """The process and the connection to it. `directory`: the state directory. `on_new`: called with `was_aside` when
-    the environment is new and empty, so that the owner saves all of its state again. `wrong_values`: the number of
-    values that had a wrong checksum; they are not used."""
+    the environment is new and empty, so that the owner saves all of its state again. `has_aside`: a file that was
+    set aside is still there. `wrong_values`: the number of values that had a wrong checksum; they are not used."""
 
     def __init__(self, directory: Path, version: str, clock: Clock, *, shared: bool = False) -> None:
         """Prepare the process; `start` or the first call starts it. `shared`: only read, while a daemon may write."""
@@ -65,6 +65,7 @@ class StateProcess:
         self.path = directory / "state.mdb"  # until it is known
         self.is_new = False
         self.was_aside = ""
+        self.has_aside = False
         self.wrong_values = 0
 
     @property
@@ -194,6 +195,7 @@ class StateProcess:
         self._distrusted = ""
         self.path = Path(answer["path"])
         self.is_new, self.was_aside = answer["is_new"], answer["was_aside"]
+        self.has_aside = answer.get("has_aside", False)
         if self.was_aside:
             log.warning(
                 "%s is set aside as state.aside until blocks are deleted, and begins anew (%s): how blocks were used, "

@@ -33,6 +33,7 @@ try:
     import lmdb
 
     from kvstored.state.environment import (
+        ASIDE,
         NEW,
         Environment,
         Unusable,
@@ -102,6 +103,7 @@ class StateWorker:
                 path=str(found.environment.path),
                 is_new=found.is_new,
                 was_aside=found.was_aside,
+                has_aside=os.path.lexists(self._directory / ASIDE),
                 readonly=found.environment.is_readonly,
             )
         )

@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from kvstored.state.environment import (
     finish_rewrite,
     newest,
     open_environment,
+    open_shared,
     require_whole,
 )
 from kvstored.state.process import StateProcess
@@ -278,6 +280,41 @@ def test_without_lmdb_one_line_says_so_and_the_file_stays(tmp_path: Path, monkey
         await state.close()
 
     asyncio.run(run())
+
+
+def test_a_file_set_aside_is_told_to_later_daemons_too(tmp_path: Path) -> None:
+    """Else damage and a kill -9 would give a full endurance budget away, as a first start does."""
+
+    async def has_aside() -> bool:
+        state = StateProcess(tmp_path, "1", ManualClock())
+        await state.open()
+        await state.close()
+        return state.has_aside
+
+    assert not asyncio.run(has_aside())
+    (tmp_path / "state-000001.mdb").write_bytes(b"x" * 5000)
+    assert asyncio.run(has_aside())
+    assert asyncio.run(has_aside())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")
+def test_a_lock_of_root_who_looked_at_it_stops_no_write() -> None:
+    place = Path(tempfile.mkdtemp(dir="/tmp"))
+    try:
+        os.chown(place, 65534, 65534)
+        os.seteuid(65534)
+        write(place)
+        os.seteuid(0)
+        (place / "state-000001.mdb-lock").unlink()
+        open_shared(place).close()
+        assert (place / "state-000001.mdb-lock").stat().st_uid == 0
+        os.seteuid(65534)
+        found = open_environment(place, "1").environment
+        assert not found.is_readonly
+        found.close()
+    finally:
+        os.seteuid(0)
+        shutil.rmtree(place)
 
 
 _DAEMON = """
