@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from kvstore_proto.v1 import admin_pb2
 from kvstored.lifetime.instance import OLD_FILES, OLD_VERSION
 from kvstored.state.databases import DATABASES
 from tests.reference.conversations import model, payloads_of, tokens_of
 from tests.reference.running_daemon import RunningDaemon, eventually, running_daemon
+from tests.reference.state import files_with
 
 MODEL = model()
 BLOCKS = 3
@@ -61,6 +63,17 @@ def test_it_is_read_with_and_without_the_daemon(tmp_path: Path) -> None:
         daemon.stop()
         ended = run("kvctl.main", "state", "show", "usage", "--state-dir", str(daemon.state_dir))
         assert ended.returncode == 0 and "accesses" in ended.stdout, ended.stderr
+
+
+def test_what_is_dropped_by_name_right_after_a_start_is_found() -> None:
+    """Names are saved with small state, which is read while the daemon serves."""
+    with running_daemon() as daemon:
+        put(daemon)
+        daemon.stop()
+        daemon.start()
+        reply = daemon.ask("Invalidate", admin_pb2.InvalidateRequest(fingerprint=MODEL.digest().hex()))
+        assert reply.blocks == BLOCKS
+        assert eventually(lambda: not files_with(daemon.state_dir, b"tenant:uid-"), timeout_s=60)
 
 
 @pytest.mark.parametrize(

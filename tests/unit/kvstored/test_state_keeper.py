@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from kvstored import listening
 from kvstored.state.databases import SLOT
 from kvstored.state.keeper import StateKeeper
 from kvstored.store.blocks.usage import GROUP_SLOTS
@@ -95,5 +98,25 @@ def test_a_run_without_nvme_keeps_what_is_known_of_it(tmp_path: Path) -> None:
         await keeper.save(is_last=True)
         assert {name: await keeper.process.read(name) for name in kept} == kept
         await keeper.process.close()
+
+    asyncio.run(run())
+
+
+def test_a_call_by_name_waits_for_saved_names_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        keeper: Any = SimpleNamespace(was_tried=asyncio.Event())
+        named = False
+
+        async def call(_: object) -> bool:
+            return named
+
+        asked = asyncio.create_task(listening._once_named(keeper, call, None))
+        await asyncio.sleep(0)
+        named = True
+        keeper.was_tried.set()
+        assert await asked
+        keeper.was_tried.clear()
+        monkeypatch.setattr(listening, "NAMES_S", 0.01)
+        assert await listening._once_named(keeper, call, None)
 
     asyncio.run(run())
