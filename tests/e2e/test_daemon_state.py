@@ -82,12 +82,16 @@ def test_what_is_dropped_by_name_right_after_a_start_is_found() -> None:
         (("nothing",), "no database 'nothing'; there are about, usage"),
         (("usage", "--first", "xyz"), "'xyz' is no key: give hex digits"),
         (("usage", "--limit", "-1"), "--limit is a number of values"),
+        (("usage", "--limit", "99999999999"), "--limit is a number of values, 1 to 10000"),
         ((), "there is no small state yet"),
     ],
 )
 def test_a_mistake_is_one_line(tmp_path: Path, words: tuple[str, ...], line: str) -> None:
     ran = run("kvstored", "inspect", str(tmp_path), "state", *words)
     assert ran.returncode in (1, 2) and line in ran.stderr and len(ran.stderr.splitlines()) == 1
+    if "--limit" in words:
+        ran = run("kvctl.main", "state", "show", *words, "--state-dir", str(tmp_path))
+        assert ran.returncode in (1, 2) and line in ran.stderr and "Traceback" not in ran.stderr
 
 
 def test_a_damaged_file_is_named_and_not_opened(tmp_path: Path) -> None:
