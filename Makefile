@@ -34,7 +34,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # The engine's kernels are C++: a machine without a compiler gets one by pip.
 COMPILER := $(shell command -v $$CXX g++ c++ clang++ >/dev/null 2>&1 || echo compiler,)
 
-.PHONY: help venv demo bench bench-rivals torture test test-all test-vllm test-sglang check-wheels cubins lint ruff proto proto-check gpu-check gpu-bundle clean distclean
+.PHONY: help venv demo bench bench-rivals torture test test-all test-vllm test-sglang check-wheels cubins lint ruff proto proto-check gpu-check gpu-bundle docs clean distclean
 
 help: ## print this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-12s %s\n", $$1, $$2}'
@@ -164,8 +164,13 @@ gpu-check: $(INSTALLED) ## on a machine with a GPU: what only one answers, and t
 gpu-bundle: $(INSTALLED) ## wheels to carry to a machine with a GPU and no package index (ARGS="--python 3.12 --cuda 13")
 	@$(PYTHON) benchmarks/gpu_bundle.py $(ARGS)
 
+docs: $(INSTALLED) ## write docs/api.md from the docstrings, measurements.md from benchmarks/results, state-directory.md
+	@$(PYTHON) docs/make_api.py
+	@$(PYTHON) docs/make_state.py
+	@$(PYTHON) docs/make_measurements.py
+
 clean: ## remove caches and build results; .venv stays
-	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf build dist docs/api.md *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -path './.venv*' -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
 
 distclean: clean ## also remove .venv and the environments beside it

@@ -146,7 +146,7 @@ def _child(pid: int, module: str) -> int:
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
         if module in Path(f"/proc/{child}/cmdline").read_text():
             return int(child)
-    raise SystemExit(f"the daemon has no process of {module}; is there `pip install 'kvstored[events]'`?")
+    raise SystemExit(f"the daemon has no process of {module}; is there `pip install '.[events]'`?")
 
 
 def _free_port() -> int:

@@ -36,7 +36,7 @@ def _lacks(name: str) -> str:
     """Return why the benchmark cannot run here, or nothing."""
     wanted = ("xllamacpp", "tokenizers") if name in OF_ENGINE else ()
     missing = [each for each in wanted if importlib.util.find_spec(each) is None]
-    return f"{', '.join(missing)} missing: pip install 'kvstored[engine]'" if missing else ""
+    return f"{', '.join(missing)} missing: pip install '.[engine]'" if missing else ""
 
 
 def main() -> int:

@@ -1,7 +1,7 @@
-"""Writes docs/api.md from the docstrings of what a user of the packages calls: `python docs/make_api.py`.
+"""Write docs/api.md from the docstrings of what a user of the packages calls: `make docs`.
 
-Owns which names are public interface and how they are laid out. It says nothing itself: every sentence of api.md stands
-in the source. A test compares the file with a fresh run.
+Owns which names are public interface and how they are laid out. Every sentence of api.md stands in the source, so the
+page is not committed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MODULES = {  # module -> its public names, in the order of the page
 }
 _HEAD = """# API reference
 
-Written by `python docs/make_api.py` from the docstrings; do not edit it here. Sizes are bytes, times seconds, unless a
+Written by `make docs` from the docstrings; do not edit it here. Sizes are bytes, times seconds, unless a
 name says otherwise. The command line: [kvstored](kvstored.md), [kvctl](kvctl.md), [kvengine](kvengine.md).
 """
 

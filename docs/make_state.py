@@ -1,4 +1,4 @@
-"""Writes docs/state-directory.md from the code that owns what it says: `python docs/make_state.py`.
+"""Writes docs/state-directory.md from the code that owns what it says: `make docs`.
 
 The databases are those of `kvstored.state.databases`; a test compares the file with a fresh run.
 """
@@ -17,7 +17,7 @@ from kvstored.state.process import DEATHS, DEATHS_IN_S
 TARGET = Path(__file__).with_name("state-directory.md")
 _PAGE = """# The state directory
 
-Rendered by `docs/make_state.py` from the code. `STATE_DIR` is `daemon.state_dir`; every file in it is mode 0600.
+Rendered by `make docs` from the code. `STATE_DIR` is `daemon.state_dir`; every file in it is mode 0600.
 
 | name | what |
 |---|---|
@@ -49,11 +49,10 @@ no block.
   {deaths_in:g} s: a page that is damaged while it is open ends the process twice at most.
 - Each value has a checksum, taken with its database and key; a row of use has one of its own. Wrong ones are counted
   (`kvctl state ls`) and not used.
-- **What was deleted is unreadable within 60 s.** A deleted key may stay in an LMDB page, and in a compact copy too,
-  so everything is written anew, in order, into a file of the next number, once for all deletions of {rewrite:g} s;
-  the file before is removed. A name of a tenant without blocks goes with it. A daemon that is killed before that
-  forgets that a key was to go: it is remembered as used once, until it is deleted again or falls off. Records in
-  freed slots of slabs are [another matter](format.md).
+- **What was deleted is unreadable within 60 s.** A deleted key may stay in an LMDB page, so everything is written anew
+  into a file of the next number, once for all deletions of {rewrite:g} s; the file before is removed, and so does the start
+  after a kill. A name of a tenant without blocks goes with it. After a kill, a table that was saved before the deletion
+  is read again: its key is remembered as used once. Records in freed slots of slabs are [another matter](format.md).
 
 `kvctl state ls`, `kvctl state show DATABASE` ask the daemon; with `--state-dir`, and `kvstored inspect STATE_DIR
 state [DATABASE]`, the file is read, beside a daemon too. `--copy DIR` writes a [backup](backup.md).

@@ -2,7 +2,7 @@
 
     kvstored serve --socket-dir /tmp/kv --state-dir /tmp/kv/state --set tier.vram.kind=gpu \\
         --set tier.vram.capacity=1GiB --set tier.vram.before_host=true &
-    python examples/cupy_arrays.py /tmp/kv        # pip install 'kvstored[cuda]', or kvstored[cuda12]
+    python examples/cupy_arrays.py /tmp/kv        # pip install '.[cuda]', or '.[cuda12]'
 
 Not yet run on hardware.
 """
@@ -26,7 +26,7 @@ def cupy_on_a_device() -> Any:
     try:
         import cupy
     except ImportError:
-        sys.exit("this example needs CuPy: pip install 'kvstored[cuda]', or 'kvstored[cuda12]' for a driver of CUDA 12")
+        sys.exit("this example needs CuPy: pip install '.[cuda]', or '.[cuda12]' for a driver of CUDA 12")
     try:
         cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError as error:

@@ -1,7 +1,7 @@
 """Stored K and V as torch tensors, without a copy: attention over a prefix where the store has it.
 
     kvstored serve --socket-dir /tmp/kv --state-dir /tmp/kv/state &
-    python examples/torch_arrays.py /tmp/kv        # pip install 'kvstored[torch]'
+    python examples/torch_arrays.py /tmp/kv        # pip install '.[torch]'
 
 The numbers are random, the use of the store is not. Run it twice: the second time nothing is stored.
 """

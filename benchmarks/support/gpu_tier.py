@@ -121,7 +121,7 @@ def arrays(device: int, sizes: Sizes) -> Answer:
     says = f"of {compared} arrays of {stored[0, 0, 0].nbytes >> 10} KiB are wrong: {each}"
     if len(doors) > 1 or any(wrong.values()):
         return Answer(not any(wrong.values()), says, figures)
-    missing = "torch for CUDA and CuPy are not installed: pip install 'kvstored[cuda]' (or cuda12, torch)"
+    missing = "torch for CUDA and CuPy are not installed: pip install '.[cuda]' (or cuda12, torch)"
     return Answer(None, f"{says}; {missing}", figures)
 
 

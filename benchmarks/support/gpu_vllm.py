@@ -57,7 +57,7 @@ class Installed:
 
 def installed() -> Installed | str:
     """Or why there is none."""
-    get = "pip install vllm 'kvstored[gpu]' into one environment, and set KVSTORED_VLLM_PYTHON to its Python"
+    get = "pip install vllm '.[gpu]' into one environment, and set KVSTORED_VLLM_PYTHON to its Python"
     try:
         done = subprocess.run([PYTHON, "-c", _PROBE], capture_output=True, text=True, timeout=_PROBE_S, check=False)
     except FileNotFoundError:

@@ -13,6 +13,7 @@ from kvctl.connection import AdminSocket
 from kvctl.output import FAILED, CommandError, Output
 from kvstore_console.printable import printable
 from kvstore_proto.v1 import admin_pb2 as wire
+from kvstore_proto.version import pip_install
 
 EXTRA: Final = "events"
 POLL_MS: Final = 200
@@ -61,7 +62,7 @@ def _follow(address: str, arguments: argparse.Namespace) -> None:
         import msgspec
         import zmq
     except ImportError as error:
-        raise CommandError(FAILED, f"events --follow needs {error.name}: pip install 'kvstored[{EXTRA}]'") from None
+        raise CommandError(FAILED, f"events --follow needs {error.name}: {pip_install(EXTRA)}") from None
     context = zmq.Context()
     subscriber = context.socket(zmq.SUB)
     subscriber.setsockopt(zmq.IPV6, 1)

@@ -21,6 +21,7 @@ from kvstore_console.table import render_facts, render_table
 from kvstore_console.units import human_bytes, human_count
 from kvstore_proto.v1 import admin_pb2 as wire
 
+MOST = 10_000  # values in one answer
 EXAMPLES = (
     "the small state of the daemon, as its state directory has it: its databases, and what is in one",
     [
@@ -45,8 +46,8 @@ def add_state_options(parser: argparse.ArgumentParser) -> None:
 def check_state(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
     if (arguments.action == "show") != bool(arguments.database):
         parser.error("state: give `ls`, or `show DATABASE`; ls names the databases")
-    if arguments.limit < 0:
-        parser.error("state: --limit is a number of values, 1 or more")
+    if not 0 <= arguments.limit <= MOST:
+        parser.error(f"state: --limit is a number of values, 1 to {MOST}")
 
 
 def state(directory: Path, arguments: argparse.Namespace) -> Output:

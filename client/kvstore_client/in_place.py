@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from kvstore_client.call import Call
 from kvstore_client.memory import Bytes
-from kvstore_client.put_part import Message, PutPart, Run
+from kvstore_client.put_part import Message, PutPart, SlotRun
 from kvstore_client.slot_requests import Granted, SlotSize
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import kvstore_pb2 as wire
@@ -186,7 +186,7 @@ class InPlacePut(PutPart):
             self._taken += written
             self._send()
 
-    def _take_run(self, most: int) -> Run | None:
+    def _take_run(self, most: int) -> SlotRun | None:
         reserved = self._current
         if reserved is None or reserved.used == len(reserved.places) or self._clock() >= self._write_until:
             return None
@@ -197,7 +197,7 @@ class InPlacePut(PutPart):
                 break
             count += 1
         reserved.used += count
-        return Run(memory, offset, count, first + 1, 1)
+        return SlotRun(memory, offset, count, first + 1, 1)
 
     # Answers
 

@@ -18,7 +18,7 @@ from kvstore_client.call import Call, Late
 from kvstore_client.daemon_session import DaemonSession
 from kvstore_client.errors import invalid
 from kvstore_client.in_place import InPlacePut
-from kvstore_client.put_part import SEND_EVERY_S, Message, PutPart, Run
+from kvstore_client.put_part import SEND_EVERY_S, Message, PutPart, SlotRun
 from kvstore_client.receipt import THROTTLED, PutOrder, PutReceipt
 from kvstore_client.results import REASON_DEADLINE, REASON_NO_DAEMON
 from kvstore_client.staging import Staging, Use
@@ -144,15 +144,15 @@ class StagedPut(PutPart):
         finally:
             self._leave()
 
-    def _take_run(self, most: int) -> Run | None:
+    def _take_run(self, most: int) -> SlotRun | None:
         size = self._slot_bytes
         extent = self._staging.take(size, most)
         if extent is None:
             return None
         page = extent.offset // ALIGNMENT_BYTES + 1
-        return Run(self._staging.memory, extent.offset, extent.users, page, size // ALIGNMENT_BYTES, extent)
+        return SlotRun(self._staging.memory, extent.offset, extent.users, page, size // ALIGNMENT_BYTES, extent)
 
-    def _leave_unwritten(self, run: Run, slots: int) -> None:
+    def _leave_unwritten(self, run: SlotRun, slots: int) -> None:
         if slots and run.extent is not None:
             self._staging.end(Use([run.extent] * slots))
 

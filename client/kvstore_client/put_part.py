@@ -51,7 +51,7 @@ class Message:
             self.use.extents += [extent] * len(blocks)
 
 
-class Run(NamedTuple):
+class SlotRun(NamedTuple):
     """Consecutive slots in `memory` from `offset` on. `page` is the page of the first slot; `page_step` is the distance
     to the next slot's page."""
 
@@ -148,10 +148,10 @@ class PutPart(ABC):
         return length
 
     @abstractmethod
-    def _take_run(self, most: int) -> Run | None:
+    def _take_run(self, most: int) -> SlotRun | None:
         """Take at most `most` consecutive slots; return None when there is none."""
 
-    def _leave_unwritten(self, run: Run, slots: int) -> None:
+    def _leave_unwritten(self, run: SlotRun, slots: int) -> None:
         """Take back the last `slots` slots of `run`."""
         return
 

@@ -149,9 +149,9 @@ def _in_words(figures: dict[str, Any]) -> str:
 def _require(options: argparse.Namespace) -> None:
     missing = {extra for package, extra in PACKAGES.items() if importlib.util.find_spec(package) is None}
     if missing:
-        raise FleetError(f"packages are missing: pip install 'kvstored[{','.join(sorted(missing))}]'")
+        raise FleetError(f"packages are missing: pip install '.[{','.join(sorted(missing))}]'")
     if not (importlib.util.find_spec("httpx2") or importlib.util.find_spec("httpx")):
-        raise FleetError("the package httpx is missing: pip install 'kvstored[dev]', or httpx alone")
+        raise FleetError("the package httpx is missing: pip install '.[dev]', or httpx alone")
     stores.require(options.store)
     if options.store == stores.MOONCAKE and (options.loopback or os.geteuid() != 0):
         raise FleetError("Mooncake's nodes listen on every address: run as root, in network namespaces")

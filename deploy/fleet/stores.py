@@ -25,7 +25,7 @@ def require(store: str) -> None:
             importlib.import_module("mooncake.store")
         except ImportError as error:
             raise FleetError(
-                f"Mooncake's library cannot be loaded ({error}): pip install 'kvstored[remote]', and the system's "
+                f"Mooncake's library cannot be loaded ({error}): pip install '.[remote]', and the system's "
                 "package libibverbs1"
             ) from None
     _module("cryptography")
@@ -71,4 +71,4 @@ def _mooncake_master() -> str:
 
 def _module(name: str) -> None:
     if importlib.util.find_spec(name) is None:
-        raise FleetError(f"the package {name} is missing: pip install 'kvstored[remote]'")
+        raise FleetError(f"the package {name} is missing: pip install '.[remote]'")

@@ -23,6 +23,7 @@ import numpy.typing as npt
 from kvstore_engine.errors import UsageError
 from kvstore_engine.tokenizer import Tokenizer
 from kvstore_engine.tokenizer.vocabulary import CONTROL, UNKNOWN, UNUSED, USER_DEFINED
+from kvstore_proto.version import pip_install
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -201,5 +202,5 @@ def _library() -> Any:
     try:
         import llguidance
     except ImportError:
-        raise GrammarError("constrained answers need llguidance: pip install 'kvstored[server]'") from None
+        raise GrammarError(f"constrained answers need llguidance: {pip_install('server')}") from None
     return llguidance

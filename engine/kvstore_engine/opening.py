@@ -77,7 +77,8 @@ def open_copies(
 
 @contextlib.contextmanager
 def open_stages(file: GGUFFile, stages: int, pool: PoolSetup, sizes: StepSizes) -> Iterator[Pipeline]:
-    """The same on `cpu`, in stages of `sizes.threads` threads each. UsageError for more than the model has layers."""
+    """Open the executors on `cpu`, in `stages` stages of `sizes.threads` threads each. Raises UsageError for more
+    stages than the model has layers."""
     from kvstore_engine.stages.pipeline import open_pipeline
 
     with open_host_pool(file, pool, sizes) as (model, blocks):

@@ -28,6 +28,7 @@ from kvstore_predictor.base import Array, Predictor
 from kvstore_predictor.learned import Learned
 from kvstore_predictor.return_trees import COLUMNS, LEAST, SESSION_RETURN, VERSION, ReturnTrees, without_trees
 from kvstore_predictor.session_return import SessionReturn
+from kvstore_proto.version import pip_install
 from kvstore_simulator.judging import ALL, Judged, Uses, events, judge_all, question_times
 from kvstore_simulator.trace import Trace
 
@@ -48,7 +49,7 @@ class Examples(NamedTuple):
 def need_scikit_learn() -> None:
     """Check that scikit-learn is installed. Raises ValueError that names the extra."""
     if find_spec("sklearn") is None:
-        raise ValueError(f"training needs scikit-learn: pip install 'kvstored[{EXTRA}]'; serving does not")
+        raise ValueError(f"training needs scikit-learn, serving does not: {pip_install(EXTRA)}")
 
 
 def fitted(first: Examples, second: Examples, progress: Callable[[int, int], None]) -> dict[str, Array]:

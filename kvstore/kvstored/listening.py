@@ -7,10 +7,11 @@ parts are there.
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -53,6 +54,8 @@ from kvstored.state.keeper import StateKeeper
 from kvstored.store.operations.delete import Delete
 from kvstored.store.transfer.resize import TierResize
 from kvstored.telemetry import Latencies
+
+NAMES_S = 5.0  # to read saved names in, at the start; less than kvctl waits for an answer
 
 
 @dataclass(frozen=True)
@@ -147,19 +150,27 @@ def _operators_calls(services: Services, control: Control, lifetime: Lifetime) -
         "BlockTotals": BlockTotals(parts, blocks).totals,
         "Explain": services.explain.explain,
         "History": lambda request: history(request, services.sampler.history, store, reload.config),
-        "Drop": drop.drop,
-        "Invalidate": drop.invalidate,
+        "Drop": partial(_once_named, services.state, drop.drop),
+        "Invalidate": partial(_once_named, services.state, drop.invalidate),
         "Quarantine": lambda _: quarantine.list(),
         "ReleaseQuarantine": quarantine.release,
         "Config": lambda _: settings(reload),
         "Reload": lambda _: reload.reload(),
-        "RenameTenant": rename.rename,
+        "RenameTenant": partial(_once_named, services.state, rename.rename),
         "Flush": lifetime.flush,
         "Drain": lifetime.drain,
         "Shutdown": lifetime.shutdown,
         "Predictor": partial(predictor, store.prefetcher, store.residency),
         "State": partial(state, services.state),
     }
+
+
+async def _once_named(keeper: StateKeeper, call: Call, request: Any) -> Any:
+    """Answer a call that names tenants or fingerprints once their names are read, or cannot be."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(NAMES_S):
+            await keeper.was_tried.wait()
+    return await call(request)
 
 
 async def _listen_to_unary(

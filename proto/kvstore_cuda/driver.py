@@ -8,10 +8,12 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
+from kvstore_proto.version import pip_install
+
 # Only a new process helps; 214 and 220 are of memory and links that lost bits.
 BROKEN_CONTEXT = frozenset((214, 220, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 999))
 _NOT_FOUND = 500
-LIBRARY_MISSING = "the library cuda-bindings is missing: pip install 'kvstored[gpu]'"
+LIBRARY_MISSING = f"the library cuda-bindings is missing: {pip_install('gpu')}"
 
 
 class DriverError(OSError):

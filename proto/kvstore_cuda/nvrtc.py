@@ -16,7 +16,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-EXTRA = "pip install 'kvstored[cuda]'"
+from kvstore_proto.version import pip_install
+
+EXTRA = pip_install("cuda")
 
 
 class CompileError(RuntimeError):
@@ -47,7 +49,7 @@ def check_loadable(driver_version: int) -> None:
     major, minor = call("nvrtcVersion")
     if driver_version // 1000 < major:
         driver = f"{driver_version // 1000}.{driver_version % 1000 // 10}"
-        advice = "pip install 'kvstored[cuda12]'" if major == 13 else "a newer driver"
+        advice = pip_install("cuda12") if major == 13 else "a newer driver"
         raise CompileError(f"the driver, of CUDA {driver}, cannot load kernels of NVRTC {major}.{minor}: {advice}")
 
 

@@ -1,4 +1,5 @@
-"""The version of kvstored, one for all its packages. setup.py writes it from the tag or the commit."""
+"""The version of kvstored, one for all its packages, and how to install an extra. setup.py writes the version from the
+tag or the commit."""
 
 from __future__ import annotations
 
@@ -7,4 +8,11 @@ try:
 except ImportError:  # run from sources that were never installed
     VERSION = "0+unknown"
 
-__all__ = ["VERSION"]
+__all__ = ["VERSION", "pip_install"]
+
+
+def pip_install(extra: str = "") -> str:
+    """Return what to type for kvstored with `extra`, such as "gpu" or "engine,torch": no package index has it."""
+    if not extra:
+        return "pip install . in the clone, or the wheel's file"
+    return f"pip install '.[{extra}]' in the clone, or the wheel's file name with [{extra}]"

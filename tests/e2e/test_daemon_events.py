@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("msgspec", reason="msgspec (pip install 'kvstored[events]') is not installed")
-pytest.importorskip("zmq", reason="pyzmq (pip install 'kvstored[events]') is not installed")
+pytest.importorskip("msgspec", reason="msgspec (pip install '.[events]') is not installed")
+pytest.importorskip("zmq", reason="pyzmq (pip install '.[events]') is not installed")
 
 import zmq
 

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from kvstore_proto.v1 import admin_pb2
 from kvstored.lifetime.instance import OLD_FILES, OLD_VERSION
 from kvstored.state.databases import DATABASES
 from tests.reference.conversations import model, payloads_of, tokens_of
 from tests.reference.running_daemon import RunningDaemon, eventually, running_daemon
+from tests.reference.state import files_with
 
 MODEL = model()
 BLOCKS = 3
@@ -63,18 +65,33 @@ def test_it_is_read_with_and_without_the_daemon(tmp_path: Path) -> None:
         assert ended.returncode == 0 and "accesses" in ended.stdout, ended.stderr
 
 
+def test_what_is_dropped_by_name_right_after_a_start_is_found() -> None:
+    """Names are saved with small state, which is read while the daemon serves."""
+    with running_daemon() as daemon:
+        put(daemon)
+        daemon.stop()
+        daemon.start()
+        reply = daemon.ask("Invalidate", admin_pb2.InvalidateRequest(fingerprint=MODEL.digest().hex()))
+        assert reply.blocks == BLOCKS
+        assert eventually(lambda: not files_with(daemon.state_dir, b"tenant:uid-"), timeout_s=60)
+
+
 @pytest.mark.parametrize(
     "words, line",
     [
         (("nothing",), "no database 'nothing'; there are about, usage"),
         (("usage", "--first", "xyz"), "'xyz' is no key: give hex digits"),
         (("usage", "--limit", "-1"), "--limit is a number of values"),
+        (("usage", "--limit", "99999999999"), "--limit is a number of values, 1 to 10000"),
         ((), "there is no small state yet"),
     ],
 )
 def test_a_mistake_is_one_line(tmp_path: Path, words: tuple[str, ...], line: str) -> None:
     ran = run("kvstored", "inspect", str(tmp_path), "state", *words)
     assert ran.returncode in (1, 2) and line in ran.stderr and len(ran.stderr.splitlines()) == 1
+    if "--limit" in words:
+        ran = run("kvctl.main", "state", "show", *words, "--state-dir", str(tmp_path))
+        assert ran.returncode in (1, 2) and line in ran.stderr and "Traceback" not in ran.stderr
 
 
 def test_a_damaged_file_is_named_and_not_opened(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def processes_that_name(text: str) -> list[str]:
 def _usable() -> None:
     for package, extra in PACKAGES.items():
         if importlib.util.find_spec(package) is None:
-            pytest.skip(f"{package} (pip install 'kvstored[{extra}]') is not installed")
+            pytest.skip(f"{package} (pip install '.[{extra}]') is not installed")
     if not (importlib.util.find_spec("httpx2") or importlib.util.find_spec("httpx")):
         pytest.skip("httpx is not installed")
     redis_binary()

@@ -28,6 +28,7 @@ from tests.reference.running_daemon import STOP_TIMEOUT_S, RunningDaemon, ended_
 from tests.tidy.tree import ROOT
 
 _COMMANDS = Path(sys.executable).parent
+_VLLM = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _PLACE = "/tmp/kv"  # what the pages call the directory of sockets and state
 _PAGES = (
     "README.md", "deploy/README.md", "docs/backup.md", "docs/getting-started.md", "docs/kvctl.md", "docs/sizing.md",
@@ -36,8 +37,9 @@ _NOT_RUN = {
     ("README.md", "make demo"): (
         "make demo takes minutes and make test would run itself; the demo has tests of its own"
     ),
-    ("README.md", "kvengine serve --model smollm2-135m-instruct --kvstore /tmp/kv"): (
-        "takes port 8080 of this machine; test_server_smollm2.py serves the model on a free one"
+    ("README.md", "pip install ."): "changes the environment; test_tidy_wheel.py installs into a fresh one",
+    ("README.md", f"vllm serve {_VLLM} --kv-transfer-config '{{\"kv_connector\": \"KVStoreConnector\","): (
+        "needs vLLM; make test-vllm runs the connector, and test_tidy_documents.py reads the options"
     ),
     ("docs/getting-started.md", "make demo"): "takes minutes; the demo has tests of its own",
     ("docs/kvctl.md", "kvctl tenants rename uid-1000 team"): (

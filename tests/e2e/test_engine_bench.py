@@ -84,7 +84,7 @@ def test_no_server_is_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.slow
 def test_beside_llama_cpps_own_server(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if importlib.util.find_spec("xllamacpp") is None:
-        pytest.skip("no xllamacpp: pip install 'kvstored[engine]'")
+        pytest.skip("no xllamacpp: pip install '.[engine]'")
     load = ["--quick", "--prompt-tokens", "48", "--threads", "1"]
     code = main(["bench", "--model", str(tiny), "--against", "llama-server", *load, "--json"])
     output = json.loads(capsys.readouterr().out.splitlines()[-1])

@@ -236,7 +236,7 @@ def test_a_missing_extra_is_named(
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setitem(sys.modules, package, None)
     assert main(_generate(tiny, "--chat")) == 2
-    assert "pip install 'kvstored[engine]'" in capsys.readouterr().err
+    assert "pip install '.[engine]'" in capsys.readouterr().err
 
 
 def test_a_missing_ggml_is_named(

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch", reason="needs the extra `transformers`: pip install 'kvstored[transformers]'")
-pytest.importorskip("transformers", reason="needs the extra `transformers`: pip install 'kvstored[transformers]'")
-pytest.importorskip("gguf", reason="needs the extra `transformers`: pip install 'kvstored[transformers]'")
+pytest.importorskip("torch", reason="needs the extra `transformers`: pip install '.[transformers]'")
+pytest.importorskip("transformers", reason="needs the extra `transformers`: pip install '.[transformers]'")
+pytest.importorskip("gguf", reason="needs the extra `transformers`: pip install '.[transformers]'")
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel

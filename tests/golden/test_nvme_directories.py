@@ -72,8 +72,11 @@ def test_a_directory_of_another_format_is_named_and_left_alone(number: int, lost
 def test_an_older_directory_is_discarded_when_asked_and_no_other(tmp_path: Path) -> None:
     directory = _copy(1, tmp_path)
     (directory / "identity.json").write_text("{}")
+    (directory / "slabs/notes").mkdir()  # of others
+    (directory / "slabs/notes/1").write_text("mine")
+    (directory / "slabs/00000009.damaged").write_text("")
     assert discard_older(directory)
-    assert _contents(directory) == {"identity.json": b"{}"}
+    assert _contents(directory) == {"identity.json": b"{}", "slabs/notes/1": b"mine"}
     with closing(NvmeTier.open(directory, CAPACITY_BYTES)) as tier:
         assert put(tier, *BLOCKS[0]) is not None and finish(tier.sync).ok
     before = _contents(directory)

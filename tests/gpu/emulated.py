@@ -64,7 +64,7 @@ def emulated_node(
     """Skips the test where the library of the GPU tier or a compiler is missing. With KVSTORED_TEST_GPU=hardware
     (`make gpu-check`) the driver is that of this machine, and tests that need the emulated one are skipped. `control`
     orders failures, `copies` is where copies are noted (`host_copies`)."""
-    pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed: pip install 'kvstored[gpu]'")
+    pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed: pip install '.[gpu]'")
     if is_hardware():
         if must_emulate or control is not None or copies is not None:
             pytest.skip("needs the emulated driver: failures on demand, notes, or devices that are as it says")

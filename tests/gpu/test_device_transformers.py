@@ -12,8 +12,8 @@ from tests.gpu.emulated import emulated_node
 from tests.gpu.test_device_leases import DeviceClient, device_client
 from tests.reference.running_daemon import running_daemon
 
-torch = pytest.importorskip("torch", reason="needs the extra `transformers`: pip install 'kvstored[transformers]'")
-pytest.importorskip("transformers", reason="needs the extra `transformers`: pip install 'kvstored[transformers]'")
+torch = pytest.importorskip("torch", reason="needs the extra `transformers`: pip install '.[transformers]'")
+pytest.importorskip("transformers", reason="needs the extra `transformers`: pip install '.[transformers]'")
 pytestmark = pytest.mark.slow
 RIGHT = {"reason": "", "store_reason": "", "right": True, "to the bit": True}
 new_prompt = itertools.count().__next__

@@ -213,12 +213,12 @@ def test_without_the_library_the_tier_says_which_extra_brings_it() -> None:
     node = emulated_node(must_emulate=True)  # kvikio may be on a machine with a GPU
     with closing(open_tier(node)) as tier:
         message = tier.statistics().message
-        assert "reads NVMe through host memory: " in message and "pip install 'kvstored[gds]'" in message
+        assert "reads NVMe through host memory: " in message and "pip install '.[gds]'" in message
     with closing(GpuTier(CHUNK_BYTES, chunk_bytes=CHUNK_BYTES, settings=WorkerSettings(variables=node))) as tier:
         assert tier.statistics().message.endswith("reads NVMe through host memory"), "unless it is asked for"
     with closing(open_tier(node, from_files="off")) as tier:
         assert not tier.info.loads_files and "reads NVMe" not in tier.statistics().message
-    with pytest.raises(OSError, match=r"there is no direct storage: .*kvstored\[gds\]"):
+    with pytest.raises(OSError, match=r"there is no direct storage: .*\.\[gds\]"):
         open_tier(emulated_node(), from_files="direct")
 
 

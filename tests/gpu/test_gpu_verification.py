@@ -141,7 +141,7 @@ def test_a_tier_without_a_compiler_works_and_says_what_it_cannot(tmp_path: Path)
     with closing(open_tier(node)) as tier:
         assert not tier.verifies
         message = tier.statistics().message
-        assert "is not verified there: " in message and "pip install 'kvstored[cuda]'" in message
+        assert "is not verified there: " in message and "pip install '.[cuda]'" in message
         slot = stored(tier)
         assert get(tier, slot, block(1, PAYLOAD_BYTES)[0].key, PAYLOAD_BYTES)[0].ok
         assert verified(tier, slot).ok, "by reading it"

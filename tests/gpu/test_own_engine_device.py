@@ -14,7 +14,7 @@ from tests.gpu.test_device_leases import DeviceClient, device_client
 from tests.reference.running_daemon import RunningDaemon, eventually, running_daemon
 from tests.reference.skips import skip_without_ggml
 
-pytest.importorskip("torch", reason="needs the extra torch: pip install 'kvstored[torch]'")
+pytest.importorskip("torch", reason="needs the extra torch: pip install '.[torch]'")
 pytestmark = pytest.mark.slow
 SETTINGS = (
     "host.capacity=8MiB", "host.staging=2MiB", "host.arena=1MiB", "host.warm_restart=off",

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-pytest.importorskip("msgspec", reason="msgspec (pip install 'kvstored[events]') is not installed")
+pytest.importorskip("msgspec", reason="msgspec (pip install '.[events]') is not installed")
 
 from hypothesis import settings
 from hypothesis import strategies as st

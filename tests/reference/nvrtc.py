@@ -10,7 +10,7 @@ from kvstore_cuda.nvrtc import CompileError
 
 def need_nvrtc() -> None:
     """Skips the test where they cannot."""
-    pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed: pip install 'kvstored[cuda]'")
+    pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed: pip install '.[cuda]'")
     try:
         nvrtc.library()
     except CompileError as error:

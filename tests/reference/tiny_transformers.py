@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch", reason="needs the extra `transformers`: pip install 'kvstored[transformers]'")
-pytest.importorskip("transformers", reason="needs the extra `transformers`: pip install 'kvstored[transformers]'")
+pytest.importorskip("torch", reason="needs the extra `transformers`: pip install '.[transformers]'")
+pytest.importorskip("transformers", reason="needs the extra `transformers`: pip install '.[transformers]'")
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel

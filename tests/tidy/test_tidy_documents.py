@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import importlib.util
 import io
+import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 
 import kvstored
 from kvstored.telemetry import COUNTERS
-from tests.tidy.tree import ROOT, documents, modules, relative
+from tests.tidy.tree import ROOT, documents, modules, pages_with_commands, pip_installs, project, relative
 
 _COMMANDS = {
     "kvstored": "kvstored.cli",
@@ -151,7 +152,7 @@ def test_named_files_exist(document: Path) -> None:
     assert [path for path in named if not (ROOT / path).exists()] == []
 
 
-@pytest.mark.parametrize("document", ["ARCHITECTURE.md", "CONTRIBUTING.md", "docs/measurements.md"])
+@pytest.mark.parametrize("document", ["ARCHITECTURE.md", "CONTRIBUTING.md"])
 def test_files_named_in_short_exist(document: str) -> None:
     """`verbs/hints.py` or `link.py` in a page that shows the way through the source is the end of a file's path."""
     files = {f"/{relative(path)}" for path in _tracked() if path.is_file()}
@@ -182,6 +183,42 @@ def _tracked() -> Iterator[Path]:
     for top in ROOT.iterdir():
         if not top.name.startswith(".") and not top.name.endswith((".egg-info", "build", "dist")):
             yield from top.rglob("*") if top.is_dir() else [top]
+
+
+@pytest.mark.parametrize("page", list(pages_with_commands()), ids=relative)
+def test_an_install_command_is_for_a_clone_or_a_wheel(page: Path) -> None:
+    """The package is not published: a page installs `.`, `.[EXTRA]` or a wheel in dist/, with extras that there are."""
+    extras = set(project()["project"]["optional-dependencies"])
+    for words in pip_installs(page):
+        for word in words:
+            assert not re.match(r"kvstored(\[|==|>|$)", word), f"{page.name}: pip install {' '.join(words)}"
+            asked = re.fullmatch(r"(?:\.|\$\(.*\))\[([a-z0-9,]+)\]", word)
+            assert not asked or set(asked[1].split(",")) <= extras, f"{page.name}: {word}"
+
+
+def test_a_published_package_is_not_installed_by_any_page(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("Needs `pip install 'kvstored[gpu]'`.\n```console\n$ x/pip install '.[a,b]' c==1  # d\n```\n")
+    assert list(pip_installs(page)) == [["kvstored[gpu]"], [".[a,b]", "c==1"]]
+    with pytest.raises(AssertionError, match=r"kvstored\[gpu\]"):
+        test_an_install_command_is_for_a_clone_or_a_wheel(page)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/vllm.md", "docs/vllm-tier.md"])
+def test_what_a_page_passes_to_vllm_can_be_read(page: str) -> None:
+    """The JSON for `--kv-transfer-config` names a module and a class that there are, and settings that are known."""
+    from kvstore_connectors.vllm.settings import parse_settings
+
+    text = (ROOT / page).read_text()
+    configs = re.findall(r"--kv-transfer-config '(\{.*?\})'", text, re.DOTALL) + re.findall(
+        r"```json\n(\{.*?)```", text, re.DOTALL
+    )
+    assert configs
+    for config in map(json.loads, configs):
+        path = ROOT / "client" / config["kv_connector_module_path"].replace(".", "/")
+        assert f'"{config["kv_connector"]}"' in (path / "__init__.py").read_text()
+        if "secondary_tiers" not in config["kv_connector_extra_config"]:
+            parse_settings(config["kv_connector_extra_config"])
 
 
 def test_one_version() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+import runpy
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -22,8 +23,8 @@ _OTHER_MEANING = {"pages": "Store.pages: places in staging, counted in pages of 
 # What names of verbs and results may consist of beside words of the glossary: plain English.
 _PLAIN = {
     "array", "bench", "by", "close", "config", "connect", "contains", "daemon", "delete", "deleted", "doctor", "drain",
-    "drop", "error", "explain", "flush", "invalidate", "ping", "release", "reload", "report", "shutdown", "statistics",
-    "status", "top", "wake",
+    "drop", "error", "explain", "flush", "invalidate", "ping", "release", "reload", "report", "shutdown",
+    "statistics", "status", "top", "wake",
 }  # fmt: skip
 _ROW = re.compile(r"^\| \*\*(.+?)\*\*(?:, ([^|]*?))? \| (.*?) \| ?(.*?) ?\|$", re.MULTILINE)
 _NAME = re.compile(r"\b[A-Za-z_][A-Za-z0-9_]*\b")
@@ -117,7 +118,7 @@ def _wire_names() -> Iterator[str]:
 
 def _api_names() -> Iterator[str]:
     """Headings, attributes, functions and their parameters in the API reference; not its prose."""
-    text = (ROOT / "docs/api.md").read_text()
+    text = runpy.run_path(str(ROOT / "docs/make_api.py"))["page"]()
     yield from re.findall(r"^(?:### |\*\*)(\w+)", text, re.MULTILINE)
     for signature in re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
         yield signature.partition("(")[0].strip()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tidy.tree import PACKAGES, ROOT
+from tests.tidy.tree import PACKAGES, ROOT, pages_with_commands, pip_installs
 
 _DATA_SUFFIXES = {".toml", ".json", ".c", ".cpp", ".cu", ".h", ".pyi", ".typed", ".proto"}
 _OFFLINE = (
@@ -27,6 +28,11 @@ _OFFLINE = (
     "No route to",
 )
 BUILD_TIMEOUT_S = 180
+# The extras that pages name; `dev` is installed where this runs.
+EXTRAS_OF_PAGES = sorted(
+    {extra for page in pages_with_commands() for words in pip_installs(page) for word in words
+     if (asked := re.search(r"\[([a-z0-9,]+)\]$", word)) for extra in asked[1].split(",")} - {"dev"}
+)  # fmt: skip
 pytestmark = pytest.mark.slow
 
 
@@ -112,6 +118,20 @@ def test_the_sdist_holds_what_the_wheel_needs(distributions: tuple[Path, Path]) 
     with tarfile.open(distributions[0]) as sdist:
         names = {name.partition("/")[2] for name in sdist.getnames()}
     assert {"pyproject.toml", "README.md", "LICENSE", "engine/kvstore_engine/kernels/paged_attention.cpp"} <= names
+
+
+@pytest.mark.parametrize("extra", EXTRAS_OF_PAGES)
+def test_what_a_page_installs_can_be_installed(extra: str, installed: Path, distributions: tuple[Path, Path]) -> None:
+    """`pip install '.[EXTRA]'`: all that the extra asks for is there, for this Python; nothing is installed."""
+    _pip(installed, "install", "--quiet", "--dry-run", f"{distributions[1]}[{extra}]")
+
+
+def test_a_clone_installs_into_an_environment_without_anything(tmp_path: Path) -> None:
+    """The first command of the quick starts, and the first thing that is typed after it."""
+    venv.create(tmp_path / "fresh")
+    _pip(tmp_path / "fresh/bin", "install", "--quiet", "--no-compile", ROOT)
+    assert "serve" in _run([tmp_path / "fresh/bin/kvstored", "--help"], tmp_path)
+    assert "tiers" in _run([tmp_path / "fresh/bin/kvctl", "--help"], tmp_path)
 
 
 def test_the_three_commands_run_outside_the_tree(

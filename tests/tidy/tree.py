@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,6 +60,17 @@ def all_source() -> Iterator[Path]:
 def documents() -> Iterator[Path]:
     yield from sorted(ROOT.glob("*.md"))
     yield from sorted((ROOT / "docs").rglob("*.md"))
+
+
+def pages_with_commands() -> Iterator[Path]:
+    """Yield the documents and the pages beside the code that a user reads."""
+    yield from (*documents(), *sorted((ROOT / "deploy").rglob("*.md")), *sorted((ROOT / "examples").rglob("*.md")))
+
+
+def pip_installs(page: Path) -> Iterator[list[str]]:
+    """Yield the arguments of each `pip install` that a page shows, in a listing or in a sentence."""
+    for typed in re.findall(r"pip install ((?:\$\([^)]*\)|[^`\n;&|()])+)", page.read_text()):
+        yield shlex.split(typed.partition("  #")[0])
 
 
 def relative(path: Path) -> str:

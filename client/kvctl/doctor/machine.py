@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, requires, version
 
 from kvctl.doctor.surroundings import Finding, Surroundings, fail, ok, warn
+from kvstore_proto.version import pip_install
 
 _OLDEST_KERNEL = (5, 14)  # MADV_POPULATE_WRITE
 _PIDFD_KERNEL = (6, 5)  # SO_PEERPIDFD
@@ -161,7 +162,7 @@ def python(requirements: Sequence[str] | None = None, installed: Callable[[str],
         try:
             requirements = requires(DISTRIBUTION) or []
         except PackageNotFoundError:
-            yield fail("packages", f"{DISTRIBUTION} is not installed as a package", "pip install kvstored")
+            yield fail("packages", f"{DISTRIBUTION} is not installed as a package", pip_install())
             return
     for requirement in requirements:
         match = _REQUIREMENT.match(requirement)  # extras have a marker

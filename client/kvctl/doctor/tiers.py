@@ -16,8 +16,9 @@ from pathlib import Path
 
 from kvctl.doctor.sockets import user_name
 from kvctl.doctor.surroundings import DaemonSettings, Finding, Surroundings, fail, ok, warn
+from kvstore_proto.version import pip_install
 
-_EXTRA = "pip install 'kvstored[remote]', in the daemon's environment"
+_EXTRA = f"{pip_install('remote')}, in the daemon's environment"
 _PACKAGES = {
     "redis": "redis", "rediss": "redis", "unix": "redis", "mooncake": "mooncake", "s3": "obstore", "gs": "obstore",
     "az": "obstore", "file": "obstore",
@@ -143,7 +144,7 @@ def library() -> Iterator[Finding]:
     if is_there:
         yield ok("cuda-bindings", "installed where kvctl runs")
     else:
-        advice = "pip install 'kvstored[gpu]', in the daemon's environment"
+        advice = f"{pip_install('gpu')}, in the daemon's environment"
         yield fail("cuda-bindings", "not installed where kvctl runs", advice)
 
 

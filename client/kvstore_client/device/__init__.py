@@ -1,6 +1,6 @@
 """An engine's GPU beside the daemon: chunks of the daemon's GPU tier, and copies to and from the engine's paged pool.
 
-It is imported only if a session is opened with `device`; the library is `cuda-bindings`: pip install 'kvstored[gpu]'.
+It is imported only if a session is opened with `device`; the library is `cuda-bindings`: pip install '.[gpu]'.
 """
 
 from kvstore_client.device.budget import LinkBudget

@@ -7,7 +7,7 @@ never read, since that would break the engine's context; the caller's context is
 spoils a CUDA graph that the engine captures on another stream meanwhile; host memory is not unmapped as long as the
 driver may know it: other memory at its address could not be registered.
 
-The library is `cuda-bindings`: pip install 'kvstored[gpu]'.
+The library is `cuda-bindings`: pip install '.[gpu]'.
 """
 
 from __future__ import annotations

@@ -11,13 +11,15 @@ transformers (5.14).
 
 from __future__ import annotations
 
+from kvstore_proto.version import pip_install
+
 try:
     import torch  # noqa: F401  (named here so that its absence is said in one sentence)
     import transformers
 except ImportError as error:
     raise ImportError(
         f"kvstore_connectors.transformers needs torch and transformers 5.14 or later ({error}): "
-        "pip install 'kvstored[transformers]'"
+        + pip_install("transformers")
     ) from None
 
 if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 14):  # the first with layer types of a cache

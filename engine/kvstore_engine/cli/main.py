@@ -11,6 +11,7 @@ from importlib import import_module
 
 from kvstore_console.command_line import parse, report_error, run_program
 from kvstore_engine.cli import arguments
+from kvstore_proto.version import pip_install
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 _OURS = ("kvstore_console", "kvstore_proto", "kvstore_client", "kvstore_engine")
@@ -36,7 +37,7 @@ def _run(options: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] in _OURS:
             raise
-        return _fail(f"the Python package {error.name!r} is missing: pip install 'kvstored[engine]'", EXIT_USAGE)
+        return _fail(f"the Python package {error.name!r} is missing: {pip_install('engine')}", EXIT_USAGE)
 
 
 def _fail(error: object, code: int) -> int:

@@ -17,6 +17,7 @@ from typing import Any
 
 from kvstore_engine.errors import OperationError
 from kvstore_engine.ggml.structs import InitParams, Tensor, tensor_at
+from kvstore_proto.version import pip_install
 
 LIBRARY_VARIABLE = "KVENGINE_GGML"
 _SPLIT_LIBRARIES = ("ggml-base", "ggml-cpu", "ggml")
@@ -226,8 +227,7 @@ def find_library() -> Path:
     if (package := _package_folder("ggml")) and _shared_library(package / "lib", "libggml"):
         return package / "lib"
     raise GGMLError(
-        "no ggml library found: run `pip install 'kvstored[engine]'`, "
-        f"or set {LIBRARY_VARIABLE} to a ggml .so or its directory"
+        f"no ggml library found: {pip_install('engine')}, or set {LIBRARY_VARIABLE} to a ggml .so or its directory"
     )
 
 

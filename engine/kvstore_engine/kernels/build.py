@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from kvstore_cuda.kernel_cache import cache_folder, sweep
 from kvstore_proto.replaced_file import BESIDE
+from kvstore_proto.version import pip_install
 
 _PRODUCTS = ("q4_product.cpp", "q8_product.cpp")
 _SOURCES = ("paged_attention.cpp", *_PRODUCTS, "dispatch.cpp", "block_copy.cpp")
@@ -88,7 +89,7 @@ def _compiler() -> _Compiler:
     wheel = find_spec("ziglang")
     if wheel is None or wheel.origin is None:
         raise BuildError(
-            "no C++ compiler (looked for $CXX, g++, c++, clang++): install one, or `pip install 'kvstored[compiler]'`"
+            f"no C++ compiler (looked for $CXX, g++, c++, clang++): install one, or {pip_install('compiler')}"
         )
     zig = str(Path(wheel.origin).with_name("zig"))
     # Without a target it compiles for this very processor. Its linker alone, as its driver first compiles the libraries

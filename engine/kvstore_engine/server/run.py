@@ -25,6 +25,7 @@ from kvstore_engine.errors import UsageError
 from kvstore_engine.gguf import OpenFile
 from kvstore_engine.server.keys import KeyRing
 from kvstore_engine.server.options import ServerOptions
+from kvstore_proto.version import pip_install
 
 if TYPE_CHECKING:
     from kvstore_engine.server.service import ServedModel
@@ -134,7 +135,7 @@ def _check_installed() -> None:
         try:
             importlib.import_module(name)
         except ImportError as error:
-            raise UsageError(f"the server needs {error.name}: pip install 'kvstored[server]'") from None
+            raise UsageError(f"the server needs {error.name}: {pip_install('server')}") from None
 
 
 def _is_local(host: str) -> bool:

@@ -13,6 +13,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from kvstore_engine.errors import UsageError
+from kvstore_proto.version import pip_install
 
 if TYPE_CHECKING:
     from jinja2.ext import Extension
@@ -50,7 +51,7 @@ class CompiledTemplate:
             from jinja2 import nodes
             from jinja2.sandbox import ImmutableSandboxedEnvironment
         except ImportError:
-            raise TemplateError("chat templates need Jinja: pip install 'kvstored[engine]'") from None
+            raise TemplateError(f"chat templates need Jinja: {pip_install('engine')}") from None
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _generation_tag()]
         )

@@ -10,6 +10,7 @@ from types import ModuleType
 from kvstore_engine.devices import DeviceName
 from kvstore_engine.errors import OperationError, UsageError
 from kvstore_engine.host_memory import available_bytes
+from kvstore_proto.version import pip_install
 
 _OLDEST = (2, 8)  # the first whose products of bf16 give float32
 
@@ -19,9 +20,9 @@ def torch_library() -> ModuleType:
     try:
         import torch
     except ImportError:
-        raise OperationError("this device needs torch: pip install 'kvstored[engine,torch]'") from None
+        raise OperationError(f"this device needs torch: {pip_install('engine,torch')}") from None
     if tuple(map(int, torch.__version__.split(".")[:2])) < _OLDEST:
-        raise OperationError(f"torch {torch.__version__} is too old, 2.8 is needed: pip install 'kvstored[torch]'")
+        raise OperationError(f"torch {torch.__version__} is too old, 2.8 is needed: {pip_install('torch')}")
     library: ModuleType = torch
     return library
 

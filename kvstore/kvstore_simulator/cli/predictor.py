@@ -31,7 +31,7 @@ examples:
 Writes the model and return.card.json (data, features, held-out figures against session-return). Of each recording the
 first 60 % of the requests are fitted, the next 15 % choose how many trees are kept, the last 25 % judge.
 To use it: prefetch.predictor = "learned", prefetch.model = "/.../return.npz".
-Training needs scikit-learn (pip install 'kvstored[learned]'); serving and evaluate do not.
+Training needs scikit-learn (pip install '.[learned]' in the clone); serving and evaluate do not.
 exit status: 0 done; 1 it could not be done; 2 a mistake in the arguments or a recording, or too little to learn from
 """
 _EVALUATE = """\

@@ -27,13 +27,14 @@ def add_state_options(inspect: argparse.ArgumentParser) -> None:
 def inspect_state(arguments: argparse.Namespace) -> int:
     """Show the state, or copy it; return the exit status."""
     from kvstored import __version__
+    from kvstored.admin.state import MOST
     from kvstored.clock import SystemClock
     from kvstored.state.process import StateProcess
 
     if not arguments.directory.is_dir():
         return mistake(f"{arguments.directory} is not a directory")
-    if arguments.limit < 0:
-        return mistake("--limit is a number of values, 1 or more")
+    if not 0 <= arguments.limit <= MOST:
+        return mistake(f"--limit is a number of values, 1 to {MOST}")
     if arguments.copy is not None and not arguments.copy.is_dir():
         return mistake(f"--copy {arguments.copy} is not a directory")
     process = StateProcess(arguments.directory, __version__, SystemClock(), shared=True)

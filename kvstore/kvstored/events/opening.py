@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvstore_proto.version import pip_install
 from kvstore_tiers.base import TierInfo
 from kvstored.clients.tenants import TenantDirectory
 from kvstored.config import ConfigError
@@ -59,7 +60,7 @@ def open_events(
     missing = [name for name, module in (("pyzmq", "zmq"), ("msgspec", "msgspec")) if not _is_there(module)]
     if missing:
         raise PublisherError(
-            f"events.listen is set, but {' and '.join(missing)} cannot be loaded: pip install 'kvstored[{EXTRA}]'"
+            f"events.listen is set, but {' and '.join(missing)} cannot be loaded: {pip_install(EXTRA)}"
         )
     if section.tokens and not section.listen.startswith(LOCAL):
         log.warning("KV events with token ids are published on %s: who connects there reads prompts", section.listen)

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from kvstore_proto.version import pip_install
 from kvstore_tiers.child_processes import variables_of_children
 from kvstored.events.history import PublishedBefore
 from kvstored.events.records import STATISTICS
@@ -66,7 +67,7 @@ class Publisher:
             ours.close()
             self._leave()
             raise PublisherError(
-                answer or f"the process for KV events did not start; is there `pip install 'kvstored[{EXTRA}]'`?"
+                answer or f"the process for KV events did not start; if its packages are missing: {pip_install(EXTRA)}"
             )
         self._use(ours)
 

@@ -33,7 +33,10 @@ class Database:
 EVERY = "every 5 s where it changed"
 _ROWS = "container and number of 64 slots → 64 rows of 22 bytes, each with 8 bytes of a hash of its block's key"
 DATABASES = (
-    Database("about", "the format and the version that wrote it", "name → text", "once", "it is set aside"),
+    Database(
+        "about", "the format, the version that wrote it, and whether the daemon before ended in order", "name → text",
+        "at the start and the stop", "it is set aside",
+    ),
     Database(
         "usage", "uses of blocks on NVMe, by slot: how often, when last", _ROWS, EVERY,
         "blocks begin with no record of their use", checks_itself=True,

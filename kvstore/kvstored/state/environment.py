@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -40,7 +41,8 @@ class Unusable(Exception):
 def number_of(path: Path) -> int:
     """Return the number in the name of a state file; -1 for any other file."""
     digits = path.name.removeprefix(PREFIX).removesuffix(SUFFIX)
-    return int(digits) if path.name == f"{PREFIX}{digits}{SUFFIX}" and digits.isdecimal() else -1
+    is_one = digits.isdecimal() and path == path_of(path.parent, int(digits))
+    return int(digits) if is_one else -1
 
 
 def newest(directory: Path) -> Path | None:
@@ -81,10 +83,15 @@ def require_whole(path: Path) -> None:
     Raises OSError when the file cannot be read."""
     from lmdb.verify import VerifyError, verify
 
+    status = path.lstat()
+    if not stat.S_ISREG(status.st_mode):
+        raise Unusable("it is not a regular file")
     try:
         problems = verify(str(path), subdir=False)  # type: ignore[no-untyped-call]
     except VerifyError as error:
         problems = [str(error)]
+    except PermissionError:
+        raise Unusable(f"it belongs to uid {status.st_uid}, and this user cannot read it") from None
     except OSError:
         raise
     except Exception as error:  # a walk over bytes that mean nothing raises nearly any
@@ -95,6 +102,10 @@ def require_whole(path: Path) -> None:
 
 def _make_room(lock: Path) -> None:
     """Extend a lock file to `_LOCK_BYTES`. Raises OSError when the medium has no room for them."""
+    try:
+        lock.touch()
+    except PermissionError:
+        lock.unlink()  # of another user, who looked at the file while no daemon ran
     with open(lock, "ab") as file:
         file.write(bytes(max(0, _LOCK_BYTES - file.tell())))
 
@@ -116,7 +127,7 @@ class Environment:
         self.path = path
         self.is_readonly = readonly or shared
         nbytes = path.stat().st_size if path.exists() else 0
-        self.map_bytes = max(FIRST_MAP_BYTES, 1 << (2 * nbytes).bit_length())
+        self.map_bytes = max(FIRST_MAP_BYTES, 2 ** (2 * nbytes).bit_length())
         mask = os.umask(0o077)
         try:
             if not self.is_readonly:
@@ -275,8 +286,15 @@ def open_environment(directory: Path, version: str, distrusted: str = "") -> Fou
     except Unusable as why:
         with suppress(FileNotFoundError):
             path.with_name(path.name + LOCK).unlink()
-        path.replace(directory / ASIDE)
-        return Found(make(directory, number_of(path) + 1, version), True, str(why))
+        aside = directory / ASIDE
+        with suppress(OSError):
+            aside.unlink()  # a directory cannot take the place of a file
+        path.replace(aside)
+        try:
+            return Found(make(directory, number_of(path) + 1, version), True, str(why))
+        except OSError:  # on a full disk: it is named when there is room
+            aside.replace(path)
+            raise
 
 
 def open_shared(directory: Path) -> Environment:
@@ -374,6 +392,7 @@ def finish(path: Path) -> Environment:
 
 def _remove_older(directory: Path, path: Path) -> None:
     for each in directory.glob(f"{PREFIX}*"):
-        if not each.name.startswith(path.name):
+        own = each.name.removesuffix(LOCK).removesuffix(NEW)
+        if own != path.name and number_of(each.with_name(own)) >= 0:
             with suppress(OSError):
                 each.unlink()

@@ -6,7 +6,7 @@ this state. No request waits for the keeper: columns are copied in steps, and an
 
 A crash forgets what changed since the last turn: `INTERVAL_S` before, or longer when the changed bytes took longer at
 the rate. After an order to delete blocks, a rewrite removes every trace of them from the environment, at most
-`REWRITE_S` and one turn later.
+`REWRITE_S` and one turn later; after a start where the process before was killed, there is one too.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -34,9 +35,10 @@ log = logging.getLogger(__name__)
 INTERVAL_S = 5.0
 REWRITE_S = 20.0  # from one rewrite to the next, while blocks are deleted
 REST = 50  # times as long as collecting took, at least, until the next: 2 % of a core at most
+_READ = ("about", "names", "endurance", "scrub", "quarantine", "learned")
 COST = "a restart forgets how blocks were used, what was learned, and why slots are in quarantine"
 WHY_BYTES = 200
-POSITION = b"position"
+POSITION, ENDED, IN_ORDER = b"position", b"ended", b"in order"
 Entry = tuple[bytes, bytes]
 
 
@@ -75,7 +77,7 @@ class StateKeeper:
         self.wrong_rows = 0
         self.is_read = False
         self.was_tried = asyncio.Event()  # to read it, for those who need a part of it to begin
-        process.on_new = self._is_new
+        process.listeners.append(self._is_new)
 
     # At the start
 
@@ -85,7 +87,7 @@ class StateKeeper:
         process, store = self.process, self._store
         try:
             await process.open()
-            read = {name: await process.read(name) for name in ("names", "endurance", "scrub", "quarantine", "learned")}
+            read = {name: await process.read(name) for name in _READ}
             usage = {name: await process.read(name) for name in self._usage}
         except OSError as error:
             self._unsaved.failed(process.path, error, COST)
@@ -93,14 +95,15 @@ class StateKeeper:
         finally:
             self.was_tried.set()
         self._unsaved.saved(process.path)
-        self.is_read = True
+        if not process.is_new and dict(read["about"]).get(ENDED) != IN_ORDER:
+            self._rewritten = -1  # who was killed may have owed one
         said = out_of_reach(self._tenants, store.residency)
         self._tenants.know(read["names"])
         for sentence in out_of_reach(self._tenants, store.residency):
             if sentence not in said:
                 log.warning("%s", sentence)
         budget = dict(read["endurance"]).get(b"budget")
-        store.endurance.begin(self._save_budget, budget, was_lost=bool(process.was_aside))
+        store.endurance.begin(self._save_budget, budget, was_lost=process.has_aside)  # also by a daemon before
         self.scrub = self._saved.scrub = dict(read["scrub"]).get(POSITION, self.scrub)
         if store.nvme is not None:
             reasons = {
@@ -108,6 +111,9 @@ class StateKeeper:
                 for place, why in read["quarantine"] if len(place) == SLOT.size
             }  # fmt: skip
             store.nvme.explain_quarantined(reasons)
+        with suppress(OSError):
+            async with process.transaction() as change:
+                await change.put("about", [(ENDED, b"no")])
         await self._restore_uses(usage, read["learned"])
         trim()
         return True
@@ -123,6 +129,7 @@ class StateKeeper:
             self.wrong_rows += known[name].wrong
             used += rows.apply(known[name], clock.monotonic_ns(), clock.wall_ns(), self._opened_ns)
         self._learned.hand_out(renew=used > 0)
+        self.is_read = True  # a stop before this point reads it once more: nothing empty is saved over it
         if not self.process.is_new:
             for rows in self._usage.values():
                 rows.saved = await self._steps.through(rows.digests(self._opened_ns))
@@ -168,6 +175,8 @@ class StateKeeper:
             await self.process.open()  # which says what is in it
             async with self.process.transaction(rewrite=rewrite) as change:
                 done = await self._put(change, everything=rewrite, is_last=is_last)
+                if is_last:
+                    await change.put("about", [(ENDED, IN_ORDER)])
         except OSError as error:
             self._unsaved.failed(self.process.path, error, COST)
             self.pause_s = INTERVAL_S
@@ -213,7 +222,8 @@ class StateKeeper:
         ):
             if entries != before:
                 await change.put(name, entries)
-                await change.keep_only(name, [key for key, _ in entries])
+                if self._store.nvme is not None or saved is not self._saved:  # else what is on NVMe is not seen
+                    await change.keep_only(name, [key for key, _ in entries])
                 done.append(partial(setattr, self._saved, name, entries))
         scrub = self.scrub
         if scrub is not None and scrub != saved.scrub:

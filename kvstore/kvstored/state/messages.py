@@ -15,6 +15,7 @@ from typing import Any
 
 HEAD = struct.Struct("<BI")
 _KEY = struct.Struct("<HI")
+NO_LMDB = 3  # the exit status of a process that cannot import it
 BODY_BYTES = 1 << 20  # of entries in one message, and one entry more
 Entry = tuple[bytes, bytes]
 

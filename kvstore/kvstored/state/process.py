@@ -26,6 +26,7 @@ from kvstore_tiers.child_processes import variables_of_children
 from kvstored.clock import NS_PER_S, Clock
 from kvstored.state.messages import (
     HEAD,
+    NO_LMDB,
     Entry,
     Verb,
     fields_of,
@@ -45,9 +46,10 @@ ANSWER_S = 120.0  # a process that is silent for longer hangs on a disk; it is g
 
 
 class StateProcess:
-    """The process and the connection to it. `directory`: the state directory. `on_new`: called with `was_aside` when
-    the environment is new and empty, so that the owner saves all of its state again. `wrong_values`: the number of
-    values that had a wrong checksum; they are not used."""
+    """The process and the connection to it. `directory`: the state directory. Each of `listeners` is called with
+    `was_aside` when the environment is new and empty, so that the owner saves all of its state again. `has_aside`: a
+    file that was set aside is still there. `wrong_values`: the number of values that had a wrong checksum; they are
+    not used."""
 
     def __init__(self, directory: Path, version: str, clock: Clock, *, shared: bool = False) -> None:
         """Prepare the process; `start` or the first call starts it. `shared`: only read, while a daemon may write."""
@@ -60,10 +62,11 @@ class StateProcess:
         self._deaths_ns: list[int] = []
         self._distrusted = ""
         self._is_owed = False  # an answer
-        self.on_new: Callable[[str], None] = lambda _: None
+        self.listeners: list[Callable[[str], None]] = []  # for a new environment
         self.path = directory / "state.mdb"  # until it is known
         self.is_new = False
         self.was_aside = ""
+        self.has_aside = False
         self.wrong_values = 0
 
     @property
@@ -193,13 +196,15 @@ class StateProcess:
         self._distrusted = ""
         self.path = Path(answer["path"])
         self.is_new, self.was_aside = answer["is_new"], answer["was_aside"]
+        self.has_aside = answer.get("has_aside", False)
         if self.was_aside:
             log.warning(
                 "%s is set aside as state.aside until blocks are deleted, and begins anew (%s): how blocks were used, "
                 "what was learned and names are not known", self.path.parent, self.was_aside,
             )  # fmt: skip
         if self.is_new:
-            self.on_new(self.was_aside)
+            for listener in self.listeners:
+                listener(self.was_aside)
 
     def _send(self, message: bytes) -> None:
         assert self._writer is not None
@@ -235,6 +240,9 @@ class StateProcess:
     def _died(self, error: Exception) -> OSError:
         """Note that the process has died or hangs; the next call starts another one. Return the error to raise."""
         status = self._end()
+        if status == NO_LMDB:
+            why = 'lmdb cannot be imported (python -c "import lmdb" says why); install it again'
+            return OSError(errno.ENOPKG, why, str(self.path))
         now_ns = self._clock.monotonic_ns()
         self._deaths_ns = [at for at in self._deaths_ns if now_ns - at < DEATHS_IN_S * NS_PER_S] + [now_ns]
         if len(self._deaths_ns) >= DEATHS:

@@ -7,6 +7,7 @@ worker never decides what is kept.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
@@ -16,22 +17,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import lmdb
-
 from kvstored.state.databases import DATABASES
-from kvstored.state.environment import (
-    NEW,
-    Environment,
-    Unusable,
-    Writing,
-    begin_rewrite,
-    finish_rewrite,
-    open_environment,
-    open_shared,
-    reopened,
-)
 from kvstored.state.messages import (
     HEAD,
+    NO_LMDB,
     Verb,
     fields_of,
     in_parts,
@@ -40,6 +29,25 @@ from kvstored.state.messages import (
     unpacked_entries,
 )
 
+try:
+    import lmdb
+
+    from kvstored.state.environment import (
+        ASIDE,
+        NEW,
+        Environment,
+        Unusable,
+        Writing,
+        begin_rewrite,
+        finish_rewrite,
+        open_environment,
+        open_shared,
+        reopened,
+    )
+except ImportError:
+    sys.exit(NO_LMDB)
+
+_PR_SET_PDEATHSIG = 1
 NICE = 5  # events' too: where processors are short, state waits for puts
 
 
@@ -95,6 +103,7 @@ class StateWorker:
                 path=str(found.environment.path),
                 is_new=found.is_new,
                 was_aside=found.was_aside,
+                has_aside=os.path.lexists(self._directory / ASIDE),
                 readonly=found.environment.is_readonly,
             )
         )
@@ -217,6 +226,7 @@ def _written_bytes() -> int:
 
 
 def main(argv: list[str]) -> int:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # else it would write beside the next daemon's worker
     for number in (signal.SIGINT, signal.SIGTERM):  # the daemon's: its end is this one's
         signal.signal(number, signal.SIG_IGN)
     with suppress(OSError):

@@ -78,6 +78,15 @@ def _ttl_s(config: Config, residency: Residency, position: int) -> float:
     return (config.tier(residency.tiers[position]) or config.listed[-1]).ttl_s
 
 
+def make_priorities(residency: Residency, policies: Sequence[Policy]) -> Priorities:
+    """Return the order by priority of what `residency` holds, which the policies follow."""
+    priorities = Priorities(residency)
+    for policy in policies:
+        priorities.follow(policy)
+    priorities.resume()
+    return priorities
+
+
 def make_retention(
     ground: Ground, policies: list[Policy], parts: RoomParts, rooms: Sequence[Room],
     discard: Sequence[Callable[[Slot, int], None]], commit: GroupCommit | None,
@@ -106,6 +115,16 @@ def make_prefetch(
     prefetcher = Prefetcher(settings, guarded, residency, promoter, policies, ground.clock, recent, credit)
     feed = Feed(residency, policies, guarded, recent, prefetcher, compute)
     return prefetcher, feed, PrefetchState(guarded, recent, credit)
+
+
+def make_promoter(ground: Ground, links: Links, room: Room, damage: Damage, modes: DegradedModes) -> Promoter:
+    """Make the promotions of all tiers into `room`, the room of the tier that clients map."""
+    mapped = ground.residency.mapped
+    return Promoter(
+        ground.residency, [links.between(at, mapped) for at in range(len(ground.tiers)) if at != mapped],
+        room, ground.counters, ground.flows, damage, modes,
+        prefetch_room_bytes=ground.config.host.capacity_bytes // PREFETCH_SHARE,
+    )  # fmt: skip
 
 
 class Store:
@@ -138,43 +157,32 @@ class Store:
         budget_bytes = config.nvme.endurance_bytes_per_day if self.nvme is not None else 0
         self.endurance = EnduranceAccount(budget_bytes, clock, self.counters)
         self.leases = LeaseTable(
-            residency.unpin_run,
-            lambda slot: self._reader(slot).free(slot),
-            lambda slot: self._reader(slot).retire(slot),
+            residency.unpin_run, lambda at: self._reader(at).free(at), lambda at: self._reader(at).retire(at),
             limbo_limit_bytes=config.limits.limbo_per_tenant_bytes, expired_limit=config.limits.leases_per_client,
         )  # fmt: skip
         self.reservations = Reservations(host.free, residency.copies[residency.mapped].reserve)
         self.modes = DegradedModes(clock, self.counters)
         self._breakers = make_breakers(ground, self.modes)
         self.breaker = self._breakers.get(residency.durable)
-        self.mover = Mover(
-            make_lanes(config, residency, self.keyed, straight_tiers(tiers, residency)), completions, clock
-        )
+        lanes = make_lanes(config, residency, self.keyed, straight_tiers(tiers, residency))
+        self.mover = Mover(lanes, completions, clock)
         links = Links(ground, self.mover, self._breakers)
         self.policies = [make_policy(config, residency, position) for position in range(len(tiers))]
-        priorities = Priorities(residency)
-        for policy in self.policies:
-            priorities.follow(policy)
-        priorities.resume()
-        gates, commit = make_gates(ground, self.policies, remote_writes), None
-        if self.breaker is not None:
-            commit = make_commit(ground, links, self.breaker, self.endurance, self.policies)
+        priorities = make_priorities(residency, self.policies)
+        gates, breaker = make_gates(ground, self.policies, remote_writes), self.breaker
+        commit = make_commit(ground, links, breaker, self.endurance, self.policies) if breaker is not None else None
         read = TierSet.of(residency.mapped, *self.exporters)
         exits = [self.leases if at in read else UnmappedExit(tier) for at, tier in enumerate(tiers)]
-        self.discard: list[Callable[[Slot, int], None]] = [exit_.retire for exit_ in exits]  # of removals by order
-        for at, tier in self.keyed.items():
-            self.discard[at] = partial(_discard, tier)
+        self.discard: list[Callable[[Slot, int], None]] = [  # of removals by order
+            partial(_discard, self.keyed[at]) if at in self.keyed else exit_.retire for at, exit_ in enumerate(exits)
+        ]
         self.damage = Damage(residency, self.tiers, self.discard, clock, self.counters, commit)
         parts = RoomParts(self.policies, exits, self.orphans, priorities, self.damage, self.modes)
         self.rooms, self.copiers, self.writeback = make_rooms(ground, links, parts, commit, gates)
         self.retention = make_retention(ground, self.policies, parts, self.rooms, self.discard, commit)
         self.device_check = DeviceCheck(residency, self.exporters, completions, self.damage)
         self.dram_check = DramCheck(config.host.verify_reads, residency, host, completions, self.damage, self.counters)
-        self.promoter = Promoter(
-            residency, [links.between(at, residency.mapped) for at in range(len(tiers)) if at != residency.mapped],
-            self.room, self.counters, self.flows, self.damage, self.modes,
-            prefetch_room_bytes=config.host.capacity_bytes // PREFETCH_SHARE,
-        )  # fmt: skip
+        self.promoter = make_promoter(ground, links, self.room, self.damage, self.modes)
         self.sharing, self.straight = make_early(ground, links, parts, self.rooms, gates, self.promoter, self.absences)
         self.copiers += [*self.sharing, *self.straight]
         self.prefetcher, self.feed, self.prefetch_state = make_prefetch(

@@ -43,7 +43,7 @@ from kvstored.store.transfer.promote import Promoter
 from kvstored.store.transfer.relocation import LaneRelocation, MemoryRelocation, Relocation
 from kvstored.store.transfer.room import Room
 from kvstored.store.transfer.sharing import Sharing
-from kvstored.store.transfer.staging import Staging
+from kvstored.store.transfer.staging import CodecStaging
 from kvstored.store.transfer.straight import StraightPromotion
 from kvstored.store.transfer.victims import OrphanQueue, Victims
 from kvstored.store.transfer.writeback import WriteBack
@@ -82,7 +82,7 @@ class Links:
         self._ground = ground
         self.mover = mover
         self._breakers = breakers
-        self._stagings: dict[int, Staging] = {}
+        self._stagings: dict[int, CodecStaging] = {}
 
     def between(self, source: int, destination: int) -> Link:
         ground = self._ground
@@ -90,13 +90,13 @@ class Links:
         lane, staging = self.lane(source, destination), self._staging_of(destination)
         return Link(source, destination, ground.tiers, lane, self.mover, ground.clock, breaker, staging)
 
-    def _staging_of(self, destination: int) -> Staging | None:
+    def _staging_of(self, destination: int) -> CodecStaging | None:
         """Return what all links to a tier with a codec share."""
         ground = self._ground
         coding = ground.tiers[destination].info.coding
         if not coding.is_none and destination not in self._stagings:
             host = cast(HostTier, ground.tiers[ground.residency.mapped])
-            self._stagings[destination] = Staging(coding, host, ground.completions, ground.counters)
+            self._stagings[destination] = CodecStaging(coding, host, ground.completions, ground.counters)
         return self._stagings.get(destination)
 
     def lane(self, source: int, destination: int) -> str:

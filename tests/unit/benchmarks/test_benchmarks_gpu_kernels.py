@@ -171,7 +171,7 @@ def test_the_gather_kernel_is_compared_by_size_and_its_bytes_are() -> None:
 
 @pytest.mark.slow
 def test_rivals_are_asked_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'kvstored[transformers]'")
+    torch = pytest.importorskip("torch", reason="torch is not installed: pip install '.[transformers]'")
     from support.gpu_rivals import TOGETHER, decode_of_rivals
 
     for absent in ("flashinfer", "vllm.vllm_flash_attn"):
@@ -220,7 +220,7 @@ class PagedRival(ModuleType):
 
 
 def test_without_a_gpu_the_check_fails_and_says_why() -> None:
-    pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed: pip install 'kvstored[gpu]'")
+    pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed: pip install '.[gpu]'")
     if Path("/dev/nvidiactl").exists():
         pytest.skip("this machine has a GPU")
     run = subprocess.run([sys.executable, str(BENCHMARKS / "gpu_check.py")], capture_output=True, text=True, timeout=60)

@@ -313,7 +313,7 @@ def test_after_its_end_a_lease_describes_nothing() -> None:
 
 def test_cupy_takes_the_memory_of_an_array(tmp_path: Path) -> None:
     """As far as it goes without a driver: an array over memory of another's."""
-    cupy = pytest.importorskip("cupy", reason="CuPy is not installed: pip install 'kvstored[cuda]'")
+    cupy = pytest.importorskip("cupy", reason="CuPy is not installed: pip install '.[cuda]'")
     lease, grant = on_device()
     array = lease.array(0, kind="k")
     described = array.__cuda_array_interface__

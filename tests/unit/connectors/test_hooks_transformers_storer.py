@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("torch", reason="needs the extra `transformers`: pip install 'kvstored[transformers]'")
-pytest.importorskip("transformers", reason="needs the extra `transformers`: pip install 'kvstored[transformers]'")
+pytest.importorskip("torch", reason="needs the extra `transformers`: pip install '.[transformers]'")
+pytest.importorskip("transformers", reason="needs the extra `transformers`: pip install '.[transformers]'")
 
 # isort: split
 import torch

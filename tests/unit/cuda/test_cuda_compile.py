@@ -119,7 +119,7 @@ def test_a_machine_without_the_library_is_said_what_to_install(monkeypatch: pyte
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     nvrtc.library.cache_clear()
     try:
-        with pytest.raises(CompileError, match=r"need the library cuda-bindings: pip install 'kvstored\[cuda\]'"):
+        with pytest.raises(CompileError, match=r"need the library cuda-bindings: pip install '.\[cuda\]'"):
             compile_program(BLOCKS, "sm_90", tmp_path)
         with pytest.raises(CudaError, match=r"need the library cuda-bindings"):
             Device()
@@ -128,7 +128,7 @@ def test_a_machine_without_the_library_is_said_what_to_install(monkeypatch: pyte
 
 
 def test_a_machine_without_a_driver_or_device_says_so() -> None:
-    pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed: pip install 'kvstored[cuda]'")
+    pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed: pip install '.[cuda]'")
     if Path("/dev/nvidiactl").exists():
         pytest.skip("this machine has a GPU")
     # In a process of its own: one that has loaded an emulated driver finds that again.

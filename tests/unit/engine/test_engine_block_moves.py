@@ -64,7 +64,7 @@ def test_a_move_is_one_launch_for_all_planes() -> None:
 
 @pytest.mark.parametrize(
     ("missing", "reason"),
-    [(True, r"the library cuda-bindings is missing: pip install 'kvstored\[gpu\]'"), (False, "CUDA device 3")],
+    [(True, r"the library cuda-bindings is missing: pip install '.\[gpu\]'"), (False, "CUDA device 3")],
 )
 def test_without_a_device_that_copies_the_host_does_and_the_log_says_why(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, missing: bool, reason: str

@@ -109,4 +109,4 @@ def test_a_missing_library_is_said_with_its_extra(monkeypatch: pytest.MonkeyPatc
     for name in ("cuda", "cuda.bindings"):  # it may be loaded already
         monkeypatch.setitem(sys.modules, name, None)
     (found,) = tiers.library()
-    assert found.level is Level.FAIL and "kvstored[gpu]" in found.advice
+    assert found.level is Level.FAIL and ".[gpu]" in found.advice

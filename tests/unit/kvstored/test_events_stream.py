@@ -6,7 +6,7 @@ import struct
 
 import pytest
 
-pytest.importorskip("msgspec", reason="msgspec (pip install 'kvstored[events]') is not installed")
+pytest.importorskip("msgspec", reason="msgspec (pip install '.[events]') is not installed")
 
 import msgspec
 

@@ -25,7 +25,7 @@ from kvstored.store.blocks.check import check
 from kvstored.store.endurance.budget import COMMIT_BYTES, OVERHEAD_BYTES
 from kvstored.store.transfer import staging as module
 from kvstored.store.transfer.demotion import Demotion
-from kvstored.store.transfer.staging import Staged, Staging
+from kvstored.store.transfer.staging import CodecStaging, Staged
 from kvstored.telemetry import Counters
 from tests.reference.small_store import FAR_S, PAYLOAD_BYTES, SmallStore, small_store
 from tests.reference.stored_blocks import stored_slot
@@ -121,7 +121,7 @@ def test_a_block_whose_codec_fails_is_stored_as_it_is(
     async def main() -> Staged | Outcome:
         completions, counters = CompletionQueue(asyncio.get_running_loop()), Counters()
         with closing(HostTier(4 << 20, arena_bytes=1 << 20)) as host:
-            staging = Staging(Coding("made-up", 1 << 20), host, completions, counters)
+            staging = CodecStaging(Coding("made-up", 1 << 20), host, completions, counters)
             header, payload = block_with_pattern(4, PAYLOAD_BYTES)
             staged = await staging.stage(host, stored_slot(host, header, payload), header.key, WHOLE_BYTES)
             assert counters["uncoded_blocks"] == 1 and staging._scratch.out_bytes == 0
@@ -139,7 +139,7 @@ def test_staging_is_bounded_and_given_out_in_order() -> None:
         completions, counters = CompletionQueue(asyncio.get_running_loop()), Counters()
         with closing(HostTier(4 << 20, arena_bytes=1 << 20)) as host:
             one_bytes = HEADER_BYTES + -(-MadeUpCodec().bound(WHOLE_BYTES - HEADER_BYTES) // 4096) * 4096
-            staging = Staging(Coding("made-up", 2 * 3 * one_bytes), host, completions, counters)
+            staging = CodecStaging(Coding("made-up", 2 * 3 * one_bytes), host, completions, counters)
             blocks = [block_with_pattern(number, PAYLOAD_BYTES) for number in (4, 10, 16, 22, 28)]
             slots = [stored_slot(host, *each) for each in blocks]
             asked = [

@@ -10,6 +10,11 @@ import asyncio
 import os
 import random
 import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -24,12 +29,14 @@ from kvstored.state.environment import (
     finish_rewrite,
     newest,
     open_environment,
+    open_shared,
     require_whole,
 )
 from kvstored.state.process import StateProcess
 from kvstored.state.shown import shown
 from kvstored.state.tables import PIECE, packed
 from kvstored.store.blocks.usage import GROUP_BYTES
+from tests.reference.running_daemon import eventually
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "state-1"
 ENTRIES: dict[str, list[tuple[bytes, bytes]]] = {
@@ -133,6 +140,57 @@ def test_a_crash_in_a_rewrite_leaves_the_old_one(tmp_path: Path) -> None:
     assert contents(tmp_path)["pins"] == ENTRIES["pins"] and not (tmp_path / "state-000001.mdb").exists()
 
 
+def test_files_of_others_are_neither_read_nor_removed(tmp_path: Path) -> None:
+    others = ["state-5.mdb", "state-000001.mdb.bak", "state-of-things.txt", "state-٣٣٣٣٣٣.mdb"]
+    for name in others:
+        (tmp_path / name).write_bytes(b"mine")
+    write(tmp_path)
+    former = open_environment(tmp_path, "1").environment
+    finish_rewrite(former, begin_rewrite(former, "1")).close()
+    found = sorted(path.name for path in tmp_path.iterdir())
+    assert found == sorted([*others, "state-000002.mdb", "state-000002.mdb-lock"])
+
+
+@pytest.mark.parametrize("kind", ["directory", "link", "dangling link", "fifo", "of another user"])
+def test_what_is_no_file_of_this_user_is_set_aside(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, other = tmp_path / "state-000001.mdb", tmp_path / "other"
+    (tmp_path / "state.aside").write_bytes(b"of before")
+    if kind == "directory":
+        path.mkdir()
+    elif kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "of another user":
+        path.write_bytes(b"x")
+
+        def verify(_: str, **__: bool) -> list[str]:
+            raise PermissionError
+
+        monkeypatch.setattr("lmdb.verify.verify", verify)
+    else:
+        path.symlink_to(other)
+        if kind == "link":
+            other.write_bytes(b"mine")
+    found = open_environment(tmp_path, "1")
+    found.environment.close()
+    assert found.is_new and ("regular file" in found.was_aside or "belongs to uid" in found.was_aside)
+    assert not os.path.lexists(path) and os.path.lexists(tmp_path / "state.aside")
+    assert kind != "link" or other.read_bytes() == b"mine"
+
+
+def test_on_a_full_disk_it_is_set_aside_once_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "state-000001.mdb").write_bytes(bytes(5000))
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="No space"):
+        patched.setattr(environment, "make", full)
+        open_environment(tmp_path, "1")
+    found = open_environment(tmp_path, "1")
+    found.environment.close()
+    assert found.was_aside.startswith("damaged: ")
+
+
 @pytest.mark.parametrize("content", [b"", b"x" * 100, bytes(1 << 16), os.urandom(1 << 16)])
 def test_what_is_no_environment_is_never_given_to_lmdb(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "state-000001.mdb").write_bytes(content)
@@ -189,7 +247,7 @@ def test_after_two_deaths_it_is_set_aside_and_who_saves_is_told(tmp_path: Path) 
     async def run() -> None:
         clock, told = ManualClock(), []
         state = StateProcess(tmp_path, "1", clock)
-        state.on_new = told.append
+        state.listeners.append(told.append)
         for wait_s in (0, process.DEATHS_IN_S + 1, 0):
             clock.advance(s=wait_s)
             await state.open()
@@ -202,6 +260,95 @@ def test_after_two_deaths_it_is_set_aside_and_who_saves_is_told(tmp_path: Path) 
         await state.close()
 
     asyncio.run(run())
+
+
+def test_without_lmdb_one_line_says_so_and_the_file_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path)
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "lmdb.py").write_text("raise ImportError")
+
+    async def run() -> None:
+        state = StateProcess(tmp_path, "1", ManualClock())
+        with monkeypatch.context() as patched:
+            patched.setenv("PYTHONPATH", str(broken))
+            for _ in range(process.DEATHS + 1):
+                with pytest.raises(OSError, match="lmdb cannot be imported"):
+                    await state.open()
+        assert await state.read("pins") == ENTRIES["pins"]
+        assert not state.was_aside
+        await state.close()
+
+    asyncio.run(run())
+
+
+def test_a_file_set_aside_is_told_to_later_daemons_too(tmp_path: Path) -> None:
+    """Else damage and a kill -9 would give a full endurance budget away, as a first start does."""
+
+    async def has_aside() -> bool:
+        state = StateProcess(tmp_path, "1", ManualClock())
+        await state.open()
+        await state.close()
+        return state.has_aside
+
+    assert not asyncio.run(has_aside())
+    (tmp_path / "state-000001.mdb").write_bytes(b"x" * 5000)
+    assert asyncio.run(has_aside())
+    assert asyncio.run(has_aside())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")
+def test_a_lock_of_root_who_looked_at_it_stops_no_write() -> None:
+    place = Path(tempfile.mkdtemp(dir="/tmp"))
+    try:
+        os.chown(place, 65534, 65534)
+        os.seteuid(65534)
+        write(place)
+        os.seteuid(0)
+        (place / "state-000001.mdb-lock").unlink()
+        open_shared(place).close()
+        assert (place / "state-000001.mdb-lock").stat().st_uid == 0
+        os.seteuid(65534)
+        found = open_environment(place, "1").environment
+        assert not found.is_readonly
+        found.close()
+    finally:
+        os.seteuid(0)
+        shutil.rmtree(place)
+
+
+_DAEMON = """
+import asyncio, os, signal, sys
+from pathlib import Path
+from kvstored.clock import SystemClock
+from kvstored.state.process import StateProcess
+
+async def run():
+    state = StateProcess(Path(sys.argv[1]), "1", SystemClock())
+    await state.open()
+    os.kill(state.pid, signal.SIGSTOP)
+    print(state.pid, flush=True)
+    async with state.transaction(rewrite=True) as change:
+        await change.put("pins", [(b"late", b"")])
+        asyncio.get_running_loop().call_later(0.1, lambda: print("asked", flush=True))  # to commit
+
+asyncio.run(run())
+"""
+
+
+def test_the_process_of_a_killed_daemon_writes_nothing_beside_the_next_one(tmp_path: Path) -> None:
+    write(tmp_path)
+    with subprocess.Popen([sys.executable, "-c", _DAEMON, str(tmp_path)], stdout=subprocess.PIPE, text=True) as daemon:
+        assert daemon.stdout is not None
+        pid = int(daemon.stdout.readline())
+        assert daemon.stdout.readline() == "asked\n"
+        daemon.kill()
+    found = open_environment(tmp_path, "2").environment
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)
+    assert eventually(lambda: not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text())
+    found.close()
+    assert newest(tmp_path) == tmp_path / "state-000001.mdb" and contents(tmp_path)["pins"] == ENTRIES["pins"]
 
 
 if __name__ == "__main__":

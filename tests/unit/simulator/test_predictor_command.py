@@ -84,7 +84,7 @@ def test_without_scikit_learn_the_extra_is_named(
 ) -> None:
     monkeypatch.setattr(training, "find_spec", lambda name: None)
     said = run(capsys, "train", recording, "--out", tmp_path / "m.npz", status=EXIT_USAGE).err
-    assert "kvstored[learned]" in said
+    assert ".[learned]" in said
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from tests.reference.signatures import differences, signature_of
 
 FOUND = packages("kvikio-cu13", "kvikio")
 if not FOUND:
-    pytest.skip("kvikio is not here: pip install 'kvstored[gds]', or make check-wheels", allow_module_level=True)
+    pytest.skip("kvikio is not here: pip install '.[gds]', or make check-wheels", allow_module_level=True)
 
 EMULATED = PackageSources("the tests'", LIBRARY)
 

@@ -25,6 +25,7 @@ from kvstore_cuda.copies import CopyRun, Runs
 from kvstore_cuda.device import CudaDevice
 from kvstore_cuda.driver import DriverError
 from kvstore_proto.arena import HEADER_BYTES
+from kvstore_proto.version import pip_install
 from kvstore_tiers.gpu.streams import Events
 from kvstore_tiers.image import aligned_up
 
@@ -99,7 +100,7 @@ def _load() -> ModuleType:
         import kvikio.cufile_driver
     except Exception as error:  # a library's start may raise anything
         if isinstance(error, ImportError) and (error.name or "").partition(".")[0] == "kvikio":
-            raise DirectStorageFailed("the library kvikio is missing: pip install 'kvstored[gds]'") from None
+            raise DirectStorageFailed(f"the library kvikio is missing: {pip_install('gds')}") from None
         reason = f"{type(error).__name__}: {error}"
         raise DirectStorageFailed(f"the library kvikio cannot be loaded: {reason}") from None
     try:

@@ -21,7 +21,7 @@ from kvstore_tiers import failpoints
 from kvstore_tiers.base import CANNOT_WRITE
 from kvstore_tiers.image import aligned_up
 from kvstore_tiers.nvme.directory import FORMAT, SEAL, TierDirectory, lock_directory, open_direct
-from kvstore_tiers.nvme.directory_files import DirectoryInUse, FormatUnsupported
+from kvstore_tiers.nvme.directory_files import DirectoryInUse, FormatUnsupported, slab_numbers, slab_path
 from kvstore_tiers.nvme.layout import (
     FORMAT_VERSION,
     RECORD_BYTES,
@@ -287,8 +287,9 @@ def discard_older(path: Path) -> bool:
         raise DirectoryInUse(str(path), 0) from None
     try:
         slabs = path / "slabs"
-        for file in [*slabs.iterdir()] if slabs.is_dir() else ():
-            file.unlink()
+        for suffix in ("slab", "new", "damaged"):
+            for number in slab_numbers(slabs, suffix):
+                slab_path(slabs, number, suffix).unlink()
         for name in (SEAL, FORMAT):  # the format last: until then a start refuses the directory
             (path / name).unlink(missing_ok=True)
         sync_directory(path)

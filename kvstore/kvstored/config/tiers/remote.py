@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 from urllib.parse import parse_qsl, urlsplit
 
+from kvstore_proto.version import pip_install
 from kvstored.config.mistakes import ConfigError, need, need_within, one_of
 from kvstored.config.private_input import read_private_lines
 from kvstored.config.section_fields import Table, section_of, size
@@ -78,7 +79,7 @@ class RemoteSection(TierSection):
         if self.enabled:
             need(
                 find_spec("cryptography") is not None,
-                f"{name}: a tier of kind remote needs more packages: pip install 'kvstored[remote]'",
+                f"{name}: a tier of kind remote needs more packages: {pip_install('remote')}",
             )
             mistake = self._wrong_option()
             need(not mistake, f"{name}.url: {mistake}")

@@ -58,7 +58,7 @@ class UsageRows:
         """Return one number for each bucket of values. A row that was used after `touched_after_ns` counts with one use
         more, so its bucket differs from the result without this argument."""
         residency, columns = self._residency, self._residency.rows
-        buckets = max(_LEAST_BUCKETS, 1 << (residency.copies[self._tier].blocks // _ROWS_A_BUCKET).bit_length())
+        buckets = max(_LEAST_BUCKETS, 2 ** (residency.copies[self._tier].blocks // _ROWS_A_BUCKET).bit_length())
         found = np.zeros(buckets, np.uint64)
         for here in self._steps(_STEP_ROWS, used=True):
             groups, numbers = self._places(here)

@@ -27,7 +27,7 @@ from kvstored.store.blocks import Residency
 from kvstored.store.degraded.breaker import TierBreaker
 from kvstored.store.transfer.lane import Priority, Refused
 from kvstored.store.transfer.mover import Mover, Transfer
-from kvstored.store.transfer.staging import Staged, Staging
+from kvstored.store.transfer.staging import CodecStaging, Staged
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class Link:
         mover: Mover,
         clock: Clock,
         breaker: TierBreaker | None = None,
-        staging: Staging | None = None,
+        staging: CodecStaging | None = None,
     ) -> None:
         self.staging = staging
         self.source, self.destination = source, destination
@@ -83,7 +83,7 @@ class Link:
         return (self.lane.spare_at_ns(now_ns) - now_ns) / NS_PER_S
 
     async def stage(self, source: Slot, key: bytes, whole_bytes: int) -> Staged | Outcome:
-        """Bring the block `key` in the slot `source` into the form of the destination's codec (`Staging.stage`).
+        """Bring the block `key` in the slot `source` into the form of the destination's codec (`CodecStaging.stage`).
         `whole_bytes` is the size of a slot for the block as it is. The destination must have a codec."""
         assert self.staging is not None
         return await self.staging.stage(self._from, source, key, whole_bytes)

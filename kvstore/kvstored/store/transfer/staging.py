@@ -40,7 +40,7 @@ class Staged:
     buffer: AlignedBuffer | None = None
 
 
-class Staging:
+class CodecStaging:
     """Brings blocks into the form of `coding`, whose codec is not "none". `host` has the copy threads."""
 
     def __init__(self, coding: Coding, host: HostTier, completions: CompletionQueue, counters: Counters) -> None:

@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import Final, cast
 from urllib.parse import urlsplit
 
+from kvstore_proto.version import pip_install
 from kvstore_tiers.remote.driver import Driver
 
 DRIVERS: Final[Mapping[str, str]] = {
@@ -39,7 +40,7 @@ def open_driver(url: str, *, timeout_s: float, threads: int, credentials: Mappin
         module = import_module(f"{__name__}.{DRIVERS[scheme]}")
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"a tier at {scheme}:// needs {error.name}: pip install 'kvstored[{EXTRA}]'", name=error.name
+            f"a tier at {scheme}:// needs {error.name}: {pip_install(EXTRA)}", name=error.name
         ) from None
     opened = module.open_driver(url, timeout_s=timeout_s, threads=threads, credentials=credentials)
     return cast(Driver, opened)
