@@ -14,7 +14,7 @@ from kvstore_proto.terms import Terms
 from kvstore_proto.v1 import admin_pb2 as pb
 from kvstore_tiers.testing.faulty import Fault
 from kvstored.admin.drop import Drop
-from tests.reference.small_store import SLOT_BYTES, SmallStore, small_store
+from tests.reference.small_store import FAR_S, SLOT_BYTES, SmallStore, small_store
 from tests.reference.tiers import HOST, NVME
 
 DIGEST = bytes(range(32))
@@ -114,6 +114,7 @@ def test_a_tenant_that_is_replaced_leaves_no_pinned_block(tmp_path: Path) -> Non
             residency, tenant = small.residency, small.residency.tenant("tenant")
             await small.put(1)
             await small.put(2, parent=1)
+            assert await small.writeback.flush(FAR_S) == 0  # a write would keep them too
             small.store.retention.change([small.find(1), small.find(2)], Terms(pin="owner"))
             assert counts(await ready(small).drop(pb.DropRequest(tier="host", discard=True))) == (0, 2, 0, 0)
             reply = await ready(small).empty(tenant)

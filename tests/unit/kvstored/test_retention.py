@@ -326,3 +326,17 @@ async def test_pins_of_puts_under_way_count_against_the_bound(driven: DrivenStor
     assert [list(answer.store.statuses) async for answer in answers] == [[StoreStatus.STORED] * 4]
     driven.operations.hints.touch(driven.client, b"".join(keys_of(1, 4)), Terms(unpin="a"))
     await put(driven, 2, 4, pin="a")
+
+
+@over_a_store(*SMALL)
+async def test_a_pinned_block_moves_when_its_arena_is_emptied(driven: DrivenStore) -> None:
+    """A pin says that the block is not evicted; a few pins must not hold every arena to one size of slots."""
+    residency, tenant = driven.small.residency, driven.client.tenant_id
+    keys = await put(driven, 1, pin="a")
+    await put(driven, 100, SLOTS // 2)
+    row = residency.find(tenant, keys[0])
+    before = residency.slot(row, driven.small.mapped)
+    assert await driven.small.store.room.vacate(before.container)
+    after = residency.slot(row, driven.small.mapped)
+    assert after.container != before.container and residency.pin_count(row) == 1
+    assert (await driven.get(keys)).blocks == 1

@@ -227,6 +227,11 @@ class ResidencyView:
     def pin_count(self, row: int) -> int:
         return self.pins.get(row, 0)
 
+    def is_held(self, row: int) -> bool:
+        """Return whether the copies of the block must stay in their slots: it is leased, or being copied. Pins of
+        owners keep the copies in their tiers, not in their slots."""
+        return self.pins.get(row, 0) > bool(self.pinned_by(row))
+
     def is_evictable(self, row: int, tier: int) -> bool:
         """Return whether the copy in `tier` may be evicted now: it is RESIDENT and unpinned, and has no child in this
         tier. The slowest tier cannot demote: there the block also needs another copy, or no child in any tier."""

@@ -6,10 +6,9 @@ until the rest of the container fits into the places that are free; the rest is 
 costs at most one container's worth of evicted blocks, and none that is worth more than what is kept.
 
 Owns which container is emptied, and the order: set aside, make places, copy, move the index, free.
-Invariants: one container of a tier at a time; a block with a pin or a reader does not move; a slot is freed only after
-its block's copy is whole and, on a durable tier, synced; what is evicted is within
-`Allowance`, and nothing is evicted for an allocation that has ended; no other put waits for an evacuation longer than
-`TURN_WAIT_S`.
+Invariants: one container of a tier at a time; a block that is held or has a reader does not move; a slot is freed only
+after its block's copy is whole and, on a durable tier, synced; what is evicted is within `Allowance`, and nothing is
+evicted for an allocation that has ended; no other put waits for an evacuation longer than `TURN_WAIT_S`.
 """
 
 from __future__ import annotations
@@ -201,8 +200,9 @@ class Evacuation:
             is_of_kind = (each.owner, each.slot_bytes) == first
             return not is_of_kind, each.used_slots * each.slot_bytes, each.container != preferred
 
-        pinned = {self._residency.copies[self._position].container[row] for row in self._residency.pins}
-        likely = [report for report in sorted(reports, key=cost) if report.container not in pinned]
+        residency = self._residency
+        held = {residency.copies[self._position].container[row] for row in residency.pins if residency.is_held(row)}
+        likely = [report for report in sorted(reports, key=cost) if report.container not in held]
         for report in likely[:MAX_CONTAINERS]:
             if self._rows_to_move(report) is not None:
                 yield report.container
@@ -220,7 +220,7 @@ class Evacuation:
     def _may_move(self, row: int) -> bool:
         residency, position = self._residency, self._position
         return (
-            not residency.pin_count(row)
+            not residency.is_held(row)
             and residency.token(row) not in self._suspects
             and residency.state(row, position) is CopyState.RESIDENT
             and not self._exits.has_readers(residency.slot(row, position))
