@@ -235,7 +235,7 @@ class StateKeeper:
         if self._store.nvme is None:
             return []
         held = self._store.nvme.quarantined().items()
-        return [(SLOT.pack(*place), why.encode()[:WHY_BYTES]) for place, why in held]
+        return [(SLOT.pack(*place), why.encode(errors="replace")[:WHY_BYTES]) for place, why in held]
 
     async def _save_budget(self, budget: bytes) -> None:
         """Save the endurance budget so that it survives a loss of power. Raises OSError."""
