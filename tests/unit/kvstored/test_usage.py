@@ -158,3 +158,23 @@ def test_rows_of_dram_are_those_of_blocks_that_nvme_has_not() -> None:
     entries = saved(UsageRows(shelf.residency, HOST, alone=True), 0)
     rows = np.concatenate([np.frombuffer(value, ROW) for _, value in entries])
     assert (rows["accesses"] > 0).sum() == 1 and alone != both
+
+
+@pytest.mark.parametrize("work", ["digests", "entries", "known"])
+def test_blocks_are_stored_between_two_steps(work: str) -> None:
+    """The index grows while what is saved is collected or read: no step holds on to its columns."""
+    shelf = used_shelf()
+    usage = UsageRows(shelf.residency, NVME)
+    digests = ended(usage.digests())
+    (part,) = usage.parts(digests)
+    steps: Generator[None, None, object] = {
+        "digests": lambda: usage.digests(),
+        "entries": lambda: usage.entries(part, len(digests), WALL_NS),
+        "known": lambda: usage.known(ended(usage.entries(part, len(digests), WALL_NS))),
+    }[work]()
+    next(steps)
+    capacity, number = shelf.residency.rows.capacity, BLOCKS
+    while shelf.residency.rows.capacity == capacity:
+        number += 1
+        shelf.store(number, tier=NVME)
+    ended(steps)

@@ -175,8 +175,8 @@ class UsageRows:
         only rows of blocks that were used since they were recovered; the other rows have nothing to save."""
         residency = self._residency
         for first in range(0, residency.rows.capacity, rows):
-            mask = np.frombuffer(residency.rows.mask, np.uint8)[first : first + rows]
-            is_here = self._are_here(mask)
+            # No view of a column is kept over a step: with one, the column cannot grow, and no block can be stored.
+            is_here = self._are_here(np.frombuffer(residency.rows.mask, np.uint8)[first : first + rows])
             if used:
                 is_here = is_here & (np.frombuffer(residency.rows.accesses, np.uint16)[first : first + rows] > 0)
             here = first + np.flatnonzero(is_here)
