@@ -99,15 +99,17 @@ class Ghost:
         return 0 if at is None else self._packed[at] >> _CAUSE_BITS & _ACCESS_MAX
 
     def drop(self, key: bytes) -> None:
-        """Note that the key was removed by order: this process can say so, and `copied` leaves it out."""
+        """Note that the key was removed by order: this process can say so, and `copied` leaves it out. A key that was
+        removed by another order before keeps its cause."""
         at = self._places.get(key)
-        if at is not None:
+        if at is not None and self._packed[at] & _CAUSE_MASK not in _BY_ORDER:
             self._packed[at] = self._packed[at] & ~_CAUSE_MASK | Cause.DROPPED
 
     def drop_all(self) -> None:
         """Do `drop` for every key."""
         packed = np.frombuffer(self._packed, np.uint64)
-        packed[:] = packed & np.uint64(~_CAUSE_MASK & (1 << 64) - 1) | np.uint64(Cause.DROPPED)
+        others = ~np.isin(packed & np.uint64(_CAUSE_MASK), _BY_ORDER)
+        packed[others] = packed[others] & np.uint64(~_CAUSE_MASK & (1 << 64) - 1) | np.uint64(Cause.DROPPED)
 
     def copied(self) -> Iterator[npt.NDArray[np.void]]:
         """Yield the entries (dtype ABSENCE), a step at a time, without blocks that were removed by order. The caller
