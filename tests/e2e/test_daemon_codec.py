@@ -60,6 +60,7 @@ def _all_hold(daemon: RunningDaemon) -> None:
                 assert lease.blocks == BLOCKS and holds(lease, payloads_of(number))
 
 
+@pytest.mark.slow
 def test_slower_tiers_serve_what_was_put_and_count_what_they_store() -> None:
     with running_daemon(*SETTINGS, *CODED) as daemon:
         _put_all(daemon)

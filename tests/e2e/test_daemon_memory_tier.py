@@ -20,6 +20,7 @@ SETTINGS = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_three_tiers_serve_what_was_put(tmp_path: Path) -> None:
     with running_daemon(*SETTINGS) as daemon:
         with daemon.connect(MODEL) as session:

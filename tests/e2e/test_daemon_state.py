@@ -38,6 +38,7 @@ def put(daemon: RunningDaemon, number: int = 1) -> None:
         session.put(tokens_of(number, BLOCKS), payloads=payloads, durability="always", wait="settled")
 
 
+@pytest.mark.slow
 def test_it_is_read_with_and_without_the_daemon(tmp_path: Path) -> None:
     with running_daemon("nvme.endurance_bytes_per_day=1GiB") as daemon:
         assert eventually(daemon.knows_its_state)

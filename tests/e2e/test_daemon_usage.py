@@ -63,7 +63,7 @@ def test_use_is_known_after_a_stop(warm: str) -> None:
         assert eventually(lambda: accesses(daemon) == before), "it serves before it knows"
 
 
-@pytest.mark.parametrize("how", ["stop", "kill -9"])
+@pytest.mark.parametrize("how", [pytest.param("stop", marks=pytest.mark.slow), "kill -9"])
 @pytest.mark.parametrize("warm", ["auto", pytest.param("off", marks=pytest.mark.slow)])
 def test_what_policies_learned_goes_on(how: str, warm: str) -> None:
     with running_daemon(f"host.warm_restart={warm}", "nvme.policy=chain-hazard") as daemon:
@@ -88,7 +88,7 @@ def test_what_policies_learned_goes_on(how: str, warm: str) -> None:
         assert before[0] < learned(daemon) <= before[0] + 2 and before[1] < learned(daemon, "nvme") <= before[1] + 2
 
 
-@pytest.mark.parametrize("how", ["stop", "kill -9"])
+@pytest.mark.parametrize("how", ["stop", pytest.param("kill -9", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "predictor",
     [*(pytest.param(alone, marks=pytest.mark.slow) for alone in ("session-return", "markov", "learned")), "ensemble"],
@@ -178,6 +178,7 @@ def test_no_key_of_a_deleted_block_is_in_a_file() -> None:
             assert session.lookup(tokens_of(HOT, BLOCKS)).reason == "never_stored"
 
 
+@pytest.mark.slow
 def test_no_name_of_a_tenant_without_blocks_is_in_a_file() -> None:
     name = f"uid-{os.getuid()}"
     with running_daemon() as daemon:

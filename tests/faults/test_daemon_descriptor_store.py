@@ -54,6 +54,7 @@ def put_and_kill(daemon: RunningDaemon, manager: ServiceManager, conversation: i
     manager.kill9()
 
 
+@pytest.mark.slow
 def test_blocks_come_back_from_the_store(daemon: RunningDaemon, manager: ServiceManager) -> None:
     start(daemon, manager)
     for conversation in range(20):

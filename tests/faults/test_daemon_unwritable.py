@@ -102,6 +102,7 @@ def test_a_new_state_directory_that_keeps_no_secret_is_refused(tmp_path: Path, n
     assert "Traceback" not in daemon.log and not daemon.state_dir.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", each_nth(ERRORS, 4))
 def test_a_recovery_that_cannot_write_serves_what_is_there_until_it_can(error: str) -> None:
     with running_daemon() as daemon:

@@ -69,6 +69,7 @@ def as_group(gid: int) -> Iterator[None]:
         os.setegid(before)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be two tenants")
 def test_every_block_of_every_tenant_is_there(tmp_path_factory: pytest.TempPathFactory) -> None:
     config = tmp_path_factory.mktemp("config") / "kvstored.toml"

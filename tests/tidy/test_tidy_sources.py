@@ -44,25 +44,21 @@ def test_nothing_is_left_for_later() -> None:
     assert _findings(paths, rules.leftovers) == []
 
 
-def test_functions_are_short_modules_say_what_they_are_and_imports_are_absolute() -> None:
-    """One test, so that each file is parsed once."""
-    copies = set(modules(*GIL_FREE))  # no payload is copied there with the GIL held
+def test_functions_are_short_docstrings_clear_and_imports_absolute() -> None:
+    """One test, so that each file is parsed once. A docstring of a package is read alone, in a help text or an editor,
+    and often in a second language."""
+    copies, packages = set(modules(*GIL_FREE)), set(modules())  # no payload is copied there with the GIL held
+    assert len(packages) > 500
     found = []
     for path in all_python():
         text = path.read_text()
         tree, chosen = ast.parse(text), list(OF_TREES)
         if path in copies and any(word in text for word in rules.VIEW_MAKERS):
             chosen.append(rules.memoryview_copies)
+        if path in packages:
+            chosen += OF_DOCSTRINGS
         for rule in chosen:
             found += [f"{relative(path)}: {finding}" for finding in rule(tree)]
-    assert found == []
-
-
-def test_docstrings_of_the_packages_are_clear_by_themselves() -> None:
-    """A docstring is read alone, in a help text or an editor, and often in a second language."""
-    trees = [(path, ast.parse(path.read_text())) for path in modules()]
-    assert len(trees) > 500
-    found = [f"{relative(path)}: {finding}" for path, tree in trees for rule in OF_DOCSTRINGS for finding in rule(tree)]
     assert found == []
 
 

@@ -43,6 +43,7 @@ def test_a_sound_tier_serves_nothing_wrong(tmp_path: Path) -> None:
     assert found["reads_refused"]["corrupt"] > 50 and found["over_capacity_bytes"] == 0
 
 
+@pytest.mark.slow
 def test_a_tier_that_skips_checksums_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstore_tiers.nvme.slot_transfers.checksum_of", lambda segments, nbytes: 1)
     found = corrupt(tmp_path)

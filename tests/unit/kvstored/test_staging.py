@@ -58,8 +58,11 @@ def _serves_it(small: SmallStore, number: int) -> bool:
 
 @pytest.mark.parametrize(
     "coded",
-    [("tier.far", "nvme"), ("tier.far",), ("nvme",)],
-    ids=["the same codec twice", "memory alone", "NVMe alone"],
+    [
+        pytest.param(("tier.far", "nvme"), id="the same codec twice", marks=pytest.mark.slow),
+        pytest.param(("tier.far",), id="memory alone", marks=pytest.mark.slow),
+        pytest.param(("nvme",), id="NVMe alone"),
+    ],
 )
 def test_every_way_between_tiers_gives_the_payload_back(coded: tuple[str, ...], tmp_path: Path) -> None:
     """Down to slower memory, to NVMe from both, and to a store that takes payloads as they are; and up from each."""
