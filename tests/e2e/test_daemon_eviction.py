@@ -108,6 +108,7 @@ def test_victims_go_down_and_come_back_whole(daemon: RunningDaemon) -> None:
     assert daemon.status().counters["promoted_blocks"] > 0
 
 
+@pytest.mark.slow
 def test_over_both_tiers_the_coldest_leave_from_the_tail_and_say_so(daemon: RunningDaemon) -> None:
     with Watcher(daemon):
         for conversation in range(1, 61):  # 65 MiB

@@ -215,6 +215,7 @@ def test_the_slots_of_a_client_that_is_killed_are_free() -> None:
             assert session.lookup(tokens_of(9, 3)).reason == "never_stored"
 
 
+@pytest.mark.slow
 def test_blocks_put_in_place_make_room_and_reach_nvme_like_others() -> None:
     """A tier full of ordinary blocks gives way to blocks in place, and both are served, from DRAM and from NVMe."""
     settings = ("put.in_place=true", "host.capacity=16MiB", "durability.mode=none")

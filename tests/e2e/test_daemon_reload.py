@@ -161,6 +161,7 @@ def test_policy_and_log_level_change(daemon: RunningDaemon, file: Path, capfdbin
     assert must_hold(daemon, range(1, 40)) > 0
 
 
+@pytest.mark.slow
 def test_a_tenants_share_changes_while_it_is_connected(file: Path, capfdbinary: Any) -> None:
     listed = f"[[tenant]]\nname = 'chat'\nuids = [{os.geteuid()}]\n"
     write(file, f"{listed}host_max = '2MiB'\n")

@@ -66,6 +66,7 @@ def test_it_is_read_with_and_without_the_daemon(tmp_path: Path) -> None:
         assert ended.returncode == 0 and "accesses" in ended.stdout, ended.stderr
 
 
+@pytest.mark.slow
 def test_what_is_dropped_by_name_right_after_a_start_is_found() -> None:
     """Names are saved with small state, which is read while the daemon serves."""
     with running_daemon() as daemon:

@@ -141,6 +141,7 @@ def compare_with_lookup(daemon: RunningDaemon) -> None:
         assert sure > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("answers", "slots"),
     [

@@ -126,6 +126,7 @@ def test_a_user_that_is_listed_alone_keeps_what_is_stored(daemon: RunningDaemon)
     assert got(daemon, 1) == BLOCKS and blocks(daemon) == {"bob": 2 * BLOCKS}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(UID != 0, reason="needs root, to be another user")
 @pytest.mark.parametrize("file_is_lost", each_nth([True, False], 2))
 def test_what_a_user_stored_never_goes_to_a_tenant_without_him(daemon: RunningDaemon, file_is_lost: bool) -> None:
@@ -163,6 +164,7 @@ def test_a_rename_that_cannot_be_written_drops_nothing(daemon: RunningDaemon) ->
     assert rename(daemon, MINE, "team", replace=True).replaced_blocks >= BLOCKS and got(daemon, 1) == BLOCKS
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(UID != 0, reason="needs root, to be another user")
 def test_two_users_in_one_tenant_follow_only_when_the_operator_says_so(daemon: RunningDaemon) -> None:
     restart(daemon)

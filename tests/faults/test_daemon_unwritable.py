@@ -248,6 +248,7 @@ def test_a_drop_that_the_medium_does_not_learn_of_is_no_success() -> None:
         assert not got(daemon, 1)
 
 
+@pytest.mark.slow
 @needs_root
 def test_removed_sockets_come_back_when_their_directory_has_room() -> None:
     with mounted() as (daemon, disk):

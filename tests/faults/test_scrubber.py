@@ -120,6 +120,7 @@ def test_it_can_be_turned_off() -> None:
 # The parts
 
 
+@pytest.mark.slow
 def test_no_false_alarm_beside_a_tier_that_writes(tmp_path: Path) -> None:
     """Slots are freed, taken again and written all the while; whichever state the reader sees, it reports no damage."""
     stop = threading.Event()

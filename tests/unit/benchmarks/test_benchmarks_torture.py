@@ -50,6 +50,7 @@ def test_a_tier_that_skips_checksums_is_caught(tmp_path: Path, monkeypatch: pyte
     assert found.counts["served_wrong"] > 0 and "served other bytes" in found.failures[0]
 
 
+@pytest.mark.slow
 def test_a_tier_that_takes_any_header_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     image = importlib.import_module("kvstore_tiers.image")
 

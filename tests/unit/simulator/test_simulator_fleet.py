@@ -38,6 +38,7 @@ def rows(trace: Trace, remote: RemoteSpec | None, routings: tuple[str, ...] = RO
     return {row["routing"]: row for row in study.rows(lambda *_: None)}
 
 
+@pytest.mark.slow
 def test_each_request_is_served_once_and_found_where_it_was_stored() -> None:
     trace = made()
     found = rows(trace, FAST)

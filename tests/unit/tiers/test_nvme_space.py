@@ -93,6 +93,7 @@ def test_a_full_tier_of_large_slots_becomes_one_of_small_slots_and_back(tmp_path
         assert len(fill(tier, 20_000, LARGE_BYTES)) == len(first)
 
 
+@pytest.mark.slow
 def test_a_slab_that_is_cut_anew_below_a_lower_ceiling_gets_shorter(tmp_path: Path) -> None:
     with closing(NvmeTier.open(tmp_path, CAPACITY_BYTES, slab_bytes=2 << 20)) as tier:
         for slot in fill(tier, 1, LARGE_BYTES):
