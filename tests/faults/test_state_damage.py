@@ -178,6 +178,7 @@ def test_no_damage_costs_more_than_what_was_remembered(world: World) -> None:
     world.daemon.start()
     with world.daemon.connect(MODEL) as session, session.get(tokens_of(1, BLOCKS)) as lease:
         assert holds(lease, payloads_of(1, BLOCKS, MODEL))
+    world.daemon.stop()
 
 
 @pytest.mark.parametrize("harm", [zeroed_page, cut, flipped_bit], ids=lambda harm: harm.__name__)
