@@ -51,6 +51,7 @@ MAX_TOKENS = (HEADER_BYTES - TOKENS_OFFSET) // 4
 MAGIC = b"KVB1"
 VERSION = 2
 _FIXED = struct.Struct("<4sHH16s16s16s32s16sHHIQQQQIIQQQQ")
+_CHECKSUM = struct.Struct("<Q")
 _CHECKSUM_OFFSET = 152
 assert _FIXED.size == _CHECKSUM_OFFSET + 32
 
@@ -122,26 +123,24 @@ class BlockHeader:
             raise ValueError("key, parent, extra and tenant are 16 bytes each")
         if len(self.fingerprint) != 32:
             raise ValueError("the fingerprint digest is 32 bytes")
-        raw = bytearray(HEADER_BYTES)
-        self._pack_fixed(raw, 0)
-        raw[TOKENS_OFFSET : TOKENS_OFFSET + len(self.tokens)] = self.tokens
-        self._pack_fixed(raw, xxhash.xxh3_64_intdigest(raw))
-        return bytes(raw)
-
-    def stamped(self, generation: int, checksum: int) -> BlockHeader:
-        """Return a copy with another generation and checksum; five times as fast as `dataclasses.replace`."""
-        other = object.__new__(BlockHeader)
-        other.__dict__.update(self.__dict__, generation=generation, checksum=checksum)
-        return other
-
-    def _pack_fixed(self, raw: bytearray, header_checksum: int) -> None:
         codec, stored_bytes, stored_checksum = self.coded or (0, self.payload_bytes, self.checksum)
+        raw = bytearray(HEADER_BYTES)
         _FIXED.pack_into(
             raw, 0, MAGIC, VERSION, 0, self.key, self.parent, self.extra, self.fingerprint, self.tenant,
             self.group, codec, len(self.tokens) // 4, self.payload_bytes, self.generation, self.checksum,
-            self.created_ns, self.depth, 0, header_checksum, stored_bytes, stored_checksum,
-            self.kept,
+            self.created_ns, self.depth, 0, 0, stored_bytes, stored_checksum, self.kept,
         )  # fmt: skip
+        raw[TOKENS_OFFSET : TOKENS_OFFSET + len(self.tokens)] = self.tokens
+        _CHECKSUM.pack_into(raw, _CHECKSUM_OFFSET, xxhash.xxh3_64_intdigest(raw))
+        return bytes(raw)
+
+    def stamped(self, generation: int, checksum: int) -> BlockHeader:
+        """Return a copy with another generation and checksum."""
+        return _header({**self.__dict__, "generation": generation, "checksum": checksum})
+
+    def without_tokens(self) -> BlockHeader:
+        """Return a copy that has no token ids."""
+        return _header({**self.__dict__, "tokens": b""})
 
     @property
     def token_ids(self) -> npt.NDArray[np.int32]:
@@ -162,7 +161,8 @@ def read_header(raw: bytes | memoryview | Bytes) -> BlockHeader | str:
         return "no block here: wrong magic"
     if version != VERSION:
         return f"header version {version}, this code reads {VERSION}"
-    zeroed = data[:_CHECKSUM_OFFSET] + bytes(8) + data[_CHECKSUM_OFFSET + 8 :]
+    zeroed = bytearray(data)
+    _CHECKSUM.pack_into(zeroed, _CHECKSUM_OFFSET, 0)
     if xxhash.xxh3_64_intdigest(zeroed) != header_checksum:
         return "header checksum does not hold"
     if count > MAX_TOKENS:
@@ -170,8 +170,17 @@ def read_header(raw: bytes | memoryview | Bytes) -> BlockHeader | str:
     if not codec and (stored_bytes != payload_bytes or stored_checksum != checksum):
         return "the header names no codec, and sizes or checksums that differ"
     tokens = data[TOKENS_OFFSET : TOKENS_OFFSET + count * 4]
-    return BlockHeader(
-        key=key, parent=parent, extra=extra, fingerprint=fingerprint, tenant=tenant, group=group, depth=depth,
-        tokens=tokens, payload_bytes=payload_bytes, generation=generation, checksum=checksum, created_ns=created_ns,
-        coded=Coded(codec, stored_bytes, stored_checksum) if codec else None, kept=kept,
-    )  # fmt: skip
+    return _header({
+        "key": key, "parent": parent, "extra": extra, "fingerprint": fingerprint, "tenant": tenant, "group": group,
+        "depth": depth, "tokens": tokens, "payload_bytes": payload_bytes, "generation": generation,
+        "checksum": checksum, "created_ns": created_ns,
+        "coded": Coded(codec, stored_bytes, stored_checksum) if codec else None, "kept": kept,
+    })  # fmt: skip
+
+
+def _header(fields: dict[str, object]) -> BlockHeader:
+    """Return a header with `fields`, all of them: in a fifth of the time that the constructor of a frozen class
+    takes."""
+    header = object.__new__(BlockHeader)
+    header.__dict__.update(fields)
+    return header

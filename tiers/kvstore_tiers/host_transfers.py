@@ -52,8 +52,9 @@ class ImageCopies:
         header = image_header(source, expect_key)
         if isinstance(header, str):
             return Outcome(OutcomeKind.CORRUPT, message=header)
-        stored = source.part(HEADER_BYTES, header.stored_bytes)
-        return judge_stored(header, [stored]) or Outcome(OutcomeKind.DONE, header, header.stored_bytes)
+        if checksum_at(source.address + HEADER_BYTES, header.stored_bytes) != header.stored_checksum:
+            return Outcome(OutcomeKind.CORRUPT, message=false_checksum(header))
+        return Outcome(OutcomeKind.DONE, header, header.stored_bytes)
 
     def relocate(self, source: Segment, target: Segment, expect_key: bytes) -> Outcome:
         """Copy a block from one slot to another. Afterwards `target` has a block with a right checksum, or no

@@ -18,7 +18,7 @@ import errno
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvstore_proto.arena import ALIGNMENT_BYTES, HEADER_BYTES, BlockHeader
@@ -193,7 +193,7 @@ class SlotTransfers:
             raise
         failpoints.hit("nvme.after-slot-write")
         slab.note_written(index, stored)
-        self._journal.note_written(slab, index, replace(stored, tokens=b""))
+        self._journal.note_written(slab, index, stored.without_tokens())
         return self._health.watch_write(self._counters.wrote(Outcome(OutcomeKind.DONE, stored, nbytes)))
 
     def load(self, place: SlotPlace, expect_key: bytes, segments: Sequence[Segment]) -> Outcome:
@@ -264,7 +264,7 @@ class SlotTransfers:
 
     def _read_payload(self, place: SlotPlace, expect_key: bytes, segments: Sequence[Segment]) -> Outcome:
         nbytes, codec = place.slab.stored(place.slot_index)
-        if not codec:
+        if not codec:  # what is stored is the payload
             return self._read_verified(place, expect_key, segments)
         with self._scratch.take(aligned_up(nbytes)) as pages:
             outcome = self._read_verified(place, expect_key, [pages])
