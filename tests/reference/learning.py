@@ -53,7 +53,7 @@ def learned_of(
 
     store: Any = SimpleNamespace(
         residency=residency, clock=clock, policies=found, prefetch_state=prefetch or no_prefetch(), counters=Counters(),
-        renew_policy=renew, follow_policy=found.__setitem__, forget_again=lambda: None,
+        renew_policy=renew, follow_policy=found.__setitem__,
     )  # fmt: skip
     return Learned(store), found
 

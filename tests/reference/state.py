@@ -30,10 +30,11 @@ def learned(state_dir: Path) -> dict[str, np.ndarray]:
 
 
 def files_with(state_dir: Path, *needles: bytes) -> list[tuple[str, bytes]]:
-    """Return which files of the small state hold which of `needles`. Blocks' own files are not looked at."""
+    """Return which files of the state directory hold which of `needles`. The slabs alone, which have the blocks'
+    slots, are not looked at."""
     found = []
     for path in sorted(state_dir.rglob("*")):
-        if path.is_file() and "nvme" not in path.relative_to(state_dir).parts:
+        if path.is_file() and not path.name.startswith("slab"):
             content = path.read_bytes()
             found += [(path.name, needle) for needle in needles if needle in content]
     return found

@@ -52,10 +52,17 @@ def keeper_of(residency: Residency, directory: Path, counters: Counters) -> Stat
     def renew(position: int) -> Policy:
         return create("lru", residency, position)
 
+    forgets: list[Any] = []
+
+    def forgotten(tenant: int, keys: object) -> None:
+        for forget in forgets:
+            forget(tenant, keys)
+
+    residency.forget_with(forgotten)
     store: Any = SimpleNamespace(
         residency=residency, clock=SystemClock(), nvme=None, policies=policies, prefetch_state=prefetch,
         counters=counters, endurance=SimpleNamespace(begin=nothing), renew_policy=renew,
-        follow_policy=policies.__setitem__, forget_again=nothing,
+        follow_policy=policies.__setitem__, forgets=forgets,
     )  # fmt: skip
     tenants: Any = SimpleNamespace(know=nothing, all=list, named_entries=lambda _: [])
     process = StateProcess(directory, "benchmark", store.clock)

@@ -8,15 +8,14 @@ row instead. The worker imports this module, so the module imports little.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from typing import NamedTuple
 
 FORMAT = 1  # of the environment; one of another is set aside
 FORMAT_KEY, WRITER_KEY = b"format", b"writer"
 SLOT = struct.Struct(">IQIQ")  # the place of a slot as a key: container, offset, bytes, generation
 
 
-@dataclass(frozen=True)
-class Database:
+class Database(NamedTuple):
     """One database. `lost` says what is lost when a crash takes the last changes, or damage takes all. `is_kept`: only
     the environment has the entries, so a rewrite copies them; the daemon has all entries of the other databases and
     writes them anew. `checks_itself`: each row has a checksum of its own."""
@@ -48,6 +47,10 @@ DATABASES = (
     Database(
         "learned", "what policies and the predictor learned, and why blocks went; names blocks by key",
         "table and number of a piece → an array", "every 5 s, more rarely where it is large", "they begin anew",
+    ),
+    Database(
+        "removed", "blocks that were deleted since the last rewrite: a killed daemon's successor forgets them again",
+        "hash of the tenant and key of the block → nothing", "right after a deletion", "`learned` may name them",
     ),
     Database(
         "names", "names of tenants that have blocks, and of fingerprints, for people",

@@ -15,9 +15,8 @@ import stat
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lmdb
 import xxhash
@@ -258,8 +257,7 @@ class Writing:
         return as_os_error(error, self._environment.path)
 
 
-@dataclass(frozen=True)
-class Found:
+class Found(NamedTuple):
     """The result of `open_environment`. `is_new`: the environment is empty, because there was no file or the file was
     set aside. `was_aside`: the reason why the file was set aside; "" when it was not."""
 
@@ -315,9 +313,7 @@ def open_shared(directory: Path) -> Environment:
 
 
 def reopened(environment: Environment) -> Environment:
-    """Return `environment`, opened for writing if it was read-only and the medium can be written now."""
-    if not environment.is_readonly:
-        return environment
+    """Close `environment` and return it opened anew, for writing if the medium can be written now."""
     environment.close()
     return _opened(environment.path)
 

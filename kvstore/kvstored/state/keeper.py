@@ -25,7 +25,8 @@ from kvstored.clients.tenants.reach import out_of_reach
 from kvstored.clock import NS_PER_S
 from kvstored.state.databases import SLOT
 from kvstored.state.learned import Learned
-from kvstored.state.process import StateProcess, Transaction
+from kvstored.state.process import Interrupted, StateProcess, Transaction
+from kvstored.state.removed import RemovedNames
 from kvstored.state.steps import Steps
 from kvstored.store.assembly import Store
 from kvstored.store.blocks.usage import UsageRows
@@ -35,7 +36,7 @@ log = logging.getLogger(__name__)
 INTERVAL_S = 5.0
 REWRITE_S = 20.0  # from one rewrite to the next, while blocks are deleted
 REST = 50  # times as long as collecting took, at least, until the next: 2 % of a core at most
-_READ = ("about", "names", "endurance", "scrub", "quarantine", "learned")
+_READ = ("about", "names", "endurance", "scrub", "quarantine", "learned", "removed")
 COST = "a restart forgets how blocks were used, what was learned, and why slots are in quarantine"
 WHY_BYTES = 200
 POSITION, ENDED, IN_ORDER = b"position", b"ended", b"in order"
@@ -66,12 +67,14 @@ class StateKeeper:
         if residency.durable >= 0:
             self._usage["usage"] = UsageRows(residency, residency.durable)
         self._learned = Learned(store)
+        self._removed = RemovedNames(residency, store.forgets)
         self._saved = _Saved()
         self._opened_ns = store.clock.monotonic_ns()
         self._learned_from_ns = self._rewritten_ns = 0
         self._rewritten = residency.deletions
         self.pause_s = INTERVAL_S  # until the next turn
         self.written_bytes = 0  # in the last one
+        self._yields = True  # to what is urgent; a turn that did so is repeated and does not
         self._steps = Steps()
         self.scrub: bytes | None = None
         self.wrong_rows = 0
@@ -114,21 +117,24 @@ class StateKeeper:
         with suppress(OSError):
             async with process.transaction() as change:
                 await change.put("about", [(ENDED, b"no")])
-        await self._restore_uses(usage, read["learned"])
+        await self._restore_uses(usage, read["learned"], read["removed"])
         trim()
         return True
 
-    async def _restore_uses(self, usage: dict[str, list[Entry]], learned: list[Entry]) -> None:
+    async def _restore_uses(self, usage: dict[str, list[Entry]], learned: list[Entry], removed: list[Entry]) -> None:
         """Enter the saved uses into the index, then let the policies and the predictor continue with their saved
         tables."""
         clock = self._store.clock
         known = {name: await self._steps.through(rows.known(usage.pop(name))) for name, rows in self._usage.items()}
-        self._learned.read(learned, {tenant.index_name for tenant in self._tenants.all()})
+        tenants = {tenant.index_name for tenant in self._tenants.all()}
+        self._removed.read(removed, tenants.union(index.name for index in self._store.residency.tenants))
+        self._learned.read([] if self._removed.is_too_much else learned, tenants)
         used = 0
         for name, rows in self._usage.items():  # a block's own place on NVMe has the last word
             self.wrong_rows += known[name].wrong
             used += rows.apply(known[name], clock.monotonic_ns(), clock.wall_ns(), self._opened_ns)
         self._learned.hand_out(renew=used > 0)
+        await self._steps.through(self._removed.again())
         self.is_read = True  # a stop before this point reads it once more: nothing empty is saved over it
         if not self.process.is_new:
             for rows in self._usage.values():
@@ -146,9 +152,25 @@ class StateKeeper:
         """Read the state, then save it at intervals, until the task is cancelled."""
         while not self.is_read and not await self.restore():
             await asyncio.sleep(RETRY_S)
+        noting = asyncio.create_task(self._save_removed())
+        try:
+            while True:
+                await self._pause()
+                await self.save()
+        finally:
+            noting.cancel()
+
+    async def _save_removed(self) -> None:
+        """Save the names of blocks that are removed by order, at once."""
         while True:
-            await self._pause()
-            await self.save()
+            await self._removed.noted.wait()
+            self._removed.noted.clear()
+            try:
+                await self._removed.save(self.process)
+            except OSError as error:
+                self._unsaved.failed(self.process.path, error, COST)
+                await asyncio.sleep(RETRY_S)
+                self._removed.noted.set()
 
     async def _pause(self) -> None:
         """Wait for the next turn; return early when a rewrite is due."""
@@ -173,20 +195,26 @@ class StateKeeper:
         rewrite = self._owes_rewrite(is_last=is_last)
         try:
             await self.process.open()  # which says what is in it
-            async with self.process.transaction(rewrite=rewrite) as change:
+            yields = self._yields and not is_last
+            async with self.process.transaction(rewrite=rewrite, yields=yields) as change:
                 done = await self._put(change, everything=rewrite, is_last=is_last)
                 if is_last:
                     await change.put("about", [(ENDED, IN_ORDER)])
+        except Interrupted:
+            self._yields, self.pause_s = False, 0.0
+            return
         except OSError as error:
             self._unsaved.failed(self.process.path, error, COST)
             self.pause_s = INTERVAL_S
             return
+        self._yields = True
         self._unsaved.saved(self.process.path)
         self.written_bytes = change.written_bytes
         for note in done:
             note()
         if rewrite:
             self._rewritten, self._rewritten_ns = deletions, began_ns
+            self._removed.rewritten(deletions)
         self.pause_s = max(INTERVAL_S, REST * self._steps.busy_s, self.written_bytes / self._rate_bytes)
 
     async def _put(self, change: Transaction, *, everything: bool, is_last: bool) -> list[Callable[[], None]]:
@@ -210,7 +238,8 @@ class StateKeeper:
             contents = await self._learned.put(change, self._steps)
             rest_s = max(REST * (self._steps.busy_s - before_s), contents.nbytes / self._rate_bytes)
             self._steps.busy_s = before_s  # uses of blocks do not wait for it
-            self._learned_from_ns = now_ns + round(min(rest_s, 60.0) * NS_PER_S)
+            from_ns = now_ns + round(min(rest_s, 60.0) * NS_PER_S)
+            done.append(partial(setattr, self, "_learned_from_ns", from_ns))
             done.append(partial(setattr, self._saved, "activity", activity))
         return done
 
@@ -239,5 +268,5 @@ class StateKeeper:
 
     async def _save_budget(self, budget: bytes) -> None:
         """Save the endurance budget so that it survives a loss of power. Raises OSError."""
-        async with self.process.transaction(durable=True) as change:
+        async with self.process.transaction(durable=True, is_urgent=True) as change:
             await change.put("endurance", [(b"budget", budget)])

@@ -60,7 +60,6 @@ class Learned:
                 store.follow_policy(position, policy)
         if store.prefetch_state.works:
             self._import(_PREFETCH, store.prefetch_state, within(tables, f"{_PREFETCH}/"))
-        store.forget_again()
 
     def _import(self, group: str, learner: Policy | PrefetchState, kept: dict[str, Array]) -> None:
         names = sorted({name.partition("/")[0] for name in kept})

@@ -45,6 +45,10 @@ _UNANSWERED = (Verb.PUT, Verb.KEEP, Verb.REWRITE)
 ANSWER_S = 120.0  # a process that is silent for longer hangs on a disk; it is given up
 
 
+class Interrupted(Exception):
+    """Raised by a transaction that gave way to an urgent one: nothing of it was committed."""
+
+
 class StateProcess:
     """The process and the connection to it. `directory`: the state directory. Each of `listeners` is called with
     `was_aside` when the environment is new and empty, so that the owner saves all of its state again. `has_aside`: a
@@ -59,6 +63,7 @@ class StateProcess:
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._turn = asyncio.Lock()
+        self._yielding: asyncio.Timeout | None = None  # of the transaction that gives way to an urgent one
         self._deaths_ns: list[int] = []
         self._distrusted = ""
         self._is_owed = False  # an answer
@@ -115,22 +120,35 @@ class StateProcess:
             return self._judged(await self._answer())
 
     @asynccontextmanager
-    async def transaction(self, *, durable: bool = False, rewrite: bool = False) -> AsyncIterator[Transaction]:
+    async def transaction(
+        self, *, durable: bool = False, rewrite: bool = False, yields: bool = False, is_urgent: bool = False
+    ) -> AsyncIterator[Transaction]:
         """Yield a transaction for the caller's changes. At the end of the block all changes are committed, or none.
         `durable`: a loss of power does not undo them. `rewrite`: write the changes into a new environment that replaces
-        this one, so that no other entry can be read afterwards. Raises OSError."""
+        this one, so that no other entry can be read afterwards. `yields`: the block is cancelled, and Interrupted
+        raised, when an urgent transaction comes. `is_urgent`: wait for no more than a commit that has begun, unless the
+        transaction before does not yield. Raises OSError."""
+        if is_urgent and self._yielding is not None:
+            self._yielding.reschedule(asyncio.get_running_loop().time())
+            self._yielding = None
         async with self._asked():
             change = Transaction(self._send_all)
             if rewrite:
                 self._send(packed_json(Verb.REWRITE))
             try:
-                yield change
-                failpoints.hit("state.commit")
-            except BaseException:
+                async with asyncio.timeout(None) as limit:
+                    self._yielding = limit if yields else None
+                    yield change
+                    failpoints.hit("state.commit")
+            except BaseException as error:
                 if self._writer is not None:  # else it has died
                     self._send(packed_json(Verb.ABORT))
                     await self._answer()
+                if isinstance(error, TimeoutError) and limit.expired():
+                    raise Interrupted from None
                 raise
+            finally:
+                self._yielding = None
             self._send(packed_json(Verb.COMMIT, durable=durable))
             answer = self._judged(await self._answer())
             change.written_bytes, self.path = answer["written_bytes"], Path(answer["path"])

@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from kvstore_tiers.heap import trim
 from kvstored.state.databases import DATABASES
 from kvstored.state.messages import (
     HEAD,
@@ -48,6 +49,7 @@ except ImportError:
     sys.exit(NO_LMDB)
 
 _PR_SET_PDEATHSIG = 1
+LARGE_BYTES = 1 << 20  # of one transaction or one answer
 NICE = 5  # events' too: where processors are short, state waits for puts
 
 
@@ -117,7 +119,8 @@ class StateWorker:
     def _change(self, verb: Verb, body: bytes) -> None:
         if self._writing is None:
             self._changed_bytes = 0
-            self._environment = reopened(self._opened)
+            if self._opened.is_readonly:  # the medium can be written again, perhaps
+                self._environment = reopened(self._opened)
             if verb == Verb.REWRITE:
                 self._opened.begin().abort()  # says why, where nothing can be written
                 self._new = begin_rewrite(self._opened, self._version)
@@ -157,6 +160,18 @@ class StateWorker:
             return
         written_bytes = max(_written_bytes() - before, self._changed_bytes)
         self._answer(packed_json(Verb.ANSWER, written_bytes=written_bytes, path=str(self._opened.path)))
+        self._relieve(self._changed_bytes)
+
+    def _relieve(self, nbytes: int) -> None:
+        """Give memory back after `nbytes` were changed or read, if they are many: LMDB keeps the pages of a
+        transaction, and the map those that were read, until the file is closed."""
+        if nbytes <= LARGE_BYTES or self._opened.is_readonly:
+            return
+        try:
+            self._environment = reopened(self._opened)
+        except (OSError, Unusable, lmdb.Error) as error:  # the daemon starts another process
+            sys.exit(f"{self._directory}: {error}")
+        trim()
 
     def _take_place(self, new: Environment) -> None:
         self._environment = finish_rewrite(self._opened, new)
@@ -190,9 +205,13 @@ class StateWorker:
                     if not left:
                         return
 
+        nbytes = 0
         for part in in_parts(whole()):
-            self._answer(packed_entries(Verb.ENTRIES, fields["database"], part))
+            message = packed_entries(Verb.ENTRIES, fields["database"], part)
+            nbytes += len(message)
+            self._answer(message)
         self._answer(packed_json(Verb.ANSWER, wrong=wrong))
+        self._relieve(nbytes)
 
     def _copy(self, fields: dict[str, Any]) -> None:
         path = Path(fields["directory"]) / self._opened.path.name

@@ -189,7 +189,7 @@ class Store:
             ground, self.promoter, self.policies, self.compute, predictor
         )
         self._policy_config = config
-        self._forgotten: list[tuple[int, Sequence[bytes] | None]] | None = []  # until `forget_again`
+        self.forgets: list[Callable[[int, Sequence[bytes] | None], None]] = []  # called at removals by order
         residency.forget_with(self._forget)
 
     @property
@@ -235,12 +235,6 @@ class Store:
         self.retention.idle.set_ttl(position, _ttl_s(self._policy_config, self.residency, position))
         self.replace_admission(self._policy_config)
 
-    def forget_again(self) -> None:
-        """Note once more which blocks were removed by order since the start: what was learned before is known now."""
-        forgotten, self._forgotten = self._forgotten or [], None
-        for tenant, keys in forgotten:
-            self.residency.forget(tenant, keys)
-
     def replace_admission(self, config: Config) -> None:
         """Let NVMe admit what `config` says."""
         if self.writeback is not None:
@@ -272,10 +266,10 @@ class Store:
         return self.exporter_of(slot.container) or self.host
 
     def _forget(self, tenant: int, keys: Sequence[bytes] | None) -> None:
-        if self._forgotten is not None:
-            self._forgotten.append((tenant, keys))
         self.feed.forgotten(tenant, keys)
         self.absences.forget(tenant, keys)
+        for forget in self.forgets:
+            forget(tenant, keys)
 
 
 def _discard(tier: KeyedTier, slot: Slot, _tenant: int) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,11 +15,15 @@ import numpy as np
 import pytest
 
 from kvstored import listening
+from kvstored.lifecycle import Cause
 from kvstored.state.databases import SLOT
-from kvstored.state.keeper import StateKeeper
+from kvstored.state.keeper import INTERVAL_S, StateKeeper
+from kvstored.state.removed import LIMIT
+from kvstored.store.blocks import Residency
+from kvstored.store.blocks.ghost import Ghost
 from kvstored.store.blocks.usage import GROUP_SLOTS
 from kvstored.telemetry import Counters
-from tests.reference.state_at_scale import index_of, keeper_of, use
+from tests.reference.state_at_scale import CHAIN, index_of, keeper_of, status_kib, use
 
 BLOCKS = 1 << 12
 
@@ -118,5 +125,150 @@ def test_a_call_by_name_waits_for_saved_names_but_not_for_ever(monkeypatch: pyte
         keeper.was_tried.clear()
         monkeypatch.setattr(listening, "NAMES_S", 0.01)
         assert await listening._once_named(keeper, call, None)
+
+    asyncio.run(run())
+
+
+async def a_turn_that_stands_still(keeper: StateKeeper) -> tuple[asyncio.Task[None], asyncio.Event]:
+    """Begin to save, and stop in the middle of the transaction until the event is set."""
+    stands, goes_on = asyncio.Event(), asyncio.Event()
+    through = keeper._steps.through
+
+    async def slow(steps):  # type: ignore[no-untyped-def]
+        stands.set()
+        await goes_on.wait()
+        return await through(steps)
+
+    keeper._steps.through = slow  # type: ignore[method-assign]
+    turn = asyncio.create_task(keeper.save())
+    await stands.wait()
+    keeper._steps.through = through  # type: ignore[method-assign]
+    return turn, goes_on
+
+
+def test_an_endurance_budget_is_saved_while_a_turn_is_under_way(tmp_path: Path) -> None:
+    async def run() -> None:
+        keeper = await saved(tmp_path)
+        assert await keeper.restore()
+        turn, _ = await a_turn_that_stands_still(keeper)
+        budgets = [asyncio.create_task(keeper._save_budget(raw)) for raw in (b"1", b"2")]
+        ended, _ = await asyncio.wait(budgets, timeout=30)
+        assert len(ended) == 2 and not any(task.exception() for task in ended), "it waits for the turn"
+        await turn
+        assert keeper.pause_s == 0.0, "the turn is repeated at once"
+        use(keeper._store.residency, "all", np.random.default_rng(1))
+        turn, goes_on = await a_turn_that_stands_still(keeper)
+        budget = asyncio.create_task(keeper._save_budget(b"3"))
+        await asyncio.sleep(0)
+        goes_on.set()
+        await asyncio.gather(turn, budget)
+        assert keeper.pause_s >= INTERVAL_S, "a turn does not give way twice"
+        await keeper.process.close()
+        assert dict(await keeper.process.read("endurance")) == {b"budget": b"3"}
+        await keeper.process.close()
+
+    asyncio.run(run())
+
+
+def leave(residency: Residency, row: int) -> bytes:
+    """Evict a block; return its key, which the ghost remembers."""
+    key = residency.key(row)
+    residency.remove(row, Cause.EVICTED, residency.last_access_ns(row))
+    return key
+
+
+Forget = Callable[[Residency, bytes, bytes], None]
+
+
+async def killed_after(directory: Path, forget: Forget) -> tuple[Residency, list[bytes]]:
+    """Save what was learned of two blocks that had left, delete by `forget`, and kill the process without a turn.
+    Return the index of the next one, and which of their keys are in its file.
+    """
+    residency = index_of(BLOCKS)
+    keeper = keeper_of(residency, directory, Counters())
+    running = asyncio.create_task(keeper.run())
+    async with asyncio.timeout(30):
+        while not keeper.is_read:
+            await asyncio.sleep(0.01)
+    keys = [leave(residency, CHAIN - 1), leave(residency, 2 * CHAIN - 1)]
+    await keeper.save()
+    forget(residency, *keys)
+    async with asyncio.timeout(30):
+        while not await keeper.process.read("removed") and await keeper.process.read("learned"):
+            await asyncio.sleep(0.01)
+    os.kill(keeper.process.pid, signal.SIGKILL)
+    running.cancel()
+    with suppress(asyncio.CancelledError):
+        await running
+    await keeper.process.close()
+    later = keeper_of(index_of(BLOCKS), directory, Counters())
+    for row in (CHAIN - 1, 2 * CHAIN - 1):
+        leave(later._store.residency, row)
+    later._store.residency.tenants[0].ghost = Ghost(BLOCKS)
+    assert await later.restore()
+    assert later._owes_rewrite(is_last=True)
+    await later.save()
+    assert not await later.process.read("removed")
+    found = later.process.path.read_bytes()
+    await later.process.close()
+    return later._store.residency, [key for key in keys if key in found]
+
+
+def test_what_was_learned_of_a_deleted_block_does_not_come_back_after_a_kill(tmp_path: Path) -> None:
+    residency, found = asyncio.run(killed_after(tmp_path, lambda index, first, _: index.forget(0, [first])))
+    assert len(found) == 1
+    assert residency.why_missing(0, found[0]).cause is Cause.EVICTED
+
+
+def test_what_was_learned_of_a_deleted_tenant_does_not_come_back_after_a_kill(tmp_path: Path) -> None:
+    assert asyncio.run(killed_after(tmp_path, lambda index, *_: index.forget(0, None)))[1] == []
+
+
+def test_more_deletions_than_are_noted_give_up_what_was_learned(tmp_path: Path) -> None:
+    def forget(index: Residency, *_: bytes) -> None:
+        for number in range(LIMIT + 1):
+            index.forget(0, [number.to_bytes(16, "big")])
+
+    assert asyncio.run(killed_after(tmp_path, forget))[1] == []
+
+
+def test_deletions_before_saved_state_is_read_take_bounded_memory(tmp_path: Path) -> None:
+    async def run() -> None:
+        residency = index_of(BLOCKS)
+        keeper = keeper_of(residency, tmp_path, Counters())
+        assert await keeper.restore()
+        key = leave(residency, CHAIN - 1)
+        await keeper.save(is_last=True)
+        await keeper.process.close()
+        residency = index_of(BLOCKS)
+        keeper = keeper_of(residency, tmp_path, Counters())
+        for _ in range(4 * LIMIT):
+            residency.forget(0, [key])
+        removed = keeper._removed
+        assert removed.is_too_much and max(len(removed._early or ()), len(removed._unsaved)) <= LIMIT
+        leave(residency, CHAIN - 1)
+        residency.tenants[0].ghost = Ghost(BLOCKS)
+        assert await keeper.restore()
+        assert residency.why_missing(0, key).cause is not Cause.EVICTED
+        await keeper.process.close()
+
+    asyncio.run(run())
+
+
+def test_memory_of_a_large_transaction_is_given_back(tmp_path: Path) -> None:
+    blocks = 1 << 18
+
+    async def run() -> None:
+        residency = index_of(blocks)
+        keeper = keeper_of(residency, tmp_path, Counters())
+        assert await keeper.restore()
+        before = status_kib(keeper.process.pid, "VmRSS")
+        use(residency, "all", np.random.default_rng(1))
+        await keeper.save()
+        await keeper.process.open()
+        assert len(await keeper.process.read("usage")) >= blocks // GROUP_SLOTS
+        await keeper.process.contents()  # once it has answered, it has given back
+        assert status_kib(keeper.process.pid, "VmRSS") - before < 4 << 10
+        await keeper.process.close()
 
     asyncio.run(run())
