@@ -13,7 +13,7 @@ from kvstored.clock import ManualClock
 from kvstored.state.learned import Learned
 from kvstored.state.steps import Steps
 from kvstored.store.blocks import Residency
-from kvstored.store.policies import Policy, create
+from kvstored.store.policies import Policy, create, create_empty
 from kvstored.store.prefetch.credit import PrefetchCredit
 from kvstored.store.prefetch.guarded_predictor import GuardedPredictor, PrefetchState
 from kvstored.store.prefetch.recent import RecentRequests
@@ -48,14 +48,19 @@ def learned_of(
     """Return what saves and hands out for these, and the policies, which `hand_out` replaces."""
     found = [*policies, *[create("lru", residency, tier) for tier in range(len(policies), len(residency.tiers))]]
 
-    def renew(position: int) -> Policy:
-        return create(found[position].name, residency, position)
+    def renew(position: int, *, is_empty: bool) -> Policy:
+        assert is_empty
+        return create_empty(found[position].name, residency, position)
 
     store: Any = SimpleNamespace(
         residency=residency, clock=clock, policies=found, prefetch_state=prefetch or no_prefetch(), counters=Counters(),
         renew_policy=renew, follow_policy=found.__setitem__,
     )  # fmt: skip
     return Learned(store), found
+
+
+def hand_out(learned: Learned, *, renew: bool) -> None:
+    asyncio.run(learned.hand_out(Steps(), renew=renew))
 
 
 def keep(place: Path, learned: Learned) -> bytes:

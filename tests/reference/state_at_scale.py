@@ -17,7 +17,7 @@ from kvstored.state.keeper import StateKeeper
 from kvstored.state.process import StateProcess
 from kvstored.store.blocks import Kind, Residency
 from kvstored.store.blocks.adoption import adopt
-from kvstored.store.policies import Policy, create
+from kvstored.store.policies import Policy, create, create_empty
 from kvstored.telemetry import Counters
 from kvstored.unsaved import Unsaved
 from tests.reference.learning import no_prefetch
@@ -43,14 +43,15 @@ def index_of(blocks: int) -> Residency:
     return residency
 
 
-def keeper_of(residency: Residency, directory: Path, counters: Counters) -> StateKeeper:
+def keeper_of(residency: Residency, directory: Path, counters: Counters, policy: str = "lru") -> StateKeeper:
     """Return a keeper over this index, with policies and no clients."""
-    policies = [create("lru", residency, tier) for tier in range(len(residency.tiers))]
+    policies = [create(policy, residency, tier) for tier in range(len(residency.tiers))]
     prefetch = no_prefetch()
     nothing: Any = lambda *_, **__: None  # noqa: E731
 
-    def renew(position: int) -> Policy:
-        return create("lru", residency, position)
+    def renew(position: int, *, is_empty: bool) -> Policy:
+        assert is_empty
+        return create_empty(policy, residency, position)
 
     forgets: list[Any] = []
 

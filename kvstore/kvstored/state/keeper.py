@@ -132,8 +132,9 @@ class StateKeeper:
         used = 0
         for name, rows in self._usage.items():  # a block's own place on NVMe has the last word
             self.wrong_rows += known[name].wrong
-            used += rows.apply(known[name], clock.monotonic_ns(), clock.wall_ns(), self._opened_ns)
-        self._learned.hand_out(renew=used > 0)
+            now_ns, wall_ns = clock.monotonic_ns(), clock.wall_ns()
+            used += await self._steps.through(rows.apply(known[name], now_ns, wall_ns, self._opened_ns))
+        await self._learned.hand_out(self._steps, renew=used > 0)
         await self._steps.through(self._removed.again())
         self.is_read = True  # a stop before this point reads it once more: nothing empty is saved over it
         if not self.process.is_new:

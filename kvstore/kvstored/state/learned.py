@@ -14,10 +14,11 @@ import numpy as np
 
 from kvstore_predictor.base import Array, Piece, within
 from kvstored.state.process import Transaction
+from kvstored.state.renewal import Renewal
 from kvstored.state.steps import Steps
 from kvstored.state.tables import Contents, packed, tables_in
 from kvstored.store.assembly import Store
-from kvstored.store.policies import Learns, Origin, Policy
+from kvstored.store.policies import Learns, Origin, Policy, Share
 from kvstored.store.prefetch.guarded_predictor import PrefetchState
 
 log = logging.getLogger(__name__)
@@ -47,19 +48,30 @@ class Learned:
             log.warning("what was learned is of another version (%s): it begins anew", error)
             self._tables = {}
 
-    def hand_out(self, *, renew: bool) -> None:
-        """Give the policies and the predictor the tables that were read. `renew`: also make a new policy for each tier
-        without a table, from the order in which blocks were used."""
+    async def hand_out(self, steps: Steps, *, renew: bool) -> None:
+        """Give the policies and the predictor the tables that were read, in steps. `renew`: also make a new policy for
+        each tier without a table, from the order in which blocks were used."""
         tables, self._tables = self._tables, {}
         store = self._store
         for position, tier in enumerate(store.residency.tiers):
             kept = within(tables, f"{tier}/")
             if kept or renew:
-                policy = store.renew_policy(position)
-                self._import(tier, policy, kept)
-                store.follow_policy(position, policy)
+                await self._renew(position, kept, steps)
         if store.prefetch_state.works:
             self._import(_PREFETCH, store.prefetch_state, within(tables, f"{_PREFETCH}/"))
+
+    async def _renew(self, position: int, kept: dict[str, Array], steps: Steps) -> None:
+        """Replace the policy of a tier by a new one, which continues from the tables `kept`."""
+        store = self._store
+        former, policy = store.policies[position], store.renew_policy(position, is_empty=True)
+        await Renewal(store.residency, policy).run(steps)
+        if store.policies[position] is not former:
+            return  # an operator has changed it meanwhile
+        for tenant in {*policy.shares, *former.shares}:
+            policy.set_share(tenant, former.shares.get(tenant, Share()))
+        store.residency.listen(position, policy)
+        self._import(store.residency.tiers[position], policy, kept)
+        store.follow_policy(position, policy)
 
     def _import(self, group: str, learner: Policy | PrefetchState, kept: dict[str, Array]) -> None:
         names = sorted({name.partition("/")[0] for name in kept})

@@ -26,7 +26,7 @@ from kvstored.store.degraded.modes import DegradedModes
 from kvstored.store.endurance.account import EnduranceAccount
 from kvstored.store.idle import IdleCopies
 from kvstored.store.leases import LeaseTable
-from kvstored.store.policies import Policy, PolicySettings, create, succeed
+from kvstored.store.policies import Policy, PolicySettings, create, create_empty, succeed
 from kvstored.store.policies.ranked import Priorities
 from kvstored.store.prefetch.credit import PrefetchCredit
 from kvstored.store.prefetch.feed import Feed
@@ -69,7 +69,7 @@ HELD_SHARE = 2  # at most one part in so many of the mapped tier has what was pr
 PREFETCH_SHARE = 4  # at most one part in so many of the mapped tier is held for prefetches that wait
 
 
-def make_policy(config: Config, residency: Residency, position: int) -> Policy:
+def make_policy(config: Config, residency: Residency, position: int, create: Callable[..., Policy] = create) -> Policy:
     section = config.tier(residency.tiers[position]) or config.listed[-1]  # not listed: as the slowest
     return create(section.policy, residency, position, PolicySettings(section.keep_worth))
 
@@ -219,10 +219,10 @@ class Store:
         succeed(policy, former, self.clock.monotonic_ns())
         self.follow_policy(position, policy)
 
-    def renew_policy(self, position: int) -> Policy:
+    def renew_policy(self, position: int, *, is_empty: bool = False) -> Policy:
         """Return a policy as the tier has by the settings, which listens from now on and has learned nothing; then
-        `follow_policy`."""
-        policy = make_policy(self._policy_config, self.residency, position)
+        `follow_policy`. `is_empty`: it knows no block either, and does not listen."""
+        policy = make_policy(self._policy_config, self.residency, position, create_empty if is_empty else create)
         for tenant, share in self.policies[position].shares.items():
             policy.set_share(tenant, share)
         return policy

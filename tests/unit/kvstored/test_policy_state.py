@@ -57,7 +57,7 @@ def saved(tmp_path: Path, shelf: Shelf, policies: list[Policy], clock: ManualClo
 def restored(tmp_path: Path, shelf: Shelf, clock: ManualClock, name: str = NAME) -> Policy:
     learned, policies = learned_of(shelf.residency, clock, [create(name, shelf.residency, 0)])
     learned.read(learning.kept(tmp_path), ())
-    learned.hand_out(renew=True)
+    learning.hand_out(learned, renew=True)
     return policies[0]
 
 

@@ -64,7 +64,7 @@ def keep(tmp_path: Path, shelf: Shelf, learner: Learner, clock: ManualClock) -> 
 def go_on(tmp_path: Path, shelf: Shelf, learner: Learner, clock: ManualClock) -> None:
     learned, _ = learned_of(shelf.residency, clock, prefetch=learner.state)
     learned.read(learning.kept(tmp_path), ())
-    learned.hand_out(renew=False)
+    learning.hand_out(learned, renew=False)
 
 
 def taught(make: Callable[[], Predictor], shelf: Shelf) -> tuple[Learner, float]:

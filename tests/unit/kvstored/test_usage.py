@@ -58,7 +58,7 @@ def saved(usage: UsageRows, now_ns: int) -> list[tuple[bytes, bytes]]:
 
 def apply(shelf: Shelf, entries: list[tuple[bytes, bytes]], now_ns: int, wall_ns: int, tier: int = NVME) -> int:
     usage = UsageRows(shelf.residency, tier)
-    return usage.apply(ended(usage.known(entries)), now_ns, wall_ns, now_ns)
+    return ended(usage.apply(ended(usage.known(entries)), now_ns, wall_ns, now_ns))
 
 
 def test_counts_and_the_order_of_use_come_back() -> None:
@@ -94,7 +94,7 @@ def test_what_was_used_before_it_was_read_stays_the_latest() -> None:
     known = ended(usage.known(entries))
     shelf.residency.touch_run([0, 1], LATER_NS + 3)
     shelf.residency.remove(2, Cause.DROPPED, LATER_NS + 4)
-    assert usage.apply(known, LATER_NS + 9, WALL_NS, LATER_NS) == BLOCKS - 1
+    assert ended(usage.apply(known, LATER_NS + 9, WALL_NS, LATER_NS)) == BLOCKS - 1
     assert [shelf.residency.last_access_ns(row) for row in (0, 1)] == [LATER_NS + 3] * 2
     assert [shelf.residency.accesses(row) for row in (0, 1)] == [1 + 1, 2 + 1], "of before, and since"
     assert shelf.residency.last_access_ns(3) < LATER_NS

@@ -54,6 +54,45 @@ class NullListener:
     accessed = removed = released = inserted
 
 
+class _Beside:
+    """The listener of a tier together with a second one, which gets uses without keys."""
+
+    def __init__(self, first: TierListener, second: TierListener) -> None:
+        self._first, self._second = first, second
+
+    def inserted(self, rows: Sequence[int], now_ns: int) -> None:
+        self._first.inserted(rows, now_ns)
+        self._second.inserted(rows, now_ns)
+
+    def accessed(self, rows: Sequence[int], now_ns: int) -> None:
+        self._first.accessed(rows, now_ns)
+        self._second.accessed(rows, now_ns)
+
+    def removed(self, rows: Sequence[int]) -> None:
+        self._first.removed(rows)
+        self._second.removed(rows)
+
+    def released(self, row: int) -> None:
+        self._first.released(row)
+        self._second.released(row)
+
+
+class _BesideByKey(_Beside):
+    """`_Beside` for a first listener that knows blocks by their keys."""
+
+    def __init__(self, first: KeyListener, second: TierListener) -> None:
+        super().__init__(first, second)  # type: ignore[arg-type]  # it is a TierListener too
+        self._by_key = first
+
+    def requested(self, rows: Sequence[int], missing: Sequence[bytes], tenant: int, now_ns: int) -> None:
+        self._by_key.requested(rows, missing, tenant, now_ns)
+        if rows:
+            self._second.accessed(rows, now_ns)
+
+    def forget(self, tenant: int, keys: Sequence[bytes] | None) -> None:
+        self._by_key.forget(tenant, keys)
+
+
 class PresenceListener(Protocol):
     """An observer of every change of where a block can be read, in any tier."""
 
@@ -71,6 +110,8 @@ class Listeners:
 
     def __init__(self, view: ResidencyView) -> None:
         self._view = view
+        self._first: dict[int, TierListener] = {}  # by tier, as `listen` got it
+        self._beside: dict[int, TierListener] = {}
         self.by_tier: list[TierListener] = [NullListener() for _ in view.tiers]
         self.presence: list[PresenceListener] = []
         self.by_key: dict[int, KeyListener] = {}  # by tier: those of `by_tier` that know keys
@@ -81,10 +122,21 @@ class Listeners:
 
     def listen(self, tier: int, listener: TierListener) -> None:
         """Notify `listener` of the events in `tier` from now on; one listener a tier."""
+        self._first[tier] = listener
+        second = self._beside.get(tier)
+        if second is not None:
+            listener = (_BesideByKey if isinstance(listener, KeyListener) else _Beside)(listener, second)  # type: ignore[arg-type]
         self.by_tier[tier] = listener
         self.by_key.pop(tier, None)
         if isinstance(listener, KeyListener):
             self.by_key[tier] = listener
+
+    def listen_beside(self, tier: int, second: TierListener | None) -> None:
+        """Notify `second`, too, of the events in `tier` from now on, whatever listener the tier gets; None ends it."""
+        self._beside.pop(tier, None)
+        if second is not None:
+            self._beside[tier] = second
+        self.listen(tier, self._first.get(tier, NullListener()))
 
     def observe(self, listener: PresenceListener) -> None:
         """Notify `listener`, too, where blocks can be read, from now on."""

@@ -28,7 +28,7 @@ ROW = np.dtype([("block", "<u8"), ("last_use_ns", "<u8"), ("accesses", "<u2"), (
 USE = np.dtype([("row", "<i8"), ("generation", "<u4"), ("last_use_ns", "<i8"), ("accesses", "<u2")])
 GROUP_BYTES = GROUP_SLOTS * ROW.itemsize
 _GROUP_KEY = struct.Struct(">II")  # container, number of the group
-_STEP_ROWS, _STEP_KEYS = 1 << 14, 1 << 10  # between two pauses: some 0.5 ms
+_STEP_ROWS, _STEP_KEYS, _STEP_VALUES = 1 << 14, 1 << 10, 1 << 6  # between two pauses: some 0.5 ms
 _PART_ROWS = 1 << 15  # written between two scans: 4 ms to put them together
 _ROWS_A_BUCKET, _LEAST_BUCKETS = 16, 1 << 10
 _ACCESSES_MAX = 0xFFFF
@@ -126,7 +126,11 @@ class UsageRows:
         wrong = GROUP_SLOTS * (len(entries) - len(whole))
         keys = np.frombuffer(b"".join([key for key, _ in whole]), ">u4").reshape(-1, 2).astype(np.uint64)
         saved = keys[:, 0] << np.uint64(32) | keys[:, 1]
-        values = np.frombuffer(b"".join([value for _, value in whole]), ROW).reshape(-1, GROUP_SLOTS)
+        values = np.empty((len(whole), GROUP_SLOTS), ROW)
+        for first in range(0, len(whole), _STEP_VALUES):
+            some = b"".join([value for _, value in whole[first : first + _STEP_VALUES]])
+            values[first : first + _STEP_VALUES] = np.frombuffer(some, ROW).reshape(-1, GROUP_SLOTS)
+            yield
         parts = []
         for here in self._steps(_STEP_KEYS) if len(saved) else ():
             groups, numbers = self._places(here)
@@ -144,23 +148,30 @@ class UsageRows:
             yield
         return Known(np.concatenate(parts) if parts else np.empty(0, USE), wrong)
 
-    def apply(self, known: Known, now_ns: int, wall_ns: int, adopted_ns: int) -> int:
+    def apply(self, known: Known, now_ns: int, wall_ns: int, adopted_ns: int) -> Generator[None, None, int]:
         """Set the last use and the number of uses of blocks to the values in `known`; return the number of blocks. A
         block that was used after `adopted_ns` keeps that use as its last one. Ages longer than the time for which the
-        monotonic clock has run are scaled down together, so their order holds. The call makes no pauses: policies must
-        be made anew after it."""
+        monotonic clock has run are scaled down together, so their order holds. Policies must be made anew after it."""
+        parts = [known.uses[first : first + _STEP_ROWS] for first in range(0, len(known.uses), _STEP_ROWS)]
+        longest_ns, blocks = 1, 0
+        for part in parts:
+            longest_ns = max(longest_ns, wall_ns - int(part["last_use_ns"].min()))
+            yield
+        scale = min(1.0, now_ns / longest_ns)
+        for part in parts:
+            blocks += self._apply_some(part, now_ns, wall_ns, adopted_ns, scale)
+            yield
+        return blocks
+
+    def _apply_some(self, uses: npt.NDArray[np.void], now_ns: int, wall_ns: int, adopted_ns: int, scale: float) -> int:
         columns = self._residency.rows
-        uses = known.uses
         still = np.frombuffer(columns.generation, np.uint32)[uses["row"]] == uses["generation"]
         still &= holding(np.frombuffer(columns.mask, np.uint8)[uses["row"]], self._tier)
         uses = uses[still]
         rows, found = uses["row"], uses["accesses"].astype(np.int64)
-        if not len(rows):
-            return 0
         ages_ns = np.maximum(wall_ns - uses["last_use_ns"], now_ns - adopted_ns)
-        longest_ns = int(ages_ns.max())
-        if longest_ns > now_ns:
-            ages_ns = (ages_ns * (now_ns / longest_ns)).astype(np.int64)
+        if scale < 1.0:
+            ages_ns = (ages_ns * scale).astype(np.int64)
         accesses, last_ns = np.frombuffer(columns.accesses, np.uint16), np.frombuffer(columns.last_access_ns, np.uint64)
         is_used = last_ns[rows] > adopted_ns
         since = np.where(is_used, accesses[rows].astype(np.int64), 0)

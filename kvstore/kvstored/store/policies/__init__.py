@@ -16,7 +16,7 @@ from kvstored.store.policies.base import (
     Weighs,
     deliver_hint,
 )
-from kvstored.store.policies.factory import create, create_admission, joined, succeed
+from kvstored.store.policies.factory import create, create_admission, create_empty, eviction_order, joined, succeed
 
 __all__ = [
     "ADMISSIONS",
@@ -37,7 +37,9 @@ __all__ = [
     "Weighs",
     "create",
     "create_admission",
+    "create_empty",
     "deliver_hint",
+    "eviction_order",
     "joined",
     "resolve",
     "succeed",

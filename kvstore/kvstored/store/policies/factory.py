@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kvstore_predictor.base import Array, Piece
 from kvstored.policy_names import ADMISSIONS, POLICIES
@@ -21,7 +22,17 @@ from kvstored.tier_set import holding
 
 
 def create(name: str, residency: Residency, tier: int, settings: PolicySettings | None = None) -> Policy:
-    """Return the policy `name` for a tier, listening to residency and knowing the present blocks.
+    """Return the policy `name` for a tier, listening to residency and knowing the present blocks. Raises ValueError as
+    `create_empty` does.
+    """
+    policy = create_empty(name, residency, tier, settings)
+    _adopt(policy)
+    residency.listen(tier, policy)
+    return policy
+
+
+def create_empty(name: str, residency: Residency, tier: int, settings: PolicySettings | None = None) -> Policy:
+    """Return the policy `name` for a tier, which knows no block and does not listen.
 
     `name` may be an address, MODULE:MAKER, of one that the configuration does not know. Raises ValueError for an
     unknown name, listing the known ones.
@@ -33,8 +44,6 @@ def create(name: str, residency: Residency, tier: int, settings: PolicySettings 
         policy = make(residency, tier, settings, name)
     if not isinstance(policy, Policy):
         raise RuntimeError(f"{name} is no Policy")
-    _adopt(policy)
-    residency.listen(tier, policy)
     return policy
 
 
@@ -82,10 +91,15 @@ def _adopt(policy: Policy) -> None:
         here = together(rows)
         last_access_ns = np.frombuffer(residency.rows.last_access_ns, np.uint64)[here]
         depth = np.frombuffer(residency.rows.depth, np.uint32)[here]
-        height = depth.max() - depth
-        if (last_access_ns == last_access_ns[0]).all():  # a start: few small numbers, which are sorted in linear time
-            shallow = height.astype(np.uint16) if height.max() <= np.iinfo(np.uint16).max else height
-            order = np.argsort(shallow, kind="stable")
-        else:
-            order = np.lexsort((height, last_access_ns))
-        policy.adopt(rows[order])
+        policy.adopt(rows[eviction_order(last_access_ns, depth)])
+
+
+def eviction_order(last_access_ns: npt.NDArray[np.uint64], depth: npt.NDArray[np.uint32]) -> npt.NDArray[np.int64]:
+    """Return the order of blocks by their last use, children before parents, as positions in the columns."""
+    if not len(depth):
+        return np.empty(0, np.int64)
+    height = depth.max() - depth
+    if (last_access_ns == last_access_ns[0]).all():  # a start: few small numbers, which are sorted in linear time
+        shallow = height.astype(np.uint16) if height.max() <= np.iinfo(np.uint16).max else height
+        return np.argsort(shallow, kind="stable")
+    return np.lexsort((height, last_access_ns))
