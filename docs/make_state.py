@@ -51,9 +51,9 @@ no block.
   (`kvctl state ls`) and not used.
 - **What was deleted is unreadable within 60 s.** A deleted key may stay in an LMDB page, so everything is written anew
   into a file of the next number, once for all deletions of {rewrite:g} s and once at the start after a kill;
-  the file before is removed. A name of a tenant without blocks goes with it. After a kill, a table that was
-  saved before the deletion is read again: its key is remembered as used once. Records in freed slots
-  of slabs are [another matter](format.md).
+  the file before is removed. A name of a tenant without blocks goes with it. Until then `removed` has the key,
+  so that tables saved before bring nothing back after a kill; one before that commit, of milliseconds, may. Records in
+  freed slots of slabs are [another matter](format.md).
 
 `kvctl state ls`, `kvctl state show DATABASE` ask the daemon; with `--state-dir`, and `kvstored inspect STATE_DIR
 state [DATABASE]`, the file is read, beside a daemon too. `--copy DIR` writes a [backup](backup.md).

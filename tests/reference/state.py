@@ -34,7 +34,7 @@ def files_with(state_dir: Path, *needles: bytes) -> list[tuple[str, bytes]]:
     slots, are not looked at."""
     found = []
     for path in sorted(state_dir.rglob("*")):
-        if path.is_file() and not path.name.startswith("slab"):
+        if path.is_file() and path.suffix != ".slab":
             content = path.read_bytes()
             found += [(path.name, needle) for needle in needles if needle in content]
     return found

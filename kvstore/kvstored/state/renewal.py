@@ -38,8 +38,8 @@ class Renewal:
         self._step_rows = _FIRST_ROWS
 
     async def run(self, steps: Steps) -> None:
-        """Let the policy adopt the blocks. At the return it knows all of them, and the caller must at once let it listen
-        to the tier, or drop it."""
+        """Let the policy adopt the blocks. At the return it knows all of them, and the caller must at once let it
+        listen to the tier, or drop it."""
         residency, policy = self._residency, self._policy
         residency.listen_beside(policy.tier, self)
         try:

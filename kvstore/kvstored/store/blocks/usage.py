@@ -211,9 +211,14 @@ class UsageRows:
     def _hashes(self, here: Rows) -> Numbers:
         keys, bulk_key = self._residency.rows.keys, self._residency.rows.bulk_key
         packed = b"".join([keys[row] or bulk_key(row) for row in here.tolist()])
-        halves = np.frombuffer(packed, "<u8").reshape(-1, 2)
-        hashes: Numbers = _mixed(_mixed(halves[:, 1].copy()) + halves[:, 0])
-        return hashes
+        return hashes_of(packed)
+
+
+def hashes_of(keys: bytes) -> Numbers:
+    """Return the hash of each of the packed `keys`, as it is in a row."""
+    halves = np.frombuffer(keys, "<u8").reshape(-1, 2)
+    hashes: Numbers = _mixed(_mixed(halves[:, 1].copy()) + halves[:, 0])
+    return hashes
 
 
 def described(key: bytes, value: bytes) -> dict[str, object]:
