@@ -100,11 +100,11 @@ class Crash:
     @property
     def settings(self) -> tuple[str, ...]:
         whole = self.chains * CHAIN * SLOT_BYTES
-        nvme, host = max(48 * MIB, whole // 2), 24 * MIB + whole // 32
+        nvme, host = max(48 * MIB, whole // 2), 36 * MIB + whole // 32
         slab = max(8 * MIB, nvme // 64 // MIB * MIB)
         return (
             f"nvme.capacity={nvme}", f"nvme.slab={slab}", f"host.capacity={host}",
-            "host.staging=16MiB", "host.arena=2MiB",
+            "host.staging=8MiB", "host.arena=2MiB",
         )  # fmt: skip
 
     def fill(self, session: Session, chains: Iterable[int]) -> None:

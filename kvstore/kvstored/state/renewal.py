@@ -115,7 +115,7 @@ class Renewal:
             self._policy.released(row)
 
     def _forget(self, rows: Sequence[int]) -> None:
-        """Let the policy forget those of `rows`, the end of their chain first, that it knows."""
+        """Let the policy forget the ones among `rows` that it knows. The end of a chain is first in `rows`."""
         for row in rows:
             if self._state[row] == _KNOWN:
                 self._policy.removed((row,))

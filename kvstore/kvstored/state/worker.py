@@ -163,8 +163,8 @@ class StateWorker:
         self._relieve(self._changed_bytes)
 
     def _relieve(self, nbytes: int) -> None:
-        """Give memory back after `nbytes` were changed or read, if they are many: LMDB keeps the pages of a
-        transaction, and the map those that were read, until the file is closed."""
+        """Give memory back after `nbytes` were changed or read, if they are many: until the file is closed, LMDB keeps
+        the pages of a transaction, and the map keeps the pages that were read."""
         if nbytes <= LARGE_BYTES or self._opened.is_readonly:
             return
         try:
