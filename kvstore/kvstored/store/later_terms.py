@@ -101,7 +101,7 @@ class LaterTerms:
             self._waiting.set_result(False)
 
     def take_waiting(self) -> asyncio.Future[bool] | None:
-        """Return the future that callers of `when_saved` wait for, which the caller must set; None when nobody waits."""
+        """Return the future that callers of `when_saved` wait for; the caller must set it. None when nobody waits."""
         waiting, self._waiting = self._waiting, None
         self.wanted.clear()
         return waiting
