@@ -21,7 +21,7 @@ from kvstored.unsaved import Unsaved
 
 log = logging.getLogger(__name__)
 INTERVAL_S = 5.0
-START_S = 10.0  # the longest that a start waits for saved terms
+START_S = 30.0  # the longest that a start waits for saved terms
 MARK = "pins"
 COST = "a restart forgets pins, and what touches changed of expiries and priorities; puts that need it are volatile"
 
