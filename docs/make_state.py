@@ -13,6 +13,7 @@ from kvstored.state.databases import page as databases
 from kvstored.state.environment import ASIDE, NEW, PREFIX, SUFFIX
 from kvstored.state.keeper import INTERVAL_S, REWRITE_S
 from kvstored.state.process import DEATHS, DEATHS_IN_S
+from kvstored.state.terms import MARK, START_S
 
 TARGET = Path(__file__).with_name("state-directory.md")
 _PAGE = """# The state directory
@@ -25,6 +26,7 @@ Rendered by `make docs` from the code. `STATE_DIR` is `daemon.state_dir`; every 
 | `{prefix}NUMBER{suffix}`, `…-lock` | small state: one LMDB environment, format {format}; the highest number counts |
 | `{aside}` | what was set aside, one file at most; removed when blocks are deleted |
 | `…{new}` | not whole yet; removed by the next start |
+| `{mark}` | empty; while it is there, a start waits for [pins and later terms](policies.md#how-long-blocks-are-kept) |
 | `events.json` | the epoch of [KV events](events.md), which their process needs before it starts |
 | `lock`, `holder.sock` | one daemon a directory; [who keeps DRAM](warm-restart.md) |
 | `nvme/` | the slabs ([format.md](format.md)), unless `nvme.path` is elsewhere; **the truth about blocks** |
@@ -33,17 +35,16 @@ Rendered by `make docs` from the code. `STATE_DIR` is `daemon.state_dir`; every 
 
 {databases}
 
-It may be deleted while no daemon runs: that costs hits, labels and (removed, not damaged) a full endurance budget,
-no block.
+It may be deleted while no daemon runs: that costs hits, labels, pins, changed terms and (removed, not damaged) a full
+endurance budget, no block.
 
 - A process of its own has it open, and the daemon never loads LMDB: a damaged page or a disk that fails under a
   mapping ends that process, not the daemon. `kvctl state ls` shows its number and memory.
-- The daemon serves before it is read. No request waits for it. Until it is read, policies go by the order of what
-  came since, and of the endurance budget nothing is spent.
+- The daemon serves before it is read, but for `pins`, which it gives {start:g} s. No request waits for it. Until it is
+  read, policies go by the order of what came since, and of the endurance budget nothing is spent.
 - What changed is committed every {interval:g} s, or later where `daemon.state_rate` bytes a second do not suffice
   or collecting it would take more than 2 % of a core; a crash forgets what came since. Each commit is there as a
-  whole or not at all. After a loss of power the last one may be missing, but for the endurance budget, which is
-  synced.
+  whole or not at all. After a loss of power the last one may be missing, but not of `pins` or the endurance budget.
 - Before it is opened its pages are walked without LMDB (`lmdb verify`). One that is damaged, full or of another
   format is set aside and named in one line, and begins anew. So is one whose process has died {deaths} times within
   {deaths_in:g} s: a page that is damaged while it is open ends the process twice at most.
@@ -68,7 +69,7 @@ once with `--discard-old`, which removes them. Blocks stay.
 def page() -> str:
     return _PAGE.format(
         prefix=PREFIX, suffix=SUFFIX, aside=ASIDE, new=NEW, format=FORMAT, databases=databases(), interval=INTERVAL_S,
-        rewrite=REWRITE_S, deaths=DEATHS, deaths_in=DEATHS_IN_S, version=OLD_VERSION,
+        rewrite=REWRITE_S, mark=MARK, start=START_S, deaths=DEATHS, deaths_in=DEATHS_IN_S, version=OLD_VERSION,
         old=", ".join(f"`{name}`" for name in OLD_FILES),
     )  # fmt: skip
 

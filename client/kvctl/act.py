@@ -37,9 +37,12 @@ _JUDGED = ("used_blocks", "late_blocks", "wasted_blocks")
 
 def drop(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
     request = wire.DropRequest(
-        tier=arguments.tier, tenant=arguments.tenant, all=arguments.all, discard=arguments.discard
-    )
+        tier=arguments.tier, tenant=arguments.tenant, all=arguments.all, discard=arguments.discard, pins=arguments.pins,
+        owner=arguments.owner,
+    )  # fmt: skip
     reply = admin.call("Drop", request, wire.DropReply, longer_s=arguments.wait)
+    if arguments.pins:
+        return Output(f"unpinned {human_blocks(reply.unpinned_blocks)} of {arguments.tenant}", reply)
     place = "all tiers" if arguments.all else arguments.tier
     lines = [f"dropped {human_blocks(reply.dropped_blocks, reply.dropped_bytes)} from {place}"]
     if reply.written_back_blocks:

@@ -50,6 +50,7 @@ _EXAMPLES: Final = DATA_EXAMPLES | {
             "kvctl drop --tier nvme              # only what DRAM has too: nothing is lost",
             "kvctl drop --tier nvme --discard    # also what no other tier has: lost",
             "kvctl drop --all --yes",
+            "kvctl drop --pins --tenant chat    # pins alone: the blocks stay, and may be evicted again",
         ],
     ),
     "flush": ("write blocks that are only in DRAM to NVMe", ["kvctl flush --wait 60"]),
@@ -253,6 +254,8 @@ def _drop_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--all", action="store_true", help="all blocks of all tiers; needs --yes")
     parser.add_argument("--discard", action="store_true", help="also blocks that no other tier has: they are lost")
     parser.add_argument("--yes", action="store_true", help="I mean it")
+    parser.add_argument("--pins", action="store_true", help="end pins of --tenant instead; no block is removed")
+    parser.add_argument("--owner", default="", help="with --pins: only pins of this owner (see: kvctl blocks)")
 
 
 def _quarantine_options(parser: argparse.ArgumentParser) -> None:
@@ -306,6 +309,12 @@ def _check_text(parser: argparse.ArgumentParser, arguments: argparse.Namespace) 
 
 
 def _check_drop(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    if arguments.pins:
+        if not arguments.tenant or arguments.tier or arguments.all or arguments.discard:
+            parser.error("drop --pins takes --tenant TENANT, perhaps --owner OWNER, and nothing else")
+        return
+    if arguments.owner:
+        parser.error("drop: --owner belongs to --pins")
     if arguments.all == bool(arguments.tier):
         parser.error("drop: give either --tier TIER or --all")
     if arguments.all and not arguments.yes:

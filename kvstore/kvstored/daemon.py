@@ -139,6 +139,7 @@ class Daemon:
             config, self._clock, self.memory, phase, stack, state, early_scan, new_secret=self._new_secret
         )
         self.store = store = self._storage.store
+        await self._storage.keeper.terms.restore_before_serving()
         files = SocketFiles(partial(prepare_directory, places.socket_dir, places.socket_group), time.monotonic)
         services = make_services(self._storage, self.memory, phase, files, stack)
         self._handshake = services.handshake
@@ -288,6 +289,7 @@ def start_tasks(services: Services, storage: NodeStorage, memory: NodeMemory, st
     """Start the tasks that run until `stack` ends them."""
     maintenance, phase = services.maintenance, services.phase
     runs = {"maintenance": maintenance.run, "tenants": storage.tenants.keyring.run, "state": storage.keeper.run}
+    runs["terms"] = storage.keeper.terms.run
     if memory.warm is not None:
         runs["warm restart"] = memory.warm.run
     if storage.store.config.host.prefault:

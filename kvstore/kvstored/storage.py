@@ -35,6 +35,7 @@ from kvstored.lifetime.warm.ledger import CHUNKS_A_TIER
 from kvstored.lifetime.warm.node_memory import NodeMemory
 from kvstored.state.keeper import StateKeeper
 from kvstored.state.process import StateProcess
+from kvstored.state.terms import TermsKeeper
 from kvstored.store.assembly import Store
 from kvstored.store.residency import make_residency
 from kvstored.unsaved import Unsaved
@@ -86,7 +87,8 @@ def open_storage(
     if former is not None:
         stack.callback(former.close)
         phase.on_change.append(partial(_keep_leases, former, memory))
-    keeper = StateKeeper(state, store, tenants, unsaved, config.daemon.state_rate_bytes)
+    terms = TermsKeeper(state, store.retention, unsaved, state_dir)
+    keeper = StateKeeper(state, store, tenants, unsaved, config.daemon.state_rate_bytes, terms)
     stack.push_async_callback(keeper.save, is_last=True)
     stack.push_async_callback(store.endurance.close)
     try:

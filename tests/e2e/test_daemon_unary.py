@@ -226,6 +226,24 @@ def test_a_prefetch_brings_the_run_up(client: UnaryClient, daemon: RunningDaemon
     assert list(client.lookup(chain).tiers)[2] == kv.TIER_CODE_NVME
 
 
+def test_a_touch_says_how_long_to_keep_the_leading_run(
+    client: UnaryClient, daemon: RunningDaemon, conversation: int
+) -> None:
+    chain = by_tokens(MODEL, tokens_of(conversation, 3))
+    keys = client.put(chain, payloads_of(conversation, 3, MODEL)).keys
+    client.delete(pb.Chain(keys=keys[32:]))
+    touched = client.touch(by_tokens(MODEL, tokens_of(conversation, 4)), terms=kv.Terms(ttl_s=900, pin="cron"))
+    assert names(touched.statuses) == ["PRESENT", "PRESENT", "MISS", "MISS"] and touched.keys[:48] == keys
+    assert list(touched.miss_reasons)[2:] == [kv.MISS_REASON_DROPPED, kv.MISS_REASON_NEVER_STORED]
+    assert client.touch(pb.Chain(keys=keys[32:] + keys[:16])).statuses == [pb.KEY_STATUS_MISS, pb.KEY_STATUS_OMITTED]
+    for at in (0, 16):
+        (block,) = daemon.ask("Blocks", admin_pb2.BlocksRequest(key_prefix=keys[at : at + 16].hex())).blocks
+        assert 0 < block.expires_in_s <= 900 and list(block.pinned_by) == ["cron"]
+    with pytest.raises(grpc.RpcError, match="priority must be from -8 to 7, got 8"):
+        client.touch(chain, terms=kv.Terms(priority=8))
+    client.touch(chain, terms=kv.Terms(unpin="cron"))
+
+
 def test_damaged_bytes_are_a_miss(client: UnaryClient, daemon: RunningDaemon, conversation: int) -> None:
     chain = by_tokens(MODEL, tokens_of(conversation, 3))
     payloads = payloads_of(conversation, 3, MODEL)

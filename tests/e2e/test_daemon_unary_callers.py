@@ -104,7 +104,7 @@ def test_the_same_tenant_by_either_way(daemon: RunningDaemon, port: int) -> None
 
 
 @pytest.mark.parametrize("token", STRANGERS)
-@pytest.mark.parametrize("method", ["Lookup", "Put", "Get", "Prefetch", "Delete"])
+@pytest.mark.parametrize("method", ["Lookup", "Put", "Get", "Prefetch", "Touch", "Delete"])
 def test_a_stranger_is_turned_away(port: int, daemon: RunningDaemon, token: str | None, method: str) -> None:
     with unary_client(f"127.0.0.1:{port}", token) as client, pytest.raises(grpc.RpcError) as caught:
         client.ask(method, getattr(pb, f"Unary{method}Request")())

@@ -59,6 +59,17 @@ VECTORS: dict[str, tuple[Message, str]] = {
         ),
         "0a020900120200061a20000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f",
     ),
+    "touch": (
+        pb.UnaryTouchRequest(chain=pb.Chain(keys=KEYS), terms=kv.Terms(ttl_s=60, priority=-1, pin="a")),
+        "0a223220000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f1207083c10011a0161",
+    ),
+    "touch_reply": (
+        pb.UnaryTouchReply(
+            statuses=[pb.KEY_STATUS_PRESENT, pb.KEY_STATUS_MISS],
+            miss_reasons=[kv.MISS_REASON_UNSPECIFIED, kv.MISS_REASON_EVICTED], keys=KEYS,
+        ),
+        "0a020100120200021a20000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f",
+    ),
     "delete": (pb.UnaryDeleteRequest(chain=pb.Chain(keys=KEYS)), "0a223220000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f"),
     "delete_reply": (
         pb.UnaryDeleteReply(

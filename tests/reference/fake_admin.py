@@ -70,6 +70,7 @@ REPLIES: dict[str, Any] = {
         written_back_blocks=7,
         only_copy_blocks=3,
         only_copy_bytes=3 << 20,
+        unpinned_blocks=4,
     ),
     "RenameTenant": pb.RenameTenantReply(blocks=9, bytes=9 << 20, replaced_blocks=2, replaced_bytes=2 << 20, clients=1),
     "BlockTotals": pb.BlockTotalsReply(

@@ -67,7 +67,8 @@ def keeper_of(residency: Residency, directory: Path, counters: Counters, policy:
     )  # fmt: skip
     tenants: Any = SimpleNamespace(know=nothing, all=list, named_entries=lambda _: [])
     process = StateProcess(directory, "benchmark", store.clock)
-    return StateKeeper(process, store, tenants, Unsaved(), RATE_BYTES)
+    terms: Any = SimpleNamespace(restore=process.open, save=process.open)
+    return StateKeeper(process, store, tenants, Unsaved(), RATE_BYTES, terms)
 
 
 def use(residency: Residency, load: str, chance: np.random.Generator) -> None:

@@ -46,6 +46,10 @@ class UnaryClient:
         reply: pb.UnaryPrefetchReply = self.ask("Prefetch", pb.UnaryPrefetchRequest(chain=chain, **fields))
         return reply
 
+    def touch(self, chain: pb.Chain, **fields: Any) -> pb.UnaryTouchReply:
+        reply: pb.UnaryTouchReply = self.ask("Touch", pb.UnaryTouchRequest(chain=chain, **fields))
+        return reply
+
     def delete(self, chain: pb.Chain) -> pb.UnaryDeleteReply:
         reply: pb.UnaryDeleteReply = self.ask("Delete", pb.UnaryDeleteRequest(chain=chain))
         return reply

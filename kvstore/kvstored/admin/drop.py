@@ -33,8 +33,10 @@ class Drop:
         self._tenants = tenants
 
     async def drop(self, request: pb.DropRequest) -> pb.DropReply:
-        """Remove copies from a tier. Raises KVStoreError for a tier or tenant that does not exist."""
+        """Remove copies from a tier, or end pins. Raises KVStoreError for a tier or tenant that does not exist."""
         residency = self._residency
+        if request.pins:
+            return self._unpin(request)
         tier_names = residency.tiers if request.all else (request.tier,)
         tiers = [tier_named(residency, name) for name in tier_names]
         tenant = self._tenant(request.tenant)
@@ -48,9 +50,16 @@ class Drop:
         await self._drop_from(tiers, tenant, reply, forget=request.discard or request.all)
         return reply
 
+    def _unpin(self, request: pb.DropRequest) -> pb.DropReply:
+        tenant = self._tenant(request.tenant)
+        if tenant is None:
+            raise KVStoreError(ErrorKind.INVALID, "name the tenant whose pins are to end (see: kvctl tenants)")
+        unpinned = self._store.retention.unpin_all(tenant, request.owner)
+        return pb.DropReply(unpinned_blocks=unpinned)
+
     async def empty(self, tenant: int) -> pb.DropReply:
         """Remove all blocks of the tenant with this number in residency, regardless of its present name. Pins of its
-        owners end: nobody could unpin these blocks later."""
+        owners end."""
         reply = pb.DropReply()
         self._store.retention.unpin_all(tenant)
         self._forget_gone((tenant,))

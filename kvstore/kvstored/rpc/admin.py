@@ -43,6 +43,9 @@ def _handler(name: str, call: Call) -> Callable[[Any, Any], Any]:
 
 
 def _drop(request: Any, reply: Any) -> str:
+    if request.pins:
+        owner = f" of {request.owner}" if request.owner else ""
+        return f"drop pins{owner} of tenant {request.tenant}: {human_blocks(reply.unpinned_blocks)}"
     place = "all tiers" if request.all else request.tier
     whose = f" of {request.tenant}" if request.tenant else ""
     return (

@@ -91,6 +91,9 @@ class UnaryService(unary_pb2_grpc.KVStoreUnaryServicer):
     async def Prefetch(self, request: pb.UnaryPrefetchRequest, context: Any) -> pb.UnaryPrefetchReply:  # noqa: N802
         return await self._answer(request, context, self._calls.prefetch)
 
+    async def Touch(self, request: pb.UnaryTouchRequest, context: Any) -> pb.UnaryTouchReply:  # noqa: N802
+        return await self._answer(request, context, self._calls.touch)
+
     async def Delete(self, request: pb.UnaryDeleteRequest, context: Any) -> pb.UnaryDeleteReply:  # noqa: N802
         return await self._answer(request, context, self._calls.delete)
 

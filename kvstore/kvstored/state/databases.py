@@ -65,7 +65,12 @@ DATABASES = (
     Database(
         "scrub", "the scrubber's place", '"position" → JSON', EVERY, "the pass begins at the front",
     ),
-    Database("pins", "pins of blocks that outlive the daemon; none is made yet", "", "", "", is_kept=True),
+    Database(
+        "pins", "pins, and what touches and later puts changed of expiry and priority",
+        "tenant and key of the block → expiry, priority, owners of pins",
+        "every 5 s, and before a put that needs it is durable; synced", "pins; expiry and priority are the first put's",
+        is_kept=True,
+    ),
     Database("objects", "named objects; none is listed yet", "", "", "", is_kept=True),
     Database("weights", "versions of model weights; none is listed yet", "", "", "", is_kept=True),
 )  # fmt: skip

@@ -211,13 +211,15 @@ class Writing:
     def __init__(self, environment: Environment, writing: lmdb.Transaction[bytes], databases: Opened) -> None:
         self._environment, self._writing, self._databases = environment, writing, databases
 
-    def put(self, name: str, entries: Sequence[Entry]) -> int:
-        """Store `entries`. Return the bytes of the entries that differ from the stored ones; only these are written."""
+    def put(self, name: str, entries: Sequence[tuple[bytes, bytes | None]]) -> int:
+        """Store `entries`; a value of None removes the entry with its key. Return the bytes of the entries that differ
+        from the stored ones; only these are written."""
         database, changed_bytes = self._databases[name], 0
         try:
             for key, value in entries:
-                stored = sealed(name, key, value)
-                if self._writing.get(key, db=database) != stored:
+                if value is None:
+                    self._writing.delete(key, db=database)
+                elif self._writing.get(key, db=database) != (stored := sealed(name, key, value)):
                     self._writing.put(key, stored, db=database)
                     changed_bytes += len(key) + len(stored)
         except lmdb.Error as error:

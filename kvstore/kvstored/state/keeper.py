@@ -28,6 +28,7 @@ from kvstored.state.learned import Learned
 from kvstored.state.process import Interrupted, StateProcess, Transaction
 from kvstored.state.removed import RemovedNames
 from kvstored.state.steps import Steps
+from kvstored.state.terms import TermsKeeper
 from kvstored.store.assembly import Store
 from kvstored.store.blocks.usage import UsageRows
 from kvstored.unsaved import RETRY_S, Unsaved
@@ -55,11 +56,13 @@ class _Saved:
 
 class StateKeeper:
     """Keeps the small state of one daemon through `process`. `rate_bytes`: the most bytes that go to the medium in a
-    second, in the long run. `scrub`: the position of the scrubber, as JSON; None until the scrubber has set it."""
+    second, in the long run. `terms` saves itself, and is read and saved the last time with the rest. `scrub`: the
+    position of the scrubber, as JSON; None until the scrubber has set it."""
 
     def __init__(
-        self, process: StateProcess, store: Store, tenants: TenantDirectory, unsaved: Unsaved, rate_bytes: int
-    ) -> None:
+        self, process: StateProcess, store: Store, tenants: TenantDirectory, unsaved: Unsaved, rate_bytes: int,
+        terms: TermsKeeper,
+    ) -> None:  # fmt: skip
         residency = store.residency
         self.process, self._store, self._tenants, self._unsaved = process, store, tenants, unsaved
         self._rate_bytes = rate_bytes
@@ -68,6 +71,7 @@ class StateKeeper:
             self._usage["usage"] = UsageRows(residency, residency.durable)
         self._learned = Learned(store)
         self._removed = RemovedNames(residency, store.forgets)
+        self.terms = terms
         self._saved = _Saved()
         self._opened_ns = store.clock.monotonic_ns()
         self._learned_from_ns = self._rewritten_ns = 0
@@ -89,7 +93,7 @@ class StateKeeper:
         be read. Call it no more after a success."""
         process, store = self.process, self._store
         try:
-            await process.open()
+            await self.terms.restore()
             read = {name: await process.read(name) for name in _READ}
             usage = {name: await process.read(name) for name in self._usage}
         except OSError as error:
@@ -194,6 +198,8 @@ class StateKeeper:
         began_ns, deletions = self._store.clock.monotonic_ns(), self._store.residency.deletions
         self._steps.busy_s = 0.0
         rewrite = self._owes_rewrite(is_last=is_last)
+        if rewrite or is_last:
+            await self.terms.save()  # a rewrite copies its database: nothing deleted may be in it
         try:
             await self.process.open()  # which says what is in it
             yields = self._yields and not is_last

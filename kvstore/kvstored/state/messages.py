@@ -1,8 +1,8 @@
 """The messages between the daemon and the process that has the environment open.
 
-A message is a verb, a length and a body. The daemon sends OPEN first. PUT and KEEP belong to one transaction: the first
-of them, or REWRITE, begins it, and COMMIT or ABORT ends it. READ, LIST and COPY need no transaction. An answer is JSON;
-entries are packed bytes.
+A message is a verb, a length and a body. The daemon sends OPEN first. PUT, KEEP and REMOVE belong to one transaction:
+the first of them, or REWRITE, begins it, and COMMIT or ABORT ends it. READ, LIST and COPY need no transaction. An
+answer is JSON; entries are packed bytes.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class Verb(IntEnum):
     READ = 7
     LIST = 8
     COPY = 9
+    REMOVE = 10  # database and the keys to remove, with empty values
     ANSWER = 20
     ENTRIES = 21
 

@@ -41,7 +41,7 @@ failpoints.declare("state.open", "nothing of the small state is read yet")
 failpoints.declare("state.commit", "a transaction of the small state is complete and not committed")
 DEATHS, DEATHS_IN_S = 2, 600.0
 ENDING_S = 10.0
-_UNANSWERED = (Verb.PUT, Verb.KEEP, Verb.REWRITE)
+_UNANSWERED = (Verb.PUT, Verb.KEEP, Verb.REMOVE, Verb.REWRITE)
 ANSWER_S = 120.0  # a process that is silent for longer hangs on a disk; it is given up
 
 
@@ -303,3 +303,8 @@ class Transaction:
     async def keep_only(self, database: str, keys: Iterable[bytes]) -> None:
         """Remove all entries of a database whose keys are not in `keys`."""
         await self._send(packed_entries(Verb.KEEP, database, [(key, b"") for key in keys]))
+
+    async def remove(self, database: str, keys: Iterable[bytes]) -> None:
+        """Remove the entries of a database that have the keys `keys`."""
+        for part in in_parts((key, b"") for key in keys):
+            await self._send(packed_entries(Verb.REMOVE, database, part))

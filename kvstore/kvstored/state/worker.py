@@ -68,7 +68,7 @@ class StateWorker:
 
     def do(self, verb: Verb, body: bytes) -> None:
         """Execute one message. In a transaction the first failure is kept, and answered at COMMIT."""
-        if verb in (Verb.PUT, Verb.KEEP, Verb.REWRITE):
+        if verb in (Verb.PUT, Verb.KEEP, Verb.REMOVE, Verb.REWRITE):
             if self._failure is None:
                 self._failure = self._attempt(lambda: self._change(verb, body))
             return
@@ -131,6 +131,8 @@ class StateWorker:
         name, entries = unpacked_entries(body)
         if verb == Verb.KEEP:
             self._writing.keep_only(name, {key for key, _ in entries})
+        elif verb == Verb.REMOVE:
+            self._writing.put(name, [(key, None) for key, _ in entries])
         else:
             self._changed_bytes += self._writing.put(name, entries)
 

@@ -11,23 +11,29 @@ looked at and no clock is read.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import reduce
+from functools import partial, reduce
 from operator import or_
+from typing import cast
 
 import numpy as np
 
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.terms import NO_TERMS, Terms, kept_word
 from kvstore_tiers.base import Slot
+from kvstore_tiers.host import HostTier
 from kvstored.clock import NS_PER_S
 from kvstored.lifecycle import Cause
 from kvstored.store.idle import IdleCopies
+from kvstored.store.later_terms import ALL, PINS, Entry, LaterTerms
 from kvstored.store.movement import Ground
 from kvstored.store.policies.ranked import Priorities
 
+log = logging.getLogger(__name__)
 OWNERS_MAX = 32  # of pins of one tenant: a bit each
+ALL_OWNERS = (1 << OWNERS_MAX) - 1
 PART_ROWS = 1 << 16  # looked at in one tick: 30 µs
 MOST_A_TICK = 64
 PINNED_SHARE = 2  # at most one part in so many of the mapped tier is pinned by one tenant
@@ -47,15 +53,16 @@ class Retention:
         is_coming: Callable[[int], bool],
     ) -> None:
         self._residency, self._clock = ground.residency, ground.clock
-        self._counters, self._flows = ground.counters, ground.flows
-        limits, most_bytes = ground.config.limits, ground.config.host.capacity_bytes // PINNED_SHARE
-        self._pinned_limit_bytes = min(limits.pinned_per_tenant_bytes, most_bytes)
+        self._counters, self._limits = ground.counters, ground.config.limits
+        self._host = cast(HostTier, ground.tiers[ground.residency.mapped])
         self._columns = ground.residency.rows.optional.used
         self.priorities, self.idle = priorities, idle
         self._discard, self._is_coming = discard, is_coming
         self.defaults: dict[int, Terms] = {}
-        self.coming_bytes: Counter[int] = Counter()  # by tenant, slots of blocks that a put under way will pin
+        self._coming_bytes: Counter[int] = Counter()  # by tenant, slots of blocks that a put under way will pin
+        self._coming_owners: Counter[tuple[int, str]] = Counter()  # puts under way that will pin, by tenant and owner
         self._owners: dict[int, list[str]] = {}  # by tenant: whose pin each bit is
+        self.later = LaterTerms(ground.residency, ground.clock, self.owners)
         self._hand = 0  # the row that the next look begins with
         # By tenant and packed keys: the rows of the leading run that may be served; a row, or -1, for every key.
         self.find_run, self.find_each = self._residency.find_run, self._residency.find_each
@@ -96,13 +103,29 @@ class Retention:
             raise KVStoreError(ErrorKind.INVALID, mistake)
         if terms.pin:
             self._bit_of(tenant, terms.pin)
-            pinned_bytes = self._residency.pinned_bytes[tenant] + self.coming_bytes[tenant]
-            if pinned_bytes + nbytes > self._pinned_limit_bytes:
+            pinned_bytes = self._residency.pinned_bytes[tenant] + self._coming_bytes[tenant]
+            # DRAM may have been resized, or be on its way to less.
+            dram_bytes = min(self._host.capacity_bytes, self._host.ceiling_bytes)
+            limit_bytes = min(self._limits.pinned_per_tenant_bytes, dram_bytes // PINNED_SHARE)
+            if pinned_bytes + nbytes > limit_bytes:
                 raise KVStoreError(
                     ErrorKind.TOO_LARGE,
                     f"the tenant has pinned {pinned_bytes} bytes, and {nbytes} more are over "
-                    f"limits.pinned_per_tenant, or half of DRAM, {self._pinned_limit_bytes}: unpin some",
+                    f"limits.pinned_per_tenant, or half of DRAM, {limit_bytes}: unpin some",
                 )
+
+    def hold(self, tenant: int, terms: Terms, nbytes: int) -> Callable[[], None]:
+        """Hold room and owner for the pins of a put that `check` allowed, on new slots of `nbytes`. Return a function
+        that lets both go; call it once, when the blocks are stored or given up."""
+        if not terms.pin:
+            return lambda: None
+
+        def count(sign: int) -> None:
+            self._coming_bytes[tenant] += sign * nbytes
+            self._coming_owners[tenant, terms.pin] += sign
+
+        count(1)
+        return partial(count, -1)
 
     def of_new(self, tenant: int, terms: Terms) -> Terms:
         """Return the terms for a new block of `tenant`: `terms`, with the tenant's defaults where `terms` leave the
@@ -114,9 +137,14 @@ class Retention:
         return terms._replace(ttl_s=ttl_s, priority=default.priority if terms.priority is None else terms.priority)
 
     def stored(self, rows: Sequence[int], terms: Terms) -> None:
-        """Set the terms of new blocks; `terms` contain the tenant's defaults already."""
+        """Set the terms of new blocks; `terms` contain the tenant's defaults already. Headers have all but pins."""
         if terms != NO_TERMS:
-            self.change(rows, terms)
+            self._set(rows, terms)
+            for row in rows if self.later.is_followed else ():
+                if told := self._residency.rows.optional.get("told_later", row):  # it got another copy
+                    self.later.note(row, told)
+                elif terms.pin:
+                    self.later.note(row, PINS)
 
     def stored_before(self, rows: Sequence[int], terms: Terms) -> None:
         """Apply the terms of a put to blocks that were stored before, as far as they keep the blocks longer: a later
@@ -137,6 +165,14 @@ class Retention:
 
     def change(self, rows: Sequence[int], terms: Terms) -> None:
         """Set the terms of `rows` to `terms`: the expiry may become sooner or later, the priority lower or higher."""
+        facts = self._residency.terms_of
+        before = [facts(row) for row in rows] if self.later.is_followed else []
+        self._set(rows, terms)
+        for row, was in zip(rows, before, strict=False):
+            if (now := facts(row)) != was:
+                self.later.note(row, PINS if now[:2] == was[:2] else ALL)
+
+    def _set(self, rows: Sequence[int], terms: Terms) -> None:
         now_ns = self._clock.monotonic_ns()
         if terms.ttl_s is not None:
             expires_s = self._expiry(terms.ttl_s)
@@ -166,10 +202,32 @@ class Retention:
         names = self._owners.get(self._residency.tenant_of(row), []) if bits else []
         return [name for bit, name in enumerate(names) if bits >> bit & 1]
 
-    def unpin_all(self, tenant: int) -> None:
-        """End all pins of the tenant's owners."""
-        for row in self._pinned_rows(tenant):
-            self._residency.set_owners(row, 0)
+    def unpin_all(self, tenant: int, owner: str = "") -> int:
+        """End all pins of the tenant's owners, or of `owner` alone; return the number of blocks that lost one."""
+        bits = self._bit_of(tenant, owner, is_new=False) if owner else ALL_OWNERS
+        rows = [row for row in self._pinned_rows(tenant) if self._residency.pinned_by(row) & bits]
+        for row in rows:
+            self._residency.set_owners(row, self._residency.pinned_by(row) & ~bits)
+            if self.later.is_followed:
+                self.later.note(row, PINS)
+        return len(rows)
+
+    def restore(self, entries: Sequence[Entry]) -> None:
+        """Give blocks the terms in `entries`, which the small state had, instead of their headers' terms."""
+        now_ns = self._clock.monotonic_ns()
+        for row, terms in self.later.found(entries):
+            tenant, bits = self._residency.tenant_of(row), 0
+            for owner in terms.owners:
+                try:
+                    bits |= self._bit_of(tenant, owner)
+                except KVStoreError as error:
+                    log.warning("a pin of %s is lost: %s", owner, error)
+            if terms.told == ALL:
+                self._residency.rows.optional.set("expires_s", row, terms.expires_s)
+                self.priorities.set(row, terms.priority, now_ns)
+            self._residency.set_owners(row, bits)
+        if "expires_s" in self._columns:
+            self._hide_expired()
 
     def _pinned_rows(self, tenant: int) -> list[int]:
         """Return the rows of the tenant's blocks that have an owner's pin."""
@@ -200,10 +258,11 @@ class Retention:
         return 1 << names.index(owner)
 
     def _forget_owner(self, tenant: int, names: list[str]) -> None:
-        """Free the bits of owners that have no pin any more. Raises KVStoreError when every owner has a pin."""
+        """Free the bits of owners that have no pin any more, and that no put under way will pin for. Raises
+        KVStoreError when there is no such owner."""
         held = reduce(or_, map(self._residency.pinned_by, self._pinned_rows(tenant)), 0)
         for bit in range(OWNERS_MAX):
-            if not held >> bit & 1:
+            if not held >> bit & 1 and not self._coming_owners[tenant, names[bit]]:
                 names[bit] = ""
         if "" not in names:
             raise KVStoreError(

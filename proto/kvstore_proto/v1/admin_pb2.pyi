@@ -794,12 +794,20 @@ class DropRequest(google.protobuf.message.Message):
     TENANT_FIELD_NUMBER: builtins.int
     ALL_FIELD_NUMBER: builtins.int
     DISCARD_FIELD_NUMBER: builtins.int
+    PINS_FIELD_NUMBER: builtins.int
+    OWNER_FIELD_NUMBER: builtins.int
     tier: builtins.str
     """host | nvme; required unless all = true"""
     tenant: builtins.str
     all: builtins.bool
     discard: builtins.bool
     """also drop blocks that have no other copy (data loss); without it the host tier's are written"""
+    pins: builtins.bool
+    """to a slower tier first, and what has no other copy then is kept
+    remove no block: end the pins of the tenant's owners, or of `owner` alone
+    """
+    owner: builtins.str
+    """with pins"""
     def __init__(
         self,
         *,
@@ -807,8 +815,10 @@ class DropRequest(google.protobuf.message.Message):
         tenant: builtins.str = ...,
         all: builtins.bool = ...,
         discard: builtins.bool = ...,
+        pins: builtins.bool = ...,
+        owner: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["all", b"all", "discard", b"discard", "tenant", b"tenant", "tier", b"tier"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["all", b"all", "discard", b"discard", "owner", b"owner", "pins", b"pins", "tenant", b"tenant", "tier", b"tier"]) -> None: ...
 
 global___DropRequest = DropRequest
 
@@ -822,6 +832,7 @@ class DropReply(google.protobuf.message.Message):
     WRITTEN_BACK_BLOCKS_FIELD_NUMBER: builtins.int
     ONLY_COPY_BLOCKS_FIELD_NUMBER: builtins.int
     ONLY_COPY_BYTES_FIELD_NUMBER: builtins.int
+    UNPINNED_BLOCKS_FIELD_NUMBER: builtins.int
     dropped_blocks: builtins.int
     dropped_bytes: builtins.int
     kept_blocks: builtins.int
@@ -830,6 +841,8 @@ class DropReply(google.protobuf.message.Message):
     only_copy_blocks: builtins.int
     """of the kept ones, those that only this tier has"""
     only_copy_bytes: builtins.int
+    unpinned_blocks: builtins.int
+    """with pins: those that lost a pin"""
     def __init__(
         self,
         *,
@@ -839,8 +852,9 @@ class DropReply(google.protobuf.message.Message):
         written_back_blocks: builtins.int = ...,
         only_copy_blocks: builtins.int = ...,
         only_copy_bytes: builtins.int = ...,
+        unpinned_blocks: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["dropped_blocks", b"dropped_blocks", "dropped_bytes", b"dropped_bytes", "kept_blocks", b"kept_blocks", "only_copy_blocks", b"only_copy_blocks", "only_copy_bytes", b"only_copy_bytes", "written_back_blocks", b"written_back_blocks"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dropped_blocks", b"dropped_blocks", "dropped_bytes", b"dropped_bytes", "kept_blocks", b"kept_blocks", "only_copy_blocks", b"only_copy_blocks", "only_copy_bytes", b"only_copy_bytes", "unpinned_blocks", b"unpinned_blocks", "written_back_blocks", b"written_back_blocks"]) -> None: ...
 
 global___DropReply = DropReply
 

@@ -38,11 +38,13 @@ class _KeyStatusEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enum
     KEY_STATUS_MISS: _KeyStatus.ValueType  # 0
     """not here; miss_reasons says why"""
     KEY_STATUS_PRESENT: _KeyStatus.ValueType  # 1
-    """Lookup: readable. Put: stored before, nothing was written. Prefetch: in DRAM already"""
+    """Lookup: readable. Put: stored before, nothing was written. Prefetch: in DRAM already."""
     KEY_STATUS_SENT: _KeyStatus.ValueType  # 2
-    """Get: its payload is in this answer"""
+    """Touch: it was touched
+    Get: its payload is in this answer
+    """
     KEY_STATUS_OMITTED: _KeyStatus.ValueType  # 3
-    """Get, Prefetch: here, but behind a miss or over a limit of the call: ask from there on"""
+    """Get, Prefetch, Touch: here, but behind a miss or over a limit of the call: ask from there on"""
     KEY_STATUS_STORED: _KeyStatus.ValueType  # 4
     """Put: visible to every client of the tenant from now on"""
     KEY_STATUS_ORPHANED: _KeyStatus.ValueType  # 5
@@ -72,11 +74,13 @@ class KeyStatus(_KeyStatus, metaclass=_KeyStatusEnumTypeWrapper):
 KEY_STATUS_MISS: KeyStatus.ValueType  # 0
 """not here; miss_reasons says why"""
 KEY_STATUS_PRESENT: KeyStatus.ValueType  # 1
-"""Lookup: readable. Put: stored before, nothing was written. Prefetch: in DRAM already"""
+"""Lookup: readable. Put: stored before, nothing was written. Prefetch: in DRAM already."""
 KEY_STATUS_SENT: KeyStatus.ValueType  # 2
-"""Get: its payload is in this answer"""
+"""Touch: it was touched
+Get: its payload is in this answer
+"""
 KEY_STATUS_OMITTED: KeyStatus.ValueType  # 3
-"""Get, Prefetch: here, but behind a miss or over a limit of the call: ask from there on"""
+"""Get, Prefetch, Touch: here, but behind a miss or over a limit of the call: ask from there on"""
 KEY_STATUS_STORED: KeyStatus.ValueType  # 4
 """Put: visible to every client of the tenant from now on"""
 KEY_STATUS_ORPHANED: KeyStatus.ValueType  # 5
@@ -420,6 +424,59 @@ class UnaryPrefetchReply(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["keys", b"keys", "miss_reasons", b"miss_reasons", "statuses", b"statuses"]) -> None: ...
 
 global___UnaryPrefetchReply = UnaryPrefetchReply
+
+@typing.final
+class UnaryTouchRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CHAIN_FIELD_NUMBER: builtins.int
+    TERMS_FIELD_NUMBER: builtins.int
+    @property
+    def chain(self) -> global___Chain:
+        """blocks up to the first that is missing are touched"""
+
+    @property
+    def terms(self) -> kvstore_proto.v1.kvstore_pb2.Terms:
+        """how long to keep them from now on; none changes nothing but their last use"""
+
+    def __init__(
+        self,
+        *,
+        chain: global___Chain | None = ...,
+        terms: kvstore_proto.v1.kvstore_pb2.Terms | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["chain", b"chain", "terms", b"terms"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["chain", b"chain", "terms", b"terms"]) -> None: ...
+
+global___UnaryTouchRequest = UnaryTouchRequest
+
+@typing.final
+class UnaryTouchReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STATUSES_FIELD_NUMBER: builtins.int
+    MISS_REASONS_FIELD_NUMBER: builtins.int
+    KEYS_FIELD_NUMBER: builtins.int
+    keys: builtins.bytes
+    """16 a key, as computed from token_ids or object"""
+    @property
+    def statuses(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[global___KeyStatus.ValueType]:
+        """a key: PRESENT, OMITTED or MISS"""
+
+    @property
+    def miss_reasons(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[kvstore_proto.v1.kvstore_pb2.MissReason.ValueType]:
+        """a key: UNSPECIFIED where it is not a MISS"""
+
+    def __init__(
+        self,
+        *,
+        statuses: collections.abc.Iterable[global___KeyStatus.ValueType] | None = ...,
+        miss_reasons: collections.abc.Iterable[kvstore_proto.v1.kvstore_pb2.MissReason.ValueType] | None = ...,
+        keys: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["keys", b"keys", "miss_reasons", b"miss_reasons", "statuses", b"statuses"]) -> None: ...
+
+global___UnaryTouchReply = UnaryTouchReply
 
 @typing.final
 class UnaryDeleteRequest(google.protobuf.message.Message):

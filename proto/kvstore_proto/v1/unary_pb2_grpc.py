@@ -54,6 +54,11 @@ class KVStoreUnaryStub(object):
                 request_serializer=kvstore__proto_dot_v1_dot_unary__pb2.UnaryPrefetchRequest.SerializeToString,
                 response_deserializer=kvstore__proto_dot_v1_dot_unary__pb2.UnaryPrefetchReply.FromString,
                 _registered_method=True)
+        self.Touch = channel.unary_unary(
+                '/kvstore.v1.KVStoreUnary/Touch',
+                request_serializer=kvstore__proto_dot_v1_dot_unary__pb2.UnaryTouchRequest.SerializeToString,
+                response_deserializer=kvstore__proto_dot_v1_dot_unary__pb2.UnaryTouchReply.FromString,
+                _registered_method=True)
         self.Delete = channel.unary_unary(
                 '/kvstore.v1.KVStoreUnary/Delete',
                 request_serializer=kvstore__proto_dot_v1_dot_unary__pb2.UnaryDeleteRequest.SerializeToString,
@@ -92,6 +97,13 @@ class KVStoreUnaryServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Touch(self, request, context):
+        """the leading run was used; keep it so long
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Delete(self, request, context):
         """take blocks of one's own tenant away
         """
@@ -121,6 +133,11 @@ def add_KVStoreUnaryServicer_to_server(servicer, server):
                     servicer.Prefetch,
                     request_deserializer=kvstore__proto_dot_v1_dot_unary__pb2.UnaryPrefetchRequest.FromString,
                     response_serializer=kvstore__proto_dot_v1_dot_unary__pb2.UnaryPrefetchReply.SerializeToString,
+            ),
+            'Touch': grpc.unary_unary_rpc_method_handler(
+                    servicer.Touch,
+                    request_deserializer=kvstore__proto_dot_v1_dot_unary__pb2.UnaryTouchRequest.FromString,
+                    response_serializer=kvstore__proto_dot_v1_dot_unary__pb2.UnaryTouchReply.SerializeToString,
             ),
             'Delete': grpc.unary_unary_rpc_method_handler(
                     servicer.Delete,
@@ -236,6 +253,33 @@ class KVStoreUnary(object):
             '/kvstore.v1.KVStoreUnary/Prefetch',
             kvstore__proto_dot_v1_dot_unary__pb2.UnaryPrefetchRequest.SerializeToString,
             kvstore__proto_dot_v1_dot_unary__pb2.UnaryPrefetchReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Touch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.KVStoreUnary/Touch',
+            kvstore__proto_dot_v1_dot_unary__pb2.UnaryTouchRequest.SerializeToString,
+            kvstore__proto_dot_v1_dot_unary__pb2.UnaryTouchReply.FromString,
             options,
             channel_credentials,
             insecure,

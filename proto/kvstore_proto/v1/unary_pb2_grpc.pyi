@@ -52,6 +52,12 @@ class KVStoreUnaryStub:
     ]
     """a hint: bring the leading run to DRAM"""
 
+    Touch: grpc.UnaryUnaryMultiCallable[
+        kvstore_proto.v1.unary_pb2.UnaryTouchRequest,
+        kvstore_proto.v1.unary_pb2.UnaryTouchReply,
+    ]
+    """the leading run was used; keep it so long"""
+
     Delete: grpc.UnaryUnaryMultiCallable[
         kvstore_proto.v1.unary_pb2.UnaryDeleteRequest,
         kvstore_proto.v1.unary_pb2.UnaryDeleteReply,
@@ -82,6 +88,12 @@ class KVStoreUnaryAsyncStub:
         kvstore_proto.v1.unary_pb2.UnaryPrefetchReply,
     ]
     """a hint: bring the leading run to DRAM"""
+
+    Touch: grpc.aio.UnaryUnaryMultiCallable[
+        kvstore_proto.v1.unary_pb2.UnaryTouchRequest,
+        kvstore_proto.v1.unary_pb2.UnaryTouchReply,
+    ]
+    """the leading run was used; keep it so long"""
 
     Delete: grpc.aio.UnaryUnaryMultiCallable[
         kvstore_proto.v1.unary_pb2.UnaryDeleteRequest,
@@ -121,6 +133,14 @@ class KVStoreUnaryServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[kvstore_proto.v1.unary_pb2.UnaryPrefetchReply, collections.abc.Awaitable[kvstore_proto.v1.unary_pb2.UnaryPrefetchReply]]:
         """a hint: bring the leading run to DRAM"""
+
+    @abc.abstractmethod
+    def Touch(
+        self,
+        request: kvstore_proto.v1.unary_pb2.UnaryTouchRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvstore_proto.v1.unary_pb2.UnaryTouchReply, collections.abc.Awaitable[kvstore_proto.v1.unary_pb2.UnaryTouchReply]]:
+        """the leading run was used; keep it so long"""
 
     @abc.abstractmethod
     def Delete(

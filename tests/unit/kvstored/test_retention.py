@@ -8,13 +8,16 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from kvstore_proto.errors import KVStoreError
 from kvstore_proto.terms import Terms
+from kvstore_proto.v1 import admin_pb2 as admin
 from kvstore_proto.v1 import kvstore_pb2 as pb
+from kvstored.admin.drop import Drop
 from kvstored.clients.sessions import Session
 from kvstored.lifecycle import Cause
 from kvstored.rpc.verbs.put import PutVerb
@@ -340,3 +343,51 @@ async def test_a_pinned_block_moves_when_its_arena_is_emptied(driven: DrivenStor
     after = residency.slot(row, driven.small.mapped)
     assert after.container != before.container and residency.pin_count(row) == 1
     assert (await driven.get(keys)).blocks == 1
+
+
+@over_a_store("limits.pinned_per_tenant=64KiB")
+async def test_a_put_under_way_keeps_the_owner_that_it_will_pin_for(driven: DrivenStore) -> None:
+    """The last owner that fits is asked for by a put; another one must not get its bit before the put has ended."""
+    hints, retention, tenant = driven.operations.hints, driven.small.store.retention, driven.client.tenant_id
+    keys = await put(driven, 1)
+    for number in range(31):
+        hints.touch(driven.client, keys[0], Terms(pin=f"owner {number}"))
+    verb, client = PutVerb(driven.operations.put, driven.small.store), cast(Session, driven.client)
+    answers = verb.store_inline(client, driven.offer(keys_of(2, 1), Terms(pin="of the put")), NONE)
+    with pytest.raises(KVStoreError, match="32 owners"):
+        hints.touch(driven.client, keys[0], Terms(pin="one more"))
+    assert [list(answer.store.statuses) async for answer in answers] == [[StoreStatus.STORED]]
+    assert retention.owners(driven.small.residency.find(tenant, keys_of(2, 1)[0])) == ["of the put"]
+    hints.touch(driven.client, keys_of(2, 1)[0], Terms(unpin="of the put"))
+    hints.touch(driven.client, keys[0], Terms(pin="one more"))
+    assert "one more" in retention.owners(driven.small.residency.find(tenant, keys[0]))
+
+
+@over_a_store("host.capacity=4MiB", "limits.pinned_per_tenant=1GiB")
+async def test_the_bound_on_pins_follows_a_resize_of_dram(driven: DrivenStore) -> None:
+    host, retention, tenant = driven.small.store.host, driven.small.store.retention, driven.client.tenant_id
+    three = Terms(pin="a"), 3 << 20
+    with pytest.raises(KVStoreError, match=r"half of DRAM, 2097152"):
+        retention.check(tenant, *three)
+    host.resize(8 << 20)
+    retention.check(tenant, *three)
+    host.set_ceiling(5 << 20)  # as at the begin of a resize to less
+    with pytest.raises(KVStoreError, match=r"half of DRAM, 2621440"):
+        retention.check(tenant, *three)
+
+
+@over_a_store()
+async def test_an_operator_ends_the_pins_of_one_owner_or_of_all(driven: DrivenStore) -> None:
+    """The tenant needs no client."""
+    directory: Any = SimpleNamespace(number=lambda name, residency: {"tenant": driven.client.tenant_id}.get(name))
+    drop, owners = Drop(driven.small.store, directory), driven.small.store.retention.owners
+    first, second = await put(driven, 1, pin="a"), await put(driven, 2, pin="b")
+    await put(driven, 1, pin="b")
+    rows = [driven.small.residency.find(driven.client.tenant_id, keys[0]) for keys in (first, second)]
+    with pytest.raises(KVStoreError, match="name the tenant"):
+        await drop.drop(admin.DropRequest(pins=True, owner="a"))
+    assert (await drop.drop(admin.DropRequest(pins=True, tenant="tenant", owner="c"))).unpinned_blocks == 0
+    assert (await drop.drop(admin.DropRequest(pins=True, tenant="tenant", owner="a"))).unpinned_blocks == 1
+    assert [owners(row) for row in rows] == [["b"], ["b"]]
+    assert (await drop.drop(admin.DropRequest(pins=True, tenant="tenant"))).unpinned_blocks == 2
+    assert [driven.small.residency.pin_count(row) for row in rows] == [0, 0]

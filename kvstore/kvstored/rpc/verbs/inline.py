@@ -166,6 +166,16 @@ class InlineCalls:
         reply.miss_reasons.extend(self._reasons(session, blocks, missing))
         return reply
 
+    def touch(self, session: Session, blocks: NamedBlocks, request: unary.UnaryTouchRequest) -> unary.UnaryTouchReply:
+        key_set = pb.KeySet(group=blocks.group, keys=blocks.packed)
+        touched = self._quick(session, touch=pb.Touch(set=key_set, terms=request.terms)).touch.touched
+        missing = [row < 0 for row in self._retention.find_each(session.tenant_id, blocks.packed)]
+        behind = [unary.KEY_STATUS_MISS if miss else unary.KEY_STATUS_OMITTED for miss in missing[touched:]]
+        return unary.UnaryTouchReply(
+            statuses=[unary.KEY_STATUS_PRESENT] * touched + behind,
+            miss_reasons=self._reasons(session, blocks, missing),
+        )
+
     async def delete(
         self, session: Session, blocks: NamedBlocks, request: unary.UnaryDeleteRequest
     ) -> unary.UnaryDeleteReply:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections import defaultdict
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -79,6 +79,7 @@ class ResidencyView:
         self.pins: dict[int, int] = {}
         self.pinned_bytes: defaultdict[int, int] = defaultdict(int)  # by tenant, slots of blocks that owners pinned
         self.kind_tenant: list[int] = []  # by kind number
+        self.terms_gone: Callable[[int], None] | None = None  # called for a block that goes and had later terms
         self.changes = 0
         self.deletions = 0
 
@@ -352,10 +353,16 @@ class ResidencyView:
         block."""
         return self.rows.optional.get("pinned_by", row)
 
+    def terms_of(self, row: int) -> tuple[int, int, int]:
+        """Return `expires_s`, `priority` and `pinned_by` of the block."""
+        return self.expires_s(row), self.priority(row), self.pinned_by(row)
+
     def reset_facts(self, row: int) -> None:
         """Reset the optional columns of a block that is gone; its row may remain as a placeholder."""
         if self.pinned_by(row):
             self.pinned_bytes[self.tenant_of(row)] -= self.slot_bytes(row)
+        if self.terms_gone is not None and self.rows.optional.get("told_later", row):
+            self.terms_gone(row)
         self.rows.optional.reset((row,))
 
     def codec(self, row: int, tier: int) -> int:

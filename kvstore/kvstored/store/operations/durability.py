@@ -9,10 +9,11 @@ began when it was written; a put that asks for no durability has nothing written
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
 
 from kvstored.store.blocks import ResidencyView
+from kvstored.store.retention import Retention
 from kvstored.store.transfer.writeback import WriteBack
 
 Settling = dict[int, asyncio.Future[bool]]
@@ -61,3 +62,22 @@ def settle_present(
         elif mode == DurabilityMode.BATCH and not is_written and writeback.gate.admits(row):
             settling[position] = writeback.write_through(row)
     return settling
+
+
+def with_terms(
+    retention: Retention, found: Iterable[tuple[int, int]], settling: Settling, durability: bytearray | None = None
+) -> Settling:
+    """Return `settling`, in which blocks whose terms no header has are durable only once small state has the terms.
+    `found`: place in the request and row of each block; `durability`: what is known of them already."""
+    late = [position for position, row in found if retention.later.is_unsaved(row)]
+    known = durability if durability is not None else b""
+    wanted = [at for at in late if at in settling or (known and known[at] == Durability.DURABLE)]
+    if not wanted:
+        return settling
+    saved = retention.later.when_saved()
+    waits = {at: asyncio.ensure_future(_both(settling[at], saved)) if at in settling else saved for at in wanted}
+    return settling | waits
+
+
+async def _both(first: asyncio.Future[bool], second: asyncio.Future[bool]) -> bool:
+    return await asyncio.shield(first) and await asyncio.shield(second)

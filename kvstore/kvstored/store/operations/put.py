@@ -29,7 +29,7 @@ from kvstored.lifecycle import Cause, CopyState
 from kvstored.store.assembly import Store
 from kvstored.store.blocks import CyclicChainError
 from kvstored.store.operations.client import Client
-from kvstored.store.operations.durability import Durability, DurabilityMode, Settling, settle_present
+from kvstored.store.operations.durability import Durability, DurabilityMode, Settling, settle_present, with_terms
 from kvstored.store.operations.records import NOWHERE, Offer, PutAnswer, StagedBlock, StoreStatus
 from kvstored.store.transfer.room import NoSlot
 
@@ -127,6 +127,7 @@ class Put:
             self._counters.add("present_blocks", len(present))
             self._retention.stored_before([row for _, row in present], offer.terms)
             settling = settle_present(self._residency, self._writeback, present, mode, durability)
+            settling = with_terms(self._retention, present, settling, durability)
         mistake: Exception | None = None
         try:
             self._announce(intake)
@@ -137,18 +138,17 @@ class Put:
         except Exception as error:
             mistake = error
         client.beginning += 1
-        pinned_bytes = sum(block.nbytes for block in intake.blocks) if terms.pin else 0
-        self._retention.coming_bytes[tenant] += pinned_bytes
+        let_go = self._retention.hold(tenant, terms, sum(block.nbytes for block in intake.blocks))
         storing = asyncio.create_task(self._store_rest(intake, mistake))
         self._running.add(storing)
         client.copying.add(storing)
-        storing.add_done_callback(partial(self._ended, intake, offer, pinned_bytes))
+        storing.add_done_callback(partial(self._ended, intake, offer))
+        storing.add_done_callback(lambda _: let_go())
         return _answers(storing, intake.statuses, durability, settling, mode)
 
-    def _ended(self, intake: _Intake, offer: Offer, pinned_bytes: int, storing: asyncio.Task[Settling]) -> None:
+    def _ended(self, intake: _Intake, offer: Offer, storing: asyncio.Task[Settling]) -> None:
         client = intake.client
         self._running.discard(storing)
-        self._retention.coming_bytes[client.tenant_id] -= pinned_bytes
         self.being_written.difference_update((client.tenant_id, block.key) for block in intake.blocks)
         if offer.reserved is not None:
             offer.reserved.end()
@@ -356,11 +356,11 @@ class Put:
         writeback, at_once = self._writeback, intake.mode == DurabilityMode.ALWAYS
         if writeback is None or intake.mode == DurabilityMode.NONE:
             return {}
-        return {
-            position: writeback.write_through(row, at_once=at_once)
-            for position, row in published.items()
-            if at_once or writeback.gate.admits(row)
-        }
+        settling = {
+            at: writeback.write_through(row, at_once=at_once)
+            for at, row in published.items() if at_once or writeback.gate.admits(row)
+        }  # fmt: skip
+        return with_terms(self._retention, published.items(), settling)
 
     async def _take_back(self, parts: Sequence[_Part]) -> None:
         """Take back blocks that are not published, as if they had never begun, once nothing copies into them."""

@@ -1,0 +1,133 @@
+"""The module saves later terms in the database `pins`, and gives them to the blocks again at a start.
+
+The changes of `INTERVAL_S` seconds are one commit; when a put waits, they are committed at once. Each commit is synced,
+so a loss of power undoes none. A crash forgets the touches of `INTERVAL_S` and the time of one commit, and no put that
+was answered durable. The file `pins` in the state directory has no content: while it is there, a start waits for the
+saved terms, because a block must not be served, or removed, by its header's terms alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from kvstored.state.process import StateProcess, Transaction
+from kvstored.store.later_terms import Entry
+from kvstored.store.retention import Retention
+from kvstored.unsaved import Unsaved
+
+log = logging.getLogger(__name__)
+INTERVAL_S = 5.0
+START_S = 30.0  # the longest that a start waits for saved terms
+MARK = "pins"
+COST = "a restart forgets pins, and what touches changed of expiries and priorities; puts that need it are volatile"
+
+
+class TermsKeeper:
+    """Keeps later terms of the blocks of `retention` through `process`. `directory`: the state directory."""
+
+    def __init__(self, process: StateProcess, retention: Retention, unsaved: Unsaved, directory: Path) -> None:
+        self._process, self._retention, self._later = process, retention, retention.later
+        self._unsaved, self._mark = unsaved, directory / MARK
+        self._turn = asyncio.Lock()
+        self.is_read = False
+        self._later.follow()
+        process.listeners.append(self._is_new)
+
+    def _is_new(self, _: str) -> None:
+        self._later.is_whole = True
+
+    async def restore_before_serving(self) -> None:
+        """Give blocks the saved terms, if there may be any, before a client is served. When that is impossible or takes
+        longer than `START_S`, say so in the log; until it succeeds, headers have the last word."""
+        if self._mark.exists():
+            try:
+                async with asyncio.timeout(START_S):
+                    await self.restore()
+            except (OSError, TimeoutError) as error:
+                why = str(error) or f"it takes more than {START_S:g} s"
+                log.warning("saved terms cannot be read (%s): blocks begin with the terms of their headers", why)
+
+    async def restore(self) -> None:
+        """Give blocks the saved terms, unless that was done. Raises OSError."""
+        async with self._turn:
+            if self.is_read:
+                return
+            await self._process.open()
+            entries = await self._process.read("pins")
+            for first in range(0, len(entries), 512):
+                self._retention.restore(entries[first : first + 512])
+                await asyncio.sleep(0)
+            self.is_read = True
+            if not entries:
+                self._mark.unlink(missing_ok=True)
+
+    async def run(self) -> None:
+        """Save changes every `INTERVAL_S` seconds, and at once when a put waits for it, until the task is cancelled."""
+        waiting: asyncio.Future[bool] | None = None
+        loop, until_s = asyncio.get_running_loop(), 0.0  # until then nothing is tried: the last try failed
+        try:
+            while True:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(INTERVAL_S):
+                        await self._later.wanted.wait()
+                waiting = self._later.take_waiting()
+                went_well = loop.time() >= until_s and await self.save()
+                if not went_well and loop.time() >= until_s:
+                    until_s = loop.time() + INTERVAL_S
+                if waiting is not None:
+                    waiting.set_result(went_well)
+                    waiting = None
+        finally:
+            if waiting is not None:
+                waiting.set_result(False)
+            self._later.end()
+
+    async def save(self) -> bool:
+        """Save what has changed; return False when it could not be saved."""
+        try:
+            await self.restore()
+            async with self._turn:
+                if self._later.changed or self._later.is_whole:
+                    await self._save()
+        except OSError as error:
+            self._unsaved.failed(self._mark, error, COST)
+            return False
+        self._unsaved.saved(self._mark)
+        return True
+
+    async def _save(self) -> None:
+        later = self._later
+        await self._process.open()  # which says what is in it
+        is_whole, changed = later.is_whole, dict(later.changed)
+        later.is_whole = False
+        keys = later.all_keys() if is_whole else list(changed)
+        kept: list[bytes] = []
+        try:
+            async with self._process.transaction(durable=True) as change:
+                for entries, gone in later.entries(keys):
+                    await self._put(change, entries, gone)
+                    kept += (key for key, _ in entries if is_whole)
+                    await asyncio.sleep(0)
+                if is_whole and later.sees_all:
+                    await change.keep_only("pins", kept)
+        except BaseException:
+            later.is_whole |= is_whole
+            raise
+        later.saved(changed)
+        if later.sees_all and not later.all_keys():
+            self._mark.unlink(missing_ok=True)
+
+    async def _put(self, change: Transaction, entries: list[Entry], gone: list[bytes]) -> None:
+        if entries and not self._mark.exists():
+            self._mark.touch(mode=0o600)
+            descriptor = os.open(self._mark.parent, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        await change.put("pins", entries)
+        await change.remove("pins", gone)

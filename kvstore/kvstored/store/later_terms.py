@@ -1,0 +1,194 @@
+"""Later terms are terms that a block's header does not have: all pins, and what a touch or another put changed.
+
+The module notes the blocks whose later terms have changed since they were saved, and gives them the form in which the
+small state has them (`state/terms.py`). A saved entry has all terms of one block, and replaces its header's. The module
+sets no terms and does no I/O.
+
+Invariants: a block is in `changed` from the change of its terms until a commit that began later; a removed block whose
+terms were saved is in `changed` until its entry is removed, so no block that is stored anew under its key is called
+durable before that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from kvstore_proto.identity import KEY_BYTES
+from kvstored.clock import NS_PER_S, Clock
+from kvstored.store.blocks import Residency
+
+MOST_CHANGED = 1 << 18  # blocks that are noted one by one: 50 MB
+STEP_ENTRIES = 512  # packed in one step: some 2 ms
+_TERMS = struct.Struct("<IbB")  # expiry in seconds since the epoch, 0: never; priority; `told_later`
+PINS, ALL = 1, 2  # in the column `told_later`: only the pins, or the expiry and the priority too
+_EXPIRY_MAX = (1 << 32) - 1
+Entry = tuple[bytes, bytes]
+
+
+class SavedTerms(NamedTuple):
+    """The terms in one entry. `expires_s`: seconds since the epoch; 0 means never. `owners`: of pins. `told`: `PINS`
+    when the header has expiry and priority, otherwise `ALL`."""
+
+    expires_s: int
+    priority: int
+    owners: list[str]
+    told: int
+
+
+class LaterTerms:
+    """Notes changes once `follow` was called; nothing needs them without a small state. `owners(row)` returns the names
+    of the owners that have pinned a block. `changed`: by number of the tenant and key, the number of the change.
+    `is_whole`: all entries must be saved anew, because too many blocks have changed or the state is empty. `wanted` is
+    set when somebody waits for a save."""
+
+    def __init__(self, residency: Residency, clock: Clock, owners: Callable[[int], list[str]]) -> None:
+        self._residency, self._clock, self._owners = residency, clock, owners
+        self.is_followed = self.is_whole = self._has_ended = False
+        self.changed: dict[tuple[int, bytes], int] = {}
+        self._changes = 0
+        self.wanted = asyncio.Event()
+        self._waiting: asyncio.Future[bool] | None = None
+
+    def follow(self) -> None:
+        """Note changes from now on."""
+        self.is_followed = True
+        self._residency.terms_gone = self._note
+
+    def note(self, row: int, told: int) -> None:
+        """Note that later terms of the block have changed. `told`: `PINS` when only its pins have, otherwise `ALL`."""
+        optional = self._residency.rows.optional
+        optional.set("told_later", row, max(told, optional.get("told_later", row)))
+        self._note(row)
+
+    def _note(self, row: int) -> None:
+        self.note_key(self._residency.tenant_of(row), self._residency.key(row))
+
+    def note_key(self, tenant: int, key: bytes) -> None:
+        """Note that the saved entry of a block is not right any more."""
+        self._changes += 1
+        self.changed[tenant, key] = self._changes
+        if len(self.changed) > MOST_CHANGED:
+            self.is_whole = True
+            self.changed.clear()
+
+    # For those who wait
+
+    def is_unsaved(self, row: int) -> bool:
+        """Return whether the small state does not have the present terms of a block yet."""
+        if self.is_whole and self._residency.rows.optional.get("told_later", row):
+            return True
+        return bool(self.changed) and (self._residency.tenant_of(row), self._residency.key(row)) in self.changed
+
+    def when_saved(self) -> asyncio.Future[bool]:
+        """Return a future that is True when all present changes are saved so that a loss of power does not undo them;
+        False when that has failed."""
+        if self._waiting is None:
+            self._waiting = asyncio.get_running_loop().create_future()
+            self.wanted.set()
+            if self._has_ended:
+                self._waiting.set_result(False)
+        return self._waiting
+
+    def end(self) -> None:
+        """Note that nobody saves any more until the last save: whoever waits, now or later, is told that it failed."""
+        self._has_ended = True
+        if self._waiting is not None:
+            self._waiting.set_result(False)
+
+    def take_waiting(self) -> asyncio.Future[bool] | None:
+        """Return the future that callers of `when_saved` wait for; the caller must set it. None when nobody waits."""
+        waiting, self._waiting = self._waiting, None
+        self.wanted.clear()
+        return waiting
+
+    # What is saved
+
+    def entries(self, keys: Sequence[tuple[int, bytes]]) -> Iterator[tuple[list[Entry], list[bytes]]]:
+        """Yield in steps the entries to store, and the keys of the entries to remove, for the blocks `keys`."""
+        for first in range(0, len(keys), STEP_ENTRIES):
+            stored, gone = [], []
+            for tenant, key in keys[first : first + STEP_ENTRIES]:
+                row, name = self._residency.find_any(tenant, key), self._key(tenant, key)
+                if row >= 0 and self._is_told(row):
+                    stored.append((name, self._value(row)))
+                else:
+                    gone.append(name)
+            yield stored, gone
+
+    def _is_told(self, row: int) -> bool:
+        """Return whether the block has later terms now; forget that it had some when it has none left."""
+        told = self._residency.rows.optional.get("told_later", row)
+        if told == PINS and not self._residency.pinned_by(row):
+            self._residency.rows.optional.set("told_later", row, 0)
+            return False
+        return told > 0
+
+    def all_keys(self) -> list[tuple[int, bytes]]:
+        """Return every block that has later terms, as in `changed`."""
+        residency, column = self._residency, self._residency.rows.optional.view("told_later")
+        rows = [] if column is None else np.flatnonzero(column).tolist()
+        return [(residency.tenant_of(row), residency.key(row)) for row in rows]
+
+    def saved(self, changed: dict[tuple[int, bytes], int]) -> None:
+        """Note that the changes `changed`, a former copy of `self.changed`, are committed."""
+        for block, number in changed.items():
+            if self.changed.get(block) == number:
+                del self.changed[block]
+
+    @property
+    def sees_all(self) -> bool:
+        """Return whether the index has every block that may have a saved entry, blocks on NVMe included."""
+        return self._residency.durable >= 0
+
+    def _key(self, tenant: int, key: bytes) -> bytes:
+        return self._residency.tenants[tenant].name.encode() + key
+
+    def _value(self, row: int) -> bytes:
+        residency, expires_s = self._residency, self._residency.expires_s(row)
+        if expires_s:  # rounded down, as everywhere: no block lives longer
+            expires_s = min(max((expires_s * NS_PER_S + self._ahead_ns()) // NS_PER_S, 1), _EXPIRY_MAX)
+        told = residency.rows.optional.get("told_later", row)
+        return _TERMS.pack(expires_s, residency.priority(row), told) + "\n".join(self._owners(row)).encode()
+
+    # What was saved
+
+    def found(self, entries: Sequence[Entry]) -> Iterator[tuple[int, SavedTerms]]:
+        """Yield the row of each block in `entries` and its saved terms, with the expiry in seconds of the monotonic
+        clock. Entries of blocks that are not stored, or whose terms have changed already, are left out; the next save
+        removes them, unless the durable tier is not there to say."""
+        residency, ahead_ns = self._residency, self._ahead_ns()
+        numbers = {index.name.encode(): number for number, index in enumerate(residency.tenants)}
+        for name, value in entries:
+            tenant, key = numbers.get(name[:-KEY_BYTES], -1), name[-KEY_BYTES:]
+            if (tenant, key) in self.changed:
+                continue
+            row = residency.find(tenant, key) if tenant >= 0 else -1
+            if row >= 0 and (terms := terms_in(value)) is not None:
+                expires_s = terms.expires_s
+                if expires_s:  # what has expired meanwhile stays expired
+                    expires_s = min(max((expires_s * NS_PER_S - ahead_ns) // NS_PER_S, 1), _EXPIRY_MAX)
+                residency.rows.optional.set("told_later", row, terms.told)
+                yield row, terms._replace(expires_s=expires_s)
+            elif self.sees_all and tenant >= 0:
+                self.note_key(tenant, key)
+            elif self.sees_all:
+                self.is_whole = True
+
+    def _ahead_ns(self) -> int:
+        """Return the wall clock minus the monotonic clock, in nanoseconds."""
+        return self._clock.wall_ns() - self._clock.monotonic_ns()
+
+
+def terms_in(value: bytes) -> SavedTerms | None:
+    """Return the terms in a value; None for bytes of another form."""
+    try:
+        expires_s, priority, told = _TERMS.unpack_from(value)
+        owners = value[_TERMS.size :].decode()
+    except (struct.error, UnicodeDecodeError):
+        return None
+    return SavedTerms(expires_s, priority, owners.split("\n") if owners else [], told)
