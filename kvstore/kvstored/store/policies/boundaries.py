@@ -92,9 +92,10 @@ class Boundaries:
         """Return by row whether no boundary of a chain of these kinds needs it."""
         columns = self._residency.rows
         parent, links = np.frombuffer(columns.parent, np.int32), np.frombuffer(columns.links, np.uint32)
-        kind = np.frombuffer(columns.kind, np.uint32)
+        kind, mask = np.frombuffer(columns.kind, np.uint32), np.frombuffer(columns.mask, np.uint8)
         windows = np.array(self._residency.kind_window, np.int64)
-        needed = np.where(np.isin(kind, kinds) & (links != 1), windows[kind], 0)  # so many blocks, up from the row
+        is_end = ((links == 0) & (mask != 0)) | (links > 1)
+        needed = np.where(np.isin(kind, kinds) & is_end, windows[kind], 0)  # so many blocks, up from the row
         front = np.flatnonzero(needed > 1)
         while len(front):
             front = front[parent[front] >= 0]
