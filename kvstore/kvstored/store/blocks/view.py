@@ -262,7 +262,7 @@ class ResidencyView:
     def may_forget(self, row: int) -> bool:
         """Return whether the block may be removed from all tiers by choice: it is unpinned, has no child that needs it,
         and no copy is being filled."""
-        return not (self.dependents(row) or self.rows.filling[row] or row in self.pins)
+        return not ((self.rows.links[row] and self.dependents(row)) or self.rows.filling[row] or row in self.pins)
 
     def stands_alone(self, row: int) -> bool:
         """Return whether the blocks behind this one are of use without it: its layer group keeps a window or a state,
