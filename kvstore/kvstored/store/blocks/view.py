@@ -270,8 +270,8 @@ class ResidencyView:
         return self.kind_window[self.rows.kind[row]] > 0
 
     def dependents(self, row: int, tier: int | None = None) -> int:
-        """Return the number of child rows that are of no use without the block; with `tier`, only of those that have a
-        copy in `tier`."""
+        """Return the number of child rows that are of no use without the block; with `tier`, of child rows with a copy
+        in `tier`."""
         children = self.children(row, tier)
         return 0 if children and self.stands_alone(row) else children
 
