@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from kvstore_client.lease import Lease
     from kvstore_client.lease_stream import LayerStreams, LeasedRun, LeaseStream
     from kvstore_client.receipt import PutReceipt
-    from kvstore_client.results import Deleted, Lookup, Prefetched, Statistics
+    from kvstore_client.results import Deleted, Lookup, Prefetched, ResumePoint, Statistics
     from kvstore_client.session import Session
     from kvstore_client.slot_arrays import Slot, by_arrays
     from kvstore_proto.errors import ErrorKind, KVStoreError
-    from kvstore_proto.fingerprint import Fingerprint, LayerGroup
+    from kvstore_proto.fingerprint import Fingerprint, LayerGroup, StatePart
     from kvstore_proto.identity import BlockKeys
 
 _HOMES = {
@@ -41,8 +41,10 @@ _HOMES = {
     "Prefetched": "kvstore_client.results",
     "PutTerms": "kvstore_client.arguments",
     "PutReceipt": "kvstore_client.receipt",
+    "ResumePoint": "kvstore_client.results",
     "Session": "kvstore_client.session",
     "Slot": "kvstore_client.slot_arrays",
+    "StatePart": "kvstore_proto.fingerprint",
     "Statistics": "kvstore_client.results",
     "by_arrays": "kvstore_client.slot_arrays",
     "connect": "kvstore_client.entry",
@@ -65,8 +67,10 @@ __all__ = [
     "Prefetched",
     "PutTerms",
     "PutReceipt",
+    "ResumePoint",
     "Session",
     "Slot",
+    "StatePart",
     "Statistics",
     "by_arrays",
     "connect",

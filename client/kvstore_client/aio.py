@@ -70,6 +70,7 @@ class AsyncSession:
     lookup = _in_thread(Session.lookup)
     probe = _in_thread(Session.probe)  # the first one fetches the index
     contains = _in_thread(Session.contains)
+    resume_point = _in_thread(Session.resume_point)
     get = _in_thread(Session.get, Lease.release)
     put = _in_thread(Session.put)
     prefetch = _in_thread(Session.prefetch)

@@ -13,14 +13,15 @@ from __future__ import annotations
 import ctypes
 from functools import cache
 from importlib import import_module
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore_proto.kv_layout import Numbers, NumberType
+from kvstore_proto.kv_layout import Numbers
+from kvstore_proto.number_types import NumberType
 
-Kind = Literal["k", "v", "bytes"]
+Kind = str  # "k", "v", "bytes", or the name of a part of the group
 _HOST, _CUDA = 1, 2  # DLPack's numbers of devices
 _HAS_VERSIONS: Final = np.lib.NumpyVersion(np.__version__) >= "2.1.0"
 

@@ -102,7 +102,7 @@ def probe(index: LookupIndex | None, keys: BlockKeys, fingerprint: Fingerprint, 
     if index is None:
         return Lookup(tiers=(UNKNOWN_TIER,) * len(keys), reason=REASON_UNKNOWN if keys.packed else "")
     codes = index.codes(keys)
-    window = -(-group.window_tokens // fingerprint.block_tokens)
+    window = group.window_blocks(fingerprint.block_tokens)
     blocks = usable_blocks([code != ABSENT and code != UNKNOWN for code in codes], group.kind, window)
     reason = ""
     if blocks < len(codes):

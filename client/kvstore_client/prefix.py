@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from kvstore_client.arguments import count
@@ -12,7 +12,7 @@ from kvstore_client.errors import invalid
 from kvstore_client.keys import Chain, packed_or_keys
 from kvstore_proto.fingerprint import Fingerprint, LayerGroup
 from kvstore_proto.identity import BlockKeys
-from kvstore_proto.matching import match_of
+from kvstore_proto.matching import boundaries, match_of
 from kvstore_proto.token_ids import TokenIds
 from kvstore_proto.v1 import kvstore_pb2 as wire
 
@@ -45,11 +45,6 @@ class Prefix:
         chain = self.chain.part(first_block, len(self) - first_block)
         return Prefix(self.daemon, self.fingerprint, self.group, chain)
 
-    @property
-    def window_blocks(self) -> int:
-        """The number of blocks of a sliding window; 0 for other layer groups."""
-        return -(-self.group.window_tokens // self.fingerprint.block_tokens)
-
     def head(self, max_blocks: int | None) -> Prefix:
         """Return the first `max_blocks` blocks; all of them for None."""
         chain = self.chain
@@ -60,9 +55,14 @@ class Prefix:
 
     def key_set(self, keys: BlockKeys) -> wire.KeySet:
         """Return some of the keys with the matching rule of their layer group."""
+        window = self.group.window_blocks(self.fingerprint.block_tokens)
         match = match_of(self.group.kind)
-        window = self.window_blocks if match == wire.MATCH_WINDOW else 0
         return wire.KeySet(group=self.group.group_id, keys=keys.packed, match=match, window_blocks=window)
+
+    def boundaries(self, present: Sequence[bool]) -> int:
+        """Return the boundaries at which the group can resume, see `kvstore_proto.matching`."""
+        window = self.group.window_blocks(self.fingerprint.block_tokens)
+        return boundaries(present, match_of(self.group.kind), window)
 
 
 def prefix_of(

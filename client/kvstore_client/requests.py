@@ -8,7 +8,7 @@ error if the request may be lost.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
@@ -18,7 +18,6 @@ from kvstore_client.daemon_session import DaemonSession
 from kvstore_client.errors import invalid
 from kvstore_client.prefix import Prefix
 from kvstore_client.results import (
-    MISS_REASONS,
     REASON_LIMIT,
     REASON_NO_DAEMON,
     TIER_NAMES,
@@ -30,7 +29,7 @@ from kvstore_client.results import (
 )
 from kvstore_proto.errors import KVStoreError
 from kvstore_proto.identity import BlockKeys
-from kvstore_proto.matching import match_of, restorable_blocks
+from kvstore_proto.matching import match_of
 from kvstore_proto.terms import NO_TERMS, Terms
 from kvstore_proto.v1 import kvstore_pb2 as wire
 from kvstore_proto.v1.explain_pb2 import ExplainReply, ExplainRequest
@@ -195,35 +194,57 @@ def delete(prefix: Prefix, deadline_s: float, *, clock: Callable[[], float] = ti
 
 def lookup(prefix: Prefix, deadline_s: float, *, clock: Callable[[], float] = time.monotonic) -> Lookup:
     """Return the daemon's answer about a prefix, from several requests if it has more keys than one may name."""
-    blocks, reason, tiers, load_s = 0, "", list[str](), list[float]()
-    until, match = clock() + deadline_s, match_of(prefix.group.kind)
-    for first, piece in prefix.pieces() if len(prefix) else ():
+    parts, failure, until = list[wire.Presence](), "", clock() + deadline_s
+    match = match_of(prefix.group.kind)
+    for _, piece in prefix.pieces() if len(prefix) else ():
         request = wire.Request(lookup=wire.Lookup(sets=[piece.key_set(piece.chain.keys)]))
         answer = prefix.daemon.call(request, max(until - clock(), 0.001))
         if isinstance(answer, str):
-            reason = answer
+            failure = answer
             break
         if not answer.lookup.sets:
             break
-        found = answer.lookup.sets[0]
-        usable = min(found.usable_blocks, len(piece))
+        parts.append(answer.lookup.sets[0])
+        if match == wire.MATCH_PREFIX and parts[-1].usable_blocks < len(piece):
+            break
+    return _joined(prefix, parts, failure)
+
+
+def lookups(prefixes: Sequence[Prefix], deadline_s: float) -> list[Lookup]:
+    """Return the daemon's answers about the prefixes of several layer groups, from one request: together they have no
+    more keys than one may name.
+    """
+    request = wire.Request(lookup=wire.Lookup(sets=[prefix.key_set(prefix.chain.keys) for prefix in prefixes]))
+    answer = prefixes[0].daemon.call(request, deadline_s)
+    if isinstance(answer, str):
+        return [Lookup(reason=answer)] * len(prefixes)
+    sets = answer.lookup.sets
+    return [_joined(prefix, sets[place : place + 1]) for place, prefix in enumerate(prefixes)]
+
+
+def _joined(prefix: Prefix, parts: Sequence[wire.Presence], failure: str = "") -> Lookup:
+    """Return one answer about a prefix from those about its pieces, the leading ones if there was a `failure`."""
+    blocks, reason, tiers, load_s = 0, "", list[str](), list[float]()
+    for number, found in enumerate(parts):
+        first = number * prefix.daemon.max_keys
+        asked = min(len(prefix) - first, prefix.daemon.max_keys)
+        usable = min(found.usable_blocks, asked)
         tiers += map(tier_name, found.tiers)
-        load_s += (each / 1e6 for each in found.load_us[: len(piece)])
-        if match == wire.MATCH_PREFIX or len(piece) == len(prefix):
-            blocks = first + usable
-        else:  # a window may span two pieces, and a snapshot stands alone
-            blocks = restorable_blocks([tier != TIER_NAMES[0] for tier in tiers], match, prefix.window_blocks)
-        if usable < len(piece):
+        load_s += (each / 1e6 for each in found.load_us[:asked])
+        blocks = first + usable
+        if usable < asked:
             reason = miss_reason(found.miss_reason)
-            if match == wire.MATCH_PREFIX:
-                break
-    is_known = reason in MISS_REASONS
+    if len(parts) > 1 and match_of(prefix.group.kind) != wire.MATCH_PREFIX:
+        # a window may span two pieces, and a snapshot stands alone
+        blocks = prefix.boundaries([tier != TIER_NAMES[0] for tier in tiers]).bit_length() - 1
+    if blocks == len(prefix):
+        reason = ""
     return Lookup(
         blocks=blocks,
         tokens=blocks * prefix.fingerprint.block_tokens,
         tiers=tuple(tiers),
         estimated_load_s=sum(load_s[:blocks], 0.0),
-        reason=reason if blocks < len(prefix) or not is_known else "",
+        reason=failure or reason,
         load_s=tuple(load_s[:blocks]),
     )
 

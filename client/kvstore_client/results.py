@@ -31,6 +31,7 @@ REASON_NO_ARENA = "arena_not_mapped"  # the daemon did not hand over the memory 
 REASON_ABSENT = "absent"  # of a probe: the lookup index says so, and does not know why
 REASON_UNKNOWN = "unknown"  # of a probe: no index, or it is not certain
 REASON_LATE = "late"  # stored, but in a slower tier, and not promoted before the deadline
+REASON_SHORT = "short"  # the prompt is shorter than one block
 REASON_THROTTLED = "throttled"  # of a get: this client holds as many leases as it may
 REASON_LIMIT = "limit"  # of a prefetch: the daemon queues no more now
 
@@ -54,6 +55,22 @@ class Lookup:
     estimated_load_s: float = 0.0  # to have all `blocks` mapped, behind what is queued now
     reason: str = ""
     load_s: tuple[float, ...] = ()  # of each of the `blocks`, what it adds to that; empty where that is not known
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePoint:
+    """The longest boundary, behind `blocks` blocks, at which every layer group can resume. `ended_by` is the group that
+    lacks what a later boundary needs, and `reason` says why; None and "" if the point is the end of what was asked for.
+    `reason` alone is said if there was no answer, and for a prompt that fills no block ("short").
+
+    `LayerGroup.needed_blocks` says which blocks of a group a resume there must load.
+    """
+
+    blocks: int = 0
+    tokens: int = 0
+    ended_by: int | None = None
+    reason: str = ""
+    estimated_load_s: float = 0.0  # to have all needed blocks of all groups mapped
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,19 +7,18 @@ blocks longer than its deadlines, and never raises for a miss, a throttle or an 
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, Unpack
 
 from kvstore_client import requests
 from kvstore_client.arguments import UINT64_MAX, PutTerms, count, one_of, seconds, terms
-from kvstore_client.connection import Connection
 from kvstore_client.errors import invalid
 from kvstore_client.get import get, lease_stream
 from kvstore_client.lease import Lease
 from kvstore_client.lease_stream import ORDERS, LayerStreams, LeaseStream, Order, no_leases
+from kvstore_client.open_session import OpenSession
 from kvstore_client.payload import Payload, payload_list
-from kvstore_client.prefix import Prefix, group_of, prefix_of
+from kvstore_client.prefix import Prefix, group_of
 from kvstore_client.put import put
 from kvstore_client.receipt import DURABILITY_MODES, STORED, PutOrder, PutReceipt, payload_bytes_of
 from kvstore_client.requests import Expectation, NextStep
@@ -28,64 +27,28 @@ from kvstore_client.results import (
     REASON_ABSENT,
     REASON_NO_DAEMON,
     REASON_UNKNOWN,
-    Counters,
     Deleted,
     Lookup,
     Prefetched,
-    Statistics,
+    ResumePoint,
 )
+from kvstore_client.resume import KeysByGroup, prefixes_of, probed_point, resume_point
 from kvstore_proto.identity import BlockKeys
 from kvstore_proto.token_ids import TokenIds
-from kvstore_proto.v1 import kvstore_pb2 as wire
 from kvstore_proto.v1.explain_pb2 import ExplainReply, ExplainRequest
 
 if TYPE_CHECKING:
-    from kvstore_client.device import DeviceMemory
+    pass
 
 DEFAULT_PUT_DEADLINE_S = 5.0
 
 
-class Session:
+class Session(OpenSession):
     """A session, made by `connect`. A method that takes tokens also takes `keys=BlockKeys` instead.
 
     A wrong call raises KVStoreError(INVALID), also without a daemon, and changes nothing; a miss raises nothing. Calls
     about any number of blocks work to the end or say why they stopped. A duration below 0 counts as 0, one of more than
     a day, `inf` too, as a day. `group` names a layer group of the fingerprint, the first one by default."""
-
-    def __init__(
-        self, connection: Connection, *, prefault: bool = False, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._connection = connection
-        self._counters = Counters()
-        self._deadline_s = connection.options.deadline_s
-        self._prefault = prefault
-        self._clock = clock
-        self._before_close: list[Callable[[], object]] = []
-        self.fingerprint = connection.options.fingerprint
-
-    @property
-    def block_tokens(self) -> int:
-        return self.fingerprint.block_tokens
-
-    @property
-    def tenant(self) -> str:
-        """The tenant that owns the blocks, by the daemon's name for it; "" while degraded."""
-        daemon = self._connection.current()
-        return "" if daemon is None else daemon.tenant
-
-    @property
-    def state(self) -> str:
-        """ "connected", "degraded" (every lookup is a miss; it reconnects by itself) or "closed"."""
-        return self._connection.state
-
-    @property
-    def device(self) -> DeviceMemory:
-        """The device that the session was opened with, for `kvstore_client.device.DeviceTransfers`. Raises KVStoreError
-        if there is none."""
-        device = self._connection.options.device
-        if device is None:
-            raise invalid("this session was opened without a device: connect(..., device=0)")
-        return device
 
     def lookup(
         self,
@@ -131,11 +94,34 @@ class Session:
             found = self.lookup(tokens, keys=keys, group=group, deadline_s=deadline - self._clock())
         return found.blocks if found.reason in (*MISS_REASONS, REASON_ABSENT) else None
 
+    def resume_point(
+        self,
+        tokens: TokenIds | None = None,
+        *,
+        keys: KeysByGroup | None = None,
+        max_blocks: int | None = None,
+        probe: bool = False,
+        deadline_s: float | None = None,
+    ) -> ResumePoint:
+        """Return the longest boundary, of at most `max_blocks` blocks, at which every layer group can resume, and which
+        group ended it. `keys` has the keys of each group by its number. `probe`: the lookup index answers, as to
+        `Session.probe`. It moves nothing. Get what a group needs there with `get(tokens, group=..., first_block=...,
+        max_blocks=...)`, by `LayerGroup.needed_blocks`; a group of which less is leased cannot resume there."""
+        timeout_s, max_blocks = self._deadline(deadline_s), _blocks(max_blocks)
+        prefixes = prefixes_of(self._connection, tokens, keys)
+        found = ResumePoint(reason=REASON_NO_DAEMON)
+        if prefixes is not None:
+            prefixes = [prefix.head(max_blocks) for prefix in prefixes]
+            found = probed_point(prefixes) if probe else resume_point(prefixes, timeout_s, clock=self._clock)
+        self._counters.add(lookups=int(not probe), probes=int(probe))
+        return found
+
     def get(
         self,
         tokens: TokenIds | None = None,
         *,
         keys: BlockKeys | None = None,
+        first_block: int = 0,
         max_blocks: int | None = None,
         group: int | None = None,
         deadline_s: float | None = None,
@@ -143,8 +129,8 @@ class Session:
         prefault: bool | None = None,
         promote: bool = True,
     ) -> Lease:
-        """Return a lease on the leading blocks that can be had within the deadline; an empty one (a miss) if there are
-        none.
+        """Return a lease on the leading blocks that can be had within the deadline, counted from `first_block`, at most
+        `max_blocks`; an empty one (a miss) if there are none.
 
         Blocks in slower tiers are promoted first, as many as the deadline allows; `reason` is "late" if more are
         stored. With `promote=False` none are: the lease holds the blocks that are mapped already, and its
@@ -154,7 +140,9 @@ class Session:
         that moves the cost of a first pass (64 MiB: 3.5 ms) into this call, each time. Turn it on if `get` runs in a
         thread of its own."""
         timeout_s, max_blocks = self._deadline(deadline_s), _blocks(max_blocks)
-        prefix = self._prefix(tokens, keys, group)
+        first_block, prefix = count("first_block", first_block), self._prefix(tokens, keys, group)
+        if prefix is not None and first_block:
+            prefix = prefix.tail(first_block)
         if prefix is None:
             lease = Lease(reason=REASON_NO_DAEMON)
         elif len(prefix := prefix.head(max_blocks)):
@@ -339,59 +327,10 @@ class Session:
         daemon = self._connection.current()
         return None if daemon is None else requests.explain(daemon, request, timeout_s, clock=self._clock)
 
-    def ping(self, deadline_s: float | None = None) -> float | None:
-        """Return the seconds of one empty round trip on the stream; None if there was no answer in time."""
-        timeout_s, daemon = self._deadline(deadline_s), self._connection.current()
-        if daemon is None:
-            return None
-        started = self._clock()
-        answer = daemon.call(wire.Request(ping=wire.Ping()), timeout_s)
-        return None if isinstance(answer, str) else self._clock() - started
-
-    def wake(self) -> None:
-        """Announce that a call is about to follow; waits for nothing. The first round trip after a pause takes several
-        times as long as the next; if this is called when a prompt arrives, that time passes while it is tokenized."""
-        daemon = self._connection.current()
-        if daemon is not None:
-            daemon.stream.submit(wire.Request(ping=wire.Ping())).abandon()
-
-    def keys(self, tokens: TokenIds, group: int | None = None) -> BlockKeys | None:
-        """Return the keys of the full blocks of a prefix; None while degraded (the root comes from the daemon)."""
-        prefix = self._prefix(tokens, None, group)
-        return None if prefix is None else prefix.chain.keys
-
-    def statistics(self) -> Statistics:
-        return Statistics(**self._connection.statistics() | self._counters.read())
-
-    def close(self) -> None:
-        """End the session: leases end; views stay readable memory without a promise about their content."""
-        try:
-            while self._before_close:
-                self._before_close.pop()()
-        finally:
-            self._connection.close()
-
-    def before_close(self, work: Callable[[], object]) -> None:
-        """Register `work` to be called by `close`, while the session can still be used; the last one registered is
-        called first."""
-        self._before_close.append(work)
-
-    def __enter__(self) -> Session:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _probe(self, prefix: Prefix | None, *, may_wait: bool) -> Lookup:
         found = Lookup(reason=REASON_NO_DAEMON) if prefix is None else requests.probe(prefix, may_wait=may_wait)
         self._counters.add(probes=1, probes_unknown=int(found.reason == REASON_UNKNOWN))
         return found
-
-    def _prefix(self, tokens: TokenIds | None, keys: BlockKeys | None, group_id: int | None) -> Prefix | None:
-        return prefix_of(self._connection, tokens, keys, group_id)
-
-    def _deadline(self, deadline_s: float | None) -> float:
-        return self._deadline_s if deadline_s is None else seconds("deadline_s", deadline_s)
 
 
 def _blocks(most: int | None) -> int | None:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from math import prod
 from typing import Any
 
 from kvstore_proto.errors import InvalidValue
 from kvstore_proto.identity import HASHES
+from kvstore_proto.number_types import NUMBER_TYPES, number_type
 
-GROUP_KINDS = ("full", "sliding", "mla", "recurrent")
+GROUP_KINDS = ("full", "sliding", "latent", "recurrent")
 MAX_BLOCK_TOKENS = 960  # what fits a block header (kvstore_proto.arena)
 MAX_GROUP_ID = 0xFFFF  # two bytes in a block's header
 MAX_FINGERPRINT_BYTES = 64 * 1024
@@ -27,11 +29,33 @@ class FingerprintError(InvalidValue):
 
 
 @dataclass(frozen=True)
+class StatePart:
+    """One tensor of a layer's state. `shape` is the shape of one token's numbers, as ("k", "bf16", (heads, width)); in
+    a recurrent group, which keeps one state a block, the shape of the state. `dtype` is a name of
+    `kvstore_proto.number_types`; what has no plain numbers is "u8" of its bytes.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes for one token, or of one state."""
+        kind = number_type(self.dtype)
+        return prod(self.shape) * kind.nbytes if kind is not None else 0
+
+
+@dataclass(frozen=True)
 class LayerGroup:
     """Layers whose state is stored and looked up together.
 
-    `bytes_per_token_per_layer` counts K and V (or the latent); `window_tokens` is 0 for full attention. `heads` is the
-    number of K/V heads in each layer, 0 where it is not said: then an array of K has no axis of heads.
+    `kind` says what a resume at a boundary between two blocks needs: "full" (K and V) and "latent" (a compressed pair,
+    and what indexes it) every block before it; "sliding" the blocks with the last `window_tokens` - 1 positions before
+    it; "recurrent" the last block alone, whose payload is the state at its end. The sizes of a layer's state are said
+    by `parts`, laid one behind the other in a layer's bytes; or, where K and V are alike, by
+    `bytes_per_token_per_layer` of both together and, if an array shall have an axis of heads, `heads`, the number of
+    K/V heads in each layer.
     """
 
     group_id: int
@@ -40,6 +64,25 @@ class LayerGroup:
     layers: tuple[int, ...] = ()
     bytes_per_token_per_layer: int = 0
     heads: int = 0
+    parts: tuple[StatePart, ...] = ()
+
+    def window_blocks(self, block_tokens: int) -> int:
+        """Return how many blocks before a boundary a resume there needs: those with the last `window_tokens` - 1
+        positions, or the one with the state; 0 for a group that needs all blocks.
+        """
+        if self.kind == "sliding":
+            return -(-(self.window_tokens - 1) // block_tokens)
+        return int(self.kind == "recurrent")
+
+    def needed_blocks(self, boundary_blocks: int, block_tokens: int) -> range:
+        """Return the numbers of the blocks that a resume behind the first `boundary_blocks` blocks must load."""
+        window = self.window_blocks(block_tokens) or boundary_blocks
+        return range(max(boundary_blocks - window, 0), boundary_blocks)
+
+    def layer_bytes(self, block_tokens: int) -> int:
+        """Return the bytes of one layer in the payload of a block; 0 if the group leaves the size open."""
+        of_each = sum(part.nbytes for part in self.parts) or self.bytes_per_token_per_layer
+        return of_each if self.kind == "recurrent" else of_each * block_tokens
 
     def split(self, ranges: int) -> tuple[LayerGroup, ...]:
         """Return these layers as `ranges` groups of consecutive layers, numbered from `group_id` on, of nearly equal
@@ -98,8 +141,9 @@ class Fingerprint:
         if not self.account:  # the field came later: what was stored without it keeps its digest
             del found["account"]
         for group in found["groups"]:
-            if not group["heads"]:
-                del group["heads"]
+            for name in ("heads", "parts"):
+                if not group[name]:
+                    del group[name]
         return found
 
     def group(self, group_id: int) -> LayerGroup | None:
@@ -112,7 +156,7 @@ class Fingerprint:
         group = self.group(group_id)
         if group is None:
             raise FingerprintError(f"no layer group {group_id}; groups are {[g.group_id for g in self.groups]}")
-        return len(group.layers) * group.bytes_per_token_per_layer * self.block_tokens
+        return len(group.layers) * group.layer_bytes(self.block_tokens)
 
 
 def _compact(whole: dict[str, Any]) -> bytes:
@@ -154,18 +198,35 @@ def _check(fp: Fingerprint) -> None:
     ids = [group.group_id for group in fp.groups]
     need(len(set(ids)) == len(ids), f"layer group ids repeat: {ids}")
     for group in fp.groups:
-        need(
-            group.kind in GROUP_KINDS,
-            f"group {group.group_id}: kind {group.kind!r} is unknown; known: {', '.join(GROUP_KINDS)}",
-        )
-        need(
-            0 <= group.group_id <= MAX_GROUP_ID
-            and min(group.window_tokens, group.bytes_per_token_per_layer, group.heads) >= 0,
-            f"group {group.group_id}: ids must be 0..{MAX_GROUP_ID}, sizes must not be negative",
-        )
+        if wrong := _mistake(group):
+            raise FingerprintError(f"group {group.group_id}: {wrong}")
 
 
-def _check_values(record: Fingerprint | LayerGroup) -> None:
+def _mistake(group: LayerGroup) -> str:
+    """Return what is wrong with a layer group; "" if nothing is."""
+    sizes = (group.window_tokens, group.bytes_per_token_per_layer, group.heads)
+    names = [part.name for part in group.parts]
+    unknown = next((part.dtype for part in group.parts if number_type(part.dtype) is None), None)
+    wrong = {
+        f"kind {group.kind!r} is unknown; known: {', '.join(GROUP_KINDS)}": group.kind not in GROUP_KINDS,
+        f"ids must be 0..{MAX_GROUP_ID}, sizes must not be negative": not 0 <= group.group_id <= MAX_GROUP_ID
+        or min(sizes) < 0,
+        f"a sliding window must have 2 tokens or more, got {group.window_tokens}": group.kind == "sliding"
+        and group.window_tokens < 2,
+        f"a group of kind {group.kind} has no window_tokens": group.kind != "sliding" and group.window_tokens != 0,
+        "a recurrent group has one state a block and no bytes a token: say its sizes by parts": group.kind
+        == "recurrent"
+        and group.bytes_per_token_per_layer != 0,
+        "sizes are said by parts or by bytes_per_token_per_layer, not by both": bool(group.parts)
+        and sum(sizes[1:]) != 0,
+        f"names of parts repeat or are empty: {names}": len({*names, ""}) != len(names) + 1,
+        f"dtype {unknown!r} is unknown; known: {', '.join(NUMBER_TYPES)}": unknown is not None,
+        "the numbers in the shape of a part must be more than 0": any(min(p.shape, default=0) < 1 for p in group.parts),
+    }
+    return next((message for message, is_wrong in wrong.items() if is_wrong), "")
+
+
+def _check_values(record: Fingerprint | LayerGroup | StatePart) -> None:
     """Raise FingerprintError unless each field has a value of its own type, so that two different records never have
     one canonical form.
     """
@@ -175,9 +236,16 @@ def _check_values(record: Fingerprint | LayerGroup) -> None:
             _check_scalar(item.name, value, wanted)
         elif not isinstance(value, (tuple, list)):
             raise FingerprintError(f"{item.name} must be a tuple, got {type(value).__name__}")
-    if isinstance(record, LayerGroup):
+    if isinstance(record, StatePart):
+        for size in record.shape:
+            _check_scalar("wrong shape: a size of a part", size, int)
+    elif isinstance(record, LayerGroup):
         for layer in record.layers:
             _check_scalar("wrong shape: a layer's number", layer, int)
+        if not all(isinstance(part, StatePart) for part in record.parts):
+            raise FingerprintError("parts must be a tuple of StatePart")
+        for part in record.parts:
+            _check_values(part)
     elif not all(isinstance(group, LayerGroup) for group in record.groups):
         raise FingerprintError("groups must be a tuple of LayerGroup")
 
@@ -213,6 +281,8 @@ def parse_fingerprint(canonical: bytes) -> Fingerprint:
 def _parse_group(raw: Any) -> LayerGroup:
     group = _typed(LayerGroup, raw, "layers")
     group["layers"] = tuple(group["layers"])
+    parts = [_typed(StatePart, part, "shape") for part in group.get("parts", ())]
+    group["parts"] = tuple(StatePart(**part | {"shape": tuple(part["shape"])}) for part in parts)
     return LayerGroup(**group)
 
 
@@ -220,7 +290,8 @@ def _typed(kind: type, raw: Any, needed: str) -> dict[str, Any]:
     """Return the fields of the JSON object `raw` for a `kind`. Raises FingerprintError for an unknown field or a
     missing one.
     """
-    what = f"fingerprint has a wrong shape: {'it' if kind is Fingerprint else 'a layer group'}"
+    names = {Fingerprint: "it", LayerGroup: "a layer group", StatePart: "a part of a state"}
+    what = f"fingerprint has a wrong shape: {names[kind]}"
     if not isinstance(raw, dict):
         raise FingerprintError(f"{what} must be a JSON object, got {type(raw).__name__}")
     declared = {item.name: item.type for item in fields(kind)}

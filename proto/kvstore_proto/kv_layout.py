@@ -16,6 +16,7 @@ from typing import Final
 
 from kvstore_proto.errors import InvalidValue
 from kvstore_proto.fingerprint import Fingerprint, LayerGroup
+from kvstore_proto.number_types import BYTE, NUMBER_TYPES, NumberType, number_type
 
 KINDS: Final = ("k", "v", "bytes")
 ENGINE_ORDER: Final = "layer-major/k-then-v/token-major"
@@ -30,32 +31,6 @@ _AXES: Final = {  # T: token, H: head, P: the pair of K and V
     PAIRS_ORDER: "THP",
     HEAD_PAIRS_ORDER: "HTP",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class NumberType:
-    """A type of numbers. `name`: its name in NumPy and torch. `dlpack`: its type code in DLPack. `nbytes`: the size of
-    one number. `typestr`: its name in an array interface; for a type without a name there, the unsigned integer of its
-    size."""
-
-    name: str
-    dlpack: int
-    nbytes: int
-    typestr: str
-
-
-_SIGNED, _UNSIGNED, _FLOAT, _BFLOAT, _E4M3FN, _E5M2 = 0, 1, 2, 4, 10, 12
-BYTE: Final = NumberType("uint8", _UNSIGNED, 1, "|u1")
-_TYPES: Final = (
-    (("f16", "float16"), NumberType("float16", _FLOAT, 2, "<f2")),
-    (("bf16", "bfloat16"), NumberType("bfloat16", _BFLOAT, 2, "<u2")),
-    (("f32", "float32"), NumberType("float32", _FLOAT, 4, "<f4")),
-    (("i8",), NumberType("int8", _SIGNED, 1, "|i1")),  # "int8" has scales between the numbers
-    (("u8", "uint8"), BYTE),
-    (("fp8_e4m3", "float8_e4m3fn"), NumberType("float8_e4m3fn", _E4M3FN, 1, "|u1")),
-    (("fp8_e5m2", "float8_e5m2"), NumberType("float8_e5m2", _E5M2, 1, "|u1")),
-)
-NUMBER_TYPES: Final = {name: kind for names, kind in _TYPES for name in names}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +55,10 @@ class KVLayout:
     def numbers(self, payload_bytes: int, layer: int | None, kind: str) -> Numbers:
         """Return the place of K (`kind` "k") or V ("v") of a layer in a payload of `payload_bytes` bytes. `layer`
         counts the layers of the group from 0; None means all layers, as the first axis. The shape of one layer is
-        [token, head, number of the head], or [token, number] when the group does not say its heads. The `kind` "bytes"
-        gives the stored bytes, for any layout. Raises InvalidValue, with the reason in one line, when there is no such
-        array."""
+        [token, head, number of the head], or [token, number] when the group does not say its heads. In a group that
+        says its parts, `kind` is a part's name, and the shape [token, *shape of the part], or its own for a state. The
+        `kind` "bytes" gives the stored bytes, for any layout. Raises InvalidValue, with the reason in one line, when
+        there is no such array."""
         asked = payload_bytes, layer, kind
         found = self._known.get(asked)
         if found is None:
@@ -90,8 +66,9 @@ class KVLayout:
         return found
 
     def _numbers(self, payload_bytes: int, layer: int | None, kind: str) -> Numbers:
-        if kind not in KINDS:
-            raise InvalidValue(f"kind {kind!r} is unknown; known: {', '.join(KINDS)}")
+        kinds = (*(part.name for part in self.group.parts), "bytes") if self.group.parts else KINDS
+        if kind not in kinds:
+            raise InvalidValue(f"kind {kind!r} is unknown; known: {', '.join(kinds)}")
         if layer is None and kind == "bytes":
             return Numbers(BYTE, 0, (payload_bytes,), (1,))
         layers = len(self.group.layers)
@@ -102,13 +79,30 @@ class KVLayout:
         layer_bytes = payload_bytes // layers
         if kind == "bytes":
             return Numbers(BYTE, (layer or 0) * layer_bytes, (layer_bytes,), (1,))
-        one = self._of_layer(layer_bytes, kind == "v")
+        one = self._of_part(layer_bytes, kind) if self.group.parts else self._of_layer(layer_bytes, kind == "v")
         if layer is None:
             return Numbers(one.type, one.offset, (layers, *one.shape), (layer_bytes, *one.strides))
         return Numbers(one.type, one.offset + layer * layer_bytes, one.shape, one.strides)
 
+    def _of_part(self, layer_bytes: int, name: str) -> Numbers:
+        """Return the place of a part of a layer's state: the parts come one after the other, each token by token."""
+        if self._order() != ENGINE_ORDER:
+            raise self._opaque(f"parts are found in the layout {ENGINE_ORDER!r} alone")
+        tokens = self.fingerprint.block_tokens
+        if layer_bytes != self.group.layer_bytes(tokens):
+            raise self._opaque(f"{layer_bytes} bytes a layer are not its parts'")
+        offset = 0
+        for part in self.group.parts:
+            shape = part.shape if self.group.kind == "recurrent" else (tokens, *part.shape)
+            number = NUMBER_TYPES[part.dtype.removeprefix("torch.")]
+            if part.name == name:
+                break
+            offset += prod(shape) * number.nbytes
+        strides = tuple(prod(shape[axis + 1 :]) * number.nbytes for axis in range(len(shape)))
+        return Numbers(number, offset, shape, strides)
+
     def _of_layer(self, layer_bytes: int, is_v: bool) -> Numbers:
-        axes, number = self._axes(), NUMBER_TYPES.get(self.fingerprint.kv_dtype.removeprefix("torch."))
+        axes, number = self._axes(), number_type(self.fingerprint.kv_dtype)
         if number is None:
             known = ", ".join(NUMBER_TYPES)
             raise self._opaque(f"its type {self.fingerprint.kv_dtype!r} is not one of plain numbers ({known})")
@@ -131,18 +125,22 @@ class KVLayout:
 
     def _axes(self) -> str:
         """Return the order of the axes token (T), head (H) and pair of K and V (P) in a layer."""
-        if self.group.kind in ("mla", "recurrent"):
+        if self.group.kind in ("latent", "recurrent"):
             raise self._opaque(f"a group of kind {self.group.kind} has no K and V")
+        order = self._order()
+        axes = _AXES.get(order)
+        if axes is None:
+            raise self._opaque(f"its layout {order!r} is none of {', '.join(_AXES)}")
+        return axes
+
+    def _order(self) -> str:
         order = self.fingerprint.layout
         if order.startswith("{"):
             try:
                 order = str(json.loads(order)["order"])
             except (ValueError, KeyError):
                 raise self._opaque("its layout names no order of bytes") from None
-        axes = _AXES.get(order)
-        if axes is None:
-            raise self._opaque(f"its layout {order!r} is none of {', '.join(_AXES)}")
-        return axes
+        return order
 
     def _opaque(self, why: str) -> InvalidValue:
         return InvalidValue(f"layer group {self.group.group_id} has no K and V to show: {why}; kind='bytes' does")

@@ -1,5 +1,8 @@
-"""The rule for how far a chain can be restored when some of its blocks are present. The daemon answers by it, and
-clients use it when they read the lookup index.
+"""The rule for the boundaries between blocks where a layer group can resume, when some of its blocks are present. The
+daemon answers by it, and clients use it when they read the lookup index or join the answers of several groups.
+
+A set of boundaries is a whole number: bit b says that a resume behind the first b blocks is possible. Bit 0 is always
+set, because nothing is needed there.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from collections.abc import Sequence
 from kvstore_proto.v1 import kvstore_pb2 as pb
 
 _MATCHES = {"sliding": pb.MATCH_WINDOW, "recurrent": pb.MATCH_EXACT}
+_DIGITS = bytes([ord("0"), *[ord("1")] * 255])  # of one base-two digit for each block
 
 
 def match_of(kind: str) -> pb.Match.ValueType:
@@ -16,20 +20,42 @@ def match_of(kind: str) -> pb.Match.ValueType:
     return _MATCHES.get(kind, pb.MATCH_PREFIX)
 
 
-def restorable_blocks(present: Sequence[bool], match: int, window_blocks: int) -> int:
-    """Return how many leading blocks can be restored; `match` is a `Match` of the wire.
+def boundaries(present: Sequence[bool], match: int, window_blocks: int) -> int:
+    """Return the boundaries at which a group can resume; `match` is a `Match` of the wire.
 
-    prefix: the leading run. window: the longest prefix whose last `window_blocks` are all present (sliding-window
-    layers need no more, as in Gemma and Mistral). exact: up to the last block that is present (a recurrent snapshot
-    needs no other block). An unknown match counts as prefix.
+    prefix: every boundary in the leading run. window: where the last `window_blocks` blocks before it are present, or
+    all blocks if there are fewer. exact: right behind each block that is present. An unknown match counts as prefix.
     """
+    if match not in (pb.MATCH_EXACT, pb.MATCH_WINDOW):
+        return (2 << (present.index(False) if False in present else len(present))) - 1
+    bits = int(bytes(reversed(present)).translate(_DIGITS) or b"0", 2)
     if match == pb.MATCH_EXACT:
-        return next((i + 1 for i in range(len(present) - 1, -1, -1) if present[i]), 0)
-    if match != pb.MATCH_WINDOW:
+        return bits << 1 | 1
+    window = min(max(window_blocks, 1), len(present) + 1)
+    runs, length = bits << window | (1 << window) - 1, 1  # as if the blocks before the first were present
+    while length < window:  # bit b of runs: the blocks from b - window on, `length` in a row
+        step = min(length, window - length)
+        runs, length = runs & runs >> step, length + step
+    return runs
+
+
+def restorable_blocks(present: Sequence[bool], match: int, window_blocks: int) -> int:
+    """Return the longest of the boundaries, in blocks."""
+    if match == pb.MATCH_PREFIX:
         return present.index(False) if False in present else len(present)
-    run = best = 0
-    for i, is_present in enumerate(present):
-        run = run + 1 if is_present else 0
-        if run >= min(max(window_blocks, 1), i + 1):
-            best = i + 1
-    return best
+    return boundaries(present, match, window_blocks).bit_length() - 1
+
+
+def longest_common(sets: Sequence[int], most: int) -> tuple[int, int | None]:
+    """Return the longest boundary, of at most `most` blocks, that is in all `sets`; and the position of the set that
+    ended it there, None if none did. The sets shorten it one after the other until all agree; the last one to do so
+    ended it.
+    """
+    ended, is_agreed = None, False
+    while not is_agreed:
+        is_agreed = True
+        for position, allowed in enumerate(sets):
+            longest = (allowed & (2 << most) - 1).bit_length() - 1
+            if longest < most:
+                most, ended, is_agreed = longest, position, False
+    return most, ended

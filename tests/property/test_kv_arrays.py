@@ -16,10 +16,10 @@ from kvstore_proto.kv_layout import (
     ENGINE_ORDER,
     HEAD_PAIRS_ORDER,
     HEADS_ORDER,
-    NUMBER_TYPES,
     PAIRS_ORDER,
     TOKENS_ORDER,
 )
+from kvstore_proto.number_types import NUMBER_TYPES
 from tests.reference.examples import examples
 from tests.reference.leased_memory import lease_over
 

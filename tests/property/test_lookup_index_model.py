@@ -119,7 +119,7 @@ TestIndexFollowsResidency = IndexFollowsResidency.TestCase
 
 @given(
     present=st.lists(st.booleans(), max_size=12),
-    kind=st.sampled_from([("full", 0), ("mla", 0), ("sliding", pb.MATCH_WINDOW), ("recurrent", pb.MATCH_EXACT)]),
+    kind=st.sampled_from([("full", 0), ("latent", 0), ("sliding", pb.MATCH_WINDOW), ("recurrent", pb.MATCH_EXACT)]),
     window=st.integers(0, 5),
 )
 def test_client_and_daemon_reckon_alike(present: list[bool], kind: tuple[str, int], window: int) -> None:

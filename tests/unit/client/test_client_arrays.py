@@ -339,7 +339,7 @@ def test_cupy_takes_the_memory_of_an_array(tmp_path: Path) -> None:
         (replace(MODEL, layout='{"engine":"vllm"}'), 0, "v", "its layout names no order of bytes"),
         (replace(MODEL, kv_dtype="q8_0"), 0, "v", "its type 'q8_0' is not one of plain numbers"),
         (replace(MODEL, kv_dtype="int8"), 0, "k", "its type 'int8' is not one of plain numbers"),
-        (replace(MODEL, groups=(replace(GROUP, kind="mla"),)), 0, "k", "a group of kind mla has no K and V"),
+        (replace(MODEL, groups=(replace(GROUP, kind="latent"),)), 0, "k", "a group of kind latent has no K and V"),
         (replace(MODEL, groups=(replace(GROUP, layers=()),)), 0, "k", "its fingerprint lists no layers"),
         (replace(MODEL, groups=(replace(GROUP, heads=3),)), 0, "k", "are no K and V of 64 tokens"),
         *(

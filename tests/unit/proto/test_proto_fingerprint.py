@@ -32,11 +32,11 @@ OTHER_STATES: list[dict[str, Any]] = [
 
 
 def test_a_group_is_split_into_ranges_of_consecutive_layers() -> None:
-    whole = LayerGroup(3, "mla", 0, tuple(range(2, 9)), 512)
+    whole = LayerGroup(3, "latent", 0, tuple(range(2, 9)), 512)
     parts = whole.split(3)
     assert [part.layers for part in parts] == [(2, 3), (4, 5), (6, 7, 8)]
     assert [(part.group_id, part.kind, part.bytes_per_token_per_layer) for part in parts] == [
-        (number, "mla", 512) for number in (3, 4, 5)
+        (number, "latent", 512) for number in (3, 4, 5)
     ]
     assert whole.split(1) == (whole,)
     split, one = replace(FP, groups=parts), replace(FP, groups=(whole,))

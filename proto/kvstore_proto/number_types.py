@@ -1,0 +1,39 @@
+"""The types of numbers in a block's state, by the names that engines give them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+
+@dataclass(frozen=True, slots=True)
+class NumberType:
+    """A type of numbers. `name`: its name in NumPy and torch. `dlpack`: its type code in DLPack. `nbytes`: the size of
+    one number. `typestr`: its name in an array interface; for a type without a name there, the unsigned integer of its
+    size."""
+
+    name: str
+    dlpack: int
+    nbytes: int
+    typestr: str
+
+
+_SIGNED, _UNSIGNED, _FLOAT, _BFLOAT, _E4M3FN, _E5M2 = 0, 1, 2, 4, 10, 12
+BYTE: Final = NumberType("uint8", _UNSIGNED, 1, "|u1")
+_TYPES: Final = (
+    (("f16", "float16"), NumberType("float16", _FLOAT, 2, "<f2")),
+    (("bf16", "bfloat16"), NumberType("bfloat16", _BFLOAT, 2, "<u2")),
+    (("f32", "float32"), NumberType("float32", _FLOAT, 4, "<f4")),
+    (("i8",), NumberType("int8", _SIGNED, 1, "|i1")),  # "int8" has scales between the numbers
+    (("u8", "uint8"), BYTE),
+    (("fp8_e4m3", "float8_e4m3fn"), NumberType("float8_e4m3fn", _E4M3FN, 1, "|u1")),
+    (("fp8_e5m2", "float8_e5m2"), NumberType("float8_e5m2", _E5M2, 1, "|u1")),
+)
+NUMBER_TYPES: Final = {name: kind for names, kind in _TYPES for name in names}
+
+
+def number_type(name: str) -> NumberType | None:
+    """Return the type that an engine calls `name`, with or without "torch." before it; None for one that has no plain
+    numbers.
+    """
+    return NUMBER_TYPES.get(name.removeprefix("torch."))
