@@ -1,4 +1,4 @@
-"""The memory of one sequence of a model whose layers differ: Transformers' own layers, and their state in blocks.
+"""Keeps the state of one sequence of a model whose layers differ, in Transformers' own layers and in blocks.
 
 The layers are those of a `DynamicCache` of the model, so what the model computes is what it computes with one; a
 sliding layer only remembers the rows of its last call, since afterwards it has those of its window alone. After each
@@ -32,7 +32,7 @@ Kept = list[tuple[torch.Tensor, int]]  # of each part of each layer: its rows, a
 
 
 class Shown:
-    """An addition to a layer's class: `shown` has the K and V of its last call, and those that were held before it."""
+    """Adds `shown` to a layer's class: the K and V of its last call, behind those that the layer had held."""
 
     shown: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -97,8 +97,7 @@ class GroupBlocks:
 
 
 def write_block(group: LayerGroup, kept: Kept, block: int, block_tokens: int, destination: Bytes) -> None:
-    """Write the payload of a block: by layer, by part, by token. Rows before those that are kept, which no resume
-    needs, are zero.
+    """Write the payload of a block, by layer, by part, by token. Rows that no resume needs are zero.
     """
     begin, place = block * block_tokens, 0
     for (rows, base), part in zip(kept, group.parts * len(group.layers), strict=True):
@@ -211,8 +210,8 @@ class GroupMemory:
         return True
 
     def blocks_until(self, tokens: int, block_tokens: int, ready: Moment) -> GroupBlocks:
-        """Return the blocks of the tokens held, with those that the last call completed. `ready`: torch itself waits
-        for a device where it copies from it.
+        """Return the blocks of the tokens held; the last call completed some. `ready` is not needed: torch itself waits
+        for a device that it copies from.
         """
         first, end = self._kept // self.block_tokens, tokens // self.block_tokens
         self._kept = max(tokens, self._kept)

@@ -80,7 +80,7 @@ class GroupedState:
 
     @property
     def can_go_back(self) -> bool:
-        """Whether later tokens can be taken away again."""
+        """Return whether later tokens can be taken away again."""
         return all(group.kind in ("full", "latent") for group in self.groups)
 
     def default_block_tokens(self) -> int:
