@@ -43,6 +43,9 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
     stored prefix is restored and the rest computed; full blocks of prompt and answer are stored in the background. The
     cache may be given to `generate` again to go on with its sequence.
 
+    A prompt of a model with recurrent states is computed in passes that end at the ends of blocks, where states are
+    stored; such a cache, or one with sliding windows, cannot be gone on with after a call that raised.
+
     A call that is no plain continuation of one sequence (a batch, padding, embeddings, custom positions) is computed as
     with a `DynamicCache`, and so is everything after it. A call that asks for all logits is computed whole, and stored;
     call `restore` before it to restore its prefix. `deadline_s` bounds the time of asking the daemon. A prefix that is

@@ -97,8 +97,7 @@ class GroupBlocks:
 
 
 def write_block(group: LayerGroup, kept: Kept, block: int, block_tokens: int, destination: Bytes) -> None:
-    """Write the payload of a block, by layer, by part, by token. Rows that no resume needs are zero.
-    """
+    """Write the payload of a block, by layer, by part, by token. Rows that no resume needs are zero."""
     begin, place = block * block_tokens, 0
     for (rows, base), part in zip(kept, group.parts * len(group.layers), strict=True):
         if group.kind == "recurrent":

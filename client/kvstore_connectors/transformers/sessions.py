@@ -92,6 +92,7 @@ def copies_of(session: Session, model: PreTrainedModel) -> BlockCopies:
 
 def shared_session(socket: str | os.PathLike[str], model: Any) -> Session:
     """Return this process's session with the daemon at `socket` for this model in its present state."""
+    prove(inner_model(model), None)  # before its fingerprint: what it computes for that need not be computed twice
     key = (str(socket_directory(socket)), model_fingerprint(model).digest(), device_index(inner_model(model)))
     with _lock:
         if key not in _shared:

@@ -84,6 +84,7 @@ class Storer:
                 return
             if len(self._queue) >= MOST_WAITING:
                 sequence.reason = f"storing is {MOST_WAITING} sequences behind"
+                sequence.let_go()
                 return
             self._queue.append(sequence)
             if self._thread is None:
