@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvstore_client.lease import Lease
-from kvstore_client.results import Lookup
+from kvstore_client.results import REASON_LATE, Lookup, ResumePoint
 from kvstore_client.session import Session
+from kvstore_proto.fingerprint import LayerGroup
 from kvstore_restore.choice import Chosen, Hit, LoadChoice, all_of
 
 UNKNOWN_PATIENCE, UNKNOWN_LEAST_S, MOST_S = 4.0, 0.25, 10.0  # of the wait for slower tiers
@@ -85,6 +86,109 @@ def lease_by_choice(
         with session.get(prompt.tokens, max_blocks=wanted, deadline_s=wait_s, promote=True) as loaded:
             reason = loaded.reason or (REASON_COMPUTED if wanted < mapped.resident_blocks else "")
             yield Leased(loaded, min(wanted, len(loaded)), mapped.resident_blocks, reason, lookup_s, observe)
+
+
+@dataclass(slots=True)
+class LeasedGroups:
+    """The result of a lease for a model of several layer groups. `parts`: of each group, the blocks that a resume
+    behind the first `blocks` blocks needs and that are not held already, and the lease on them; none if there is
+    nothing to load. Call `copied` at the end.
+
+    `stored`: the longest boundary, in blocks, that suits every group. `reason` says why it is not longer, or not used.
+    """
+
+    parts: list[tuple[LayerGroup, range, Lease]]
+    blocks: int
+    stored: int
+    reason: str
+    lookup_s: float
+    _observe: Callable[[int], None] = field(repr=False)
+
+    @property
+    def payload_bytes(self) -> int:
+        return sum(lease.payload_bytes for _, _, lease in self.parts)
+
+    @property
+    def valid(self) -> bool:
+        """Return whether all bytes that were copied until now are the leased bytes."""
+        return all(lease.valid for _, _, lease in self.parts)
+
+    def copied(self, blocks: int) -> None:
+        """Report that the first `blocks` blocks are in the engine now; 0 if a lease had ended."""
+        self._observe(blocks)
+
+
+@contextmanager
+def lease_groups_by_choice(
+    session: Session, prompt: Prompt, choice: LoadChoice | None, *, deadline_s: float | None = None
+) -> Iterator[LeasedGroups]:
+    """Yield what a resume needs at the longest boundary that suits every layer group, if loading all of it is worth it.
+    For the parameters see `lease_by_choice`.
+    """
+    if choice is not None:
+        deadline_s = bounded_wait_s(choice, prompt.held * session.block_tokens, prompt.count, deadline_s)
+    begin = time.perf_counter()
+    point = session.resume_point(prompt.tokens, max_blocks=prompt.blocks, deadline_s=deadline_s)
+    lookup_s, held = time.perf_counter() - begin, prompt.held
+    if point.blocks <= held:
+        yield LeasedGroups([], held, point.blocks, point.reason, lookup_s, lambda _: None)
+        return
+    wanted = [(group, needed_from(group, point.blocks, held, session.block_tokens)) for group in _groups_of(session)]
+    hit = _hit_of_groups(session, prompt, point, wanted)
+    chosen = choice.choose(hit, all_or_none=True) if choice is not None else all_of(hit)
+    if not chosen.blocks:
+        yield LeasedGroups([], held, point.blocks, REASON_COMPUTED, lookup_s, lambda _: None)
+        return
+
+    def observe(blocks: int) -> None:
+        if choice is not None:
+            choice.observe_load(hit, chosen, max(blocks - held, 0), time.perf_counter() - begin)
+
+    until = time.perf_counter() + max(_wait_s(chosen, point.estimated_load_s), deadline_s or 0.0)
+    with ExitStack() as leases:
+        parts, reason = list[tuple[LayerGroup, range, Lease]](), ""
+        for group, blocks in wanted:
+            left_s = until - time.perf_counter()
+            lease = leases.enter_context(_lease_of(session, prompt, group, blocks, left_s))
+            parts.append((group, blocks, lease))
+            if len(lease) < len(blocks):
+                reason = lease.reason or REASON_LATE
+                break
+        if reason:
+            observe(0)
+            yield LeasedGroups([], held, point.blocks, reason, lookup_s, lambda _: None)
+        else:
+            yield LeasedGroups(parts, point.blocks, point.blocks, point.reason, lookup_s, observe)
+
+
+def needed_from(group: LayerGroup, boundary: int, held: int, block_tokens: int) -> range:
+    """Return the blocks of a group to load for a resume at `boundary`, where the engine is behind `held` blocks: all
+    that a window or a state needs, and of the others those that are not held.
+    """
+    needed = group.needed_blocks(boundary, block_tokens)
+    return range(held, boundary) if group.kind in ("full", "latent") else needed
+
+
+def _groups_of(session: Session) -> Sequence[LayerGroup]:
+    return session.fingerprint.groups
+
+
+def _lease_of(session: Session, prompt: Prompt, group: LayerGroup, blocks: range, left_s: float) -> Lease:
+    return session.get(
+        prompt.tokens, group=group.group_id, first_block=blocks.start, max_blocks=len(blocks), deadline_s=left_s
+    )
+
+
+def _hit_of_groups(
+    session: Session, prompt: Prompt, point: ResumePoint, wanted: Sequence[tuple[LayerGroup, range]]
+) -> Hit:
+    blocks = point.blocks - prompt.held
+    nbytes = sum(len(each) * session.fingerprint.payload_bytes(group.group_id) for group, each in wanted)
+    tier = "slower" if point.estimated_load_s else "host"
+    count = max(prompt.count, point.tokens + 1)
+    each_s = point.estimated_load_s / blocks
+    first = prompt.held * session.block_tokens
+    return Hit([tier] * blocks, [each_s] * blocks, session.block_tokens, nbytes // blocks, count, first)
 
 
 def _hit(prompt: Prompt, mapped: int, stored: int, load_s: float, session: Session, block_bytes: int) -> Hit:

@@ -24,8 +24,8 @@ from transformers import DynamicCache, PreTrainedModel
 from kvstore_client import Lease, Session
 from kvstore_connectors.transformers import KVStoreCache, kvstore_session
 from kvstore_connectors.transformers.copies import Span
-from kvstore_connectors.transformers.fingerprint import BLOCK_TOKENS
 from kvstore_connectors.transformers.host_copies import HostCopies
+from kvstore_connectors.transformers.state import BLOCK_TOKENS
 from kvstore_proto.errors import KVStoreError
 
 BLOCK = BLOCK_TOKENS

@@ -29,9 +29,9 @@ from kvstore_client import Lease, Session
 from kvstore_connectors.transformers import KVStoreCache, kvstore_session
 from kvstore_connectors.transformers.copies import Span
 from kvstore_connectors.transformers.device_copies import DeviceCopies, DeviceCopying, TorchStream
-from kvstore_connectors.transformers.fingerprint import BLOCK_TOKENS, kv_shape
 from kvstore_connectors.transformers.layers import KVStack
 from kvstore_connectors.transformers.restore import Wanted, restore
+from kvstore_connectors.transformers.state import BLOCK_TOKENS, state_of
 from tests.gpu.device_torch import EmulatedStream, QueuedWrites
 
 DEVICE = torch.device("cuda", 0)
@@ -54,7 +54,7 @@ class EndingCopies(DeviceCopies):
 
 class Engine:
     def __init__(self, session: Session, model: PreTrainedModel) -> None:
-        self.session, self.model, self.shape = session, model, kv_shape(model)
+        self.session, self.model, self.shape = session, model, state_of(model)
         self.plain = tiny_model().to(PLACE)
         stream = EmulatedStream(session.device) if IS_EMULATED else TorchStream(DEVICE)
         self.write = QueuedWrites(session.device, stream)

@@ -10,44 +10,30 @@ from __future__ import annotations
 import os
 from copy import deepcopy
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from kvstore_client.errors import invalid
-from kvstore_client.paths import costs_file
 from kvstore_client.receipt import PRESENT, STORED
 from kvstore_client.session import Session
 from kvstore_connectors.moments import ComputeTimes, Moment
-from kvstore_connectors.transformers.calls import Call, listen, shifted_positions, shorten, tokens_to_compute, why_not
+from kvstore_connectors.transformers import calls
+from kvstore_connectors.transformers.calls import Call, TokensHeld, as_tokens, unfit, why_not
 from kvstore_connectors.transformers.copies import BlockCopies
-from kvstore_connectors.transformers.fingerprint import difference, difference_now, inner_model, kv_shape, written_file
+from kvstore_connectors.transformers.fingerprint import difference, difference_now, inner_model, written_file
+from kvstore_connectors.transformers.group_memory import GroupMemory
 from kvstore_connectors.transformers.layers import KVStack
-from kvstore_connectors.transformers.restore import ENDED, Restored, Wanted, is_silent, restore
+from kvstore_connectors.transformers.restore import ENDED, Restored, Wanted, choice_of, is_silent, restore
 from kvstore_connectors.transformers.self_test import failure_of, prove
 from kvstore_connectors.transformers.sessions import copies_of, shared_session
+from kvstore_connectors.transformers.state import KVShape, state_of
 from kvstore_connectors.transformers.storer import CacheReport, Computed, Sequence, Tokens, storer_of
-from kvstore_proto.token_ids import checked_tokens
-from kvstore_restore.choice import LoadChoice
 
 DEFAULT_DEADLINE_S = 0.025  # a lease on what is mapped takes 1 ms; a stopped daemon must not cost 5 % of a prompt
 _CHANGED = "the model has changed since the session was opened"
-
-_choices: WeakKeyDictionary[PreTrainedModel, LoadChoice] = WeakKeyDictionary()
-
-
-def choice_of(model: PreTrainedModel, session: Session) -> LoadChoice:
-    """Return the record of costs of a model object. Each object has its own, since two models of one fingerprint may be
-    on different devices. It begins with the costs that an earlier process saved.
-    """
-    found = _choices.get(model)
-    if found is None:
-        found = _choices[model] = LoadChoice.load(costs_file(session.fingerprint.digest()))
-        session.before_close(found.save)
-    return found
+_LOST = "the last call with this cache was interrupted, and the state of this model cannot go back: make a new cache"
 
 
 class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped here
@@ -56,6 +42,9 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
     `session` is the result of `kvstore_session(model)`, or the daemon's socket directory. In `generate` the longest
     stored prefix is restored and the rest computed; full blocks of prompt and answer are stored in the background. The
     cache may be given to `generate` again to go on with its sequence.
+
+    A prompt of a model with recurrent states is computed in passes that end at the ends of blocks, where states are
+    stored; such a cache, or one with sliding windows, cannot be gone on with after a call that raised.
 
     A call that is no plain continuation of one sequence (a batch, padding, embeddings, custom positions) is computed as
     with a `DynamicCache`, and so is everything after it. A call that asks for all logits is computed whole, and stored;
@@ -67,15 +56,16 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
     copies whose payload layout differs from the session's.
     """
 
-    _stack: KVStack
+    _memory: KVStack | GroupMemory
     _sequence: Sequence
-    _seen: list[torch.Tensor]  # read only when a block is full: on a GPU each reading waits for it
-    _count: int  # tokens seen, and held as long as nothing is refused
+    _seen: TokensHeld  # and held as long as nothing is refused
     _coming: torch.Tensor | None  # the tokens of the call that runs
     _called: Moment | None  # when that began, of a prompt
     _whole: Call  # the call that runs, before it was shortened
     _before: tuple[int, int]  # tokens held, and restored, before that
     _asks: bool
+    _is_cutting: bool
+    _is_lost: bool
     _refused: str
     _reason: str
     _restored_tokens: int
@@ -104,18 +94,18 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         self._model = model
         self._inner = inner
         self._deadline_s = deadline_s
+        self._state = state_of(inner)
         self._copies = copies or copies_of(session, inner)
-        if self._copies.layout != (layout := session.fingerprint.layout):
+        if isinstance(self._state, KVShape) and self._copies.layout != (layout := session.fingerprint.layout):
             raise invalid(
                 f"these copies make payloads laid out as {self._copies.layout}, and the session's are {layout}"
             )
         self._device = inner.device
         self._choice = None if always_load else choice_of(inner, session)
         self._times = ComputeTimes(self._choice)
-        self._shape = kv_shape(inner)
         super().__init__(config=inner.config)
         self._begin_anew()
-        listen(inner, self)
+        calls.listen(inner, self)
 
     @property
     def report(self) -> CacheReport:
@@ -125,7 +115,7 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         sequence = self._sequence
         return CacheReport(
             restored_tokens=self._restored_tokens,
-            computed_tokens=self._count - self._restored_tokens,
+            computed_tokens=self._seen.count - self._restored_tokens,
             restored_bytes=self._restored_bytes,
             lookup_s=self._lookup_s,
             restore_s=self._restore_s,
@@ -142,19 +132,19 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
 
         For users who call the model themselves: `n = cache.restore(ids); model(ids[:, n:], past_key_values=cache)`.
         """
-        if not self._settle():  # the last call was interrupted
+        if not self._memory.settle():  # the last call was interrupted
             self._go_back()
         held = int(self.get_seq_length())
         if self._refused or not self._holds_all() or input_ids.shape[0] != 1 or input_ids.shape[1] <= held:
             return held
-        tokens = _as_tokens(input_ids)
-        if not np.array_equal(tokens[:held], self._tokens()):
+        tokens = as_tokens(input_ids)
+        if not np.array_equal(tokens[:held], self._seen.all()):
             raise invalid(f"the cache holds {held} tokens that these do not begin with")
-        if reason := self._unfit() or self._changed():
+        if reason := unfit(self._inner, self._device, self._seen.count) or self._changed():
             self._refuse(reason)
             return held
         self._take(self._restore(tokens, len(tokens) - 1, beside=False), tokens)
-        return self._count
+        return self._seen.count
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until the blocks that this session's caches announced are stored or given up."""
@@ -166,30 +156,53 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         """Prepare a call of the model with this cache: restore its stored prefix, if that is allowed. Raises
         KVStoreError(INVALID) if the caller counts on tokens that an interrupted call did not get.
         """
-        self._coming = None
+        was_open, self._coming = self._coming is not None, None
         self._times.report()
-        if not self._settle():  # no exception that torch catches: `after` was not called
+        if self._is_lost or (was_open and not self._memory.can_go_back):
+            self._is_lost = True
+            raise invalid(_LOST)
+        if not self._memory.settle():  # no exception that torch catches: `after` was not called
             self._go_back()
             raise invalid(
-                f"the last call with this cache was interrupted, which holds {self._count} tokens now: {ENDED}"
+                f"the last call with this cache was interrupted, which holds {self._seen.count} tokens now: {ENDED}"
             )
         self._whole = {}
-        if self._refused or not self._may_go_on(call):
+        if self._refused or not (self._is_cutting or self._may_go_on(call)):
             return call
-        self._whole, self._before = call, (self._count, self._restored_tokens)
+        self._whole, self._before = call, (self._seen.count, self._restored_tokens)
         ids = call["input_ids"]
         count = ids.shape[1]
-        if count > 1:
-            keep = tokens_to_compute(call)
+        if count > 1 and not self._is_cutting:
+            keep = calls.tokens_to_compute(call)
             if keep is None:
                 self._reason = "logits of all tokens were asked for"
             elif count > keep:
-                tokens = np.concatenate([self._tokens(), _as_tokens(ids)])
-                held = self._count
+                tokens = np.concatenate([self._seen.all(), as_tokens(ids)])
+                held = self._seen.count
                 self._take(self._restore(tokens, held + count - keep, beside=True), tokens)
-                ids, call = ids[:, self._count - held :], shorten(call, self._count - held)
+                call = self._cut(calls.shorten(call, self._seen.count - held), keep)
+                ids = call["input_ids"]
+        if not isinstance(self._memory, KVStack):
+            call = calls.with_positions(call, self._inner, self._seen.count)
         self._coming, self._called = ids, self._copies.moment() if count > 1 else None
         return call
+
+    def _cut(self, call: Call, keep: int) -> Call:
+        """Compute what comes before the last boundary at which a state is wanted, in pieces; return the rest of the
+        call, with at least `keep` tokens.
+        """
+        size = self._memory.cut_tokens
+        if not size or self._session.state != "connected" or self._sequence.reason:
+            return call
+        self._is_cutting = True
+        try:
+            *first, rest = calls.pieces(call, self._seen.count, size, keep)
+            for piece in first:
+                self._inner(**piece)
+        finally:
+            self._is_cutting = False
+        self._whole = rest
+        return rest
 
     def after(self, output: Any) -> Any:
         """Finish a call: its tokens are held now, and full blocks may be stored. Return the call's `output`. A call
@@ -198,17 +211,16 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         coming, self._coming = self._coming, None
         whole, self._whole = self._whole, {}  # it names this cache: a cycle would keep K and V
         if output is None and whole:
-            self._settle()
+            self._memory.settle()
             self._go_back()
         if output is None or coming is None:
             return output
-        if not self._settle():
+        if not self._memory.settle():
             return self._again(whole)
         count = coming.shape[1]
         if self._called is not None:
-            self._times.ended(self._count, count, self._called, self._copies.moment())
-        self._seen.append(coming.clone())
-        self._count += count
+            self._times.ended(self._seen.count, count, self._called, self._copies.moment())
+        self._seen.add(coming.clone())
         if not self._holds_all():
             self._refuse("K/V of another shape, place or kind than the model's configuration says")
             return output
@@ -224,21 +236,23 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         """Cut the sequence as `DynamicCache.crop` does. Stored blocks stay stored; the sequence goes on from the
         shorter prefix.
         """
-        kept = self._count + min(tokens_to_remove, 0)
+        kept = self._seen.count + min(tokens_to_remove, 0)
         whole = not self._refused and self._holds_all()
+        whole = whole and self._memory.can_go_back
         if not whole or kept < self._sequence.wanted_blocks * self._session.block_tokens or tokens_to_remove > 0:
+            self._is_lost = not self._memory.can_go_back  # if this raises, some layers are cut and others are not
             super().crop(tokens_to_remove)
+            self._is_lost = False
             self._refuse("the sequence was cut back into blocks that are stored")
             return
-        tokens = self._tokens()[:kept]
-        self._seen, self._count = [torch.from_numpy(tokens)[None]], kept
+        self._seen.cut(kept)
         self._sequence.done_blocks = min(self._sequence.done_blocks, kept // self._session.block_tokens)
         self._restored_tokens = min(self._restored_tokens, kept)
-        self._stack.extend_to(kept)
+        self._memory.go_back(kept)
 
     def reset(self) -> None:
         """Forget the sequence; the next call begins a new one, which may be restored."""
-        self._settle()
+        self._memory.settle()
         self._begin_anew()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
@@ -256,18 +270,24 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
     def __deepcopy__(self, memo: dict[int, Any]) -> DynamicCache:
         """Return a DynamicCache with this content and no link to the daemon."""
         copy = DynamicCache(config=self._inner.config)
+        if isinstance(self._memory, GroupMemory):
+            copy.layers = self._memory.plain_layers(self._inner.config, memo)
+            return copy
         for index, layer in enumerate(self.layers):
             if layer.get_seq_length():
                 copy.update(deepcopy(layer.keys, memo), deepcopy(layer.values, memo), index)
         return copy
 
     def _begin_anew(self) -> None:
-        self._stack = KVStack(self._shape, self._copies)
-        self.layers = list(self._stack.layers)
-        self._sequence = Sequence(self._session, self._copies)
-        self._seen = []
-        self._count = 0
+        if isinstance(self._state, KVShape):
+            self._memory = KVStack(self._state, self._copies)
+        else:
+            self._memory = GroupMemory(self._state, self._inner.config, self._session.block_tokens)
+        self.layers = list(self._memory.layers)
+        self._sequence = Sequence(self._session)
+        self._seen = TokensHeld()
         self._coming = None
+        self._is_cutting = self._is_lost = False
         self._called = None
         self._whole, self._before = {}, (0, 0)
         self._asks = True
@@ -276,10 +296,10 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         self._lookup_s = self._restore_s = 0.0
 
     def _may_go_on(self, call: Call) -> bool:
-        reason = why_not(call, self._count)
+        reason = why_not(call, self._seen.count)
         if not reason and not self._holds_all():
             reason = "tokens were computed in calls that this cache did not see"
-        reason = reason or self._unfit()
+        reason = reason or unfit(self._inner, self._device, self._seen.count)
         if not reason:
             reason = self._changed() if call["input_ids"].shape[1] > 1 else self._changed_now()
         if reason:
@@ -290,17 +310,7 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         """Return whether each layer, and no other, has exactly the tokens seen. A layer that the model does not fill
         would be stored with uninitialised memory.
         """
-        return len(self.layers) == len(self._stack.layers) and self._stack.holds(self._count)
-
-    def _unfit(self) -> str:
-        """Return why K/V of this model cannot be stored or restored now; "" if they can."""
-        if self._inner.device != self._device:
-            return "the model has been moved to another device"
-        if self._inner.training:
-            return "the model is in training mode: model.eval()"
-        if self._count == 0 and len(set(getattr(self._inner, "hf_device_map", {}).values())) > 1:
-            return "the model's layers are on several devices"
-        return shifted_positions(self._inner)
+        return len(self.layers) == len(self._memory.layers) and self._memory.holds(self._seen.count)
 
     def _changed(self) -> str:
         """Return why the model is no longer the session's model; "" if it is. This takes too long to be called for each
@@ -319,13 +329,6 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         differs = difference_now(self._session.fingerprint, self._model)
         return f"{_CHANGED}: {differs}" if differs else ""
 
-    def _settle(self) -> bool:
-        """Finish the copy that ran beside the last call, if there was one; return whether it copied the leased
-        bytes.
-        """
-        copying, self._stack.coming = self._stack.coming, None
-        return copying is None or copying.finish()
-
     def _again(self, whole: Call) -> Any:
         """Run the call again from its beginning: the tokens restored for it cannot be trusted."""
         self._go_back()
@@ -334,30 +337,32 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
 
     def _go_back(self) -> None:
         """Go back to the tokens held before the last call. Some layers may hold more."""
+        if not self._memory.can_go_back:
+            self._is_lost = True
+            self._refuse(_LOST)
+            return
         held, self._restored_tokens = self._before
-        self._seen = [torch.from_numpy(self._tokens()[:held])[None]]
-        self._count = held
-        if self._stack.tensor is not None:
-            self._stack.extend_to(held)
+        self._seen.cut(held)
+        self._memory.go_back(held)
         self._sequence.done_blocks = min(self._sequence.done_blocks, held // self._session.block_tokens)
 
     def _restore(self, tokens: Tokens, most: int, *, beside: bool) -> Restored:
-        wanted = Wanted(tokens, self._count, most, self._session.block_tokens, self._inner.device)
+        wanted = Wanted(tokens, self._seen.count, most, self._session.block_tokens, self._inner.device)
         if not self._asks:
-            return Restored(self._count, reason=self._reason)
+            return Restored(self._seen.count, reason=self._reason)
         if not wanted.blocks:
-            return Restored(self._count, reason="no full block to restore")
+            return Restored(self._seen.count, reason="no full block to restore")
         try:
-            return restore(self._session, self._stack, wanted, self._choice, deadline_s=self._deadline_s, beside=beside)
+            memory, choice = self._memory, self._choice
+            return restore(self._session, memory, wanted, choice, deadline_s=self._deadline_s, beside=beside)
         except Exception as error:  # the store must not end a generation
-            return Restored(self._count, reason=f"restoring failed: {type(error).__name__}: {error}")
+            return Restored(self._seen.count, reason=f"restoring failed: {type(error).__name__}: {error}")
 
     def _take(self, restored: Restored, tokens: Tokens) -> None:
         """Record the restored part of `tokens`."""
-        if restored.tokens > self._count:
-            self._seen.append(torch.from_numpy(tokens[self._count : restored.tokens])[None])
-            self._restored_tokens += restored.tokens - self._count
-            self._count = restored.tokens
+        if restored.tokens > self._seen.count:
+            self._restored_tokens += restored.tokens - self._seen.count
+            self._seen.add(torch.from_numpy(tokens[self._seen.count : restored.tokens])[None])
         self._sequence.done_blocks = max(self._sequence.done_blocks, restored.blocks)
         self._restored_bytes += restored.bytes
         self._lookup_s += restored.lookup_s
@@ -366,29 +371,20 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         self._asks = self._asks and not is_silent(restored)
 
     def _store(self) -> None:
-        sequence, blocks = self._sequence, self._count // self._session.block_tokens
-        tensor = self._stack.tensor
-        if tensor is None or sequence.reason or blocks <= max(sequence.wanted_blocks, sequence.done_blocks):
+        sequence, blocks = self._sequence, self._seen.count // self._session.block_tokens
+        if sequence.reason or blocks <= max(sequence.wanted_blocks, sequence.done_blocks):
             return
         if written := written_file(self._inner):
             self._refuse(f"{written}, from which weights are mapped, was written to while they computed")
             return
         if self._session.state != "connected":
             return  # the blocks are announced with a later one, if the daemon comes back meanwhile
-        tokens = self._tokens()[: blocks * self._session.block_tokens]
-        storer_of(self._session).advance(sequence, Computed(tokens, tensor, blocks, self._copies.moment()))
-
-    def _tokens(self) -> Tokens:
-        """Return all tokens held, as one array."""
-        if len(self._seen) > 1:
-            self._seen = [torch.from_numpy(np.concatenate([_as_tokens(ids) for ids in self._seen]))[None]]
-        return _as_tokens(self._seen[0]) if self._seen else np.empty(0, np.int32)
+        moment, tokens = self._copies.moment(), self._seen.all()[: blocks * self._session.block_tokens]
+        source = self._memory.blocks_until(self._seen.count, self._session.block_tokens, moment)
+        if source is not None:
+            storer_of(self._session).advance(sequence, Computed(tokens, source, blocks, moment))
 
     def _refuse(self, reason: str) -> None:
         """Stop storing and restoring, for `reason`: from now on the object is a plain DynamicCache."""
         self._refused = self._refused or reason
-        self._stack.break_up()
-
-
-def _as_tokens(ids: torch.Tensor) -> Tokens:
-    return checked_tokens(ids[0])
+        self._memory.break_up()

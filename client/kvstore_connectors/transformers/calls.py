@@ -11,12 +11,18 @@ import inspect
 import weakref
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
+
+from kvstore_connectors.transformers.state import positions
+from kvstore_connectors.transformers.storer import Tokens
+from kvstore_proto.token_ids import checked_tokens
 
 _CACHES = ("past_key_values", "cache")  # the second is Transformers' name for it from 5.24 on
 _UNDERSTOOD = frozenset({"input_ids", "attention_mask", "position_ids", "logits_to_keep", "cache_position", *_CACHES})
 _HARMLESS = frozenset({"use_cache", "return_dict", "output_attentions", "output_hidden_states", "labels"})
+_BY_TOKEN = ("input_ids", "position_ids", "cache_position")
 _ONE_PER_TOKEN = ("output_attentions", "output_hidden_states", "labels")
 
 Call = dict[str, Any]
@@ -90,6 +96,19 @@ def shifted_positions(model: PreTrainedModel) -> str:
     return "positions are shifted by an image of an earlier call" if any(map(torch.any, deltas)) else ""
 
 
+def unfit(model: PreTrainedModel, device: torch.device, held: int) -> str:
+    """Return why the state of `model` cannot be stored or restored now, for a cache on `device` that holds `held`
+    tokens; "" if it can.
+    """
+    if model.device != device:
+        return "the model has been moved to another device"
+    if model.training:
+        return "the model is in training mode: model.eval()"
+    if held == 0 and len(set(getattr(model, "hf_device_map", {}).values())) > 1:
+        return "the model's layers are on several devices"
+    return shifted_positions(model)
+
+
 def tokens_to_compute(call: Call) -> int | None:
     """Return how many of the last tokens must be computed for the requested output; None if all of them must."""
     keep = call.get("logits_to_keep")
@@ -101,10 +120,65 @@ def tokens_to_compute(call: Call) -> int | None:
 def shorten(call: Call, tokens: int) -> Call:
     """Return the call without its first `tokens` tokens, which are cached now. The mask still covers all tokens."""
     shorter = dict(call)
-    for name in ("input_ids", "position_ids", "cache_position"):
+    for name in _BY_TOKEN:
         if shorter.get(name) is not None:
             shorter[name] = shorter[name][..., tokens:]
     return shorter
+
+
+def pieces(call: Call, held: int, size: int, keep: int) -> list[Call]:
+    """Return calls that compute the tokens of `call` one after the other, behind `held` tokens. Each but the last ends
+    behind a multiple of `size` tokens, and its answer is not used; the last has at least `keep` tokens.
+    """
+    end = held + call["input_ids"].shape[1]
+    cuts = range(held // size * size + size, end - keep + 1, size)
+    found, begin = [], held
+    for cut in cuts:
+        piece = shorten(call, begin - held)
+        for name in _BY_TOKEN:
+            if piece.get(name) is not None:
+                piece[name] = piece[name][..., : cut - begin]
+        if piece.get("attention_mask") is not None:
+            piece["attention_mask"] = piece["attention_mask"][:, :cut]
+        found.append(piece)
+        begin = cut
+    return [*found, shorten(call, begin - held)]
+
+
+def with_positions(call: Call, model: PreTrainedModel, held: int) -> Call:
+    """Return the call with positions, if it has none and the model takes them: see `state.positions`."""
+    if not held or call.get("position_ids") is not None:
+        return call
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return call
+    return {**call, "position_ids": positions(held, call["input_ids"])}
+
+
+class TokensHeld:
+    """The token ids of one sequence, read when they are needed: on a GPU each reading waits for it."""
+
+    def __init__(self) -> None:
+        self._parts: list[torch.Tensor] = []
+        self.count = 0
+
+    def add(self, ids: torch.Tensor) -> None:
+        """Append ids [1, tokens], which are not written again."""
+        self._parts.append(ids)
+        self.count += ids.shape[1]
+
+    def cut(self, count: int) -> None:
+        """Keep the first `count` tokens."""
+        self._parts, self.count = [torch.from_numpy(self.all()[:count])[None]], count
+
+    def all(self) -> Tokens:
+        if len(self._parts) > 1:
+            self._parts = [torch.from_numpy(np.concatenate([as_tokens(ids) for ids in self._parts]))[None]]
+        return as_tokens(self._parts[0]) if self._parts else np.empty(0, np.int32)
+
+
+def as_tokens(ids: torch.Tensor) -> Tokens:
+    """Return the ids of a batch of one sequence."""
+    return checked_tokens(ids[0])
 
 
 def _is_absent(value: Any) -> bool:

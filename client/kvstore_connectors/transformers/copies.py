@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from kvstore_client.lease import Lease
 from kvstore_client.payload import FillSlot
 from kvstore_connectors.moments import Moment
-from kvstore_connectors.transformers.fingerprint import KVShape
+from kvstore_connectors.transformers.state import KVShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,26 @@ class Span:
     def blocks(self) -> range:
         """The blocks that hold the tokens. The first and the last one may also hold tokens outside the span."""
         return range(self.begin // self.block_tokens, -(-self.end // self.block_tokens))
+
+
+class BlockRun(NamedTuple):
+    """Payloads of blocks `first`, `first` + 1, … of a layer group; None for the only one."""
+
+    group: int | None
+    first: int
+    payloads: list[FillSlot]
+
+
+class BlockSource(Protocol):
+    """The computed blocks of a sequence, on their way into the store. Used by another thread than the model's."""
+
+    def runs(self, blocks: range) -> list[BlockRun]:
+        """Return the payloads of `blocks`, of the group that has all of them first."""
+        ...
+
+    def stored(self, blocks: range) -> None:
+        """Take note that `blocks` are stored or given up: their memory is not needed any more."""
+        ...
 
 
 class Copying(Protocol):

@@ -27,7 +27,8 @@ from kvstore_client.errors import invalid
 from kvstore_client.lease import Lease
 from kvstore_client.payload import FillSlot
 from kvstore_connectors.transformers.copies import Span
-from kvstore_connectors.transformers.fingerprint import DEVICE_LAYOUT, KVShape
+from kvstore_connectors.transformers.fingerprint import DEVICE_LAYOUT
+from kvstore_connectors.transformers.state import KVShape
 
 
 class TorchStream:

@@ -1,11 +1,12 @@
 """The fingerprint of a loaded Transformers model: everything but the tokens that its K/V bytes depend on.
 
-The module translates a model to `kvstore_proto`'s terms, and refuses models whose state is more than K and V of full
-attention. The fingerprint covers the model in memory, not the place it was loaded from: a merged adapter, an edited
-weight or another dtype is another model. The attention implementations that come with Transformers differ only by
-rounding, and share blocks. An implementation that a program registered, or that comes from a hub, may compute other
-values, and is another model. A model on a CUDA device shares no blocks with one elsewhere: other kernels give other
-bits, and its blocks have another layout.
+The module translates a model to `kvstore_proto`'s terms. The fingerprint covers the model in memory, not the place it
+was loaded from: a merged adapter, an edited weight or another dtype is another model. The attention implementations
+that come with Transformers differ only by rounding, and share blocks. An implementation that a program registered, or
+that comes from a hub, may compute other values, and is another model. A model on a CUDA device shares no blocks with
+one elsewhere: other kernels give other bits, and its blocks have another layout. Where a state is more than K and V of
+full attention, the release of Transformers is in the fingerprint: from one to the next it keeps the same state as other
+tensors (5.15: MLA).
 
 A mapped weight changes with its file, unseen by torch: loading does not copy safetensors of the model's own dtype. So
 the module keeps the files of each model open, with their state when the weights were hashed or named by an id. Weights
@@ -26,22 +27,29 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import transformers
 import xxhash
 from transformers import PreTrainedModel
-from transformers.cache_utils import get_layer_types_and_kwargs
 
 from kvstore_client.errors import invalid
+from kvstore_connectors.transformers.state import (
+    BLOCK_TOKENS,
+    DTYPES,
+    GroupedState,
+    KVShape,
+    State,
+    rope_of,
+    state_of,
+    unstorable,
+)
 from kvstore_connectors.weight_files import DELETED, Mapping, WeightFiles, mappings_now
 from kvstore_proto.fingerprint import Fingerprint, LayerGroup
-from kvstore_proto.kv_layout import HEADS_ORDER, TOKENS_ORDER
+from kvstore_proto.kv_layout import ENGINE_ORDER, HEADS_ORDER, TOKENS_ORDER
 
-BLOCK_TOKENS = 8  # what a prompt leaves over after its last full block is computed: smaller blocks leave less
 LAYOUT = HEADS_ORDER
 DEVICE_LAYOUT = TOKENS_ORDER  # on a CUDA device: a block is one run of bytes in each layer
 ID_PREFIX = "id:"
 
-_DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
-_WANDERING_ROPE = ("dynamic", "longrope")  # their angles depend on how long the sequence became later
 _SAME_ATTENTION = frozenset({"eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3"})
 _SAMPLES = 4  # of each dimension of a weight, to see what torch does not count
 _NOT_IDENTITY = frozenset(  # of a configuration: labels, defaults of generation, how it is computed
@@ -49,20 +57,6 @@ _NOT_IDENTITY = frozenset(  # of a configuration: labels, defaults of generation
      "dtype", "torch_dtype", "return_dict", "output_attentions", "output_hidden_states", "_attn_implementation",
      "id2label", "label2id", "problem_type", "bos_token_id", "eos_token_id", "pad_token_id"}
 )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class KVShape:
-    """The shape of K and V of one token: `layers` x (K, V) x `heads` x `head_dim` numbers of `dtype`."""
-
-    layers: int
-    heads: int
-    head_dim: int
-    dtype: torch.dtype
-
-    @property
-    def item_bytes(self) -> int:
-        return int(self.dtype.itemsize)
 
 
 def inner_model(model: Any) -> PreTrainedModel:
@@ -83,57 +77,60 @@ def device_index(model: PreTrainedModel) -> int | None:
     return int(torch.cuda.current_device() if device.index is None else device.index)
 
 
-def kv_shape(model: PreTrainedModel) -> KVShape:
-    """Return the shape of a model's K/V state. Raises KVStoreError(INVALID), with the reason, for a model that cannot
-    be stored.
-    """
-    whole = model.config
-    config = whole.get_text_config(decoder=True)
-    if whole.is_encoder_decoder or getattr(config, "add_cross_attention", False):
-        raise _unstorable(model, "its cross attention depends on another input than the tokens")
-    kinds = sorted(set(get_layer_types_and_kwargs(config)[0]) - {"full_attention"})
-    if kinds:
-        raise _unstorable(model, f"it has layers of kind {', '.join(kinds)}, and only full attention is stored")
-    rope = _rope(config)
-    wandering = next((kind for kind in _WANDERING_ROPE if f'"{kind}"' in rope), None)
-    if wandering:
-        raise _unstorable(model, f"with {wandering} rope, keys depend on the length that a sequence reaches later")
-    dtype = model.dtype
-    if dtype not in _DTYPES:
-        raise _unstorable(model, f"it computes in {dtype}, and K/V is stored in {', '.join(_DTYPES.values())}")
-    queries = getattr(config, "num_attention_heads", None)
-    heads = getattr(config, "num_key_value_heads", None) or queries
-    head_dim = getattr(config, "head_dim", None) or (config.hidden_size // queries if queries else None)
-    if not isinstance(heads, int) or not isinstance(head_dim, int):
-        raise _unstorable(model, "its configuration does not give one number of key/value heads for all layers")
-    return KVShape(config.num_hidden_layers, heads, head_dim, dtype)
-
-
 def model_fingerprint(
-    model: Any, *, model_id: str | None = None, block_tokens: int = BLOCK_TOKENS, key_hash: str = "xxh3"
+    model: Any, *, model_id: str | None = None, block_tokens: int | None = None, key_hash: str = "xxh3"
 ) -> Fingerprint:
     """Return the fingerprint to open a session with: `kvstore_client.connect(fingerprint=model_fingerprint(model))`.
 
     All weights in memory are hashed, once (135M parameters in f32: some 0.1 s). If `model_id` is given, it replaces
-    that hash: the caller then answers for equal ids meaning equal weights.
+    that hash: the caller then answers for equal ids meaning equal weights. `block_tokens`: 8 by default; for a model
+    with recurrent states, a multiple of its chunk. Raises KVStoreError(INVALID) for a model that cannot be stored and
+    for other block sizes.
     """
     inner = inner_model(model)
-    shape = kv_shape(inner)
-    token_bytes = 2 * shape.heads * shape.head_dim * shape.item_bytes
-    layers = tuple(range(shape.layers))
-    group = LayerGroup(0, layers=layers, bytes_per_token_per_layer=token_bytes, heads=shape.heads)
+    state = state_of(inner)
+    block_tokens = block_size(inner, state, block_tokens)
     return Fingerprint(
         model_name=str(inner.config.name_or_path or type(inner).__name__),
         weights_digest=weights_identity(inner, model_id),
-        rope=_rope(inner.config.get_text_config(decoder=True)),
-        kv_dtype=_DTYPES[shape.dtype],
-        layout=LAYOUT if device_index(inner) is None else DEVICE_LAYOUT,
-        adapter_digest=_digest(state) if (state := _adapter_state(model, inner)) else "",
+        rope=rope_of(inner.config.get_text_config(decoder=True)),
+        kv_dtype=DTYPES[state.dtype],
+        layout=_layout(inner, state),
+        adapter_digest=_digest(described) if (described := _adapter_state(model, inner)) else "",
         block_tokens=block_tokens,
         engine_block_tokens=block_tokens,
         key_hash=key_hash,
-        groups=(group,),
+        groups=_groups(state),
     )
+
+
+def block_size(model: PreTrainedModel, state: State, asked: int | None) -> int:
+    """Return the tokens of a block. Raises KVStoreError(INVALID) for a size at whose boundaries there are no states."""
+    if isinstance(state, KVShape):
+        return BLOCK_TOKENS if asked is None else asked
+    tokens = state.default_block_tokens() if asked is None else asked
+    if tokens % state.chunk:
+        raise invalid(
+            f"block_tokens={asked} is no multiple of {state.chunk}, the tokens that {type(model).__name__} computes a "
+            "recurrent state in at a time"
+        )
+    return tokens
+
+
+def _groups(state: State) -> tuple[LayerGroup, ...]:
+    if isinstance(state, GroupedState):
+        return state.groups
+    token_bytes = 2 * state.heads * state.head_dim * state.item_bytes
+    layers = tuple(range(state.layers))
+    return (LayerGroup(0, layers=layers, bytes_per_token_per_layer=token_bytes, heads=state.heads),)
+
+
+def _layout(model: PreTrainedModel, state: State) -> str:
+    on_device = device_index(model) is not None
+    if isinstance(state, KVShape):
+        return DEVICE_LAYOUT if on_device else LAYOUT
+    release = ".".join(transformers.__version__.split(".")[:2])
+    return json.dumps({"order": ENGINE_ORDER, "transformers": release, "device": "cuda" if on_device else "other"})
 
 
 def difference(session: Fingerprint, model: Any) -> str:
@@ -205,7 +202,7 @@ def _weights_digest(model: PreTrainedModel) -> str:
         hashing.update(_bytes_of(model, name, tensor))
     digest = hashing.hexdigest()
     if written := written_file(model):
-        raise _unstorable(model, f"{written} was written to while the weights were hashed")
+        raise unstorable(model, f"{written} was written to while the weights were hashed")
     _hashed[model] = _Hashed(tensors, marks, adapters, _samples_of(tensors), digest)
     return digest
 
@@ -220,7 +217,7 @@ def _bytes_of(model: PreTrainedModel, name: str, tensor: torch.Tensor) -> Any:
         flat = tensor.detach().cpu().contiguous().reshape(-1)
         return flat.view(torch.uint8).numpy().data if flat.numel() else b""
     except (RuntimeError, TypeError) as error:
-        raise _unstorable(model, f"{name} cannot be read ({error}); give model_id= instead") from None
+        raise unstorable(model, f"{name} cannot be read ({error}); give model_id= instead") from None
 
 
 def _mark(tensor: torch.Tensor) -> tuple[int, int]:
@@ -252,13 +249,6 @@ def _other_attention(config: Any) -> list[str]:
     return sorted(names - _SAME_ATTENTION)
 
 
-def _rope(config: Any) -> str:
-    """Return the rope settings of old and new configurations: `rope_parameters`, or `rope_theta` and `rope_scaling`."""
-    names = ("rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor", "rotary_pct")
-    found = {name: value for name in names if (value := getattr(config, name, None)) is not None}
-    return json.dumps(found, sort_keys=True, default=str)
-
-
 def _adapter_state(*models: Any) -> list[str]:
     """Return the configured adapters (by PEFT's conventions), and the way each adapted layer uses them now."""
     configured = {id(config): config for model in models if (config := getattr(model, "peft_config", None))}
@@ -274,10 +264,6 @@ def _adapter_state(*models: Any) -> list[str]:
 
 def _digest(parts: list[str]) -> str:
     return str(xxhash.xxh3_128_hexdigest("\0".join(parts).encode()))
-
-
-def _unstorable(model: PreTrainedModel, why: str) -> Exception:
-    return invalid(f"the K/V state of {type(model).__name__} cannot be stored: {why}")
 
 
 @dataclass(slots=True)

@@ -24,7 +24,8 @@ from kvstore_client.lease import Lease
 from kvstore_client.payload import FillSlot
 from kvstore_connectors.moments import HostMoment, LayerProgress
 from kvstore_connectors.transformers.copies import Span
-from kvstore_connectors.transformers.fingerprint import LAYOUT, KVShape
+from kvstore_connectors.transformers.fingerprint import LAYOUT
+from kvstore_connectors.transformers.state import KVShape
 
 LEAST_BYTES = 4 * 1024 * 1024  # less is copied before the thread would run
 Bytes = npt.NDArray[np.uint8]
@@ -73,7 +74,7 @@ def scatter(tensor: torch.Tensor, blocks: Sequence[Bytes], span: Span, layers: s
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # we only read it
         origin = begin // block_tokens * block_tokens
-        for run in _runs(blocks):
+        for run in runs_of(blocks):
             stored = torch.from_numpy(run).view(tensor.dtype)
             stored = stored.view(len(run), count, 2, heads, block_tokens, head_dim)[:, layers]
             stop = origin + len(run) * block_tokens
@@ -89,7 +90,7 @@ def scatter(tensor: torch.Tensor, blocks: Sequence[Bytes], span: Span, layers: s
             origin = stop
 
 
-def _runs(blocks: Sequence[Bytes]) -> Iterator[Bytes]:
+def runs_of(blocks: Sequence[Bytes]) -> Iterator[Bytes]:
     """Yield blocks as arrays [block, byte]: blocks at equal distances in memory form one array.
 
     A call of torch for each block costs more than its bytes on a machine whose other threads are late. The last block

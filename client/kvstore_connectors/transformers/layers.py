@@ -10,16 +10,35 @@ thread may read them; a layer that is being loaded is not touched before the loa
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers.cache_utils import DynamicLayer
 
-from kvstore_connectors.transformers.copies import BlockCopies, Copying
-from kvstore_connectors.transformers.fingerprint import KVShape
+from kvstore_connectors.moments import Moment
+from kvstore_connectors.transformers.copies import BlockCopies, BlockRun, Copying
 from kvstore_connectors.transformers.host_copies import HostCopies
+from kvstore_connectors.transformers.state import KVShape
 
 LEAST_HEADROOM_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class StackBlocks:
+    """The blocks in a stack's tensor, computed at the moment `ready`. Implements `BlockSource`."""
+
+    copies: BlockCopies
+    tensor: torch.Tensor
+    block_tokens: int
+    ready: Moment
+
+    def runs(self, blocks: range) -> list[BlockRun]:
+        payloads = self.copies.payloads(self.tensor, blocks, self.block_tokens, self.ready)
+        return [BlockRun(None, blocks.start, payloads)]
+
+    def stored(self, blocks: range) -> None:
+        """Do nothing: the tensor is the sequence's own."""
 
 
 class KVStack:
@@ -34,6 +53,15 @@ class KVStack:
         self.layers = [StoreLayer(self, index) for index in range(shape.layers)]
         self.tensor: torch.Tensor | None = None
         self.coming: Copying | None = None  # copies into the tensor, and the model may wait for it by layer
+
+    @property
+    def can_go_back(self) -> bool:
+        return True
+
+    @property
+    def cut_tokens(self) -> int:
+        """Return 0: a call may end anywhere."""
+        return 0
 
     @property
     def capacity(self) -> int:
@@ -78,6 +106,22 @@ class KVStack:
     def extend_to(self, tokens: int) -> None:
         for layer in self.layers:
             layer.show(tokens)
+
+    def go_back(self, tokens: int) -> None:
+        """Take back the tokens behind `tokens`; some layers may hold more."""
+        if self.tensor is not None:
+            self.extend_to(tokens)
+
+    def settle(self) -> bool:
+        """Finish the copy that ran beside the last call, if there was one; return whether it copied the leased
+        bytes.
+        """
+        copying, self.coming = self.coming, None
+        return copying is None or copying.finish()
+
+    def blocks_until(self, tokens: int, block_tokens: int, ready: Moment) -> StackBlocks | None:
+        """Return the blocks of the tokens held, which were computed at the moment `ready`."""
+        return None if self.tensor is None else StackBlocks(self.copies, self.tensor, block_tokens, ready)
 
     def break_up(self) -> None:
         """Let the layers keep K and V themselves from now on; tensors that they have shown stay readable."""

@@ -1,4 +1,4 @@
-"""Load the stored prefix of a sequence into a stack of layers, as far as that is faster than computing it.
+"""Load the stored prefix of a sequence into its memory, as far as that is faster than computing it.
 
 A miss raises nothing. Invariant: tokens count as restored only if their lease was still valid after they were copied.
 With `beside` that is known only at the end: `Copying.finish` returns it.
@@ -9,18 +9,36 @@ from __future__ import annotations
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
+from transformers import PreTrainedModel
 
+from kvstore_client.paths import costs_file
 from kvstore_client.results import REASON_DEADLINE
 from kvstore_client.session import Session
-from kvstore_connectors.load import Leased, Prompt, lease_by_choice
+from kvstore_connectors.load import Leased, Prompt, lease_by_choice, lease_groups_by_choice
 from kvstore_connectors.transformers.copies import Span
+from kvstore_connectors.transformers.group_memory import GroupMemory, read_blocks
 from kvstore_connectors.transformers.layers import KVStack
 from kvstore_connectors.transformers.storer import Tokens
 from kvstore_restore.choice import LoadChoice
 
 ENDED = "the lease ended while its blocks were copied"
+
+
+_choices: WeakKeyDictionary[PreTrainedModel, LoadChoice] = WeakKeyDictionary()
+
+
+def choice_of(model: PreTrainedModel, session: Session) -> LoadChoice:
+    """Return the record of costs of a model object. Each object has its own, since two models of one fingerprint may be
+    on different devices. It begins with the costs that an earlier process saved.
+    """
+    found = _choices.get(model)
+    if found is None:
+        found = _choices[model] = LoadChoice.load(costs_file(session.fingerprint.digest()))
+        session.before_close(found.save)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,17 +80,20 @@ class Restored:
 
 def restore(
     session: Session,
-    stack: KVStack,
+    memory: KVStack | GroupMemory,
     wanted: Wanted,
     choice: LoadChoice | None,
     *,
     deadline_s: float,
     beside: bool = False,
 ) -> Restored:
-    """Extend a stack by the stored blocks that are worth loading.
+    """Extend the memory of a sequence by the stored blocks that are worth loading.
 
     `deadline_s` is for the first question. `beside`: the copy may go on while the model computes.
     """
+    if isinstance(memory, GroupMemory):
+        return _restore_groups(session, memory, wanted, choice, deadline_s)
+    stack = memory
     block_bytes = session.fingerprint.payload_bytes()
     prompt = Prompt(wanted.tokens, len(wanted.tokens), wanted.blocks, wanted.held // wanted.block_tokens)
     begin = time.perf_counter()
@@ -87,6 +108,31 @@ def restore(
             return Restored(wanted.held, 0, 0, leased.lookup_s, 0.0, ENDED)
     restore_s = time.perf_counter() - begin - leased.lookup_s
     return Restored(end, leased.stored, copied_bytes, leased.lookup_s, restore_s, leased.reason)
+
+
+def _restore_groups(
+    session: Session, memory: GroupMemory, wanted: Wanted, choice: LoadChoice | None, deadline_s: float
+) -> Restored:
+    """Set a memory of groups to the longest stored boundary that suits all of them and leaves a token to compute."""
+    size = wanted.block_tokens
+    prompt = Prompt(wanted.tokens, len(wanted.tokens), wanted.most // size, wanted.held // size)
+    begin = time.perf_counter()
+    with lease_groups_by_choice(session, prompt, choice, deadline_s=deadline_s) as leased:
+        end = leased.blocks * size
+        if not leased.parts or end <= wanted.held:
+            return Restored(wanted.held, leased.stored, 0, leased.lookup_s, 0.0, leased.reason)
+        loaded: dict[tuple[int, int], list[torch.Tensor]] = {}
+        for group, blocks, lease in leased.parts:
+            payloads = [lease.payload(block) for block in range(len(blocks))]
+            for layer, rows in read_blocks(group, payloads, size, wanted.device).items():
+                loaded[group.group_id, layer] = rows
+        if not leased.valid:
+            leased.copied(0)
+            return Restored(wanted.held, 0, 0, leased.lookup_s, 0.0, ENDED)
+        memory.install(end, wanted.held, loaded)
+        leased.copied(leased.blocks)
+    restore_s = time.perf_counter() - begin - leased.lookup_s
+    return Restored(end, leased.stored, leased.payload_bytes, leased.lookup_s, restore_s, leased.reason)
 
 
 def is_silent(restored: Restored) -> bool:

@@ -8,7 +8,6 @@ does not change the model, torch's random numbers or the store.
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,19 +18,34 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from kvstore_client.errors import invalid
+from kvstore_connectors.moments import HostMoment
 from kvstore_connectors.transformers.copies import Span
-from kvstore_connectors.transformers.fingerprint import KVShape, kv_shape
+from kvstore_connectors.transformers.fingerprint import block_size
+from kvstore_connectors.transformers.group_memory import GroupMemory, read_blocks
 from kvstore_connectors.transformers.host_copies import gather, scatter
 from kvstore_connectors.transformers.layers import KVStack
+from kvstore_connectors.transformers.state import (
+    KVShape,
+    State,
+    Unfit,
+    answer,
+    check_configuration,
+    learn,
+    ordinary_prompt,
+    rows_of,
+)
+from kvstore_proto.errors import KVStoreError
 
 STORED_TOKENS, COMPUTED_TOKENS = 64, 16
 _TOLERANCE = {torch.float32: 0.02, torch.float16: 0.3, torch.bfloat16: 0.3}  # of logits, relative: two splits round so
+
+_STEP_TOLERANCE = {torch.float32: 0.002, torch.float16: 0.04, torch.bfloat16: 0.04}  # of the first layer's state
 
 _State = tuple[torch.device, torch.dtype, Any]
 _tried: WeakKeyDictionary[PreTrainedModel, tuple[_State, str]] = WeakKeyDictionary()
 
 
-def prove(model: PreTrainedModel, block_tokens: int, *, skip: bool = False) -> None:
+def prove(model: PreTrainedModel, block_tokens: int | None, *, skip: bool = False) -> None:
     """Raise KVStoreError(INVALID) unless `model` answers from restored blocks of `block_tokens` as from a whole prompt.
 
     A model in training mode, or on several devices, is tested later, when it no longer is. `skip`: count it as tested.
@@ -40,7 +54,7 @@ def prove(model: PreTrainedModel, block_tokens: int, *, skip: bool = False) -> N
         raise invalid(f"the K/V state of {type(model).__name__} cannot be stored: {failure}")
 
 
-def failure_of(model: PreTrainedModel, block_tokens: int, *, skip: bool = False) -> str:
+def failure_of(model: PreTrainedModel, block_tokens: int | None, *, skip: bool = False) -> str:
     """Return the reason why `prove` raises; "" if it does not. A model is tested once."""
     state = (model.device, model.dtype, getattr(model.config, "_attn_implementation", None))
     known = _tried.get(model)
@@ -52,58 +66,77 @@ def failure_of(model: PreTrainedModel, block_tokens: int, *, skip: bool = False)
     if model.training or len(set(getattr(model, "hf_device_map", {}).values())) > 1:
         return ""  # computed without the store, as long as that is so
     try:
-        failure = _try(model, kv_shape(model), block_tokens)
+        failure = _try(model, block_tokens)
+    except KVStoreError:
+        raise
+    except Unfit as unfit:
+        failure = str(unfit)
     except Exception as error:  # a model's own code may raise any
         failure = f"its self-test raised {type(error).__name__}: {error} (self_test=False opens without it)"
     _tried[model] = (state, failure)
     return failure
 
 
-def _try(model: PreTrainedModel, shape: KVShape, block_tokens: int) -> str:
-    stored = -(-STORED_TOKENS // block_tokens) * block_tokens
-    ids = _prompt(model, stored + COMPUTED_TOKENS)
+def _try(model: PreTrainedModel, asked_block_tokens: int | None) -> str:
+    check_configuration(model)
+    ids = ordinary_prompt(model, STORED_TOKENS + COMPUTED_TOKENS)
     whole = DynamicCache(config=model.config)
-    expected = _answer(model, ids, whole)
-    if misfit := _misfit(whole, shape, ids.shape[1]):
-        return misfit
+    expected = answer(model, ids, whole, COMPUTED_TOKENS)
+    state = learn(model, whole, ids.shape[1])
+    block_tokens = block_size(model, state, asked_block_tokens)
+    stored = -(-STORED_TOKENS // block_tokens) * block_tokens
+    if stored != STORED_TOKENS:
+        ids, whole = ordinary_prompt(model, stored + COMPUTED_TOKENS), DynamicCache(config=model.config)
+        expected = answer(model, ids, whole, COMPUTED_TOKENS)
     other, otherwise = DynamicCache(config=model.config), ids.clone()
     otherwise[:, stored:] = ids[:, :COMPUTED_TOKENS]
-    _answer(model, otherwise, other)
-    if _foresight(whole, other, stored) > _TOLERANCE[shape.dtype] / 10:  # the same kernels: hardly any rounding
+    answer(model, otherwise, other, COMPUTED_TOKENS)
+    if _foresight(whole, other, stored) > _TOLERANCE[state.dtype] / 10:  # the same kernels: hardly any rounding
         return "K and V of its tokens depend on those behind them (attention in both directions)"
-    first = KVStack(shape)
+    first, second = _memory(model, state, block_tokens), _memory(model, state, block_tokens)
     cache = _cache_of(model, first)
-    _answer(model, ids[:, :stored], cache)
-    if not first.holds(stored) or len(cache.layers) != shape.layers:
+    answer(model, ids[:, :stored], cache, COMPUTED_TOKENS)
+    if not first.holds(stored) or len(cache.layers) != state.layers:
         return "its layers do not keep what a cache of one tensor gives them"
-    second = KVStack(shape)
     _restore(first, second, stored, block_tokens)
-    cache = _cache_of(model, second)
-    answered = _answer(model, ids[:, stored:], cache)
-    if not second.holds(ids.shape[1]) or len(cache.layers) != shape.layers:
+    cache, held = _cache_of(model, second), 0 if isinstance(state, KVShape) else stored
+    answered = answer(model, ids[:, stored:], cache, COMPUTED_TOKENS, held)
+    if not second.holds(ids.shape[1]) or len(cache.layers) != state.layers:
         return "its layers do not go on behind restored K and V"
     difference = _difference(expected, answered)
-    if difference <= _TOLERANCE[shape.dtype]:
-        return ""
-    return f"it answers from restored K and V otherwise than from the whole prompt (logits differ by {difference:.0%})"
-
-
-def _misfit(cache: DynamicCache, shape: KVShape, tokens: int) -> str:
-    """Return the layer of a computed `cache` whose K and V do not have `shape`, as text; "" if there is none."""
-    expected = (1, shape.heads, tokens, shape.head_dim)
-    if len(cache.layers) != shape.layers:
-        return f"it keeps {len(cache.layers)} layers, and its configuration says {shape.layers}"
-    for index, layer in enumerate(cache.layers):
-        for tensor in (getattr(layer, "keys", None), getattr(layer, "values", None)):
-            if tensor is None or tensor.numel() == 0:
-                return f"layer {index} keeps no K and V of the tokens (cross attention, or another kind of state)"
-            if tuple(tensor.shape) != expected:
-                return (
-                    f"layer {index} keeps K and V as {list(tensor.shape)}, and its configuration says {list(expected)}"
-                )
-            if tensor.dtype != shape.dtype:
-                return f"layer {index} keeps K and V in {tensor.dtype}, and the model computes in {shape.dtype}"
+    if difference > _TOLERANCE[state.dtype]:
+        why = "it answers from restored state otherwise than from the whole prompt"
+        return f"{why} (logits differ by {difference:.0%})"
+    if isinstance(first, GroupMemory):
+        return _unlike(model, first, ids, stored, answered)
     return ""
+
+
+def _unlike(model: PreTrainedModel, first: GroupMemory, ids: torch.Tensor, stored: int, answered: torch.Tensor) -> str:
+    """Return how the model goes on otherwise from restored state than from its own, or with several tokens in a call
+    than with one after the other; "" if it does not. `first` holds the first `stored` of `ids`, and `answered` is the
+    answer to the others from restored state.
+    """
+    if first.state.is_recurrent:
+        states = []
+        for tokens in ((2,), (1, 1)):
+            memory = GroupMemory(first.state, model.config, first.block_tokens)
+            _restore(first, memory, stored, first.block_tokens)
+            at = stored
+            for count in tokens:
+                answer(model, ids[:, at : at + count], _cache_of(model, memory), 1, at)
+                at += count
+            group = memory.state.groups[-1]
+            states.append([rows.float() for rows in memory.read(group, group.layers[0])])
+        apart = max(_apart(*pair) for pair in zip(*states, strict=True))
+        if apart > _STEP_TOLERANCE[first.state.dtype]:
+            return f"behind a state it computes several tokens otherwise than one after the other ({apart:.1%})"
+    unbroken = answer(model, ids[:, stored:], _cache_of(model, first), COMPUTED_TOKENS, stored)
+    return "" if torch.equal(unbroken, answered) else "what is restored is not all of its state"
+
+
+def _apart(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one - other).norm() / other.norm().clamp_min(1e-9))
 
 
 def _foresight(one: DynamicCache, other: DynamicCache, tokens: int) -> float:
@@ -112,16 +145,31 @@ def _foresight(one: DynamicCache, other: DynamicCache, tokens: int) -> float:
     """
     worst = 0.0
     for ours, theirs in zip(one.layers, other.layers, strict=True):
-        for here, there in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
-            expected, found = (each[0, :, :tokens].float().transpose(0, 1).flatten(1) for each in (here, there))
+        for name in ("k", "v"):
+            if getattr(ours, "keys", None) is None:
+                continue
+            here, there = rows_of(ours, name), rows_of(theirs, name)
+            kept = len(here) - (one.get_seq_length() - tokens)  # a window has the last ones alone
+            if kept <= 0:
+                continue
+            expected, found = (each[:kept].float().flatten(1) for each in (here, there))
             relative = (found - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(1e-9)
             worst = max(worst, float(relative.nan_to_num(nan=float("inf")).median()))
     return worst
 
 
-def _restore(source: KVStack, target: KVStack, tokens: int, block_tokens: int) -> None:
-    """Copy the blocks of the stack `source` into `target`, through payloads as the store has them."""
-    assert source.tensor is not None
+def _memory(model: PreTrainedModel, state: State, block_tokens: int) -> KVStack | GroupMemory:
+    if isinstance(state, KVShape):
+        return KVStack(state)
+    return GroupMemory(state, model.config, block_tokens)
+
+
+def _restore(source: KVStack | GroupMemory, target: KVStack | GroupMemory, tokens: int, block_tokens: int) -> None:
+    """Copy the blocks of `source` into `target`, through payloads as the store has them."""
+    if isinstance(source, GroupMemory) and isinstance(target, GroupMemory):
+        _restore_groups(source, target, tokens, block_tokens)
+        return
+    assert isinstance(source, KVStack) and isinstance(target, KVStack) and source.tensor is not None
     shape = source.shape
     nbytes = shape.layers * 2 * shape.heads * block_tokens * shape.head_dim * shape.item_bytes
     payloads: list[npt.NDArray[np.uint8]] = []
@@ -134,22 +182,27 @@ def _restore(source: KVStack, target: KVStack, tokens: int, block_tokens: int) -
     target.extend_to(tokens)
 
 
-def _cache_of(model: PreTrainedModel, stack: KVStack) -> DynamicCache:
+def _restore_groups(source: GroupMemory, target: GroupMemory, tokens: int, block_tokens: int) -> None:
+    payloads: dict[tuple[int | None, int], npt.NDArray[np.uint8]] = {}
+    for run in source.blocks_until(tokens, block_tokens, HostMoment(None)).runs(range(tokens // block_tokens)):
+        group = next(group for group in source.state.groups if group.group_id == run.group)
+        for block, fill in enumerate(run.payloads, run.first):
+            payloads[run.group, block] = np.zeros(len(group.layers) * group.layer_bytes(block_tokens), np.uint8)
+            fill(payloads[run.group, block])
+    loaded: dict[tuple[int, int], list[torch.Tensor]] = {}
+    for group in source.state.groups:
+        needed = group.needed_blocks(tokens // block_tokens, block_tokens)
+        device = source.read(group, group.layers[0])[0].device
+        blocks = [payloads[group.group_id, block] for block in needed]
+        for layer, rows in read_blocks(group, blocks, block_tokens, device).items():
+            loaded[group.group_id, layer] = rows
+    target.install(tokens, 0, loaded)
+
+
+def _cache_of(model: PreTrainedModel, memory: KVStack | GroupMemory) -> DynamicCache:
     cache = DynamicCache(config=model.config)
-    cache.layers = list(stack.layers)
+    cache.layers = list(memory.layers)
     return cache
-
-
-def _answer(model: PreTrainedModel, ids: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
-    """Return the logits (or the model's equivalent output) of the last tokens: [tokens, number] in f32."""
-    parameters = inspect.signature(model.forward).parameters
-    call: dict[str, Any] = {"cache" if "cache" in parameters else "past_key_values": cache, "use_cache": True}
-    if "logits_to_keep" in parameters:
-        call["logits_to_keep"] = COMPUTED_TOKENS
-    with torch.no_grad():
-        output = model(input_ids=ids, **call)
-    logits = output.logits if getattr(output, "logits", None) is not None else output[0]
-    return logits[0, -COMPUTED_TOKENS:].float()
 
 
 def _difference(expected: torch.Tensor, answered: torch.Tensor) -> float:
@@ -159,17 +212,3 @@ def _difference(expected: torch.Tensor, answered: torch.Tensor) -> float:
     spread = (expected - expected.mean(dim=-1, keepdim=True)).norm(dim=-1)
     relative = ((answered - expected).norm(dim=-1) / spread.clamp_min(1e-9)).nan_to_num(nan=float("inf"))
     return float(relative.median())
-
-
-def _prompt(model: PreTrainedModel, tokens: int) -> torch.Tensor:
-    """Return ids of ordinary tokens, equal at each call: [1, tokens], on the device of the model's first weights."""
-    config = model.config.get_text_config(decoder=True)
-    vocabulary = int(config.vocab_size)
-    both = {**model.config.to_dict(), **config.to_dict()}
-    special = {
-        both[name] for name in both if name.endswith(("token_id", "token_index")) and isinstance(both[name], int)
-    }
-    ordinary = np.setdiff1d(np.arange(vocabulary), np.array(sorted(special), np.int64))
-    chosen = ordinary[np.arange(1, tokens + 1) * 7919 % len(ordinary)]
-    device = next(model.parameters()).device
-    return torch.from_numpy(chosen.astype(np.int64))[None].to(device)

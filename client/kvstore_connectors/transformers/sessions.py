@@ -19,7 +19,7 @@ from kvstore_client.errors import invalid
 from kvstore_client.paths import socket_directory
 from kvstore_client.session import Session
 from kvstore_connectors.transformers.copies import BlockCopies
-from kvstore_connectors.transformers.fingerprint import BLOCK_TOKENS, device_index, inner_model, model_fingerprint
+from kvstore_connectors.transformers.fingerprint import device_index, inner_model, model_fingerprint
 from kvstore_connectors.transformers.host_copies import HostCopies
 from kvstore_connectors.transformers.self_test import prove
 from kvstore_connectors.transformers.storer import storer_of
@@ -35,7 +35,7 @@ def kvstore_session(
     socket: str | os.PathLike[str] | None = None,
     *,
     model_id: str | None = None,
-    block_tokens: int = BLOCK_TOKENS,
+    block_tokens: int | None = None,
     self_test: bool = True,
     **options: Any,
 ) -> Session:
@@ -48,8 +48,8 @@ def kvstore_session(
     being stored.
     """
     inner = inner_model(model)
-    fingerprint = model_fingerprint(model, model_id=model_id, block_tokens=block_tokens)
     prove(inner, block_tokens, skip=not self_test)
+    fingerprint = model_fingerprint(model, model_id=model_id, block_tokens=block_tokens)
     device = device_index(inner)
     if device is not None:
         options = {**options, "device": device}
@@ -92,6 +92,7 @@ def copies_of(session: Session, model: PreTrainedModel) -> BlockCopies:
 
 def shared_session(socket: str | os.PathLike[str], model: Any) -> Session:
     """Return this process's session with the daemon at `socket` for this model in its present state."""
+    prove(inner_model(model), None)  # before its fingerprint: what it computes for that need not be computed twice
     key = (str(socket_directory(socket)), model_fingerprint(model).digest(), device_index(inner_model(model)))
     with _lock:
         if key not in _shared:

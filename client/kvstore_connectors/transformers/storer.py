@@ -18,13 +18,13 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from kvstore_client.receipt import PRESENT, STORED
 from kvstore_client.session import Session
 from kvstore_connectors.moments import Moment
-from kvstore_connectors.transformers.copies import BlockCopies
+from kvstore_connectors.transformers.copies import BlockSource
 from kvstore_proto.errors import KVStoreError
+from kvstore_proto.fingerprint import Fingerprint
 
 Tokens = npt.NDArray[np.int32]
 
@@ -35,22 +35,21 @@ MOST_WAITING = 8  # sequences that may wait; each holds its K/V in memory until 
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """The first `blocks` blocks of a sequence with their tokens: computed at `ready`, in `tensor`, where they are not
-    written again.
+    """The first `blocks` blocks of a sequence with their tokens: computed at `ready`. `source` has those that are not
+    stored yet.
     """
 
     tokens: Tokens
-    tensor: torch.Tensor
+    source: BlockSource
     blocks: int
     ready: Moment
 
 
 @dataclass(slots=True, eq=False)  # two sequences differ even with equal tokens
 class Sequence:
-    """One sequence to store, by `copies`. `computed` is set as long as a block waits."""
+    """One sequence to store. `computed` is set as long as a block waits."""
 
     session: Session
-    copies: BlockCopies
     computed: Computed | None = None
     wanted_blocks: int = 0
     done_blocks: int = 0
@@ -60,6 +59,12 @@ class Sequence:
     @property
     def waiting_blocks(self) -> int:
         return 0 if self.reason else max(self.wanted_blocks - self.done_blocks, 0)
+
+    def let_go(self) -> None:
+        """Free what was announced: it is stored, or given up."""
+        computed, self.computed = self.computed, None
+        if computed is not None:
+            computed.source.stored(range(computed.blocks))
 
 
 class Storer:
@@ -79,6 +84,7 @@ class Storer:
                 return
             if len(self._queue) >= MOST_WAITING:
                 sequence.reason = f"storing is {MOST_WAITING} sequences behind"
+                sequence.let_go()
                 return
             self._queue.append(sequence)
             if self._thread is None:
@@ -100,7 +106,7 @@ class Storer:
         while True:
             with self._changed:
                 while self._queue and self._queue[0].waiting_blocks <= 0:
-                    self._queue.popleft().computed = None
+                    self._queue.popleft().let_go()
                 if not self._queue:
                     self._thread = None
                     self._changed.notify_all()
@@ -116,23 +122,31 @@ class Storer:
 
     def _put(self, sequence: Sequence, computed: Computed | None, first: int) -> None:
         session = sequence.session
-        block_tokens, block_bytes = session.block_tokens, session.fingerprint.payload_bytes()
-        assert computed is not None, "a sequence that waits has a tensor"
-        count = min(computed.blocks - first, max(1, BATCH_BYTES // block_bytes))
+        assert computed is not None, "a sequence that waits has its blocks"
+        count = min(computed.blocks - first, max(1, BATCH_BYTES // all_groups_bytes(session.fingerprint)))
         blocks = range(first, first + count)
-        payloads = sequence.copies.payloads(computed.tensor, blocks, block_tokens, computed.ready)
-        tokens = computed.tokens[: blocks.stop * block_tokens]
+        runs = computed.source.runs(blocks)
+        tokens = computed.tokens[: blocks.stop * session.block_tokens]
         computed.ready.wait()  # the put's deadline is for the daemon, not for what the model still computes
-        receipt = session.put(tokens, first_block=first, payloads=payloads)
-        sequence.statuses.update(receipt.statuses)
-        lost = next((at for at, status in enumerate(receipt.statuses) if status not in (STORED, PRESENT)), None)
-        if lost is not None:
-            # A prefix is found up to its first gap only: blocks after one would be stored in vain.
-            status, why = receipt.statuses[lost], receipt.reason
-            sequence.reason = (
-                f"block {first + lost} was {status}{f' ({why})' if why else ''}; later ones are not stored"
-            )
+        for run in runs:
+            receipt = session.put(tokens, first_block=run.first, payloads=run.payloads, group=run.group)
+            if run.group == runs[0].group:  # the other groups have parts of the same blocks
+                sequence.statuses.update(receipt.statuses)
+            lost = next((at for at, status in enumerate(receipt.statuses) if status not in (STORED, PRESENT)), None)
+            if lost is not None:
+                # A prefix is found up to its first gap only: blocks after one would be stored in vain.
+                status, why = receipt.statuses[lost], receipt.reason
+                sequence.reason = (
+                    f"block {run.first + lost} was {status}{f' ({why})' if why else ''}; later ones are not stored"
+                )
+                break
+        computed.source.stored(blocks)
         sequence.done_blocks = first + count
+
+
+def all_groups_bytes(fingerprint: Fingerprint) -> int:
+    """Return the payload bytes of a block in all layer groups together."""
+    return sum(fingerprint.payload_bytes(group.group_id) for group in fingerprint.groups)
 
 
 _storers: WeakKeyDictionary[Session, Storer] = WeakKeyDictionary()

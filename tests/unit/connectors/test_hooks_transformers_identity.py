@@ -15,8 +15,9 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM, DynamicCache, PreTra
 
 from kvstore_client import connect
 from kvstore_connectors.transformers import KVStoreCache, kvstore_session, model_fingerprint
-from kvstore_connectors.transformers.fingerprint import BLOCK_TOKENS, DEVICE_LAYOUT
+from kvstore_connectors.transformers.fingerprint import DEVICE_LAYOUT
 from kvstore_connectors.transformers.host_copies import HostCopies
+from kvstore_connectors.transformers.state import BLOCK_TOKENS
 from kvstore_proto.errors import KVStoreError
 
 
@@ -147,8 +148,6 @@ def test_a_model_that_changes_under_its_cache_is_computed_and_not_stored(
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({"kind": "gemma2", "head_dim": 16}, "sliding_attention"),
-        ({"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0}, "sliding_attention"),
         (
             {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
             "dynamic rope, keys depend on the length",

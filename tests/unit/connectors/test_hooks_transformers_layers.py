@@ -18,10 +18,11 @@ from transformers import DynamicCache
 
 from kvstore_connectors.moments import ComputeTimes
 from kvstore_connectors.transformers.copies import Span
-from kvstore_connectors.transformers.fingerprint import DEVICE_LAYOUT, LAYOUT, KVShape
+from kvstore_connectors.transformers.fingerprint import DEVICE_LAYOUT, LAYOUT
 from kvstore_connectors.transformers.host_copies import HostCopies, LayerCopy, gather, scatter
 from kvstore_connectors.transformers.layers import KVStack
 from kvstore_connectors.transformers.restore import Wanted, restore
+from kvstore_connectors.transformers.state import KVShape
 from kvstore_proto.fingerprint import Fingerprint, LayerGroup
 from kvstore_restore.choice import LoadChoice
 from tests.reference.leased_memory import lease_over

@@ -17,7 +17,9 @@ import torch
 
 from kvstore_client.receipt import STORED
 from kvstore_connectors.transformers.host_copies import HostCopies
+from kvstore_connectors.transformers.layers import StackBlocks
 from kvstore_connectors.transformers.storer import Computed, Sequence, Storer
+from kvstore_proto.fingerprint import LayerGroup
 
 BLOCK = 4
 
@@ -45,14 +47,15 @@ def _sequence(events: list[str]) -> Sequence:
         events.append("put")
         return SimpleNamespace(statuses=[STORED] * len(named["payloads"]), reason="")
 
-    fingerprint = SimpleNamespace(payload_bytes=lambda: 128)
+    fingerprint = SimpleNamespace(payload_bytes=lambda group: 128, groups=[LayerGroup(0)])
     session: Any = SimpleNamespace(block_tokens=BLOCK, fingerprint=fingerprint, put=put)
-    return Sequence(session, HostCopies())
+    return Sequence(session)
 
 
 def _store(model: Model) -> Sequence:
     storer, sequence = Storer(first_token_s=0.0), _sequence(model.events)
-    computed = Computed(np.arange(2 * BLOCK, dtype=np.int32), torch.zeros(1, 2, 1, 2 * BLOCK, 4), 2, model)
+    source = StackBlocks(HostCopies(), torch.zeros(1, 2, 1, 2 * BLOCK, 4), BLOCK, model)
+    computed = Computed(np.arange(2 * BLOCK, dtype=np.int32), source, 2, model)
     storer.advance(sequence, computed)
     assert model.is_waited_for.wait(20)
     model.may_end.set()
