@@ -207,7 +207,7 @@ def main() -> int:
             rows.append(
                 Row("hits_after_kill", float(killed.found), "blocks", float(whole.found), "no restart", AT_LEAST, 0.98)
             )
-            rows.append(shown("requested", float(after * CHAIN), "blocks"))
+            rows.append(Row("hits_without_a_kill", float(whole.found), "blocks", float(after * CHAIN), "requested"))
     return printed(rows, as_json=options.json)
 
 
