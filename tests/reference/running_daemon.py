@@ -254,7 +254,7 @@ def assert_no_damage(nvme_dir: Path) -> None:
 
 
 def eventually(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> bool:
-    """Whether `condition` comes true in time; looks every few milliseconds at first."""
+    """Return whether `condition` comes true in time; look every few milliseconds at first."""
     deadline, pause_s = time.monotonic() + timeout_s, 0.005
     while not condition():
         if time.monotonic() > deadline:
