@@ -344,7 +344,7 @@ def test_no_room_is_said_and_leaves_nothing(tmp_path: Path, capfdbinary: Any) ->
         wrong = kvctl(
             ["--timeout", "5", "put", "--name", "n", "--block-size", "64KiB", str(tmp_path / "in")], exit_code=FAILED
         )
-        assert "nothing of it is kept" in wrong.err
+        assert "none of its blocks is kept" in wrong.err
         assert daemon.status().blocks == 0
 
 
@@ -430,7 +430,7 @@ def test_other_bytes_under_a_names_key_are_reported_and_can_be_replaced(kvctl: K
     data = some_bytes(tmp_path / "in", 5000)
     with kvctl.daemon.connect(OBJECTS) as session:
         assert session.put(object_tokens("junk", 1), payloads=[b"no head at all" * 10]).stored_blocks == 1
-    assert "no object that kvctl knows" in kvctl("get --name junk", exit_code=FAILED).err
+    assert "no object that kvctl can read" in kvctl("get --name junk", exit_code=FAILED).err
     assert "--replace" in kvctl(["put", "--name", "junk", str(tmp_path / "in")], exit_code=FAILED).err
     kvctl(["put", "--name", "junk", "--replace", str(tmp_path / "in")])
     assert kvctl("get --name junk").bytes == data

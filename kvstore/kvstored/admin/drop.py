@@ -50,7 +50,7 @@ class Drop:
 
     async def empty(self, tenant: int) -> pb.DropReply:
         """Remove all blocks of the tenant with this number in residency, regardless of its present name. Pins of its
-        owners end: nobody could unpin these blocks later."""
+        owners end: these blocks could not be unpinned later."""
         reply = pb.DropReply()
         self._store.retention.unpin_all(tenant)
         self._forget_gone((tenant,))

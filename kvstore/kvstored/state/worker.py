@@ -217,7 +217,7 @@ class StateWorker:
 
 def _written_bytes() -> int:
     """Return the bytes that this process has caused to be written to a device, the page cache included; 0 when the
-    kernel does not tell."""
+    kernel does not say."""
     with suppress(OSError, ValueError):
         for line in Path("/proc/self/io").read_text().splitlines():
             if line.startswith("write_bytes:"):

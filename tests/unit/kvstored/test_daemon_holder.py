@@ -141,7 +141,7 @@ def test_no_more_is_sent_than_is_kept(place: Path, keeper: HolderKeeper, caplog:
         kept = [keeper.keep(f"a{number}", descriptor) for number in range(5)]
     assert kept == [True, True, False, False, False] and keeper.unkept == 3 and not keeper.is_behind
     assert [record.getMessage() for record in caplog.records] == [
-        "the holder keeps 2 descriptors at most: what is beyond that will not survive a restart"
+        "the holder keeps 2 descriptors at most: memory beyond that will not survive a restart"
     ]
     assert keeper.keep("a1", descriptor), "in place of what is there"
     keeper.drop("a3")
