@@ -52,7 +52,7 @@ NICE = 5  # events' too: where processors are short, state waits for puts
 
 
 class StateWorker:
-    """Executes messages. `answer` sends bytes to the daemon."""
+    """Executes the daemon's messages in the state process. `answer` sends bytes to the daemon."""
 
     def __init__(self, answer: Callable[[bytes], None]) -> None:
         self._answer = answer

@@ -119,7 +119,9 @@ class Flows:
 
 @dataclass(slots=True)
 class Miss:
-    """A miss. `key` is the first block of the request that was missing; `found_blocks` of `asked_blocks` were there."""
+    """A miss with its reason. `key` is the first block of the request that was missing; `found_blocks` of
+    `asked_blocks` were there.
+    """
 
     key: bytes
     cause: Cause
