@@ -60,7 +60,7 @@ class Timed:
 
 @dataclass(frozen=True, slots=True)
 class TimingStudy:
-    """A study of times: it replays a trace on a simulated node for each policy. `tiers`: media of the store and their
+    """A study of times: one trace served under several plans on one machine. `tiers`: media of the store and their
     bytes, fastest first; `pool_bytes`: the engine's room for blocks. Requests before `count_from` are served and not
     counted. `without`: parts of orchestration to leave out, a row each. `predictors` maps a name to a predictor;
     predictors replace arrivals as the trigger of prefetch, a row each. `gpu`: see NodeSettings. Plans without that tier

@@ -27,7 +27,7 @@ _MAX_FILE_BYTES = 1 << 20
 
 
 class PublishedBefore:
-    """The keys that daemons before this one published, read from the state directory. `directory` is the state
+    """The epoch and the topics of publishers before this one, kept in the state directory. `directory` is the state
     directory, None for none; `now_s` is the wall clock, in seconds.
     """
 

@@ -24,8 +24,8 @@ MISSING_MAX = 1024  # missing keys passed on to policies; they take up to a micr
 
 
 class Feed:
-    """Passes requests and puts to policies and the predictor, in batches. `policies` has the policies of all tiers.
-    `compute` is notified of misses and puts.
+    """Reports each request once to policies and the predictor, with hints and deletions. `policies` has the policies of
+    all tiers. `compute` is notified of misses and puts.
     """
 
     def __init__(

@@ -26,8 +26,8 @@ _PROBATION_MAX = 10_000
 
 
 class LruGuard:
-    """A guard that says when LRU would do better than the policy. Feed it every request;
-    `is_lru_ahead` is the verdict.
+    """A guard that puts LRU's order in force while LRU would have had more hits. Feed it every request; `is_lru_ahead`
+    is the verdict.
     """
 
     def __init__(self) -> None:
