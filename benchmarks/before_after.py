@@ -40,7 +40,7 @@ class Figure:
     values: dict[str, list[float]] = field(default_factory=lambda: {"before": [], "after": []})
 
     def worse_by(self, best: bool) -> float:
-        """After against before, above 1 when worse: of the best values, or of the medians."""
+        """Return the ratio of after to before, above 1 when worse: of the best values, or of the medians."""
         pick = (max if self.more_is_better else min) if best else statistics.median
         before, after = (float(pick(self.values[side])) for side in ("before", "after"))
         if not before or not after:

@@ -1,4 +1,4 @@
-"""Compares prompts of chat templates with those of llama.cpp's server and of Transformers, to the character.
+"""Compares prompts of chat templates with the prompts of llama.cpp's server and of Transformers, to the character.
 
     benchmarks/chat_templates.py --templates DIR
     benchmarks/chat_templates.py --templates DIR --no-llama --json

@@ -1,4 +1,4 @@
-"""How soon does the daemon serve, and what does it weigh before anybody uses it?
+"""Measures how soon the daemon serves, and what it weighs before it has a client.
 
 The default configuration with empty directories. Ready is from before the process is started until it says READY=1;
 resident memory is read when it has been idle for a moment. The limits are promises; the bare interpreter with what the

@@ -1,4 +1,4 @@
-"""What does a decision of a policy cost for each block, when it is driven in the daemon's order of events?
+"""Measures what a decision of a policy costs for each block, when it is driven in the daemon's order of events.
 
 A request is a get of all its blocks, which leases what is there, and a put of what it missed, for which room is made
 block by block. Every call into the policy on its way is timed: requested, arriving, inserted, accessed, next victim,
@@ -62,7 +62,7 @@ class Spent:
     longest: float = 0.0
 
     def close(self, accesses: int) -> None:
-        """A request of so many block accesses is through."""
+        """Note the end of a request of `blocks` block accesses."""
         share, others = self.request / accesses, max(0, accesses - len(self.victims))
         self.blocks.extend([share + victim for victim in self.victims] + [share] * others)
         self.accesses.append(accesses)
@@ -71,7 +71,7 @@ class Spent:
 
 
 def clock_ns() -> float:
-    """What a timed call of nothing seems to take."""
+    """Return the nanoseconds that a timed call of nothing seems to take."""
     took = []
     for _ in range(_CALIBRATION):
         began_ns = time.thread_time_ns()
@@ -138,7 +138,7 @@ def measure(replay: Replay, *, after: int = 0) -> Spent:
 
 
 def many_chats(blocks: int) -> Trace:
-    """New chats until so many blocks are there, then new ones among turns of recent ones."""
+    """New chats until `blocks` blocks are stored, then new ones among turns of recent ones."""
     chance, fresh = random.Random(1), iter(range(10**9))
     builder = TraceBuilder("many", "made", 512)
     chats: list[list[int]] = []

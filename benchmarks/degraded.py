@@ -1,4 +1,4 @@
-"""What does a daemon that does not answer cost an engine that is configured to use it?
+"""Measures what a daemon that does not answer costs an engine that is configured to use it.
 
 Time to first token of a prompt of some 500 tokens, each request in an engine process of its own: without a cache, with
 a daemon that is stopped (SIGSTOP: its sockets accept, nothing answers), and with a socket directory in which there is

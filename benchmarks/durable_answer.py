@@ -1,4 +1,4 @@
-"""How long does an answer that blocks are durable take, beyond what the disk takes?
+"""Measures how long an answer that blocks are durable takes, beyond what the disk takes.
 
 Blocks are written to an NVMe tier, one or 64 at a time; then `sync` is timed. The baseline, in the same run and
 directory, is what any answer has to wait for: two fdatasyncs of a file, one for the blocks' bytes and one for their
@@ -47,7 +47,7 @@ def measure(quick: bool) -> list[Row]:
 
 
 def _interleaved(tier: NvmeTier, floor: Path, blocks: int, rounds: int) -> tuple[float, float]:
-    """Median seconds of a sync of so many new blocks, and of the two fdatasyncs."""
+    """Median seconds of a sync of `blocks` new blocks, and of the two fdatasyncs."""
     ours, theirs = [], []
     number = blocks * 1_000_000
     for at in range(rounds):

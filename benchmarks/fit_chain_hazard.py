@@ -50,7 +50,7 @@ def fitting(
 
 
 def counts_of(traces: list[Trace], workload: str) -> list[Prior]:
-    """What the policy learns on these traces, one prior for each of the workload's orders."""
+    """Return what the policy learns on these traces, one prior for each of the workload's orders."""
     wanted = PRIOR_ORDERS[workload]
     priors = [Prior(workload, order, {}) for order in wanted]
     for trace in traces:

@@ -1,4 +1,5 @@
-"""When may an engine begin to compute a prefix that is on NVMe: with its layers in one group, and in four ranges?
+"""Measures when an engine may begin to compute a prefix that is on NVMe: with its layers in one group, and in four
+ranges.
 
 24 blocks of 4 MiB: 16 layers of 4 KiB a token (8 heads of 128, K and V, f16). One group: a get of the whole. Four
 ranges (`LayerGroup.split`): the first is readable when a quarter of the bytes is there. Baseline: the get, interleaved.

@@ -1,4 +1,4 @@
-"""What does a get of 64 blocks of 1 MiB cost: by lease, and copied out into memory of the caller's own?
+"""Measures a get of 64 blocks of 1 MiB: by lease, and copied out into memory of the caller's own.
 
 A lease moves no bytes: one message, 64 headers verified in place, 64 views. Baseline of the copy: memcpy of as many
 bytes between arrays of this process, touched before, block by block, interleaved.

@@ -34,8 +34,9 @@ Have = Mapping[str, Version]
 
 
 def parts(cuda: str) -> dict[str, list[str]]:
-    """What is downloaded, by part, for a driver of this CUDA: the driver's questions and tests need the first, kernels
-    the second, too."""
+    """Return the parts of the download for a driver of this CUDA: the driver's questions and tests need the first,
+    kernels the second, too.
+    """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     bindings, nvrtc, _cupy = project["optional-dependencies"][EXTRAS[cuda]]  # `arrays` takes the CuPy that is there
     (ggml,) = (each for each in project["optional-dependencies"]["engine"] if each.startswith("xllamacpp"))
@@ -63,7 +64,7 @@ def listed(text: str) -> Have:
 
 
 def will_do(have: Have, name: str, requirements: Iterable[Requirement]) -> bool:
-    """Whether what is there of `name` satisfies all of the requirements that are of it."""
+    """Return whether the installed version of `name` satisfies all of its requirements."""
     of_it = [each for each in requirements if canonicalize_name(each.name) == name]
     return name in have and all(each.specifier.contains(have[name], prereleases=True) for each in of_it)
 
@@ -150,7 +151,7 @@ def wheel_name(path: Path) -> str:
 
 
 def needs(path: Path, python: str) -> list[Requirement]:
-    """Its requirements under `python`, such as "3.12", on Linux, without extras."""
+    """Return the requirements of a package under `python`, such as "3.12", on Linux, without extras."""
     with zipfile.ZipFile(path) as wheel:
         (name,) = (each for each in wheel.namelist() if each.endswith(".dist-info/METADATA") and each.count("/") == 1)
         metadata = Parser().parsestr(wheel.read(name).decode())

@@ -1,4 +1,4 @@
-"""What only a GPU can answer: the questions that the GPU tier's design and the engine's kernels rest on.
+"""Asks what only a GPU can answer: the questions that the GPU tier's design and the engine's kernels rest on.
 
 `make gpu-check` runs it. Each answer is one line, and is kept at once, so that a run that is cut off leaves what it
 has found; speeds are ratios against copies in the same run. Exits with 1 when a promise does not hold or a question
@@ -141,7 +141,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _device(index: int) -> tuple[str, str]:
-    """Its name, and the line that a run begins with. Raises ImportError, NoDriver, DriverError."""
+    """Return the device's name, and the line that a run begins with. Raises ImportError, NoDriver, DriverError."""
     from kvstore_console.units import human_bytes
     from kvstore_cuda.device import CudaDevice
 

@@ -3,13 +3,13 @@
     python -m benchmarks.gpu_kills --daemon 100 --worker 100 --engines 1000 [--seconds 400]
     python -m benchmarks.gpu_kills --mixed 300 --seed 7
 
-Over the CUDA driver that the loader finds: that of this machine, or the emulated one by LD_LIBRARY_PATH
+Over the CUDA driver that the loader finds: this machine's, or the emulated one by LD_LIBRARY_PATH
 (tests/emulated_cuda/README.md). Every block counted as kept is found on the device after the last kill and has its
 bytes. Memory is lost if the device has less of it free after the holder's end than before the first start; other
-processes that use the device meanwhile spoil that figure. With --seconds no kill is begun after so long, and `killed`
+processes that use the device meanwhile spoil that figure. With --seconds no kill is begun after that time, and `killed`
 says how many were. Exit status 1 for a block or a byte lost.
-With --mixed so many deaths of any of the three follow in one run, in an order that the seed says, each while blocks are
-copied.
+With --mixed the given number of deaths, of any of the three, follow in one run, in an order that the seed says, each
+while blocks are copied.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ LONGEST_PAUSE_S = 0.02  # before the kill: as long as these transfers take
 
 @dataclass(frozen=True)
 class Losses:
-    """After `killed` kills `found_blocks` of `blocks` were on the device, bytes right; `lost_bytes` of its memory are
-    gone."""
+    """Counts after `killed` kills: `found_blocks` of `blocks` were on the device, bytes right; `lost_bytes` of its
+    memory are gone.
+    """
 
     killed: int
     blocks: int
@@ -60,7 +61,7 @@ class Losses:
 
 
 def on_device(daemon: RunningDaemon) -> int:
-    """How many blocks of `CONVERSATIONS` are on the device alone."""
+    """Return how many blocks of `CONVERSATIONS` are on the device alone."""
     with daemon.connect(MODEL) as session:
         tiers = [list(session.lookup(tokens_of(each, BLOCKS)).tiers) for each in CONVERSATIONS]
     return sum(names.count("memory") for names in tiers)  # as one that maps no device memory sees it
@@ -74,18 +75,20 @@ def _on_device_alone(daemon: RunningDaemon, first_other: int) -> int:
 
 
 def kill_all(daemons: int, workers: int, engines: int, longest_s: float = float("inf")) -> Losses:
-    """Kill so many of each, one after another, while blocks are on the device; none after `longest_s`."""
+    """Kill the given number of daemons, workers and engines, one after another, while blocks are on the device; none
+    after `longest_s`.
+    """
     return _losses([*[_kill_daemon] * daemons, *[_kill_worker] * workers, *[_kill_engine] * engines], longest_s)
 
 
 def kill_mixed(kills: int, seed: int, longest_s: float = float("inf")) -> Losses:
-    """Kill so many of any, while blocks are copied."""
+    """Kill `kills` processes of any kind, while blocks are copied."""
     mixed = MixedKills(seed, CONVERSATIONS, _kill_daemon, _kill_worker)
     return _losses([mixed.kill] * kills, longest_s, mixed)
 
 
 def _losses(kills: Sequence[Kill], longest_s: float, killing: AbstractContextManager[object] | None = None) -> Losses:
-    """What is lost by `kills`, in the context `killing`."""
+    """Return what `kills` lose, in the context `killing`."""
     before_bytes, ends_s, killed = free_bytes(), time.monotonic() + longest_s, 0
     with running_daemon(*SETTINGS) as daemon:
         with daemon.connect(MODEL) as session:

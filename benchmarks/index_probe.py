@@ -1,4 +1,4 @@
-"""What does it cost to ask where blocks are, by the lookup index in shared memory and by the stream?
+"""Measures what it costs to ask where blocks are, by the lookup index in shared memory and by the stream.
 
 Baseline of a probe: the lookup of the same keys in the same session, interleaved. A cold probe comes after this process
 has streamed 32 MiB through its caches, as an engine does between two prompts. `contains` on a stopped daemon cannot be

@@ -115,7 +115,7 @@ def filled(listener: Listener, daemon: BenchDaemon, connections: int, engines: i
 
 
 def _stores(daemon: BenchDaemon, number: int) -> bool:
-    """Whether an engine connects and stores a block."""
+    """Return whether an engine connects and stores a block."""
     tokens = np.arange(MODEL.block_tokens, dtype=np.int32) + 1000 * number
     try:
         with daemon.connect(MODEL) as session:

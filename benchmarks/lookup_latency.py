@@ -1,4 +1,4 @@
-"""How long does a lookup of 64 keys take: on an idle daemon, and beside two clients at full put and get load?
+"""Measures how long a lookup of 64 keys takes: on an idle daemon, and beside two clients at full put and get load.
 
 Idle, on either stream, against an empty echo of the same kind of stream in the same run, interleaved. The target is the
 gRPC stream's. Beside the load, on the direct stream: against the idle lookup, and as what is possible an empty echo

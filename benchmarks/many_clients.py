@@ -8,7 +8,7 @@ same daemon; each turn starts when all its clients have warmed up, and is cut at
 The turns without pause ask for more than the machine has. Three figures of the same moments show how much of a lookup
 is waiting for a core: a ping over a plain Unix socket between two processes that do nothing else; `Session.probe`,
 which reads the index in shared memory and wakes no thread; and a hand-over, from the client's thread to another of the
-same client and back, with no daemon in it: how long a client of such a load waits for a core once it has slept. A
+same client and back, with no daemon in it: how long a client under this load waits for a core once it has slept. A
 lookup by a direct stream makes the client sleep once, as the hand-over does, which stands beside it as possible; one
 through gRPC needs two more threads of its client. Then sixteen clients run at a pace, together half of what one client
 reached alone. Baselines: the one client's total of the same run; for lookups a fixed limit.
@@ -56,7 +56,7 @@ STAGING_BYTES = 20 * MIB  # two puts of 8 blocks
 
 @dataclass(frozen=True)
 class Turn:
-    """What all clients of one turn did together."""
+    """The sums of all clients over one turn."""
 
     lookups_s: tuple[float, ...]
     probes_s: tuple[float, ...]
@@ -153,7 +153,7 @@ def _turn(daemon: BenchDaemon, clients: int, seconds: float, rate: float | None)
 
 
 def _pings(connection: socket.socket, seconds: float) -> list[float]:
-    """A ping now and then for so long."""
+    """Send a ping now and then for `seconds`."""
     deadline, pings = time.perf_counter() + seconds, []
     while (started := time.perf_counter()) < deadline:
         connection.send(b"x")

@@ -56,7 +56,7 @@ Failed = (OSError, http.client.HTTPException, AssertionError)  # of a server tha
 
 @dataclass
 class Tally:
-    """What came of all rounds so far."""
+    """The results of all rounds so far."""
 
     rounds: int = 0
     ways: Counter[str] = field(default_factory=Counter)
@@ -115,7 +115,9 @@ class Rounds:
             self._server = None
 
     def question(self, *, is_original: bool = True) -> Callable[[RunningServer], None]:
-        """What asks a server something new, and judges the answer if it is to have the original's weights."""
+        """Return a function that asks a server something new, and judges the answer if it is to have the original's
+        weights.
+        """
         words = " ".join(self.chance.choices(_WORDS, k=60))
         prompt, expected = f"{self.chance.random()}: {words}", None
         if is_original:

@@ -1,4 +1,4 @@
-"""How much worse than the best classical policy is ours, where it is worse at all?
+"""Measures how much worse than the best classical policy ours is, where it is worse at all.
 
     benchmarks/policy_regret.py conversation.jsonl.gz agents.jsonl.gz --capacity 0.01,0.05,0.1,0.25,0.5
     benchmarks/policy_regret.py synthetic.jsonl.gz --at-least 0.01:0.038,0.05:0.160,0.1:0.265
@@ -91,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _replayed(trace: Trace, policy: str, capacity: float) -> Hits:
-    """By request."""
+    """Return the results of a replay by request."""
     blocks = max(1, round(capacity * trace.distinct_blocks))
     return Replay(trace, ReplaySettings(policy=policy, capacity_blocks=blocks)).run().hits
 
@@ -103,7 +103,7 @@ def _worth(trace: Trace, hits: Hits) -> tuple[float, float]:
 
 
 def _floors(text: str) -> dict[float, float]:
-    """By capacity, of `0.01:0.038,...`. Raises ValueError."""
+    """Return the floors by capacity, of `0.01:0.038,...`. Raises ValueError."""
     pairs = [part.split(":") for part in text.split(",") if part]
     return {float(capacity): float(ratio) for capacity, ratio in pairs}
 

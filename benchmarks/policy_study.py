@@ -89,7 +89,7 @@ _TITLES = {
 
 
 def write_standins(directory: Path, *, requests: int, sessions: int) -> list[Path]:
-    """A chat of so many requests (Mooncake's format), agents of so many sessions (Claude Code's)."""
+    """Write a chat of `requests` requests (Mooncake's format), and agents of `sessions` sessions (Claude Code's)."""
     chat, agents = directory / "made-up-chat.jsonl.gz", directory / "made-up-agents.jsonl.gz"
     _write(chat, _chat(random.Random(1), requests))
     _write(agents, [_agent(random.Random(number), number) for number in range(sessions)])

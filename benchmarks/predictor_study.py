@@ -1,10 +1,10 @@
-"""How good predictors are: on traces, the first part of which they learn from, while the later part judges them.
+"""Measures how good predictors are on traces: they learn from the first part, and the later part judges them.
 
     benchmarks/predictor_study.py mooncake:conversation.jsonl.gz claude-code:sessions.jsonl.gz [--learn 0.5]
     benchmarks/predictor_study.py --quick
 
 How guesses are judged: `kvstore_simulator.judging`. For each horizon: how many guesses, how many came true, ECE (10
-bins), log loss against that of the mean, Brier score, precision and recall (among the guesses) at a few thresholds.
+bins), log loss against the mean's, Brier score, precision and recall (among the guesses) at a few thresholds.
 Then what an event costs, and the memory for a million blocks, measured on a made-up workload. With --model also
 `learned`, with that model; it must have been trained with nothing of what is judged.
 """
@@ -89,7 +89,9 @@ def _resident_bytes() -> int:
 
 
 def memory_mb(name: str, blocks: int) -> float:
-    """What a predictor takes after requests for so many blocks, 16 new ones each; the keys that it keeps, too."""
+    """Return the memory of a predictor after requests for a number of blocks, 16 new ones each; the keys that it keeps,
+    too.
+    """
     chance, before = random.Random(1), _resident_bytes()
     predictor = PREDICTORS[name]()
     for at in range(blocks // 16):

@@ -1,5 +1,5 @@
-"""How fast is a put of 32 blocks of 1 MiB, copy and checksum included, into prefaulted arenas, by a client that has
-mapped its memory?
+"""Measures a put of 32 blocks of 1 MiB, copy and checksum included, into prefaulted arenas, by a client that has mapped
+its memory.
 
 Two figures. Bytes that a producer has written into staging already, as a kernel or a DMA engine does: one message, the
 daemon's copy and checksum. And the whole put of arrays, which the client first copies into staging itself: two copies
@@ -75,7 +75,7 @@ class _CopiesAlone:
         self._turn = 0
 
     def copy_and_hash(self, threads: int) -> None:
-        """By so many threads, each an equal share of the blocks."""
+        """Copy and hash the blocks by `threads` threads, each an equal share of the blocks."""
         target = self._next_target()
         share = BLOCKS * MIB // threads
         self._together([partial(self._part, target, start, start + share) for start in range(0, len(target), share)])

@@ -1,4 +1,4 @@
-"""How long does a put of 32 MiB take that is written where it will be, out of an engine's paged tensors?
+"""Measures a put of 32 MiB that is written where it will be, out of an engine's paged tensors.
 
 32 blocks of 1 MiB, each gathered from 32 pieces (K and V of 16 layers), into prefaulted arenas, by a client that has
 mapped them. Baseline: one thread's gather of the same pieces into shared memory that is touched already: the one copy

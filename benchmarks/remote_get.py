@@ -1,4 +1,4 @@
-"""How fast does a daemon get 64 blocks of 1 MiB that are in a remote store alone?
+"""Measures how fast a daemon gets 64 blocks of 1 MiB that are in a remote store alone.
 
 Against the same bytes read into plain memory by the library's own client, in turns with it: redis-py's MGET, obstore
 with 64 requests at once, Mooncake's batch_get_into. What a get does beyond it: it asks which blocks are there, opens

@@ -64,7 +64,7 @@ class Cell:
 
     @property
     def gain(self) -> float:
-        """Of the planned way over the better single one."""
+        """Return the gain of the planned way over the better single one."""
         return min(median(self.ttft_s["load"]), median(self.ttft_s["compute"])) / median(self.ttft_s["planned"])
 
     @property

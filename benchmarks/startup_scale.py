@@ -1,4 +1,4 @@
-"""How soon does a daemon serve that finds a million blocks on NVMe, and what does it weigh?
+"""Measures how soon a daemon serves that finds a million blocks on NVMe, and what it weighs.
 
 The directory is made in seconds: records packed and sealed by the tier's own code, slots preallocated, never written.
 Before each start the slab files are put out of the page cache. Serving is from before the process is started until it
@@ -8,7 +8,7 @@ says READY=1; the very first lookup after that must find a whole chain. Measured
     recovery                the second, less the start of an empty daemon of the same run: what a million blocks cost;
                             baseline: the same header regions read in sequence, once, into one buffer (page cache
                             empty); possible: reading them past the page cache or checking them, whichever is longer,
-                            and then being given the memory that so many blocks keep
+                            and then being given the memory that these blocks keep
     recovery_processor      the processor time of that; possible: of checksums and page faults alone
     floor_...               those, each by itself
     resident                growth of resident memory against the empty daemon, a block; and
@@ -184,7 +184,7 @@ def _fill(place: Place, blocks: int) -> None:
 
 
 def _leave_sealed(place: Place) -> None:
-    """What a clean stop leaves."""
+    """Leave the directory as a clean stop does."""
     capacity_bytes = int(place.settings[0].partition("=")[2].removesuffix("MiB")) * MIB
     NvmeTier.open(place.nvme, capacity_bytes).close()
 
@@ -252,13 +252,15 @@ def read_once(directory: Path, *, direct: bool) -> None:
 
 
 def floors_of(directory: Path, kept_bytes: int) -> Floors:
-    """Of the slab files in this directory, for a daemon that keeps so many bytes."""
+    """Return the floors of the slab files in this directory, for a daemon that keeps the given number of bytes."""
     direct_read_s = min(time_once(lambda: read_once(directory, direct=True)) for _ in range(_TURNS))
     return Floors(direct_read_s, *_checksums_s(directory), _page_faults_s(kept_bytes))
 
 
 def _checksums_s(directory: Path) -> tuple[float, float]:
-    """Of all records, in memory: seconds on the clock and of processor; the least of some turns."""
+    """Return the seconds for checksums of all records, in memory: on the clock and of the processor; the least of some
+    turns.
+    """
     slabs = [_records(path, end) for path, end in header_regions(directory)]
     threads = min(MAX_SCAN_THREADS, os.cpu_count() or 1)
     scratch = [RecordChecksums() for _ in range(threads)]
@@ -281,7 +283,7 @@ def _checksums_s(directory: Path) -> tuple[float, float]:
 
 
 def _page_faults_s(nbytes: int) -> float:
-    """To be given so much memory by the kernel, a page at a time: the least of some turns."""
+    """Return the seconds that the kernel takes to give this much memory, a page at a time: the least of some turns."""
 
     def touch() -> None:
         with mmap.mmap(-1, max(nbytes, mmap.PAGESIZE)) as memory:

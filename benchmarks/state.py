@@ -1,4 +1,4 @@
-"""What does small state cost at a million blocks, and what does a crash take of it?
+"""Measures what small state costs at a million blocks, and what a crash takes of it.
 forgotten       from a use to its row on the medium, at most: a turn's pause, collecting and the commit, for three
                 loads: chains of 64 blocks, 20,000 blocks at random every 5 s, and all blocks in every turn
 longest wait    of another task on the control loop meanwhile, and while all is read and policies are made anew

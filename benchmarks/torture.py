@@ -97,7 +97,9 @@ def _torture(options: argparse.Namespace, result: dict[str, Any]) -> bool:
 
 
 def _share(harness: Harness, rest: Sequence[Harness], left_s: float) -> float:
-    """Its part of what is left for it and those after it: one that ended early leaves more to the others."""
+    """Return the harness's part of what is left for it and those after it: one that ended early leaves more to the
+    others.
+    """
     return max(SMALLEST_SHARE_S, left_s * harness.share / sum(other.share for other in rest))
 
 

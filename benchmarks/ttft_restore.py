@@ -1,4 +1,4 @@
-"""How much sooner does the first token come when the prefix is restored, and what does restoring itself cost?
+"""Measures how much sooner the first token comes when the prefix is restored, and what restoring itself costs.
 
 A prompt of 2,000 tokens and more, SmolLM2-135M, each request in an engine process of its own: cold (nothing stored),
 warm from DRAM, warm from NVMe (DRAM dropped before each). The baseline of the restoration is memcpy of as many bytes

@@ -53,7 +53,7 @@ def measure(quick: bool) -> list[Row]:
 
 
 def _row(times: dict[str, dict[str, list[float]]], what: str) -> Row:
-    """How many times longer llama.cpp's server takes, at its better setting."""
+    """Return how many times longer llama.cpp's server takes, at its better setting."""
     theirs = min((median(times[name][what]), name) for name in (PLAIN, FLASH))
     ours = median(times[OURS][what])
     return Row(f"ttft_{what}_over_ours", theirs[0] * 1e3, "ms", ours * 1e3, f"ms ours ({theirs[1]})", AT_LEAST)

@@ -1,1 +1,3 @@
-"""What `make demo` shows: one question, answered cold, from DRAM, from NVMe, after a crash, past a damaged block."""
+"""The demonstration of `make demo`: one question, answered cold, from DRAM, from NVMe, after a crash, past a damaged
+block.
+"""

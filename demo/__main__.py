@@ -50,7 +50,7 @@ def main() -> int:
 
 
 def say(text: str) -> None:
-    """What the person in front of the screen sees while it runs. On stdout: the JSON line comes last."""
+    """Print what the person in front of the screen sees while it runs. On stdout: the JSON line comes last."""
     print(text, flush=True)
 
 

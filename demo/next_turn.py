@@ -93,7 +93,7 @@ class NextTurn:
         return turn
 
     def _wait_for_blocks(self, blocks: int, due_s: float) -> int:
-        """Until the daemon has brought so many, or they are due; how many it has."""
+        """Wait until the daemon has brought `blocks` blocks, or they are due; return how many it has."""
         while True:
             waiting = int(self._node.kvctl("predictor")["all"]["waiting_blocks"])
             if waiting >= blocks or time.monotonic() >= due_s:

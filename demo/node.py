@@ -97,7 +97,7 @@ class Node:
         return parsed
 
     def kvctl_table(self, *arguments: str) -> str:
-        """The same for people."""
+        """Return the table that `kvctl` prints for people."""
         command = [str(COMMANDS / "kvctl"), "--socket-dir", str(self.socket_dir), *arguments]
         return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout
 

@@ -1,4 +1,4 @@
-"""What was measured, as a table for people and as one object for machines."""
+"""Reports what was measured, as a table for people and as one object for machines."""
 
 from __future__ import annotations
 

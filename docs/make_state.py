@@ -1,6 +1,6 @@
 """Writes docs/state-directory.md from the code that owns what it says: `make docs`.
 
-The databases are those of `kvstored.state.databases`; a test compares the file with a fresh run.
+`kvstored.state.databases` lists the databases; a test compares the file with a fresh run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Stored K and V as CuPy arrays on a GPU: those of a GPU tier where they are, others by one copy.
+"""Stored K and V as CuPy arrays on a GPU: blocks of a GPU tier where they are, others by one copy.
 
     kvstored serve --socket-dir /tmp/kv --state-dir /tmp/kv/state --set tier.vram.kind=gpu \\
         --set tier.vram.capacity=1GiB --set tier.vram.before_host=true &

@@ -1,4 +1,4 @@
-"""How an engine uses kvstored, whole: restore what is stored, compute the rest, store what is new.
+"""Shows how an engine uses kvstored, whole: restore what is stored, compute the rest, store what is new.
 
     kvstored serve --socket-dir /tmp/kv --state-dir /tmp/kv/state &
     python examples/tiny_engine.py /tmp/kv        # run it twice: the second run computes only the tail

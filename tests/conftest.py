@@ -1,4 +1,4 @@
-"""What holds for every test: hypothesis without timing rules, since the machines are shared and noisy; no daemon may
+"""The rules of every test: hypothesis without timing rules, since the machines are shared and noisy; no daemon may
 leave a damaged directory behind, whichever helper of the tests ran it; and the client's suite of connectors starts its
 processes as quickly as the other tests do.
 """

@@ -97,8 +97,9 @@ def _rows(requests: _Requests, rounds: int, lookups: int, tool: dict[str, Sample
 
 
 class _Requests:
-    """Which requests each contender has stored; new ones for stores, those for everything else. Beside them go the
-    limits: the copies alone beside stores and retrievals, an empty echo beside lookups."""
+    """The requests that each contender has stored; new ones for stores, those for everything else. Beside them go the
+    limits: the copies alone beside stores and retrievals, an empty echo beside lookups.
+    """
 
     def __init__(self, contenders: dict[str, Contender], echo: Contender, alone: Copies) -> None:
         self._contenders, self._echo, self._alone = contenders, echo, alone
@@ -130,7 +131,9 @@ class _Requests:
         return [self._contenders[name].ask("retrieve", number=self._known(name, turn))]
 
     def ask_many(self, operation: str, times: int, name: str, turn: int) -> list[float]:
-        """Seconds of each of so many lookups or probes, back to back; none of a probe that this version lacks."""
+        """Return the seconds of each of `times` lookups or probes, back to back; none of a probe that this version
+        lacks.
+        """
         if name == ECHO:
             return list(self._echo.ask(operation, number=0, times=times))
         return list(self._contenders[name].ask(operation, number=self._known(name, turn), times=times) or [])

@@ -9,7 +9,7 @@ could not be set up or failed.
     python benchmarks/rivals/run.py [--json] [--quick] [--only lmcache,mooncake,redis]
     python benchmarks/rivals/run.py --only redis --quick
     python benchmarks/rivals/run.py --setup-only
-    python benchmarks/vs_lmcache.py               the same as --only lmcache; likewise vs_mooncake.py, vs_redis.py
+    python benchmarks/vs_lmcache.py               equal to --only lmcache; likewise vs_mooncake.py, vs_redis.py
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ COMPARISONS = {
 
 
 def main(rivals: Sequence[str] = tuple(COMPARISONS)) -> int:
-    """Compare with those of `rivals` that the command line leaves in."""
+    """Compare with the `rivals` that the command line leaves in."""
     parser = parser_of(__doc__ or "", "fewer rounds: noisier")
     parser.add_argument("--only", type=_names, default=list(rivals), help="names, separated by commas")
     parser.add_argument("--setup-only", action="store_true", help="install the rivals and stop")

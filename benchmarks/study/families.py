@@ -110,7 +110,7 @@ def _sessions(pause: Callable[[random.Random], float], goes_on: float = 0.8, sys
 
 
 def _after(first: Family, second: Family) -> Family:
-    """Half of the requests from `first`, then those of `second`."""
+    """Return half of the requests of `first`, then the requests of `second`."""
 
     def make(chance: random.Random, requests: int, ids: Iterator[int]) -> list[Request]:
         before = first(chance, requests // 2, ids)

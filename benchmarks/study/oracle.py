@@ -1,10 +1,10 @@
-"""What each kind of knowledge of the future would add to the policy that ships. Never in a daemon.
+"""Measures what each kind of knowledge of the future would add to the policy that ships. Never in a daemon.
 
 `informed` makes the production policy with one more feature, the class of a request by what is foreseen of it: whether
-the session goes on, in about how long, or both. Its hazard tables learn what the class is worth, as any other's.
-A request that does not go on gets, where only the time is known, a time drawn from those that do. The policy knows the
-answer's length when a request arrives instead of when it ends. Where it knows the exact time of the next turn, it ranks
-chains by that time.
+the session goes on, in about how long, or both. Its hazard tables learn what the class is worth, as any other's. A
+request that does not go on gets, where only the time is known, a time drawn from the requests that do. The policy knows
+the answer's length when a request arrives instead of when it ends. Where it knows the exact time of the next turn, it
+ranks chains by that time.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ _ORDERS = (("type", "kind", "new_blocks", "length", "answer"), ("type", "kind", 
 
 @dataclass(frozen=True, slots=True)
 class Foresight:
-    """By request: seconds until the session goes on (the last block but one is used again), or -1; the answer."""
+    """The future by request: seconds until the session goes on (the last block but one is used again), or -1; the
+    answer.
+    """
 
     seconds: Sequence[float]
     drawn: Sequence[float]  # the same, with a made-up time where it does not go on
@@ -65,7 +67,7 @@ def foresee(trace: Trace, seed: int = 0) -> Foresight:
 
 
 class WithForesight(ChainHazard):
-    """It receives foresight as it receives an engine's reports: by `expect`, `answered` and `on_hint`."""
+    """A policy that receives foresight as it receives an engine's reports: by `expect`, `answered` and `on_hint`."""
 
     _foresight: Foresight
     _knowledge: str = ""
@@ -111,21 +113,21 @@ def _empty() -> list[Ladder]:
 def informed(
     residency: ResidencyView, tier: int, settings: PolicySettings | None = None, name: str = _INFORMED
 ) -> WithForesight:
-    """With tables by class as well."""
+    """Return the policy with tables by class as well."""
     return WithForesight(residency, tier, settings, name, learning=LearningSettings(_by_class))
 
 
 def unprimed(
     residency: ResidencyView, tier: int, settings: PolicySettings | None = None, name: str = _UNPRIMED
 ) -> ChainHazard:
-    """With empty tables: nothing of it has been seen before."""
+    """Return the policy with empty tables: nothing of the trace has been seen before."""
     return ChainHazard(residency, tier, settings, name, learning=LearningSettings(_empty))
 
 
 def informed_unprimed(
     residency: ResidencyView, tier: int, settings: PolicySettings | None = None, name: str = _INFORMED_UNPRIMED
 ) -> WithForesight:
-    """With foresight, and with empty tables."""
+    """Return the policy with foresight, and with empty tables."""
     return WithForesight(residency, tier, settings, name, learning=LearningSettings(_empty))
 
 

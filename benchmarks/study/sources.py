@@ -120,7 +120,7 @@ def run(job: Job) -> Record:
 
 @lru_cache(maxsize=1)
 def _unbounded(case: Case) -> float:
-    """With room for everything only first uses miss."""
+    """Return the result with room for everything: only first uses miss."""
     trace = _load(case)
     if not np.any(trace.ops != Op.REQUEST):
         return round(1 - trace.distinct_blocks / trace.accesses, 6)
@@ -191,7 +191,7 @@ def _note(
 
 
 def records_of(jobs: Sequence[Job], results: Results) -> list[Record]:
-    """Of the jobs, in their order; those that never ran are left out."""
+    """Return the records of the jobs, in their order; jobs that never ran are left out."""
     return [record for job in jobs if (record := results.get(job)) is not None]
 
 
@@ -244,7 +244,7 @@ def _read(path: Path, format_name: str, seed: int, sessions: int | None, window_
 def cases_of(
     paths: Iterable[Path], *, groups: Iterable[str], seeds: int, sessions: int | None, window_s: float
 ) -> Iterator[Case]:
-    """Of every file: its windows, or its draws. Raises TraceError for what is no trace; OSError."""
+    """Return the cases of every file: its windows, or its draws. Raises TraceError for what is no trace; OSError."""
     groups = tuple(groups)
     for path in paths:
         format_name, digest = format_of(path), hashlib.sha256(path.read_bytes()).hexdigest()[:16]
@@ -263,7 +263,7 @@ def files_in(directory: Path) -> list[Path]:
 
 
 def format_of(path: Path) -> str:
-    """By the keys of the first line. Raises TraceError when no format has them."""
+    """Return the format by the keys of the first line. Raises TraceError when no format has them."""
     packed = path.open("rb").read(2) == b"\x1f\x8b"
     with gzip.open(path, "rt") if packed else path.open() as lines:
         try:

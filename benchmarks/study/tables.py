@@ -1,6 +1,6 @@
-"""From single results to what is said of them: means and spreads, differences of pairs, verdicts. Pure.
+"""Forms what is said of single results: means and spreads, differences of pairs, verdicts. Pure.
 
-A table takes a group together: the windows of one trace, or its draws. `share` is that of the gap between LRU and the
+A table takes a group together: the windows of one trace, or its draws. `share` is a part of the gap between LRU and the
 clairvoyant. Two policies are compared case by case, so that what a case brings to both of them drops out.
 """
 
@@ -64,7 +64,7 @@ def lines_text(lines: Sequence[Line]) -> str:
 
 
 def headings_of(lines: Sequence[Line]) -> list[str]:
-    """As `render_table` takes them; nothing for no lines."""
+    """Return the headings as `render_table` takes them; nothing for no lines."""
     names = [name.replace("_", " ") for name in (lines[0] if lines else ())]
     return [name if at < 2 else f">{name}" for at, name in enumerate(names)]
 
@@ -224,7 +224,7 @@ def compute_lines(book: Book) -> list[Line]:
 
 
 def gain_lines(book: Book, *, hints: bool) -> list[Line]:
-    """What ours gains by knowledge, over the same case without: hints of a stated quality, or an oracle's."""
+    """Return what ours gains by knowledge, over the same case without: hints of a stated quality, or an oracle's."""
     lines: list[Line] = []
     for at in book.places():
         plain = {case: record for (case, _), record in book.cell(at, OURS).items()}

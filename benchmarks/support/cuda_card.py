@@ -221,8 +221,9 @@ def _store(index: int, nbytes: int, pipe: Connection) -> None:
 
 
 def _move_until_told(pipe: Connection, move: Callable[[], int]) -> None:
-    """`move` copies so many bytes, again and again until the other end ends it; it is answered how fast that has
-    been."""
+    """Call `move`, which returns the bytes that it copied, again and again until the other end stops it; send the
+    measured speed.
+    """
     pipe.send(None)
     began_s, moved = time.perf_counter(), 0
     while True:

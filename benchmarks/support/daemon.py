@@ -72,7 +72,7 @@ class BenchDaemon:
         raise RuntimeError(f"process {self.pid} has no resident memory: it has ended")
 
     def processor_s(self) -> float:
-        """What its threads have used of all processors, in ticks of the kernel's clock."""
+        """Return the time that the daemon's threads have used of all processors, in ticks of the kernel's clock."""
         fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

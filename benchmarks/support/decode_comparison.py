@@ -43,8 +43,9 @@ _ROWS_AT_ONCE = 8
 
 @dataclass(slots=True)
 class Compared:
-    """What sides did with batches: `per_s` and `behind` by (batch, side); `behind` as `MOST_BEHIND`. `equal`: the
-    share of tokens that are those of `generate`. `left_out`: why a setting has no figure."""
+    """The work of each side with batches: `per_s` and `behind` by (batch, side); `behind` as `MOST_BEHIND`. `equal`:
+    the share of tokens that `generate` gives, too. `left_out`: why a setting has no figure.
+    """
 
     per_s: dict[tuple[int, str], float] = field(default_factory=dict)
     behind: dict[tuple[int, str], float] = field(default_factory=dict)
@@ -126,8 +127,9 @@ def decode_of_engine(device: str, sizes: Sizes, subject: Subject) -> Answer:
 
 
 def greatest_distance(model: Any, asked: Tokens, chosen: Tokens) -> float:
-    """By how much of its row's spread the logit of a chosen token is behind the greatest, where that is most. nan where
-    logits are."""
+    """Return the distance of a chosen token's logit from the greatest, in spreads of its row, where that is most. nan
+    where logits are.
+    """
     import torch
 
     found = []
@@ -167,7 +169,7 @@ def _note_static(
 
 
 def _tell(per_s: Mapping[tuple[int, str], float]) -> None:
-    """What has been measured so far."""
+    """Report what has been measured so far."""
     figures = {f"{batch}, {name}, tokens/s": each for (batch, name), each in sorted(per_s.items())}
     known(
         "; ".join(f"{name.removesuffix(', tokens/s')} {each:.0f} tokens/s" for name, each in figures.items()), figures

@@ -134,7 +134,7 @@ class Decoded:
 
 
 def prompts(batch: int, tokens: int, vocabulary: int) -> Tokens:
-    """Of equal lengths, so that K and V of a batch can lie together."""
+    """Return prompts of equal lengths, so that K and V of a batch can lie together."""
     random = np.random.Generator(np.random.PCG64(batch))
     return random.integers(min(_FIRST_WORD, vocabulary // 2), vocabulary, (batch, tokens))
 
@@ -142,7 +142,8 @@ def prompts(batch: int, tokens: int, vocabulary: int) -> Tokens:
 @contextmanager
 def our_engine(path: Path, device: str, most: int, prompt_tokens: int, steps: int) -> Iterator[Decode]:
     """Our engine as `kvengine` opens it, for batches of at most `most`; what is running decodes while other prompts are
-    computed, so contexts are up to that much longer than those of the other sides."""
+    computed, so contexts are up to that much longer than the contexts of the other sides.
+    """
     beside = -(-most * prompt_tokens // _STEP_TOKENS) + most  # steps until all decode: a prompt's end may be apart
     room = prompt_tokens + beside + WARM_STEPS + steps + 1
     settings = EngineSettings(max_running=most, prefix_sharing=False, prefill_tokens=_STEP_TOKENS, step_floor_s=1e3)

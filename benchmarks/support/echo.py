@@ -2,7 +2,7 @@
 
 The server (a child process) hands each message back as the bytes it came in; a request and its response share the
 number of `request_id`, so the client's own `Stream` takes the echo for an answer. What remains is the sockets, the
-waking of threads and, on a gRPC stream, gRPC: the least that any call on such a stream can cost on this machine.
+waking of threads and, on a gRPC stream, gRPC: the least that any call on this kind of stream can cost on this machine.
 """
 
 from __future__ import annotations

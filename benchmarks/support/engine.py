@@ -1,4 +1,4 @@
-"""What the engine's benchmarks share: the models, the threads, and what makes the two sides comparable.
+"""The parts that the engine's benchmarks share: the models, the threads, and what makes the two sides comparable.
 
 Owns no measurement. Every comparison with llama.cpp runs on the ggml build that our engine uses, and our kernels then
 use no instruction that this build does not.
@@ -21,8 +21,9 @@ THREADS = 2
 
 
 def generate(system_file: Path, question: str, tokens: int, *arguments: str) -> dict[str, Any]:
-    """What `kvengine generate --json` says of `question` after the system prompt in `system_file`, with so many tokens
-    of answer. Ends the benchmark where it fails."""
+    """Return the JSON of `kvengine generate` for `question` after the system prompt in `system_file`, with `tokens`
+    tokens of answer. Ends the benchmark where it fails.
+    """
     command = [
         str(Path(sys.executable).with_name("kvengine")), "generate", "--model", f"{MODEL}:q8_0", "--system-file",
         str(system_file), "--prompt", question, "--max-tokens", str(tokens), "--ignore-eos", "--json", "--quiet",

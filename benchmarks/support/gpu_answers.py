@@ -1,4 +1,4 @@
-"""What a question to a GPU is, what it answers, and at which sizes it is asked.
+"""The form of a question to a GPU, its answer, and the sizes at which it is asked.
 
 Owns nothing of a device. An answer holds, does not hold, or could not be found (None), and says why in one line. A
 question with several parts says what it knows as soon as it knows it (`known`): its time may end before it does.
@@ -20,8 +20,9 @@ _PACKAGES = {
 
 
 def lacking(text: str) -> str:
-    """Which packages are not installed, by the output of Python programs: "" where none is named, and for modules of
-    this source tree."""
+    """Return the packages that are not installed, by the output of Python programs: "" where none is named, and for
+    modules of this source tree.
+    """
     found = ("".join(each).partition(".")[0] for each in _MODULE.findall(text))
     names = {name for name in found if not _OURS.match(name)}
     packages = sorted(_PACKAGES.get(name, name) for name in names)
@@ -51,9 +52,10 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much a question moves and how often. `tools_s`: the longest that a tool, a file of tests or a question that
-    goes on as long as it may takes. `warm_s`: for how long work is repeated before it is timed, so that the device's
-    clock is up. `rooms_bytes`: of device memory, for the tiers that a question opens."""
+    """The amount that a question moves, and how often. `tools_s`: the longest that a tool, a file of tests or a
+    question that goes on as long as it may takes. `warm_s`: for how long work is repeated before it is timed, so that
+    the device's clock is up. `rooms_bytes`: of device memory, for the tiers that a question opens.
+    """
 
     copied_bytes: int = 256 << 20
     pieces_bytes: tuple[int, ...] = (4 << 10, 8 << 10, 16 << 10, 32 << 10, 64 << 10, 256 << 10)

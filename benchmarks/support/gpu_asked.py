@@ -52,7 +52,7 @@ def _asked(place: str, fixed: dict[str, Any], device: int, sizes: Sizes) -> Answ
 
 
 def _by(place: str, **fixed: Any) -> Ask:
-    """By a function of a module beside this one; `fixed`: further arguments."""
+    """Answer by a function of a module beside this one; `fixed`: further arguments."""
     return partial(_asked, place, fixed)
 
 
@@ -102,7 +102,9 @@ QUESTIONS = {each.name: each for each in _ALL}
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """How it went, the answer, and what the process printed. `is_interrupted`: whoever asks wants to ask no more."""
+    """The outcome of a question, the answer, and what the process printed. `is_interrupted`: whoever asks wants to ask
+    no more.
+    """
 
     how: str
     answer: Answer
@@ -138,7 +140,7 @@ def asked(
 
 
 def _listened(pipe: Connection, until_s: float, hear: Callable[[Answer], None]) -> tuple[str, Answer]:
-    """How it ended, "answer" or why there is none, and what was told last."""
+    """Return the outcome, "answer" or the reason why there is none, and the last message."""
     told = Answer(None, "")
     try:
         while pipe.poll(max(until_s - time.monotonic(), 0.0)):
@@ -182,7 +184,7 @@ def _ask(name: str, device: int, sizes: Sizes, pipe: Connection, output: str) ->
 
 
 def _end(process: BaseProcess, *, is_stuck: bool, patience_s: float) -> None:
-    """Of one that is stuck, it is printed first where its threads stand."""
+    """End a process; of one that is stuck, it is printed first where its threads stand."""
     process.join(0.0 if is_stuck else patience_s)
     for number, wait_s in ((signal.SIGUSR1, patience_s / 10), (signal.SIGTERM, patience_s)):
         if process.is_alive() and process.pid is not None:

@@ -91,9 +91,10 @@ def client_pool(device: int, sizes: Sizes) -> Answer:
 
 
 def daemon_settings(nbytes: int) -> tuple[str, ...]:
-    """Of a daemon that holds two conversations of `nbytes` each, the one that is loaded and the one that was stored
-    last. `host.capacity` counts staging, a ledger and whole arenas, whose slots are larger than payloads: so there is
-    room for a third."""
+    """Return the settings of a daemon that holds two conversations of `nbytes` each, the one that is loaded and the one
+    that was stored last. `host.capacity` counts staging, a ledger and whole arenas, whose slots are larger than
+    payloads: so there is room for a third.
+    """
     staging = 2 * nbytes
     return (
         f"host.capacity={staging + 3 * nbytes + _ARENA_BYTES}", f"host.staging={staging}",
@@ -109,7 +110,9 @@ def _pool(address: int, layers: int, pages: int) -> DevicePool:
 
 
 def _loads_s(session: Session, transfers: DeviceTransfers, pages: list[int], rounds: int) -> list[float]:
-    """Of each load, from the call until all bytes are in their pages; not the first, before memory is registered."""
+    """Return the seconds of each load, from the call until all bytes are in their pages; not the first, before memory
+    is registered.
+    """
     took_s = []
     for _ in range(1 + rounds):
         with session.get(tokens_of(1, len(pages))) as lease:
@@ -122,8 +125,9 @@ def _loads_s(session: Session, transfers: DeviceTransfers, pages: list[int], rou
 
 
 def _stores_s(session: Session, transfers: DeviceTransfers, pages: list[int], rounds: int) -> list[float]:
-    """Of each put, while its payloads were on their way into slots; what the daemon does with them is not in it. Not
-    the first, before memory is registered."""
+    """Return the seconds of each put, while its payloads were on their way into slots; what the daemon does with them
+    is not in it. Not the first, before memory is registered.
+    """
     took_s = []
     for conversation in range(2, 3 + rounds):
         if conversation > 2:

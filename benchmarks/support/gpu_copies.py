@@ -105,7 +105,7 @@ def _plane_runs(pool: int, host: int, plane: int, planes: int, places: range | l
 
 
 def checksums(device: int, sizes: Sizes) -> Answer:
-    """Of one block, and of many in one launch. The speed only informs."""
+    """Measure checksums of one block, and of many in one launch. The speed only informs."""
     driver, nbytes = CudaDevice(device).use_in_this_thread(), sizes.copied_bytes
     at = on_device(driver, nbytes)
     mapping, host = pinned(driver, nbytes)

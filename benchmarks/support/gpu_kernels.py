@@ -1,4 +1,4 @@
-"""What only a GPU can answer of the engine's CUDA kernels: their speed against copies, their crossover, their errors.
+"""Measures the engine's CUDA kernels on a GPU: their speed against copies, their crossover, their errors.
 
 A `Card` is the device as these questions want it; a test has a stand-in.
 
@@ -115,13 +115,15 @@ def decode_of_one(card: Card, context: int = 32768) -> Answer:
 
 
 def speed(figures: dict[str, float], name: str, nbytes: int, took_s: float) -> str:
-    """How long a call takes that moves `nbytes`, and how fast that is; both are noted in `figures`, too."""
+    """Return how long a call takes that moves `nbytes`, and how fast that is; both are noted in `figures`, too."""
     figures |= {f"{name} us": took_s * 1e6, f"{name} GB/s": nbytes / took_s / 1e9}
     return f"{took_s * 1e6:.1f} us, {nbytes / took_s / 1e9:.1f} GB/s"
 
 
 def crossover(card: Card, batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64), context: int = 4096) -> Answer:
-    """From how many thread blocks a multiprocessor on one pass is as fast as partitions, and the engine's default."""
+    """Return the number of thread blocks a multiprocessor from which on one pass is as fast as partitions, and the
+    engine's default.
+    """
     case = Decode.of(card, BF16, batches[-1], context)
     took_s: list[float] = []  # V1 and V2 by turns
     curve: list[str] = []
@@ -154,7 +156,9 @@ def crossover(card: Card, batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64), c
 
 
 def errors(card: Card, contexts: tuple[int, ...] = (1, 17, 64, 333, 700)) -> Answer:
-    """Of attention over a cache that the kernel itself wrote, against double precision over what it was given."""
+    """Return the errors of attention over a cache that the kernel itself wrote, against double precision over its
+    input.
+    """
     wide, narrow = (np.abs(error_of(card, shape, contexts)) for shape in (BF16, INT8))
     typical = float(np.sqrt(np.mean(narrow**2)))
     says = (
@@ -167,7 +171,7 @@ def errors(card: Card, contexts: tuple[int, ...] = (1, 17, 64, 333, 700)) -> Ans
 
 
 def error_of(card: Card, shape: CacheShape, contexts: tuple[int, ...]) -> npt.NDArray[np.float32]:
-    """Of each result, V1's and V2's one after the other."""
+    """Return the error of each result, V1's and V2's one after the other."""
     random = np.random.default_rng(1)
     count, tokens = len(contexts), sum(contexts)
     width = math.ceil(max(contexts) / shape.block_tokens)
@@ -227,7 +231,7 @@ class Card(ABC):
 
     @abstractmethod
     def place(self, array: Array) -> int:
-        """Its address on the device, after a copy."""
+        """Return the array's address on the device, after a copy."""
 
     @abstractmethod
     def place_on_host(self, array: Array) -> int:
@@ -239,21 +243,23 @@ class Card(ABC):
 
     @abstractmethod
     def read(self, address: int, like: Array) -> Array:
-        """What is there now, in the shape and type of `like`, once everything queued has run."""
+        """Return the array on the device, in the shape and type of `like`, once everything queued has run."""
 
     @abstractmethod
     def seconds(self, queue: Callable[[], object], *, in_graph: bool = True) -> float:
-        """How long what `queue` queues takes, when it is repeated without a gap: captured once, or, where that is not
-        wanted, queued faster than it runs."""
+        """Return the seconds that what `queue` queues takes, when it is repeated without a gap: captured once, or,
+        where that is not wanted, queued faster than it runs.
+        """
 
     @abstractmethod
     def steps(self, queue: Callable[[], object], launches: int, count: int) -> list[float]:
-        """How long each of `count` steps takes, from its start on the host until its end is seen there: a step is what
-        `queue` queues, `launches` times."""
+        """Return the seconds of each of `count` steps, from its start on the host until its end is seen there: a step
+        is what `queue` queues, `launches` times.
+        """
 
     @abstractmethod
     def batch_s(self, runs: Sequence[tuple[int, int, int]], *, to_device: bool) -> float:
-        """How long a batch of copies (to, from, bytes) takes, from before it is queued."""
+        """Return the seconds of a batch of copies (to, from, bytes), from before it is queued."""
 
     @abstractmethod
     def copied_bytes_s(self) -> float:
@@ -266,8 +272,9 @@ class Card(ABC):
 
     @abstractmethod
     def stored(self) -> AbstractContextManager[Transferred]:
-        """The same of copies to the host, from a thread that keeps to a client's budget (`LinkBudget`) beside an engine
-        that decodes."""
+        """Return the seconds of copies to the host, from a thread that keeps to a client's budget (`LinkBudget`) beside
+        an engine that decodes.
+        """
 
 
 def gather_against_batch(
@@ -295,7 +302,9 @@ def gather_against_batch(
 
 
 def _seconds(card: Card, piece: int, count: int, *, to_pool: bool) -> tuple[float, float]:
-    """Of one batch, and of the kernel, for `count` pieces. Raises RuntimeError where the kernel's bytes are wrong."""
+    """Return the seconds of one batch, and of the kernel, for `count` pieces. Raises RuntimeError where the kernel's
+    bytes are wrong.
+    """
     table = np.random.default_rng(0).permutation(2 * count)[:count].astype(np.int32).reshape(count, 1)
     runs = BlockRuns.of_payloads(table, piece)
     content = np.random.default_rng(1).integers(0, 256, (count, piece), np.uint8)

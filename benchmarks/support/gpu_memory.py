@@ -53,7 +53,7 @@ def settled_bytes(
 
 
 def registers_read_only(device: int, sizes: Sizes) -> Answer:
-    """Whether an arena that a client maps read-only can be registered, and copied from."""
+    """Return whether an arena that a client maps read-only can be registered, and copied from."""
     driver, nbytes = CudaDevice(device).use_in_this_thread(), sizes.copied_bytes
     mapping, address, why = arena(driver, nbytes)
     if why:
@@ -66,7 +66,7 @@ def registers_read_only(device: int, sizes: Sizes) -> Answer:
 
 
 def read_only_access_holds(device: int, sizes: Sizes) -> Answer:
-    """Whether an importer that maps device memory read-only cannot write to it."""
+    """Return whether an importer that maps device memory read-only cannot write to it."""
     driver, nbytes = CudaDevice(device).use_in_this_thread(), sizes.copied_bytes
     at = driver.map(driver.create(nbytes), nbytes, read_only=True)
     _, source = pinned(driver, nbytes)
@@ -89,7 +89,9 @@ def _make_and_wait(device: int, nbytes: int, pipe: Connection) -> None:
 
 
 def memory_outlives_its_maker(device: int, sizes: Sizes) -> Answer:
-    """Whether memory lives while a process without a context holds its descriptor, over the kill -9 of its maker."""
+    """Return whether memory lives while a process without a context holds its descriptor, over the kill -9 of its
+    maker.
+    """
     nbytes = sizes.copied_bytes
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
@@ -112,7 +114,7 @@ class _CufileError(ctypes.Structure):
 
 
 def has_direct_storage(device: int, sizes: Sizes) -> Answer:
-    """Whether NVMe and the device can exchange bytes without host memory. It only informs."""
+    """Return whether NVMe and the device can exchange bytes without host memory. It only informs."""
     CudaDevice(device).use_in_this_thread()
     module = "nvidia-fs is loaded" if _FS_STATISTICS.exists() else "nvidia-fs is not loaded"
     for name in candidates():

@@ -56,7 +56,7 @@ def decode_of_rivals(card: Card, batch: int = 32, context: int = 4096, torch_dev
 
 
 def seconds(torch: Any, queue: Queue, device: str) -> float:
-    """Of one call, in a graph of many; without one where the device is the host."""
+    """Return the seconds of one call, in a graph of many; without one where the device is the host."""
     queue()  # compiles, and warms up
     if device == "cpu":
         began_s = time.perf_counter()

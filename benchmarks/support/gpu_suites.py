@@ -57,8 +57,9 @@ def suite(path: Path, device: int, sizes: Sizes) -> Answer:
 
 
 def judged(name: str, status: int | None, text: str, limit_s: float) -> Answer:
-    """By what pytest printed. Unknown where nothing passed and nothing failed, where a package is not installed, and of
-    a file that was not done in time as far as all passed."""
+    """Return the judgement by what pytest printed. Unknown where nothing passed and nothing failed, where a package is
+    not installed, and of a file that was not done in time as far as all passed.
+    """
     lines = text.strip().splitlines() or ["nothing was printed"]
     last = next((line for line in reversed(lines) if _IN_ALL.search(line)), lines[-1])
     counts = {word.removesuffix("s"): float(number) for number, word in _COUNTS.findall(last)}
@@ -78,8 +79,9 @@ def judged(name: str, status: int | None, text: str, limit_s: float) -> Answer:
 
 
 def kills(whose: str, device: int, sizes: Sizes) -> Answer:
-    """kill -9 of a daemon, its worker or engines again and again, as many as there is time for: are the blocks and the
-    device's memory what they were?"""
+    """kill -9 of a daemon, its worker or engines again and again, until the time is up: are the blocks and the device's
+    memory what they were?
+    """
     if not _has_tests():
         return Answer(None, "not asked: pytest or hypothesis is not installed")
     wanted = sizes.engine_kills if whose == "engines" else sizes.kills
@@ -123,7 +125,7 @@ def sanitized(tool: str, device: int, sizes: Sizes) -> Answer:
 
 
 def sanitizer() -> str | None:
-    """Where compute-sanitizer is: on the path, in a toolkit, or in its wheel."""
+    """Return the path of compute-sanitizer: on the path, in a toolkit, or in its wheel."""
     found = importlib.util.find_spec("nvidia")
     wheels = [Path(place) / "cu13" / "bin" for place in (found.submodule_search_locations or ())] if found else []
     places = [os.environ.get("PATH", ""), "/usr/local/cuda/bin", *map(str, wheels)]
@@ -163,7 +165,9 @@ def _showing(device: int) -> dict[str, str]:
 
 
 def shown_alone(device: int, shown: str) -> str:
-    """What shows device number `device`, of those that `shown` does, and no other; all are without it."""
+    """Return the environment that shows device number `device`, of the devices that `shown` shows, and no other; all
+    are without it.
+    """
     names = [name.strip() for name in shown.split(",") if name.strip()]
     return names[device] if names else str(device)
 

@@ -153,8 +153,9 @@ def _library_doors(device: int) -> dict[str, Callable[[LeaseArray], Any]]:
 
 
 def worker_kills(device: int, sizes: Sizes) -> Answer:
-    """As many deaths as there is time for, `sizes.kills` at most. Each worker copies something: those that copied
-    nothing are started ever more rarely."""
+    """Kill the worker until the time is up, `sizes.kills` times at most. Each worker copies something: workers that
+    copied nothing are started ever more rarely.
+    """
     began_s, driver = time.monotonic(), CudaDevice(device).use_in_this_thread()
     before = settled_bytes(driver)
     tier = GpuTier(sizes.rooms_bytes, device=device, chunk_bytes=2 << 20, bounce_bytes=2 << 20)

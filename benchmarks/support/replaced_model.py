@@ -75,7 +75,7 @@ class ModelFiles:
         return Path(shutil.copy(self.others[other], self._new))
 
     def has_weights_of_original(self) -> bool:
-        """Whether what `path` leads to now has the original's digest, and so its blocks."""
+        """Return whether what `path` leads to now has the original's digest, and so its blocks."""
         with GGUFFile.open(self.path) as one, GGUFFile.open(self.original) as two:
             return one.weights_digest() == two.weights_digest()
 
@@ -136,7 +136,7 @@ class TrueAnswer:
 
 
 class Truth:
-    """What the untouched file `path` computes: an engine of its own in this process, with a store in memory."""
+    """The answers of the untouched file `path`: an engine of its own in this process, with a store in memory."""
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
         file = GGUFFile.open(path)

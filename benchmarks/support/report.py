@@ -1,4 +1,4 @@
-"""What a benchmark reports: rows with a value, the baseline of the same run, and the target it has to meet.
+"""The report of a benchmark: rows with a value, the baseline of the same run, and the target it has to meet.
 
 Owns the command line that every benchmark shares (`--json`, `--quick`) and the table for people. Progress goes to
 standard error, results to standard output; the JSON list is always the last line. Times are beside it: medians where a
@@ -54,7 +54,7 @@ class Row:
 
     @property
     def met(self) -> bool | None:
-        """Whether the target is met; None for a figure that only informs."""
+        """Return whether the target is met; None for a figure that only informs."""
         if self.target is None:
             return None
         return self.ratio <= self.target if self.bound == AT_MOST else self.ratio >= self.target

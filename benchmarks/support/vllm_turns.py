@@ -87,7 +87,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What a comparison takes, by `sizes`: tokens of a pool, and bytes of K/V that they are."""
+    """The room that a comparison takes, by `sizes`: tokens of a pool, and bytes of K/V that they are."""
 
     sizes: Sizes
 
@@ -97,12 +97,12 @@ class Room:
 
     @property
     def batch_tokens(self) -> tuple[int, int]:
-        """Of each request of a batch: its prompt, and its answer."""
+        """Return the tokens of each request of a batch: its prompt, and its answer."""
         return self.sizes.prompts_tokens[0] // 8, self.sizes.prompts_tokens[0] // 64
 
     @property
     def longest_tokens(self) -> int:
-        """Of a prompt and its answer."""
+        """Return the most tokens of a prompt and its answer."""
         return max(self.sizes.prompts_tokens) + MORE_TOKENS + NEW_TOKENS
 
     @property
@@ -112,14 +112,15 @@ class Room:
 
     @property
     def host_bytes(self) -> int:
-        """Of the daemon's DRAM: prompt and batch, beside staging."""
+        """Return the bytes of the daemon's DRAM: prompt and batch, beside staging."""
         return 2 * self.pool_bytes + (1 << 30)
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How vLLM uses kvstored. `transfer`: the fields of its KVTransferConfig, by the daemon's sockets. `has_cpu_tier`:
-    vLLM's own CPU tier is before kvstored, and has to forget, too."""
+    """A way in which vLLM uses kvstored. `transfer`: the fields of its KVTransferConfig, by the daemon's sockets.
+    `has_cpu_tier`: vLLM's own CPU tier is before kvstored, and has to forget, too.
+    """
 
     name: str
     transfer: Callable[[Path], dict[str, Any]]
@@ -127,7 +128,9 @@ class Way:
 
 
 def plugin(cpu_bytes: int, **spec: str) -> Way:
-    """`KVStoreTier` below a CPU tier of so many bytes. `spec`: which tiered offloading, where it is not vLLM's own."""
+    """Return the settings of `KVStoreTier` below a CPU tier of `cpu_bytes` bytes. `spec`: which tiered offloading,
+    where it is not vLLM's own.
+    """
 
     def transfer(socket: Path) -> dict[str, Any]:
         tier = {
@@ -155,7 +158,7 @@ def connector() -> Way:
 
 
 class Engine(Protocol):
-    """What is asked of an `EngineProcess`."""
+    """The methods that a comparison calls of an `EngineProcess`."""
 
     def ask(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> Answer: ...
     def reset(self, *, connector: bool) -> bool: ...
@@ -178,7 +181,7 @@ class Found:
         return bool(self.wrong or self.unsure)
 
     def tell(self) -> None:
-        """What has been measured so far."""
+        """Report what has been measured so far."""
         figures = {f"{tokens} {way} ms": median(each) * 1e3 for (way, tokens), each in self.seconds.items()}
         figures |= {f"{way} tokens a second": median(each) for way, each in self.rates.items()}
         known(", ".join(f"{name} {each:.0f}" for name, each in figures.items()), figures)
@@ -294,7 +297,9 @@ class Turns:
             self._pause(LOOK_S)
 
     def _wait_stored(self, nbytes: int = 0) -> None:
-        """Until the daemon has stored so much since it started, and moves nothing any more beside what comes next."""
+        """Wait until the daemon has stored `nbytes` since it started, and moves nothing any more beside what comes
+        next.
+        """
         deadline_s, last = time.monotonic() + self._patience_s, (-1, -1)
         while True:
             now = (self._counted("stored_bytes"), self._counted("device_blocks"))

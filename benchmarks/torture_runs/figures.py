@@ -40,7 +40,7 @@ ABOUT_A_RUN = ("commit", "at", "seed", "seconds_asked", "interrupted", "seconds_
 
 @dataclass(frozen=True)
 class Assignment:
-    """One harness's share of a run. `stop_at` ends it early, once so many of its own events happened."""
+    """One harness's share of a run. `stop_at` ends it early, once the given number of its own events happened."""
 
     seed: int
     seconds: float
@@ -105,7 +105,7 @@ class Figures:
 
 
 class Clock:
-    """Whether a harness may go on: its time is not over and its count not reached."""
+    """Says whether a harness may go on: its time is not over and its count not reached."""
 
     def __init__(self, assignment: Assignment) -> None:
         self._end = time.monotonic() + assignment.seconds
@@ -170,7 +170,7 @@ def append(path: Path, line: dict[str, Any]) -> None:
 
 
 def sums(path: Path) -> dict[str, dict[str, Any]]:
-    """By state of the source, in the order of their first runs: how many runs, and their figures added up."""
+    """Return by state of the source, in the order of their first runs: how many runs, and their figures added up."""
     total: dict[str, dict[str, Any]] = {}
     for line in _lines(path):
         of_commit = total.setdefault(str(line.get("commit")), {"runs": 0})

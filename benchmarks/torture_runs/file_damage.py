@@ -1,4 +1,4 @@
-"""What can happen to the files of a closed NVMe directory: records, superblocks, seal, lengths, whole slots.
+"""Damages the files of a closed NVMe directory: records, superblocks, seal, lengths, whole slots.
 
 Owns the list `FILE_DAMAGES`: functions that change one place of a `Scene`, files in memory, and say whether any byte
 is now another. Never opens a tier.
@@ -50,7 +50,9 @@ class Scene:
         return name, slice(start, start + RECORD_BYTES)
 
     def replace(self, name: str, place: slice, raw: bytes) -> bool:
-        """Whether that changed anything. Bytes behind the end of a cut file are not written."""
+        """Replace bytes of a file; return whether that changed anything. Bytes behind the end of a cut file are not
+        written.
+        """
         now = self.files.get(name)
         if now is None:
             return False

@@ -44,7 +44,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class ForkedDaemon:
-    """What is needed of `subprocess.Popen`, for a child that was adopted."""
+    """The part of `subprocess.Popen` that a harness needs, for a child that was adopted."""
 
     stdin = None
 
@@ -132,7 +132,7 @@ def _serve(connection: socket.socket) -> list[str] | None:
 
 
 def _wait_adopted(before: int, caller: int) -> None:
-    """Not sooner may it be bound to its parent's life: that of the one before is over at once."""
+    """Not sooner may it be bound to its parent's life: the life of the parent before is over at once."""
     give_up_s = time.monotonic() + _PATIENCE_S
     while os.getppid() == before and time.monotonic() < give_up_s:
         time.sleep(0.0005)

@@ -72,7 +72,7 @@ HARNESSES = (
 
 @dataclass
 class Ended:
-    """How a harness ended. `failure` is empty when it ended by itself with status 0."""
+    """The end of a harness. `failure` is empty when it ended by itself with status 0."""
 
     figures: dict[str, Any]
     seconds: float

@@ -1,4 +1,4 @@
-"""What one client may count on after a crash: the plain model beside the kills.
+"""The plain model beside the kills: what one client may count on after a crash.
 
 Owns, for each conversation of one client, what became of each block by the answers it got. Knows nothing of tiers,
 files or recovery. A block is `DURABLE` from the answer that said so until a delete of it is sent; `GONE` from the

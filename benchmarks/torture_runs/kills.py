@@ -68,7 +68,7 @@ LATEST_STARTUP_KILL = 1.2  # in times of the last start that was let through
 
 
 def killed_while_reshaping(beside: Path, failpoint: str, hit: int, is_forked: bool, figures: Figures) -> bool:
-    """Whether the failpoint was reached. What was answered durable after the reshaping began must be there."""
+    """Return whether the failpoint was reached. What was answered durable after the reshaping began must be there."""
     directory = beside.parent / "reshaping"
     shutil.rmtree(directory, ignore_errors=True)
     large = [Conversation("large", 1, number, BLOCKS) for number in range(LARGE)]
@@ -290,14 +290,14 @@ class Lives:
     # -- clients -----------------------------------------------------------------------------------------------------
 
     def _everybody_lives(self) -> bool:
-        """Whether all clients have checked everything and are at work; the failpoint may have come before."""
+        """Return whether all clients have checked everything and are at work; the failpoint may have come before."""
         for client in self._clients:
             client.order({"do": "life", "number": self._number})
         verified = [client.wait_verified(CLIENT_PATIENCE_S) for client in self._clients]
         return all(verified)
 
     def _collect(self) -> None:
-        """What each client found in this life."""
+        """Collect what each client found in this life."""
         figures = self._figures
         for client in self._clients:
             report = client.wait_ended(CLIENT_PATIENCE_S)
@@ -312,7 +312,7 @@ class Lives:
             figures.at_least("most_durable_blocks_of_a_client", report["durable"])
 
     def _complaints(self) -> str:
-        """What the daemon had to say of its tiers, which may be why a block was not served."""
+        """Return what the daemon said of its tiers, which may be why a block was not served."""
         lines = self._daemon.log.splitlines()
         said = [line for line in lines if " WARNING " in line or " ERROR " in line]
         return "".join(f"\n    {line}" for line in said[-COMPLAINTS:])
@@ -372,7 +372,7 @@ def _lives(directory: Path, rng: np.random.Generator, figures: Figures) -> Itera
 
 
 def _lets_others_pass(directory: Path) -> bool:
-    """Whether another user comes through to the sockets. Only this run's own folders are opened for that."""
+    """Return whether another user comes through to the sockets. Only this run's own folders are opened for that."""
     directory.mkdir(parents=True, exist_ok=True)
     ways = (directory, *directory.parents)
     ours = {way for way in ways if way == directory or any(part.startswith(PREFIX) for part in way.parts)}

@@ -34,12 +34,12 @@ STOP_TIMEOUT_S = 60.0
 
 
 def further_settings() -> tuple[str, ...]:
-    """What `--set` says for every daemon of this run."""
+    """Return what `--set` says for every daemon of this run."""
     return tuple(os.environ.get(SETTINGS_ENVIRONMENT, "").split())
 
 
 def knows_setting(setting: str) -> bool:
-    """Whether this version has SECTION.KEY=value at all, by its own reference."""
+    """Return whether this version has SECTION.KEY=value at all, by its own reference."""
     section, _, key = setting.partition("=")[0].partition(".")
     reference = tomllib.loads(resources.files("kvstored.config").joinpath("reference.toml").read_text())
     tiers = {tier["name"]: tier for tier in reference.get("tier", [])}
@@ -47,7 +47,7 @@ def knows_setting(setting: str) -> bool:
 
 
 class DaemonFailed(RuntimeError):
-    """It ended by itself, or never served; carries the end of its log."""
+    """A daemon ended by itself, or never served; the error carries the end of its log."""
 
 
 class MortalDaemon:
@@ -73,7 +73,8 @@ class MortalDaemon:
         return self.process is not None and self.process.poll() is None
 
     def start(self, failpoints: str = "", *, patience_s: float = READY_TIMEOUT_S) -> bool:
-        """Whether it serves; False when a failpoint killed it before, or `patience_s` is over.
+        """Start the daemon, and return whether it serves; False when a failpoint killed it before, or `patience_s` is
+        over.
 
         Raises DaemonFailed when it ended any other way.
         """
@@ -118,7 +119,9 @@ class MortalDaemon:
             self.process.wait()
 
     def wait_killed(self, patience_s: float) -> bool:
-        """Whether it was killed (by a failpoint) in time. Raises DaemonFailed when it ended any other way."""
+        """Return whether the daemon was killed (by a failpoint) in time. Raises DaemonFailed when it ended any other
+        way.
+        """
         assert self.process is not None
         try:
             status = self.process.wait(patience_s)
@@ -175,7 +178,7 @@ class MortalDaemon:
         return kvstore_client.connect(self.socket_dir, fingerprint=fingerprint, **(settings | options))
 
     def disk_bytes(self) -> int:
-        """What the NVMe directory takes, every file in it at the larger of its length and its blocks."""
+        """Return the bytes of the NVMe directory, every file in it at the larger of its length and its blocks."""
         total = 0
         for path in self.nvme_dir.rglob("*"):
             try:
@@ -187,7 +190,7 @@ class MortalDaemon:
         return total
 
     def shared_memory_bytes(self) -> int:
-        """What its memfds take by the kernel's account; 0 when it has ended."""
+        """Return the bytes of the daemon's memfds by the kernel's account; 0 when it has ended."""
         assert self.process is not None
         total, seen = 0, set()
         folder = Path(f"/proc/{self.process.pid}/fd")

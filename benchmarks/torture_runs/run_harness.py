@@ -4,9 +4,9 @@ to the others.
 
     python run_harness.py NAME SEED SECONDS DIRECTORY [STOP_AT]
 
-Prints figures as JSON lines, each the sum so far; the last one counts. Never used by hand: `torture.py` starts it.
-A lane is such a process with its own seed, folder and part of the count that ends it; one that crashes is the harness's
-crash, once the others have ended, and its figures so far count.
+Prints figures as JSON lines, each the sum so far; the last one counts. Never used by hand: `torture.py` starts it. A
+lane is a process of the harness with its own seed, folder and part of the count that ends it; one that crashes is the
+harness's crash, once the others have ended, and its figures so far count.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ def main() -> None:
 
 
 def torture(assignment: Assignment, figures: Figures) -> None:
-    """Run `kills` in as many lanes as there are cores, and report its figures."""
+    """Run `kills` in one lane for each core, and report its figures."""
     lanes = min(MOST_LANES, len(os.sched_getaffinity(0)))
     figures.at_least("most_lanes", lanes)
     in_lanes("kills", lanes, assignment, figures)
 
 
 def in_lanes(module: str, lanes: int, assignment: Assignment, figures: Figures) -> None:
-    """Run `torture_runs.MODULE` in so many processes. Raises RuntimeError where one did not end well."""
+    """Run `torture_runs.MODULE` in `lanes` processes. Raises RuntimeError where one did not end well."""
     running = [_Lane(module, assignment, number, lanes) for number in range(lanes)]
     while any(lane.listener.is_alive() for lane in running):
         for lane in running:

@@ -1,7 +1,7 @@
-"""What can happen to the bytes of one slot: pure functions from whole images to a damaged one.
+"""Damages the bytes of one slot: pure functions from whole images to a damaged one.
 
 Owns the list `SLOT_DAMAGES`. A function gets the slot's image (header page and payload), the image that lay there
-before, and that of another slot, and gives what the medium might hold instead. Sectors are 512 bytes: what a disk
+before, and the image of another slot, and gives what the medium might hold instead. Sectors are 512 bytes: what a disk
 writes whole. Never touches a file.
 """
 

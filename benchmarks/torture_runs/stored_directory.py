@@ -60,7 +60,7 @@ class StoredBlock:
         )
 
     def is_named_by(self, header: BlockHeader) -> bool:
-        """Whether the header's fields, apart from those of the payload, are those of this block."""
+        """Return whether the header's fields, apart from the payload's, are this block's."""
         mine = self.header()
         given = (header.key, header.parent, header.fingerprint, header.tenant, header.depth)
         return given == (mine.key, mine.parent, mine.fingerprint, mine.tenant, mine.depth)
@@ -68,7 +68,7 @@ class StoredBlock:
 
 @dataclass
 class StoredDirectory:
-    """`blocks` holds every key that was ever stored; `freed` those that are gone in `newer`."""
+    """`blocks` holds every key that was ever stored; `freed` the keys that are gone in `newer`."""
 
     older: Files = field(default_factory=dict)
     newer: Files = field(default_factory=dict)

@@ -1,4 +1,5 @@
-"""What one client has put, another finds at once: put, then a lookup by another process, with no time in between.
+"""Checks that one client finds at once what another has put: put, then a lookup by another process, with no time in
+between.
 
 Owns two client processes that take turns over a pair of pipes: each puts a run of blocks and passes the turn in the
 moment its put is answered; the other looks all of them up. A check is one key whose tier the daemon reports in the
@@ -189,7 +190,7 @@ def tokens(base: int, number: int, blocks: int) -> np.ndarray[Any, Any]:
 
 
 def _leading(statuses: list[str]) -> int:
-    """How many leading blocks the put's answer called visible."""
+    """Return how many leading blocks the put's answer called visible."""
     for position, status in enumerate(statuses):
         if status not in ("stored", "present"):
             return position

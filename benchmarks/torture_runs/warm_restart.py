@@ -2,7 +2,7 @@
 
 Owns rounds of: put blocks that NVMe is not given (`durability="none"`) and some that it is, count what DRAM holds,
 kill, start, read everything back. Counts what a client gets, not what the daemon says of itself: the blocks after the
-restart are those that came out of DRAM without a promotion, with the right bytes. What keeps the memory over the
+restart are the blocks that came out of DRAM without a promotion, with the right bytes. What keeps the memory over the
 restart is the daemon's own business (`SETTINGS`); where nothing does, the count after is what it is.
 """
 
@@ -36,7 +36,7 @@ def torture(assignment: Assignment, figures: Figures) -> None:
 
 
 def _numbers(clock: Clock, figures: Figures) -> Iterator[int]:
-    """At least one round, so that even the shortest run has an answer."""
+    """Return the numbers of the rounds: at least one round, so that even the shortest run has an answer."""
     number = 0
     while number == 0 or clock.goes_on(figures.counts["warm_restarts"]):
         yield number

@@ -170,7 +170,7 @@ def build_parser() -> Parser:
         )
     made["drain"].add_argument("--undo", action="store_true", help="take clients again")
     made["config"].add_argument("names", nargs="*", metavar="NAME", help="only these: SECTION or SECTION.KEY")
-    made["config"].add_argument("--changed", action="store_true", help="only what is not at its default")
+    made["config"].add_argument("--changed", action="store_true", help="only settings that are not at their defaults")
     made["config"].add_argument("--toml", action="store_true", help="as a configuration file")
     made["shutdown"].add_argument("--now", action="store_true", help="do not drain first")
     made["invalidate"].add_argument("fingerprint", help="hex digest, or its first 8 digits or more")
@@ -276,7 +276,7 @@ def _check_quarantine(parser: argparse.ArgumentParser, arguments: argparse.Names
 def _events_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--follow", action="store_true", help="print each event as it happens, until interrupted")
     parser.add_argument("--tenant", default="", help="follow: only events of this tenant's topics")
-    parser.add_argument("--count", type=positive_count, metavar="N", help="follow: end after so many events")
+    parser.add_argument("--count", type=positive_count, metavar="N", help="follow: end after N events")
 
 
 def _check_events(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:

@@ -192,7 +192,7 @@ class _Run:
                     raise CommandError(FAILED, "bench: a lease ended while it was read; use fewer or smaller blocks")
             copied.times_s.append(self._clock() - started)
             if number == 0 and not np.array_equal(self._copy, self._source):
-                raise CommandError(FAILED, "bench: the bytes that came back are not those that were put")
+                raise CommandError(FAILED, "bench: the bytes that came back differ from the bytes that were put")
             self._memcpy(memcpy)
             self._progress.say(f"get {number + 1} of {self._rounds}")
 

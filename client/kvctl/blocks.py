@@ -45,7 +45,7 @@ def add_block_options(parser: argparse.ArgumentParser) -> None:
         help="only blocks of this class in the fastest tier that has them",
     )
     parser.add_argument("--sort", choices=ORDERS, default="", help="the most first; idle: the longest idle first")
-    parser.add_argument("--reverse", action="store_true", help="with --sort: the least first")
+    parser.add_argument("--reverse", action="store_true", help="with --sort: ascending order")
     parser.add_argument(
         "--by", choices=GROUPS, default="", help="no list but sums by tenant, model or prefix, the largest first"
     )
@@ -53,10 +53,14 @@ def add_block_options(parser: argparse.ArgumentParser) -> None:
         "--prefix-blocks",
         type=positive_count,
         metavar="N",
-        help="with --by prefix: chains that begin alike for N blocks count together (default: 1)",
+        help="with --by prefix: count chains together whose first N blocks are equal (default: 1)",
     )
     parser.add_argument(
-        "--limit", type=positive_count, default=DEFAULT_BLOCKS, metavar="N", help="at most N (default: %(default)s)"
+        "--limit",
+        type=positive_count,
+        default=DEFAULT_BLOCKS,
+        metavar="N",
+        help="list at most N blocks (default: %(default)s)",
     )
 
 

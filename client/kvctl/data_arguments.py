@@ -160,11 +160,15 @@ def _explain_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _bench_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--blocks", type=_recent, default=64, metavar="N", help="in one request (default: %(default)s)")
+    parser.add_argument(
+        "--blocks", type=_recent, default=64, metavar="N", help="blocks in one request (default: %(default)s)"
+    )
     parser.add_argument(
         "--block-size", type=block_size, default=1 << 20, metavar="SIZE", help="payload of each (default: 1MiB)"
     )
-    parser.add_argument("--rounds", type=_rounds, default=30, metavar="N", help="of each figure (default: %(default)s)")
+    parser.add_argument(
+        "--rounds", type=_rounds, default=30, metavar="N", help="measurements of each figure (default: %(default)s)"
+    )
     parser.add_argument("--force", action="store_true", help="also where other blocks would have to leave DRAM for it")
 
 

@@ -107,9 +107,7 @@ def _get_object(reading: _Reading, name: str) -> Output:
     head, reason = get_head(reading.session, name, reading.timeout_s)
     if head is None:
         if reason == "no_object":
-            raise CommandError(
-                FAILED, f"{name}: what is stored under this name is no object that kvctl knows how to read"
-            )
+            raise CommandError(FAILED, f"{name}: the blocks stored under this name are no object that kvctl can read")
         raise not_there(f"{name} is not stored", reason, reading.timeout_s)
     checksum = ObjectChecksum(head.checksum_kind)
 

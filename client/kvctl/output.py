@@ -33,9 +33,9 @@ KEY_DIGITS: Final = 12  # shown of a key's 32; --json has them all
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One command's result. `text` for people is escaped here unless `painted`: then it is made of `Line`s, already
-    escaped. `exit_code` is FAILED if the daemon answered but the work is incomplete. `aside`: standard output holds
-    the requested bytes, and the text goes to standard error.
+    """The result of one kvctl command: text for people and a document for --json. `text` for people is escaped here
+    unless `painted`: then it is made of `Line`s, already escaped. `exit_code` is FAILED if the daemon answered but the
+    work is incomplete. `aside`: standard output holds the requested bytes, and the text goes to standard error.
     """
 
     text: str

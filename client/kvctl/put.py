@@ -119,7 +119,7 @@ def _put_object(session: Session, name: str, data: Bytes, stored: _Stored) -> Ou
         wrong = stored.add(session, tokens, payloads[first : first + count], first, 0, head.payload_bytes(first))
         if wrong:
             session.delete(tokens, deadline_s=stored.timeout_s)
-            raise CommandError(FAILED, f"{name}: {wrong}; nothing of it is kept")
+            raise CommandError(FAILED, f"{name}: {wrong}; none of its blocks is kept")
     return stored.output(name, name=name, bytes=head.size_bytes)
 
 

@@ -36,7 +36,7 @@ EXAMPLES = (
 def add_state_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=["ls", "show"], help="what to do")
     parser.add_argument("database", nargs="?", default="", metavar="DATABASE", help="show: which; ls names them")
-    parser.add_argument("--limit", type=int, default=0, metavar="N", help="show: so many values at most (default: 100)")
+    parser.add_argument("--limit", type=int, default=0, metavar="N", help="show: at most N values (default: 100)")
     parser.add_argument(
         "--first", default="", metavar="HEX", help="show: begin at this key, as the last answer named it"
     )

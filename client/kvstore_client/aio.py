@@ -21,6 +21,7 @@ import os
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial, wraps
+from inspect import getdoc
 from operator import attrgetter
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -45,13 +46,15 @@ Result = TypeVar("Result")
 def _in_thread(
     method: Callable[Concatenate[Session, Arguments], Result], discard: Callable[[Result], None] | None = None
 ) -> Callable[Concatenate[AsyncSession, Arguments], Coroutine[Any, Any, Result]]:
-    """Return a method of `Session` to await. `discard` gets a result that arrives after the call was cancelled."""
+    """Return a method to await, which runs `method` of `Session` in a thread. `discard` gets a result that arrives
+    after the call was cancelled.
+    """
 
     @wraps(method)
     async def call(self: AsyncSession, /, *arguments: Arguments.args, **options: Arguments.kwargs) -> Result:
         return await self._call(partial(method, self._session, *arguments, **options), discard)
 
-    call.__doc__ = f"As `Session.{method.__name__}`."
+    call.__doc__ = f"{getdoc(method)}\n\nRuns in a thread: await it."
     return call
 
 

@@ -31,9 +31,10 @@ SEND_EVERY_S = 0.001
 
 @dataclass(slots=True, eq=False)
 class Message:
-    """One Store message. `blocks`: indices into the receipt. `pages`: the page of each block in the staging memory of
-    `loan`, or among the slots of `reservation`; 0 when the block is not written. `extents`: the extent of staging
-    memory of each block. `call` is set once the message is sent."""
+    """One Store message of a put. `blocks`: indices into the receipt. `pages`: the page of each block in the staging
+    memory of `loan`, or among the slots of `reservation`; 0 when the block is not written. `extents`: the extent of
+    staging memory of each block. `call` is set once the message is sent.
+    """
 
     loan: int = 0
     reservation: int = 0

@@ -142,7 +142,7 @@ def send_touch(prefix: Prefix, terms: Terms = NO_TERMS) -> int:
 
 
 def checked(request: ExplainRequest) -> ExplainRequest:
-    """Return the request. Raises KVStoreError(INVALID) for an invalid one."""
+    """Return `request` unchanged if its values are in range. Raises KVStoreError(INVALID) for an invalid one."""
     if not isinstance(request, ExplainRequest):
         raise invalid(f"request must be an ExplainRequest, got {type(request).__name__}")
     return request

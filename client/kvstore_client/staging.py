@@ -40,7 +40,9 @@ class Use:
 
 
 class Staging:
-    """The staging memory. `memory` is mapped to write; `loan` is 0 before `obtain`."""
+    """The staging memory of one client, which the daemon reads. `memory` is mapped to write; `loan` is 0 before
+    `obtain`.
+    """
 
     def __init__(self, memory: Bytes) -> None:
         self.memory = memory

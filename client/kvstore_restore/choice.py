@@ -90,8 +90,9 @@ def all_of(hit: Hit) -> Chosen:
 
 
 class LoadChoice:
-    """The choice. It loads all blocks until something was computed. `costs`: the learned costs. `step_tokens`: the most
-    tokens that the engine computes in one step, 0: no bound.
+    """Chooses how many stored blocks of a prefix to load and how many to compute. It loads all blocks until something
+    was computed. `costs`: the learned costs. `step_tokens`: the most tokens that the engine computes in one step, 0: no
+    bound.
     """
 
     def __init__(self, costs: LearnedCosts | None = None, *, step_tokens: int = 0) -> None:

@@ -39,8 +39,8 @@ Pieces = Iterable[tuple[int, float]]
 
 
 class LearnedCosts:
-    """The learned costs. They start from priors that are wrong by a factor for most machines, until something was
-    measured. `clock`: seconds that go on over restarts.
+    """The costs of loading and computing, learned from measured times. They start from priors that are wrong by a
+    factor for most machines, until something was measured. `clock`: seconds that go on over restarts.
     """
 
     def __init__(self, clock: Callable[[], float] = time) -> None:

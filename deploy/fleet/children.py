@@ -86,7 +86,7 @@ def free_port(address: str = "127.0.0.1") -> int:
 
 
 def answers(address: str, port: int) -> bool:
-    """Whether something listens there."""
+    """Return whether something listens there."""
     try:
         with socket.create_connection((address, port), timeout=1):
             return True

@@ -60,7 +60,7 @@ class Turn:
 
 
 class Client:
-    """Of the router, or of an engine, which wants a `key`."""
+    """A client of the router, or of an engine, which wants a `key`."""
 
     def __init__(self, address: str, port: int, key: str = "") -> None:
         self._address, self._port = address, port

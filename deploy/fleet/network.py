@@ -1,4 +1,4 @@
-"""Where the nodes are: each in a network namespace of its own (root), or all on loopback.
+"""The network of the nodes: each in a network namespace of its own (root), or all on loopback.
 
 With namespaces this process moves to one as well, the hub, where a bridge joins the nodes. Nothing outside can reach
 them, and they reach nothing outside. A namespace ends with its last process: nothing is left to clean up.
@@ -21,7 +21,7 @@ _BRIDGE, _NET = "fleet0", "10.77.0"
 
 @dataclass(frozen=True)
 class Place:
-    """Of a node or the hub. `prefix` goes before a command that is to run there."""
+    """The place of a node or the hub. `prefix` goes before a command that is to run there."""
 
     address: str
     prefix: tuple[str, ...] = ()

@@ -22,7 +22,7 @@ SHARED_S = 30.0
 
 @dataclass(frozen=True)
 class Shared:
-    """What all nodes have in common. `keys_file`: of the engines' API; `key` is in it."""
+    """The settings that all nodes have in common. `keys_file`: of the engines' API; `key` is in it."""
 
     store_url: str
     secret_file: Path

@@ -1,4 +1,4 @@
-"""Which node has how much of a prompt, by the KV events of the nodes' daemons. Pure: no socket, no clock.
+"""Says which node has how much of a prompt, by the KV events of the nodes' daemons. Pure: no socket, no clock.
 
 A block is named by the block before it and its token ids. Only what a node has itself counts: what lies in the store
 that all share can be had by every node.

@@ -103,7 +103,7 @@ class Router:
         return self._targets[best], known[best]
 
     async def _token_ids(self, text: str) -> list[int]:
-        """By any engine: all have the same model."""
+        """Return token ids from any engine: all have the same model."""
         name = next(name for name in self._targets if name not in self._out)
         answer = await self._http.post(
             f"{self._targets[name].engine_url}/tokenize", json={"content": text, "add_special": True}

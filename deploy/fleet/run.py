@@ -158,7 +158,7 @@ def _require(options: argparse.Namespace) -> None:
 
 
 def _fetch(model: str) -> None:
-    """Before the namespaces, which reach no network. Progress on stderr."""
+    """Fetch the model before the namespaces are made, which reach no network. Progress on stderr."""
     name, _, quantisation = model.partition(":")
     if name.endswith(".gguf"):
         return

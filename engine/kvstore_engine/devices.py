@@ -25,7 +25,9 @@ KV_TYPES = tuple(dict.fromkeys((*_CPU_KV_TYPES, *_TORCH_KV_TYPES)))
 
 @dataclass(frozen=True, slots=True)
 class DeviceName:
-    """A device. `torch_name`: torch's name of the device; "": ggml computes, on the processor."""
+    """The name of a device that computes. `torch_name`: torch's name of the device; "": ggml computes, on the
+    processor.
+    """
 
     name: str
     torch_name: str = ""

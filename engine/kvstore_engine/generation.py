@@ -39,7 +39,7 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One answer. `tokens` are the generated ids, without the one that ended it.
+    """One generated answer. `tokens` are the generated ids, without the one that ended it.
 
     `stop`: why it ended (see `batching.Finished`). `restorations`: the records of restoring the prompt: one, or one for
     each stage; none if nothing was looked up.

@@ -35,8 +35,8 @@ _FORM = (
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """The chosen hints. `will_continue_auc`, `tool_call_auc`, `pause_noise`: None turns that hint off; `queue_s`: 0
-    turns it off.
+    """The options of made-up hints. `will_continue_auc`, `tool_call_auc`, `pause_noise`: None turns that hint off;
+    `queue_s`: 0 turns it off.
     """
 
     will_continue_auc: float | None = None

@@ -58,8 +58,8 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A machine. `link` is between `engine_tier`, which holds K/V of running requests, and the first tier of the
-    store.
+    """A simulated machine: its compute, its media and its links. `link` is between `engine_tier`, which holds K/V of
+    running requests, and the first tier of the store.
     """
 
     name: str

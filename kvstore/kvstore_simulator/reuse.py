@@ -39,7 +39,9 @@ def reuse_distances(trace: Trace) -> npt.NDArray[np.int64]:
     uses only the resident blocks, which depend on the capacity, so it has no distance: then ValueError is raised.
     """
     if np.any(trace.ops == Op.GET):
-        raise ValueError("reuse distances are those of whole requests: leave out --as-recorded, or --reuse-distance")
+        raise ValueError(
+            "reuse distances are computed for whole requests: leave out --as-recorded, or --reuse-distance"
+        )
     order = _tail_first(trace)
     touched = trace.blocks[order].astype(np.int64)
     count = len(touched)

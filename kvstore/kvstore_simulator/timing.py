@@ -60,10 +60,11 @@ class Timed:
 
 @dataclass(frozen=True, slots=True)
 class TimingStudy:
-    """A timing study. `tiers`: media of the store and their bytes, fastest first; `pool_bytes`: the engine's room for
-    blocks. Requests before `count_from` are served and not counted. `without`: parts of orchestration to leave out,
-    a row each. `predictors` maps a name to a predictor; predictors replace arrivals as the trigger of prefetch, a
-    row each. `gpu`: see NodeSettings. Plans without that tier give its memory to the engine's own blocks.
+    """A study of times: one trace served under several plans on one machine. `tiers`: media of the store and their
+    bytes, fastest first; `pool_bytes`: the engine's room for blocks. Requests before `count_from` are served and not
+    counted. `without`: parts of orchestration to leave out, a row each. `predictors` maps a name to a predictor;
+    predictors replace arrivals as the trigger of prefetch, a row each. `gpu`: see NodeSettings. Plans without that tier
+    give its memory to the engine's own blocks.
     """
 
     trace: Trace

@@ -27,7 +27,9 @@ _PRICE_KEYS = {"storage_usd_per_gib_hour", "compute_usd_per_hour", "compute_flop
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model's size. `flops(n)`: operations to compute the first n tokens of a prompt."""
+    """The size of a model, for the compute that hits save. `flops(n)`: operations to compute the first n tokens of a
+    prompt.
+    """
 
     name: str
     parameters: float

@@ -74,7 +74,7 @@ class Cause(IntEnum):
 
 
 # Causes that obey leaf-first and leases: the daemon chose the block, so it must choose one that leaves no
-# hole. A block that EXPIRED goes at its time, whatever needs it.
+# hole. A block that EXPIRED is removed at its time, even if other blocks need it.
 BY_CHOICE = frozenset({Cause.EVICTED, Cause.QUOTA})
 
 # Causes by which an owner or an operator took a block away: nothing that names it is to outlive the daemon.

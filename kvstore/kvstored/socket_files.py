@@ -35,7 +35,9 @@ class _File:
 
 
 class SocketFiles:
-    """The socket files. `prepare` makes the directory. `now_s` is a monotonic clock."""
+    """The socket files of a daemon in its socket directory. `prepare` makes the directory. `now_s` is a monotonic
+    clock.
+    """
 
     def __init__(self, prepare: Callable[[], None], now_s: Callable[[], float]) -> None:
         self._prepare, self._now_s = prepare, now_s

@@ -45,7 +45,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class NodeStorage:
-    """The opened parts. `former`: clients of the former process, None without warm restart."""
+    """The opened store, tenants and small state of a node. `former`: clients of the former process, None without warm
+    restart.
+    """
 
     tenants: TenantDirectory
     store: Store

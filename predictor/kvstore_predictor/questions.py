@@ -29,7 +29,7 @@ def nearest(horizon_s: float) -> int:
 
 
 class OpenQuestions(Generic[Question]):
-    """The open questions. A guess is named by its place in its question."""
+    """The guesses whose outcome is not known yet. A guess is named by its place in its question."""
 
     def __init__(self, most: int) -> None:
         self._most = most

@@ -116,8 +116,8 @@ _NODES: dict[str, type] = {"column": np.int32, "threshold": np.float64, "left": 
 
 
 class ReturnTrees:
-    """A model. `arrays` maps names to arrays, as `as_arrays` returns them. Raises ValueError with one line if they make
-    no model.
+    """A trained model of when chains are requested again: boosted trees. `arrays` maps names to arrays, as `as_arrays`
+    returns them. Raises ValueError with one line if they make no model.
     """
 
     def __init__(self, arrays: Mapping[str, Array]) -> None:

@@ -44,9 +44,9 @@ class _Names:
 
 
 class Sessions:
-    """Columns by slot. `live`: a return is awaited. `tokens`: tokens of prompt and answer, -1 if not known; `answer`:
-    the answer's part of them. `bin`: the age bin up to which its age has been counted. `due_s`: a request will use
-    it then; 0: none.
+    """The sessions whose next request is awaited, as columns by slot. `live`: a return is awaited. `tokens`: tokens of
+    prompt and answer, -1 if not known; `answer`: the answer's part of them. `bin`: the age bin up to which its age has
+    been counted. `due_s`: a request will use it then; 0: none.
     """
 
     def __init__(self, slots: int) -> None:

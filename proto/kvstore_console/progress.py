@@ -19,8 +19,8 @@ _BAR_WIDTH: Final = 30
 
 
 class Progress:
-    """A progress display. Call `say` or `advance` as often as needed. Use it as a context manager, or call `clear` in
-    the end. `clock` and `out` are for tests.
+    """A line of progress on a terminal. Call `say` or `advance` as often as needed. Use it as a context manager, or
+    call `clear` in the end. `clock` and `out` are for tests.
     """
 
     def __init__(self, prefix: str, *, clock: Callable[[], float] = time.monotonic, out: TextIO | None = None) -> None:

@@ -1,5 +1,5 @@
-"""What every executor must do, on tiny random models: the same tests for ggml, for torch, and for torch with our CUDA
-kernels, compiled for the host.
+"""Every executor keeps its contract, on tiny random models: the same tests for ggml, for torch, and for torch with our
+CUDA kernels, compiled for the host.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _ATTENTIONS = {
 
 
 def _cases(*, ggml: Sequence[str], torch: Sequence[str], kernels: Sequence[str]) -> list[object]:
-    """Each executor with its models; those of our kernels take long on a host."""
+    """Each executor with its models; models of our kernels take long on a host."""
     chosen = [(GGML, ggml, ()), (TORCH, torch, ()), (KERNELS, kernels, (pytest.mark.slow,))]
     return [
         pytest.param((tried, name), id=f"{tried}-{name}", marks=marks)
@@ -86,14 +86,16 @@ class Opened:
     executor: StepExecutor
 
     def assert_as_computed(self, seen: FloatArray, wanted: FloatArray) -> None:
-        """Of the same rows, computed in other steps: the same bits, or the same but for rounding."""
+        """Assert that the same rows, computed in other steps, have the same bits, or differ by rounding alone."""
         if self.tried.is_exact:
             np.testing.assert_array_equal(seen, wanted)
         else:
             assert _off(seen, wanted) <= 2 * self.tried.rounding
 
     def assert_as_alone(self, seen: FloatArray, wanted: FloatArray) -> None:
-        """Of a single row, and of the same beside others. ggml multiplies a single row of f16 with another kernel."""
+        """Assert that a single row equals itself beside others. ggml multiplies a single row of f16 with another
+        kernel.
+        """
         if self.tried is GGML and self.shape.quantisation == "f16":
             np.testing.assert_allclose(seen, wanted, atol=0.02)
         else:
@@ -191,7 +193,7 @@ def test_every_form_of_attention_gives_the_logits_of_double_precision(
 def _assert_plain(
     folder: Path, tried: TriedExecutor, shape: TinyModel, setup: PoolSetup, steps: Sequence[Sequence[int]], bound: float
 ) -> None:
-    """Of the tokens that each step has of each sequence."""
+    """Assert plain results of the tokens that each step has of each sequence."""
     path = write_model(folder / "m.gguf", shape)
     plain = PlainModel(path, shape)
     totals = np.sum(steps, 0)

@@ -1,4 +1,6 @@
-"""What every eviction policy must do, for any victim order. See kvstored.store.policies.base for the obligations."""
+"""Every eviction policy keeps its contract, for any victim order. See kvstored.store.policies.base
+for the obligations.
+"""
 
 import pytest
 

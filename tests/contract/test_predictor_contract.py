@@ -1,4 +1,4 @@
-"""What every predictor must do. See kvstore_predictor.base for the obligations."""
+"""Every predictor keeps its contract. See kvstore_predictor.base for the obligations."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def _storing_more(daemon: RunningDaemon) -> Iterator[None]:
 
 
 def _copy_of(daemon: RunningDaemon, place: Path) -> None:
-    """As the page says: everything with its modes, but not the seal."""
+    """Copy a directory as the page says: everything with its modes, but not the seal."""
     subprocess.run(["cp", "-a", daemon.state_dir, place], check=True)
     (place / "nvme/seal").unlink(missing_ok=True)
 

@@ -27,7 +27,7 @@ with RunningDaemon(Path(sys.argv[2])).connect():
 
 @contextmanager
 def container(daemon: RunningDaemon, identifier: str) -> Iterator[None]:
-    """A client that is connected, in a cgroup like that of a container."""
+    """A client that is connected, in a cgroup as a container has it."""
     version_1 = Path("/sys/fs/cgroup/memory")
     folder = (version_1 if version_1.is_dir() else Path("/sys/fs/cgroup")) / f"docker-{identifier * 64}.scope"
     try:

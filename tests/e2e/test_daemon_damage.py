@@ -37,7 +37,7 @@ def store(daemon: RunningDaemon, conversation: int, blocks: int, **options: str)
 
 
 def fetch(daemon: RunningDaemon, conversation: int, blocks: int) -> tuple[int, str]:
-    """How many leading blocks are served, all of them right, and why no more."""
+    """Return how many leading blocks are served, all of them right, and why no more."""
     with daemon.connect() as session, session.get(tokens_of(conversation, blocks)) as lease:
         assert holds(lease, payloads_of(conversation, blocks, MODEL)[: len(lease)])
         return len(lease), lease.reason

@@ -25,7 +25,7 @@ BLOCKS = 12
 
 
 def put(daemon: RunningDaemon, conversation: int, blocks: int = BLOCKS, **how: str) -> list[str]:
-    """What the receipt says of each block's durability; all must have been stored."""
+    """Put blocks, and return the receipt's durability of each; all must have been stored."""
     with daemon.connect(MODEL) as session:
         receipt = put_conversation(session, conversation, blocks, wait="settled", **how)
         assert receipt.stored_blocks == blocks, receipt.statuses
@@ -127,7 +127,7 @@ def test_a_budget_is_kept_over_kill_9() -> None:
 
 @pytest.mark.parametrize("place", ["state.commit", "endurance.saved"])
 def test_killed_while_a_lease_is_saved(place: str) -> None:
-    """What is saved is the old or the new one, whole; what was spent of it is never there again."""
+    """The saved lease is the old or the new one, whole; what was spent of it is never there again."""
     with running_daemon("nvme.endurance_bytes_per_day=4MiB", failpoints=f"{place}=kill@10") as daemon:
         durable = 0
         with contextlib.suppress(kvstore_client.DaemonUnavailable, kvstore_client.KVStoreError, AssertionError):
@@ -212,7 +212,7 @@ def small_cgroup() -> Iterator[Path]:
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to make a memory cgroup")
 def test_a_cgroup_that_is_too_small_for_the_configured_capacity(small_cgroup: Path) -> None:
-    """Without `host.min_free` the kernel would kill it: 384 MiB of arenas do not go into 192 MiB."""
+    """The kernel would kill the daemon without `host.min_free`: 384 MiB of arenas do not go into 192 MiB."""
     settings = (
         "host.capacity=384MiB",
         "host.arena=8MiB",

@@ -158,7 +158,9 @@ def test_to_ask_again_ends_the_stream_before_and_holds_no_more_descriptors(daemo
 
 
 def test_a_flood_of_one_client_keeps_no_other_waiting(daemon: RunningDaemon) -> None:
-    """It sends without ever reading: the daemon stops taking its requests, and nothing is held for it without end."""
+    """The client sends without ever reading: the daemon stops taking its requests, and nothing is held for it without
+    end.
+    """
     with RawClient(daemon.socket_dir, MODEL) as raw, daemon.connect() as session:
         flood = RawStream(raw)
         flood.socket.settimeout(1.0)
@@ -172,7 +174,7 @@ def test_a_flood_of_one_client_keeps_no_other_waiting(daemon: RunningDaemon) -> 
 
 
 def test_a_client_that_never_pauses_keeps_no_other_waiting(daemon: RunningDaemon) -> None:
-    """It has hundreds of requests on the way at any time, and reads what comes."""
+    """The client has hundreds of requests on the way at any time, and reads what comes."""
     is_over = threading.Event()
     with RawClient(daemon.socket_dir, MODEL) as raw, daemon.connect() as session:
         flood = RawStream(raw)

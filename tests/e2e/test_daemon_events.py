@@ -75,7 +75,7 @@ class Watcher:
             self.subscriber.apply(int.from_bytes(number, "big"), payload)
 
     def take(self) -> None:
-        """What has come, live."""
+        """Return the events that have come, live."""
         while self.live.poll(0):
             name, number, payload = self.live.recv_multipart()
             assert name == TOPIC
@@ -86,7 +86,7 @@ class Watcher:
 
 
 def listed(daemon: RunningDaemon) -> dict[tuple[str, str], set[int]]:
-    """What the daemon itself says."""
+    """Return the list of blocks that the daemon itself gives."""
     found: dict[tuple[str, str], set[int]] = {}
     for block in daemon.ask("Blocks", admin_pb2.BlocksRequest(limit=1000)).blocks:
         for tier in block.tiers:
@@ -188,7 +188,7 @@ def test_kvctl_follows_events(tmp_path: Path) -> None:
             conversations = iter(range(1, 1000))
 
             def has_seen() -> bool:
-                """It may not have subscribed yet when a block is stored."""
+                """Wait until a subscriber has seen a block: it may not have subscribed yet when a block is stored."""
                 put_conversation(session, next(conversations), 1)
                 return following.poll() is not None
 

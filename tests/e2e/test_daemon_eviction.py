@@ -78,7 +78,9 @@ def daemon() -> Iterator[RunningDaemon]:
 
 
 def test_a_prompt_that_is_computed_again_and_again_is_stored_though_its_engine_sends_no_get() -> None:
-    """As connectors do whose lookup finds nothing: until then it is declined for prompts that were used."""
+    """The prompt is put again as connectors do whose lookup finds nothing: until then it is declined for prompts that
+    were used.
+    """
     tokens = tokens_of(1, BLOCKS)
     with running_daemon("host.capacity=32MiB", "nvme.enabled=false") as daemon, daemon.connect(MODEL) as session:
         payloads = payloads_of(1, BLOCKS, session.fingerprint)
@@ -149,7 +151,7 @@ def test_blocks_of_another_size_and_of_another_model_find_room(daemon: RunningDa
 @pytest.mark.slow
 @pytest.mark.parametrize("guest", ["another tenant", "another model"])
 def test_one_block_of_another_size_takes_one_arena_and_one_slab(guest: str) -> None:
-    """Of tiers that are full of conversations whose blocks are spread over all arenas and slabs."""
+    """The tiers are full of conversations whose blocks are spread over all arenas and slabs."""
     if guest == "another tenant" and os.geteuid() != 0:
         pytest.skip("becomes another user")
     settings = ("host.capacity=16MiB", "host.staging=4MiB", "nvme.capacity=48MiB")

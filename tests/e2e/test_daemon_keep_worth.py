@@ -1,4 +1,4 @@
-"""What chains are worth, in a whole daemon whose clock the test moves: what leaves by itself, what goes to NVMe."""
+"""A whole daemon, whose clock the test moves, values chains: what leaves by itself, what goes to NVMe."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_by_worth_only_what_is_worth_a_place_is_written() -> None:
 
 
 def test_by_worth_what_is_not_stays_volatile_and_says_why() -> None:
-    """No chain is worth so many uses an hour as this asks for."""
+    """No chain is worth the uses an hour that this asks for."""
     chosen = ("nvme.admission=worth", "host.keep_worth=1e6", LONG_LEASES)
     with clocked_daemon(*chosen) as daemon, daemon.connect() as session:
         for number in range(REQUESTS):

@@ -100,7 +100,7 @@ def test_a_stream_that_is_left_early_holds_nothing(daemon: RunningDaemon, sessio
 
 
 def test_what_a_stream_that_is_left_had_queued_is_not_read(slow_reads: tuple[RunningDaemon, Session]) -> None:
-    """When the stream is left, most reads wait for their turn."""
+    """Most reads wait for their turn when the stream is left."""
     daemon, session = slow_reads
     for turn in range(1, 4):
         with session.get_stream(TOKENS) as stream:

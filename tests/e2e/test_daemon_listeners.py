@@ -49,7 +49,7 @@ def descriptors(daemon: RunningDaemon) -> int:
 
 @contextmanager
 def filled(connect: Callable[[], socket.socket], says: bytes) -> Iterator[None]:
-    """Many connections that say no more than that; those that are closed at once count too."""
+    """Open many connections that send these bytes alone; connections that are closed at once count too."""
     with ExitStack() as stack:
         for _ in range(STRANGERS):
             connection = stack.enter_context(connect())

@@ -24,7 +24,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="becomes other users")
 
 @pytest.fixture(scope="module", params=["owned", "sealed"])
 def daemon(request: pytest.FixtureRequest) -> Iterator[RunningDaemon]:
-    """Its socket directory lets one more group in, as an operator would set it."""
+    """Start a daemon whose socket directory lets one more group in, as an operator would set it."""
     settings = ["nvme.enabled=false", f"host.sealed={str(request.param == 'sealed').lower()}"]
     if os.geteuid() == 0:
         settings.append(f"daemon.socket_group={grp.getgrgid(OTHER_UID).gr_name}")

@@ -1,4 +1,4 @@
-"""What an operator does to a live daemon: list, drop, flush, invalidate, drain, shut down."""
+"""An operator acts on a live daemon: list, drop, flush, invalidate, drain, shut down."""
 
 from __future__ import annotations
 

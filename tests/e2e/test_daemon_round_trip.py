@@ -19,7 +19,7 @@ MODEL = model()
 
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[RunningDaemon]:
-    """As a user starts it."""
+    """Start a daemon as a user does."""
     with running_daemon(as_a_command=True) as running:
         yield running
 
@@ -67,7 +67,7 @@ def test_views_are_read_only_and_layers_can_be_read_alone(daemon: RunningDaemon)
 
 
 def test_a_write_through_an_array_ends_the_writer_and_changes_nothing(daemon: RunningDaemon) -> None:
-    """As a library that knows no read-only memory would write: by the address."""
+    """The write goes by the address, as a library that knows no read-only memory would write."""
     tokens, payloads = tokens_of(60, 2), payloads_of(60, 2, MODEL)
     with daemon.connect() as session:
         session.put(tokens, payloads=payloads)
@@ -230,7 +230,8 @@ def test_no_payload_travels_inside_grpc(daemon: RunningDaemon) -> None:
 
 
 def test_the_estimates_of_a_run_add_up_to_about_what_loading_it_takes(daemon: RunningDaemon) -> None:
-    """Shares, not times since the start: the sum over 32 blocks is near that of a lookup for the last of them alone."""
+    """The estimates are shares, not times since the start: their sum over 32 blocks is near the estimate of a lookup
+    for the last of them alone."""
     tokens, payloads = tokens_of(13, 32), payloads_of(13, 32, MODEL)
     with daemon.connect() as session:
         session.put(tokens, payloads=payloads, durability="none")

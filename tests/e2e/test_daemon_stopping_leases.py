@@ -20,7 +20,7 @@ def leases_in(store: Store) -> int:
 
 
 def leases_of_one_who_left(daemon: ClockedDaemon, state: State) -> int:
-    """How many leases stand after a client with one has left the daemon in this state."""
+    """Return how many leases stand after a client with one has left the daemon in this state."""
 
     with daemon.connect() as session:
         put_conversation(session, 1, BLOCKS, durability="none")

@@ -181,7 +181,7 @@ def test_blocks_without_room_and_those_after_them_are_refused_for_it() -> None:
 def test_any_mixture_of_present_believed_and_new_blocks(
     daemon: RunningDaemon, client: RawClient, data: st.DataObject
 ) -> None:
-    """What a block's status is follows from what is stored, what was written, and the block before it."""
+    """A block's status follows from what is stored, what was written, and the block before it."""
     conversation = data.draw(st.integers(1000, 2_000_000), label="conversation")
     count = data.draw(st.integers(1, 6), label="blocks")
     stored = data.draw(st.integers(0, count), label="stored before")

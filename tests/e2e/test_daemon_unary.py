@@ -54,7 +54,7 @@ def conversation() -> int:
 
 
 def object_blocks(conversation: int, blocks: int = 1, *, first_block: int = 0) -> pb.Chain:
-    """Of the object of one test."""
+    """Return the blocks of the object of one test."""
     return pb.Chain(object=f"object {conversation}", object_blocks=blocks, first_block=first_block)
 
 

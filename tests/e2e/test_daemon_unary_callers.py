@@ -1,4 +1,4 @@
-"""Who calls, over a Unix socket and over TCP: tokens, tenants that never meet, TLS, what a stranger gets to hear."""
+"""Callers over a Unix socket and over TCP: tokens, tenants that never meet, TLS, what a stranger gets to hear."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ SMALL = ("host.capacity=12MiB", "host.staging=4MiB", "host.arena=1MiB", "nvme.en
 
 
 def accesses(daemon: RunningDaemon) -> list[int]:
-    """Of every block, the most used first."""
+    """Return the accesses of every block, the most used first."""
     reply = daemon.ask("Blocks", admin_pb2.BlocksRequest())
     return sorted((block.accesses for block in reply.blocks), reverse=True)
 
@@ -40,7 +40,7 @@ def learned(daemon: RunningDaemon, tier: str = "host") -> float:
 
 
 def predictor_table(daemon: RunningDaemon, name: str) -> np.ndarray:
-    """Of the predictor's tables that are saved; empty before it is there."""
+    """Return the predictor's tables that are saved; empty before it is there."""
     return state.learned(daemon.state_dir).get(f":prefetch/{name}", np.empty(0))
 
 
@@ -94,7 +94,7 @@ def test_what_policies_learned_goes_on(how: str, warm: str) -> None:
     [*(pytest.param(alone, marks=pytest.mark.slow) for alone in ("session-return", "markov", "learned")), "ensemble"],
 )
 def test_what_the_predictor_learned_goes_on(predictor: str, how: str, tmp_path: Path) -> None:
-    """Its counts of requests and of documents begin with those of before."""
+    """The predictor's counts of requests and of documents begin with the former ones."""
     settings = ["prefetch.enabled=true", f"prefetch.predictor={predictor}"]
     if predictor == "learned":
         write_model(tmp_path / "model.npz", small_arrays())

@@ -74,7 +74,7 @@ class Loaded:
         return np.random.default_rng(seed).integers(3, vocabulary, count).tolist()
 
     def margins_alone(self, prompt: Sequence[int], answer: Sequence[int]) -> list[tuple[int, float]]:
-        """At each step of `answer`, teacher-forced and alone: the likeliest token, and by how much."""
+        """Return for each step of `answer`, teacher-forced and alone, the likeliest token and its margin."""
         rows = [self.logits_alone(prompt)]
         table = np.arange(CONTEXT // 16, dtype=np.int32)
         for position, token in enumerate(answer[:-1], len(prompt)):
@@ -124,7 +124,7 @@ def tried(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loaded]:
-    """By ggml's: a row's bits do not depend on the other rows of its step."""
+    """Return the model loaded by ggml's executor: a row's bits do not depend on the other rows of its step."""
     skip_without_ggml()
     with ExitStack() as stack:
         yield Loaded(write_tiny_llama(tmp_path_factory.mktemp("model") / "tiny.gguf"), stack)
@@ -172,7 +172,9 @@ def test_a_preemption_storm_of_500_requests_changes_no_answer(loaded: Loaded) ->
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_preemption_storm_of_500_requests_changes_no_answer_of_a_real_model(real: Loaded) -> None:
-    """By priorities, in a pool of a quarter of what 16 of them want. Every fifth answer is compared."""
+    """Priorities cause the preemptions, in a pool of a quarter of what 16 of them want. Every fifth
+    answer is compared.
+    """
     engine = real.engine(20, swap_bytes=256 << 20, policy="priority")
     prompts = {
         str(n): real.tokenizer.encode(

@@ -1,4 +1,4 @@
-"""From prompt to answer with a tiny model: restoring changes the time and never the tokens."""
+"""Generation from prompt to answer with a tiny model: restoring changes the time and never the tokens."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack

@@ -63,7 +63,7 @@ class Engines:
         ]
 
     def in_a_process(self, daemon: RunningDaemon, *arguments: str) -> tuple[dict[str, Any], str]:
-        """What `kvengine generate` prints in a process of its own: its JSON, and its summary."""
+        """Return what `kvengine generate` prints in a process of its own: its JSON, and its summary."""
         command = [sys.executable, "-c", _PROGRAM, str(self.cache), *self.command(daemon, *arguments)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
@@ -111,7 +111,7 @@ def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Engines:
 
 
 def _blocks(answer: Generation) -> int:
-    """Of the prompt, before its last token."""
+    """Return the blocks of the prompt, before its last token."""
     blocks = (answer.prompt_tokens - 1) // 64
     assert blocks > 2
     return blocks

@@ -56,7 +56,9 @@ class Staged:
         stack.callback(self.generator.close)
 
     def answer(self, settings: RequestSettings, prompt: Prompt = LONG, **more: Any) -> Generation:
-        """By stages to which computing looks slow, and loading so slow that none counts as stalled: they load."""
+        """Answer by stages to which computing looks slow, and loading so slow that none counts as
+        stalled: they load.
+        """
         for each in self.costs:
             assume(each, [1000.0, 1000.0, 0.0])
             each.links.clear()

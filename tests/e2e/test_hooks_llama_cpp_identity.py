@@ -1,4 +1,4 @@
-"""What may be stored of a `Llama`, and who shares it: what it was seen to compute, from a known file, in a known form.
+"""Blocks of a `Llama` are stored and shared by what it was seen to compute, from a known file, in a known form.
 
 Needs llama-cpp-python, in an environment of its own (docs/llama-cpp.md); skipped by name elsewhere.
 """
@@ -71,7 +71,7 @@ def answer(llm: Llama, prompt: list[int]) -> str:
 def test_a_cache_that_llama_cpp_turns_shares_nothing_with_one_that_it_does_not(
     daemon: DaemonProcess, wide: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It multiplies quantised K and V by a Hadamard matrix, and its saved state does not say so."""
+    """The cache multiplies quantised K and V by a Hadamard matrix, and its saved state does not say so."""
     fingerprints = []
     for disabled in ("1", "0"):
         monkeypatch.setenv("LLAMA_ATTN_ROT_DISABLE", disabled)

@@ -267,7 +267,7 @@ def test_nothing_is_restored_ahead_for_a_model_that_it_does_not_fit(
 
 
 class EndedCopies(HostCopies):
-    """Beside the model comes what is in the lease's memory after its end."""
+    """Copies that put what is in the lease's memory after its end beside the model."""
 
     least_beside_bytes = 0
 

@@ -279,7 +279,7 @@ def test_what_was_deleted_does_not_come_back_after_a_crash(tmp_path: Path, capfd
 
 
 def test_a_block_just_put_can_be_deleted_at_once(daemon: RunningDaemon) -> None:
-    """It is pinned while it is written to NVMe: deleting waits for that instead of keeping it."""
+    """The block is pinned while it is written to NVMe: deleting waits for that instead of keeping it."""
     with daemon.connect(MODEL) as session:
         payloads = [np.full(BLOCK_BYTES, block, np.uint8) for block in range(8)]
         for conversation in range(50, 55):
@@ -344,7 +344,7 @@ def test_no_room_is_said_and_leaves_nothing(tmp_path: Path, capfdbinary: Any) ->
         wrong = kvctl(
             ["--timeout", "5", "put", "--name", "n", "--block-size", "64KiB", str(tmp_path / "in")], exit_code=FAILED
         )
-        assert "nothing of it is kept" in wrong.err
+        assert "none of its blocks is kept" in wrong.err
         assert daemon.status().blocks == 0
 
 
@@ -384,7 +384,7 @@ def as_other_user(kvctl: Kvctl) -> Run:
 
 
 def test_the_tenant_is_the_calling_users(kvctl: Kvctl, as_other_user: Run, tmp_path: Path) -> None:
-    """What one user puts no other finds, not even root; and it takes no operator's rights."""
+    """Nobody else finds what one user puts, not even root; and the user takes no operator's rights."""
     source = Path(tempfile.gettempdir()) / f"{tmp_path.name}-{os.getpid()}"
     source.write_bytes(b"nobody's")
     try:
@@ -400,7 +400,7 @@ def test_the_tenant_is_the_calling_users(kvctl: Kvctl, as_other_user: Run, tmp_p
 
 @pytest.mark.slow
 def test_a_user_may_have_his_own_blocks_and_misses_explained(kvctl: Kvctl, as_other_user: Run, tmp_path: Path) -> None:
-    """Without an operator's rights: of his own tenant, and nothing of another's."""
+    """The user needs no operator's rights for his own tenant, and sees nothing of another's."""
     (tmp_path / "secret").write_bytes(b"root's")
     kvctl(["put", "--name", "root's", str(tmp_path / "secret")])
     with kvctl.daemon.connect(MODEL) as session:
@@ -430,7 +430,7 @@ def test_other_bytes_under_a_names_key_are_reported_and_can_be_replaced(kvctl: K
     data = some_bytes(tmp_path / "in", 5000)
     with kvctl.daemon.connect(OBJECTS) as session:
         assert session.put(object_tokens("junk", 1), payloads=[b"no head at all" * 10]).stored_blocks == 1
-    assert "no object that kvctl knows" in kvctl("get --name junk", exit_code=FAILED).err
+    assert "no object that kvctl can read" in kvctl("get --name junk", exit_code=FAILED).err
     assert "--replace" in kvctl(["put", "--name", "junk", str(tmp_path / "in")], exit_code=FAILED).err
     kvctl(["put", "--name", "junk", "--replace", str(tmp_path / "in")])
     assert kvctl("get --name junk").bytes == data

@@ -30,7 +30,7 @@ MODEL = model()
 
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[RunningDaemon]:
-    """With something behind it: 6 blocks stored, 6 served, 4 missed because no client ever stored them."""
+    """Start a daemon with a history: 6 blocks stored, 6 served, 4 missed because no client ever stored them."""
     with running_daemon() as running:
         with running.connect() as session:
             session.put(tokens_of(1, 6), payloads=payloads_of(1, 6, MODEL), wait="settled")
@@ -143,7 +143,7 @@ class Terminal:
         self.text = ""
 
     def read_until(self, wanted: str, timeout_s: float = 30.0) -> bool:
-        """Whether `wanted` was drawn, after what was looked for before."""
+        """Return whether `wanted` was drawn, after what was looked for before."""
         until_s = time.monotonic() + timeout_s
         while wanted not in self.text and time.monotonic() < until_s:
             if not select.select([self._here], [], [], 0.1)[0]:
@@ -201,7 +201,7 @@ def test_a_shell_gets_its_terminal_back_while_top_is_suspended(daemon: RunningDa
 
 
 def _state(pid: int) -> str:
-    """As the kernel names it: R, S, T (stopped), …"""
+    """Return the process's state as the kernel names it: R, S, T (stopped), …"""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 

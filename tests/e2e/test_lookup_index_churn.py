@@ -1,7 +1,7 @@
 """Probes beside writers and eviction: what a probe says may be old, and never leads to a wrong byte.
 
 Readers probe chains, read the blocks that the probe named, and compare every byte with what its name says it must be. A
-block under a lease cannot leave, so there the index is held to the truth: it must not call such a block absent.
+block under a lease cannot leave, so there the index is held to the truth: it must not call that block absent.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def write_until(daemon: RunningDaemon, seed: int, stop: threading.Event, truth: 
 
 
 def churn(answers: int, slots: int, patience_s: float) -> Counts:
-    """Until there were so many answers, and so many blocks have left meanwhile."""
+    """Store and remove until there were `answers` answers, and `gone` blocks have left meanwhile."""
     truth = [np.stack(payloads_of(name, BLOCKS, MODEL)) for name in range(CONVERSATIONS)]
     with running_daemon(*TIERS, f"index.slots={slots}") as daemon:
         stop = threading.Event()
@@ -129,7 +129,7 @@ def churn(answers: int, slots: int, patience_s: float) -> Counts:
 
 
 def compare_with_lookup(daemon: RunningDaemon) -> None:
-    """When nothing moves any more, the index says what the daemon says."""
+    """Compare once nothing moves any more: the index says what the daemon says."""
     with daemon.connect(MODEL) as session:
         sure = 0
         for name in range(CONVERSATIONS):

@@ -43,7 +43,7 @@ def kvctl(daemon: RunningDaemon, capfdbinary: Any) -> Kvctl:
 
 @pytest.fixture
 def client(daemon: RunningDaemon) -> Iterator[UnaryClient]:
-    """Of the user who runs the daemon and kvctl."""
+    """Return a client of the user who runs the daemon and kvctl."""
     with unary_client(f"unix:{daemon.socket_dir}/unary.sock") as unary:
         yield unary
 

@@ -1,4 +1,4 @@
-"""What the server hints to a real daemon when an answer has ended: what follows it, where that is known."""
+"""The server hints to a real daemon when an answer has ended: what follows it, where that is known."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def one_message_a_put(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass
 class Lived:
-    """What a daemon did, by its own counters, the most blocks that each tier held, and those promoted from it."""
+    """The work of a daemon by its own counters, the most blocks that each tier held, and those promoted from it."""
 
     counters: dict[str, int]
     promoted: list[int]
@@ -139,7 +139,7 @@ def test_what_moves_to_a_gpu_is_what_the_daemon_moved(
 
 
 def must_move_alike(directory: Path, policy: str, *more: str) -> tuple[Lived, Recorded]:
-    """In the daemon and in the simulator, with these settings; what both did."""
+    """Assert that the daemon and the simulator move alike, with these settings; return what both did."""
     path = directory / "trace.jsonl.gz"
     chosen = (
         *SMALL_DRAM,

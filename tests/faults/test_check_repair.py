@@ -78,7 +78,7 @@ def payload_of(number: int) -> int:
 
 
 def served(directory: Path) -> set[int]:
-    """Which blocks a tier on this directory serves; each one that it serves is right."""
+    """Return the blocks that a tier on this directory serves; each one that it serves is right."""
     good = set()
     with closing(NvmeTier.open(directory, CAPACITY_BYTES, slab_bytes=256 << 10, io_threads=2)) as tier:
         blocks: dict[int, Slot] = {int.from_bytes(header.key, "big"): slot for slot, header in tier.recover()}
@@ -220,7 +220,7 @@ def test_each_damage_is_named_and_repaired(directory: Path, spoil: Callable[[Pat
 
 
 def served_before_repair(directory: Path) -> set[int]:
-    """What a daemon would serve of the directory as it is: on a copy, since an open repairs."""
+    """Return the blocks that a daemon would serve of the directory as it is: on a copy, since an open repairs."""
     with tempfile.TemporaryDirectory() as copy:
         return served(Path(shutil.copytree(directory, Path(copy) / "d")))
 

@@ -113,7 +113,7 @@ def test_killed_again_and_again_while_writing_and_evicting() -> None:
 def test_what_was_stored_without_durability_is_there_once_a_put_that_asked_for_it_was_answered(
     daemon: RunningDaemon,
 ) -> None:
-    """By another client, which the lookup index shows that the blocks are there, and which names them alone."""
+    """Another client removes the blocks: the lookup index shows that they are there, and it names them alone."""
     written: list[int] = []
 
     def fill(destination: npt.NDArray[np.uint8]) -> None:

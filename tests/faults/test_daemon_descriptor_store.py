@@ -22,7 +22,7 @@ BLOCKS = 8
 
 @pytest.fixture
 def daemon() -> Iterator[RunningDaemon]:
-    """Its directories and command line; a service manager starts it."""
+    """The directories and the command line of a daemon; a service manager starts it."""
     with tempfile.TemporaryDirectory(prefix="kvd-") as directory:
         yield RunningDaemon(Path(directory), *SETTINGS)
 
@@ -138,7 +138,7 @@ def test_an_upgrade_with_another_format_ends_warm_restart_once_only(
 
 @pytest.mark.slow
 def test_of_two_under_one_name_the_newest_is_taken(daemon: RunningDaemon, manager: ServiceManager) -> None:
-    """As a daemon before may have left them, which stored a new ledger beside one that it could not use."""
+    """A daemon before may have left two, which stored a new ledger beside one that it could not use."""
     start(daemon, manager)
     put_and_kill(daemon, manager, 1)
     manager.stored.append(("ledger", os.memfd_create("kvstore-ledger")))

@@ -83,7 +83,7 @@ def test_a_mistake_in_the_file_keeps_dram(daemon: RunningDaemon) -> None:
 
 
 def test_a_start_that_fails_keeps_dram(daemon: RunningDaemon) -> None:
-    """It fails after it has taken the memory over: another daemon is serving there."""
+    """The start fails after it has taken the memory over: another daemon is serving there."""
     put(daemon)
     daemon.stop()
     blocker = daemon.socket_dir / "data.sock"

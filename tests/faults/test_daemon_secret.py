@@ -50,7 +50,7 @@ def spoil(daemon: RunningDaemon) -> None:
 
 
 def lose_as_before(daemon: RunningDaemon) -> None:
-    """In a state directory of a release that kept no check value."""
+    """Lose the secret in a state directory of a release that kept no check value."""
     lose(daemon)
     (daemon.state_dir / IDENTITY_FILE).unlink()
     (daemon.nvme_dir / IDENTITY_FILE).unlink()
@@ -160,7 +160,7 @@ def test_one_identity_file_stands_in_for_the_other(stopped: RunningDaemon, lost:
 
 @pytest.mark.parametrize("place", ["keyring.secret-written", "keyring.nvme-marked"])
 def test_a_kill_between_secret_and_check_values(tmp_path: Path, place: str) -> None:
-    """At a first start nothing is lost. Where a lost secret is given up, it is still refused, and given up again."""
+    """Nothing is lost at a first start. Where a lost secret is given up, it is still refused, and given up again."""
     daemon = RunningDaemon(tmp_path, failpoints=f"{place}=kill")
     with ended_with(daemon):
         with pytest.raises(AssertionError, match="exit status -9"):

@@ -23,13 +23,13 @@ SLOW = "host.before-copy=delay:0.1"  # each block takes that long
 
 
 def granted_bytes(daemon: RunningDaemon) -> int:
-    """What a new client gets of the staging pool, all of which one client may have."""
+    """Return the bytes that a new client gets of the staging pool, all of which one client may have."""
     with RawClient(daemon.socket_dir, MODEL, staging_bytes=1 << 30) as raw:
         return raw.welcome.staging_bytes
 
 
 def test_a_client_killed_between_its_writing_and_its_store() -> None:
-    """It never sent the store: its keys are free, and its staging comes back."""
+    """The client never sent the store: its keys are free, and its staging comes back."""
     with running_daemon("nvme.enabled=false") as daemon:
         before = granted_bytes(daemon)
         with RawClient(daemon.socket_dir, MODEL) as victim:  # the daemon sees the end of its connection, as of a kill
@@ -45,7 +45,7 @@ def test_a_client_killed_between_its_writing_and_its_store() -> None:
 
 
 def test_a_client_killed_in_the_middle_of_a_store() -> None:
-    """Its staging is copied from to the end, then given back; its blocks are there, whole."""
+    """The client's staging is copied from to the end, then given back; its blocks are there, whole."""
     script = """
 import sys
 sys.path.insert(0, '.')
@@ -131,7 +131,7 @@ def test_an_abandoned_put_never_mixes_with_the_next_one() -> None:
 
 @pytest.mark.slow
 def test_a_client_whose_streams_break_cannot_pile_up_stores() -> None:
-    """What a broken stream left under way counts against the client until it has ended."""
+    """The work that a broken stream left under way counts against the client until it has ended."""
     settings = ("nvme.enabled=false", "host.copy_threads=1", "limits.inflight_per_client=3")
     with (
         running_daemon(*settings, failpoints="host.before-copy=delay:3@1-1") as daemon,

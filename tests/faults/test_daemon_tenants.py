@@ -1,4 +1,4 @@
-"""What is stored follows a user to a tenant's name, or the start says that it cannot; no tenant gets another's bytes.
+"""Stored blocks follow a user to a tenant's name, or the start says that it cannot; no tenant gets another's bytes.
 
 Clients are our own user and, as root, processes of other users and groups.
 """
@@ -51,7 +51,7 @@ def got(daemon: RunningDaemon, conversation: int) -> int:
 
 
 def as_user(daemon: RunningDaemon, uid: int, *, puts: tuple[int, ...] = (), gets: tuple[int, ...] = ()) -> list[int]:
-    """What another user stores and then gets."""
+    """Run a program as another user, which stores and then gets."""
     if UID:
         pytest.skip("needs root, to be another user")
     program = CLIENT.format(uid=uid, directory=str(daemon.directory), puts=list(puts), gets=list(gets))

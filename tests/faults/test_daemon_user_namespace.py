@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="becomes other users, 
 
 
 class Inside(RunningDaemon):
-    """In a namespace that maps our own user to 0, or none at all."""
+    """A daemon in a namespace that maps our own user to 0, or none at all."""
 
     mapped = ("--map-root-user",)
 

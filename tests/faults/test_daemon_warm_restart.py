@@ -120,7 +120,7 @@ def test_every_block_of_every_tenant_is_there(tmp_path_factory: pytest.TempPathF
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be two tenants")
 def test_what_a_tenant_is_owed_holds_before_its_first_client_is_back(tmp_path: Path) -> None:
-    """Its blocks are there again, so are others who want their room."""
+    """The tenant's blocks are there again, so are others who want their room."""
     config = tmp_path / "kvstored.toml"
     config.write_text(TENANTS + 'host_min = "8MiB"\n')
     with running_daemon(*WARM, config=config) as daemon:
@@ -136,7 +136,9 @@ def test_what_a_tenant_is_owed_holds_before_its_first_client_is_back(tmp_path: P
 
 
 def test_a_lease_outlives_the_daemon(daemon: RunningDaemon) -> None:
-    """It holds its bytes under eviction pressure, is valid again once the client is back, and is released as ever."""
+    """The lease holds its bytes under eviction pressure, is valid again once the client is back, and is released as
+    ever.
+    """
     with daemon.connect(MODEL) as reader, daemon.connect(MODEL) as writer:
         put(writer, 1)
         expected = payloads_of(1, BLOCKS, MODEL)
@@ -214,7 +216,7 @@ def test_slots_are_held_until_their_former_client_has_ended() -> None:
 
 
 def test_a_deleted_block_does_not_come_back_from_limbo() -> None:
-    """Its bytes are in a slot that a reader holds, under a header; it is gone all the same."""
+    """The block's bytes are in a slot that a reader holds, under a header; it is gone all the same."""
     with running_daemon(*WARM, "limits.lease_ttl_ms=100") as daemon, daemon.connect(MODEL) as session:
         put(session, 1)
         lease = session.get(tokens_of(1, BLOCKS))
@@ -232,7 +234,7 @@ def test_a_deleted_block_does_not_come_back_from_limbo() -> None:
 
 @pytest.mark.parametrize("failpoint", ["host.before-copy", "host.before-header"])
 def test_killed_in_the_middle_of_a_copy(failpoint: str) -> None:
-    """What was answered is there, what was not is there whole or not at all."""
+    """Every answered block is there, every other one is there whole or not at all."""
     with tempfile.TemporaryDirectory(prefix="kvd-") as place:
         daemon = RunningDaemon(Path(place), *WARM, failpoints=f"{failpoint}=kill@37")
         with ended_with(daemon):
@@ -272,7 +274,7 @@ def test_killed_while_taking_over(daemon: RunningDaemon) -> None:
 
 
 def test_an_orderly_stop_keeps_blocks_and_leases(daemon: RunningDaemon) -> None:
-    """As in an upgrade: SIGTERM, then the next version starts."""
+    """The stop is the one of an upgrade: SIGTERM, then the next version starts."""
     with daemon.connect(MODEL) as session:
         put(session, 1)
         lease = session.get(tokens_of(1, BLOCKS))
@@ -456,7 +458,7 @@ def test_killed_at_random_under_load() -> None:
 
 @contextmanager
 def kept_process(daemon: RunningDaemon, seconds: float) -> Iterator[subprocess.Popen[bytes]]:
-    """A daemon was killed, and the process of its GPU, which is kept beside its memory, ends only so much later."""
+    """A daemon was killed, and the process of its GPU, which is kept beside its memory, ends only `seconds` later."""
     with (
         subprocess.Popen(["sleep", str(seconds)]) as process,
         socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as holder,

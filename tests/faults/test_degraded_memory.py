@@ -21,7 +21,7 @@ MIN_FREE = 64 * MIB
 
 
 def sizer(small: SmallStore, free: list[int]) -> HostSizer:
-    """It sees `free[0]` bytes of free memory."""
+    """A sizer that sees `free[0]` bytes of free memory."""
     return HostSizer(
         small.store.host,
         small.store.rooms[HOST],

@@ -55,7 +55,7 @@ async def hanging_fetch(small: SmallStore, *faults: Fault) -> asyncio.Task[bool]
 
 
 async def works_again(small: SmallStore, after_s: float) -> bool:
-    """Whether the tier does so much time after its last fault."""
+    """Return whether the tier works again the given time after its last fault."""
     small.disk.plan()
     await small.pass_time(after_s)
     return small.breaker.mode is Mode.OK
@@ -253,7 +253,7 @@ async def test_a_daemon_that_stood_still_does_not_blame_the_disk(small: SmallSto
 
 @over_a_store()
 async def test_a_disk_that_falls_behind_is_given_no_more(small: SmallStore) -> None:
-    """What waits for it may be pinned DRAM: bounded by time, at the rate that the disk has shown."""
+    """The waiting blocks may be pinned DRAM: bounded by time, at the rate that the disk has shown."""
     small.writeback.gate.backlog.nbytes = 32 << 20
     small.writeback.gate.backlog._bytes_per_s = lambda: float(1 << 20)
     assert await small.put(1) is None
@@ -354,7 +354,7 @@ async def test_dram_goes_on_when_the_disk_under_it_fails(small: SmallStore) -> N
 
 @over_a_store()
 async def test_a_chain_goes_to_nvme_whole(small: SmallStore) -> None:
-    """Its head was refused when it was put; what continues it takes it along."""
+    """The chain's head was refused when it was put; what continues it takes it along."""
     small.disk.plan(Fault("write", "fail", until=1))
     assert not await small.is_durable(1)
     assert await small.is_durable(2, 1)
@@ -415,7 +415,7 @@ async def test_what_verifies_a_suspect_counts_and_is_shed_like_any_read(small: S
 
 @over_a_store()
 async def test_a_block_that_a_put_is_bringing_again_is_not_promoted_beside_it(small: SmallStore) -> None:
-    """Its tier was out of reach when the put came, and is in reach again: before a promotion, and while one waits."""
+    """The tier was out of reach when the put came, and is in reach again: before a promotion, and while one waits."""
     assert await small.is_durable(1)
     small.drop_from_dram(1)
     row, room, residency = small.find(1), small.store.rooms[HOST], small.residency

@@ -72,7 +72,7 @@ def shared(model: Path) -> Iterator[_Setting]:
 
 @pytest.fixture
 def setting(shared: _Setting) -> _Setting:
-    """As new: nothing in the pool, no worker dead."""
+    """Return a new setting: nothing in the pool, no worker dead."""
     shared.pool.planes.fill(0)
     shared.notices.clear()
     shared.executor.deaths = 0

@@ -66,7 +66,7 @@ def test_a_first_probe_of_a_stopped_daemon_gives_up_and_hears_the_late_answer(da
 
 
 class WrongIndex(LookupIndex):
-    """It answers that each key is in DRAM; or, with the other code, that no key is stored."""
+    """An index that answers that each key is in DRAM; or, with the other code, that no key is stored."""
 
     def __init__(self, code: int) -> None:
         super().__init__(memoryview(b""), IndexLayout(1, 0, bytes(16)))

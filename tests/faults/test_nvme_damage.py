@@ -60,7 +60,7 @@ def recovered(tier: NvmeTier) -> dict[int, Slot]:
 
 
 def served(tier: NvmeTier, slots: dict[int, Slot]) -> set[int]:
-    """Which blocks are served; asserts that each of those is right and each other one is called CORRUPT."""
+    """Return the blocks that are served; assert that each of those is right and each other one is called CORRUPT."""
     good = set()
     for number, slot in slots.items():
         header, payload = block(number, PAYLOAD_BYTES)

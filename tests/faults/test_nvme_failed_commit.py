@@ -19,7 +19,7 @@ from kvstore_tiers.testing.transfers import block, finish, put
 
 
 class Medium:
-    """What of the records a medium has whose `failing` syncs lose what was written before them, for good."""
+    """The records that a medium has whose `failing` syncs lose what was written before them, for good."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.failing = 0

@@ -42,7 +42,7 @@ def test_a_quarantined_block_freed_during_its_commit_does_not_come_back(
 
 
 def test_a_slot_that_was_never_written_may_be_quarantined(tmp_path: Path) -> None:
-    """Its slab has no file yet: there is nothing to record, and commits go on."""
+    """The slot's slab has no file yet: there is nothing to record, and commits go on."""
     with closing(open_tier(tmp_path)) as tier:
         slot = tier.allocate(12_288)
         assert slot is not None

@@ -118,7 +118,7 @@ def test_after_a_commit_slots_are_taken_again_without_a_sync(tmp_path: Path, med
 
 
 def test_a_slot_freed_again_before_its_commit_ends_stays_unsettled(tmp_path: Path, medium: WatchedMedium) -> None:
-    """What a commit settles is the use of the slot that it withdrew, not a later one."""
+    """A commit settles the use of the slot that it withdrew, not a later one."""
     tier, slots = full_tier(tmp_path)
     with closing(tier):
         slab = tier._space.slabs[1]

@@ -46,14 +46,14 @@ def found(root: Path) -> Tree:
 
 
 def at_the_end(log: Path) -> Tree:
-    """What the log says is there when nothing was lost."""
+    """Return what the log says is there when nothing was lost."""
     medium = Medium(read_log(log))
     medium.advance(10**12)
     return medium.tree(EVERYTHING)
 
 
 def recorded(directory: Path, program: str, *arguments: str) -> Recording:
-    """What a program did to an empty directory, which is its first argument."""
+    """Return the log of a program in an empty directory, which is its first argument."""
     (directory / "root").mkdir()
     recording = Recording(directory / "root", directory / "log")
     command = [sys.executable, "-c", program, str(recording.root), *arguments]

@@ -1,4 +1,4 @@
-"""What is written to a key-addressed tier before it is evicted, and what is not: by use, by rate, beside requests."""
+"""Blocks are written to a key-addressed tier before they are evicted, or not: by use, by rate, beside requests."""
 
 from __future__ import annotations
 

@@ -351,7 +351,7 @@ def test_one_block_that_cannot_be_read_is_tried_no_more_than_a_few_times(tmp_pat
 
 
 def test_a_slot_freed_while_its_copy_is_queued_does_not_break_the_lane(tmp_path: Path) -> None:
-    """With the quarantine full a damaged block's slot is freed at once, also while its copy waits in the lane."""
+    """A damaged block's slot is freed at once when the quarantine is full, also while its copy waits in the lane."""
 
     async def scenario(small: SmallStore) -> None:
         await fill(small, NVME, 1, 15 * KIB)
@@ -420,7 +420,9 @@ def test_puts_of_the_old_size_do_not_wait_while_a_container_is_emptied(tmp_path:
 
 
 def test_a_lost_slot_does_not_refuse_a_put_in_a_tier_without_containers(tmp_path: Path) -> None:
-    """As simulated tiers: the allowance is the block's own size, so that one slot lost to another ends in a refusal."""
+    """The tiers have the simulated tiers' allowance: it is the block's own size, so that one slot lost to another ends
+    in a refusal.
+    """
     from dataclasses import replace
 
     async def scenario(small: SmallStore) -> None:

@@ -79,7 +79,7 @@ class _Stream:
         self.is_done = False
 
     def read(self, chunks: int = 1 << 30) -> str:
-        """So many more chunks, or to the end."""
+        """Read `chunks` more chunks, or to the end."""
         while chunks and not self.is_done:
             line = self.response.readline()
             assert line, "the stream ended without saying so"

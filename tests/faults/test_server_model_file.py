@@ -46,7 +46,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def answers(original: Path) -> list[str]:
-    """What the untouched file answers, from an engine without a daemon."""
+    """Return the answers of the untouched file, from an engine without a daemon."""
     with open_model(original, LoadOptions(context=512, threads=1, warm_up=False)) as model:
         return [model.generator.generate(Prompt(prompt), _settings()).text for prompt in _PROMPTS]
 

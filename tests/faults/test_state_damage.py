@@ -102,7 +102,7 @@ class World:
         (self.daemon.state_dir / "state-000001.mdb").write_bytes(content)
 
     def require_well(self) -> bool:
-        """Whether uses came back; whether or not they did, all else is well."""
+        """Return whether uses came back; whether or not they did, all else is well."""
         daemon = self.daemon
         assert daemon.process is not None and daemon.process.poll() is None, daemon.log
         assert eventually(daemon.knows_its_state, timeout_s=90)
@@ -191,7 +191,7 @@ def test_damage_before_a_start_is_set_aside_or_does_no_harm(world: World, harm: 
 
 
 def test_a_page_that_ends_the_process_does_so_twice_at_most(world: World) -> None:
-    """Of what dies under it the daemon tells, starts another process, and in the end begins with nothing."""
+    """The daemon reports the page, starts another process, and in the end begins with nothing."""
     world.renew(world.whole)
     daemon = world.daemon
     daemon.start()

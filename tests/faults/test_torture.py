@@ -52,7 +52,9 @@ def run(place: Path, *arguments: str, timeout_s: float = 230.0) -> dict[str, Any
 
 
 def processes_below(place: Path) -> list[str]:
-    """Those that name it on their command line, and those that write to a file in it: daemons that were forked."""
+    """Return the processes that name the directory on their command line, and processes that write to a file in it:
+    daemons that were forked.
+    """
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -134,7 +136,7 @@ def test_a_daemon_that_forgets_is_caught(place: Path, monkeypatch: pytest.Monkey
 @pytest.mark.slow
 @pytest.mark.timeout(KILLS_PATIENCE_S + 120)
 def test_two_hundred_kills_lose_nothing(place: Path) -> None:
-    """At random and at each failpoint, under clients of two tenants."""
+    """The kills come at random and at each failpoint, under clients of two tenants."""
     arguments = ("--seed", "6", "--seconds", str(KILLS_PATIENCE_S), "--only", "kills", "--stop-at", f"kills={KILLS}")
     result = run(place, *arguments, timeout_s=KILLS_PATIENCE_S + 100)
     assert result["kills"] >= KILLS

@@ -125,7 +125,7 @@ class Client:
 
 
 def mapped_bytes(session: Session) -> int:
-    """Of the chunks that this process has mapped."""
+    """Return the bytes of the chunks that this process has mapped."""
     daemon = session._connection.current()
     assert daemon is not None
     return sum(chunk.nbytes for chunk in daemon.device_arenas._mapped.values())
@@ -148,7 +148,7 @@ def arrays_of(session: Session, lease: Lease, number: int) -> dict[str, Any]:
 
 
 def write(memory: DeviceMemory, lease: Lease) -> str:
-    """What the driver says to a copy into the first block."""
+    """Return what the driver says to a copy into the first block."""
     try:
         with memory.current():
             to = memory.driver.CUdeviceptr(lease.device_address(0))
@@ -160,7 +160,7 @@ def write(memory: DeviceMemory, lease: Lease) -> str:
 
 
 def forge(session: Session, lease: Lease) -> None:
-    """By a mapping with the right to write, of a chunk that was granted before."""
+    """Write by a mapping with the right to write, of a chunk that was granted before."""
     memory, block, cuda = session.device, lease.leased(0), session.device.driver
     assert block.chunk is not None
     access = cuda.CUmemAccessDesc()

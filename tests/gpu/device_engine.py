@@ -1,4 +1,6 @@
-"""As much of an engine as copies meet: a paged pool on the device, a stream that reads and writes its pages, events."""
+"""The part of an engine that copies meet: a paged pool on the device, a stream that reads and
+writes its pages, events.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ POOL_BYTES = 2 << 20  # with blocks of `model()`; a multiple with larger ones
 
 @dataclass
 class DeviceArray:
-    """What torch and CuPy show of an array."""
+    """The attributes that torch and CuPy show of an array."""
 
     __cuda_array_interface__: dict[str, Any]
 

@@ -3,10 +3,9 @@
     python -m tests.gpu.device_transformers SOCKET_DIR UID      then a line of JSON in for each line out
 
 Commands, with the number of a prompt and its tokens: ["answer", ...] (one call with a new cache), ["chunks", ..., size]
-(several calls with one), ["answer while the lease ends", ...], ["restore", ...] (before the call),
-["grow", ..., held] (while a load runs, behind so many tokens that are held), ["drop", ...] (a load that nobody
-finishes), ["behind", ...] (load into memory that the stream still writes), ["store", ...] (what the stream still
-writes, of a tensor that nobody else keeps).
+(several calls with one), ["answer while the lease ends", ...], ["restore", ...] (before the call), ["grow", ..., held]
+(while a load runs, behind `held` tokens), ["drop", ...] (a load that nobody finishes), ["behind", ...] (load into
+memory that the stream still writes), ["store", ...] (what the stream still writes, of a tensor that nobody else keeps).
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
 
 class EndingCopies(DeviceCopies):
-    """With `is_ending` a lease ends while its blocks are copied."""
+    """Copies whose lease ends, with `is_ending`, while its blocks are copied."""
 
     is_ending = False
 
@@ -114,7 +113,7 @@ class Engine:
         return restore(self.session, stack, wanted, None, deadline_s=20.0, beside=True).tokens
 
     def _grow(self, number: int, ids: torch.Tensor, held: int) -> dict[str, Any]:
-        """Restore a prompt behind `held` tokens, and append so much to each layer that the tensor must grow."""
+        """Restore a prompt behind `held` tokens, and append tokens to each layer until the tensor must grow."""
         stack = KVStack(self.shape, self.copies)
         more = torch.ones(1, self.shape.heads, 500, self.shape.head_dim, device=PLACE)
         if held:

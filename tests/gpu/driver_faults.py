@@ -1,4 +1,4 @@
-"""What can go wrong with a call of the driver, and every call that can: the cells that a sweep tries.
+"""Lists what can go wrong with a call of the driver, and every call that can: the cells that a sweep tries.
 
 Owns the control file and the trace of an emulated driver in other processes, which it may be given by its `variables`.
 Never decides what has to hold afterwards.
@@ -46,7 +46,7 @@ def cells(calls: Mapping[str, int]) -> list[Cell]:
 
 @contextmanager
 def tried(cell: Cell) -> Iterator[None]:
-    """What goes wrong names its cell; where every case is tried, so does what is under way."""
+    """Try a cell: what goes wrong names its cell; where every case is tried, so does what is under way."""
     began_s = time.monotonic()
     try:
         yield
@@ -77,5 +77,5 @@ class DriverFaults:
 
     @property
     def has_met(self) -> bool:
-        """Whether a rule has met a call."""
+        """Return whether a rule has met a call."""
         return "=" in self._trace.read_text()

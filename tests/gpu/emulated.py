@@ -37,13 +37,13 @@ class HostCopy(NamedTuple):
 
 
 def host_copies(log: Path) -> list[HostCopy]:
-    """What was noted in the file that `emulated_node` was given, in order."""
+    """Return what was noted in the file that `emulated_node` was given, in order."""
     lines = (line.split() for line in log.read_text().splitlines())
     return [HostCopy(way == "in", int(nbytes), file) for way, nbytes, file in lines]
 
 
 def is_hardware() -> bool:
-    """Whether the driver is that of this machine (`make gpu-check`)."""
+    """Return whether the driver is this machine's (`make gpu-check`)."""
     return os.environ.get("KVSTORED_TEST_GPU") == "hardware"
 
 
@@ -61,9 +61,10 @@ def emulated_node(
     copies: Path | None = None,
     trace: Path | None = None,
 ) -> dict[str, str]:
-    """Skips the test where the library of the GPU tier or a compiler is missing. With KVSTORED_TEST_GPU=hardware
-    (`make gpu-check`) the driver is that of this machine, and tests that need the emulated one are skipped. `control`
-    orders failures, `copies` is where copies are noted (`host_copies`)."""
+    """Skips the test where the library of the GPU tier or a compiler is missing. With KVSTORED_TEST_GPU=hardware (`make
+    gpu-check`) this machine's driver is used, and tests that need the emulated one are skipped. `control` orders
+    failures, `copies` is where copies are noted (`host_copies`).
+    """
     pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed: pip install '.[gpu]'")
     if is_hardware():
         if must_emulate or control is not None or copies is not None:

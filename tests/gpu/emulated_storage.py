@@ -17,7 +17,7 @@ class EmulatedStorage:
 
     @property
     def variables(self) -> dict[str, str]:
-        """Of the worker's environment."""
+        """Return the variables of the worker's environment."""
         return {
             "PYTHONPATH": f"{LIBRARY}:{os.environ.get('PYTHONPATH', '')}",
             "EMULATED_KVIKIO_ORDERS": str(self._orders),

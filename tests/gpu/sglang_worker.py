@@ -36,7 +36,7 @@ MEMORY_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class DeviceTensor:
-    """As much of a CUDA tensor as describes its memory: [rows, ...] of two bytes each, without gaps."""
+    """The part of a CUDA tensor that describes its memory: [rows, ...] of two bytes each, without gaps."""
 
     address: int
     shape: tuple[int, ...]
@@ -58,7 +58,9 @@ class DeviceTensor:
 
 
 class Streams:
-    """What `torch.cuda` is to a linker, over the driver: events of one stream, which is the current one."""
+    """The stand-in for `torch.cuda` that a linker gets, over the driver: events of one stream, which is the current
+    one.
+    """
 
     def __init__(self, device: DeviceMemory) -> None:
         self.device = device
@@ -184,7 +186,7 @@ class Worker:
         return self.chunk(conversation, 0, pages)
 
     def chunk(self, conversation: int, first: int, end: int) -> dict[str, Any]:
-        """As after a forward: the pages are written on the forward's stream, and offloaded at once."""
+        """Write pages as a forward does: they are written on the forward's stream, and offloaded at once."""
         hashes = hashes_of(conversation, end)[first:]
         transfers, places = self._transfers(hashes, "offload")
         self._write(places)
@@ -249,7 +251,7 @@ class Worker:
     def _transfers(
         self, hashes: list[str], phase: str, taken: list[tuple[str, str, int]] | None = None
     ) -> tuple[list[Any], list[tuple[str, str, int]]]:
-        """As the tree's components make them; and for each physical pool which page is to be where."""
+        """Return transfers as the tree's components make them; and for each physical pool which page is to be where."""
         from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 
         logical = [(PoolName.KV, hashes, PoolHitPolicy.ALL_PAGES)]

@@ -32,7 +32,7 @@ ARENA = re.compile(r"/memfd:kvstore-arena-(\d+)\b")
 
 @pytest.fixture
 def log(tmp_path: Path) -> Path:
-    """Where the emulated driver notes copies."""
+    """Return the file in which the emulated driver notes copies."""
     path = tmp_path / "copies"
     path.touch()
     return path
@@ -50,7 +50,7 @@ def running(
 
 
 def message(daemon: RunningDaemon) -> str:
-    """What `kvctl status` says of the GPU tier; nothing while its worker is down."""
+    """Return what `kvctl status` says of the GPU tier; nothing while its worker is down."""
     return next((each for each in daemon.status().warnings if each.startswith("vram: ")), "")
 
 
@@ -61,7 +61,7 @@ def arenas_of(process: int) -> set[int]:
 
 
 def all_in_place(daemon: RunningDaemon) -> bool:
-    """Whether DRAM is full and all of it is registered."""
+    """Return whether DRAM is full and all of it is registered."""
     host = daemon.tiers()["host"]
     return host.used_bytes == host.capacity_bytes and "; copies 4.0 MiB of host memory in place" in message(daemon)
 
@@ -72,7 +72,9 @@ def fill(daemon: RunningDaemon, session: Session) -> None:
 
 
 def payloads_in_place(copies: list[HostCopy], *, to_device: bool) -> int:
-    """How many payloads went in one direction, all of them in place: the bounce buffer has seen header pages alone."""
+    """Return how many payloads went in one direction, all of them in place: the bounce buffer has seen header pages
+    alone.
+    """
     own = [each for each in copies if each.to_device == to_device]
     payloads = [each for each in own if each.file != BOUNCE]
     assert {each.nbytes for each in payloads} == {PAYLOAD_BYTES} and all(ARENA.match(each.file) for each in payloads)
@@ -163,7 +165,7 @@ def use_anew(session: Session, number: int) -> None:
 
 
 def arenas_open_in(process: int) -> set[int]:
-    """Arenas of which a process has a descriptor: those that it has not given back."""
+    """Return the arenas of which a process has a descriptor: it has not given them back."""
     numbers: set[int] = set()
     for each in Path(f"/proc/{process}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # closed meanwhile

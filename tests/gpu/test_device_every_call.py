@@ -73,7 +73,7 @@ class Bench:
         return self.answer(client, situation)
 
     def answer(self, client: DeviceClient, situation: str) -> dict[str, Any]:
-        """It failed, or what it says to be there is right."""
+        """Assert that the call failed, or that what it says to be there is right."""
         answer = client.answer()
         if situation.startswith("store"):
             whole(self.session, self._number)  # asserts that what is there is right
@@ -160,7 +160,7 @@ def test_a_call_that_goes_wrong_harms_no_other_client(bench: Bench, situation: s
 
 @pytest.mark.parametrize("situation", SITUATIONS[2:4])
 def test_calls_that_fail_one_after_another_fail_one_transfer_each(bench: Bench, situation: str) -> None:
-    """Of one client."""
+    """All calls come from one client."""
     found = [each for each in cells(calls_of(bench, situation, LATER)) if each.what == FAILS and each.call != "run"]
     with bench.client() as client:
         prepare(bench, client, situation, LATER)
@@ -176,7 +176,7 @@ def test_calls_that_fail_one_after_another_fail_one_transfer_each(bench: Bench, 
 
 @pytest.mark.parametrize("rule", ["cuCtxGetCurrent:4=801", "cuMemHostUnregister:0=801", "cuCtxSetCurrent:0=801"])
 def test_memory_that_the_driver_does_not_let_go_is_not_mapped_for_others(bench: Bench, rule: str) -> None:
-    """At the address of the buffer that was closed nothing could be registered."""
+    """Nothing could be registered at the address of the buffer that was closed."""
     with bench.client() as client:
         for _ in range(3):
             assert is_right(bench.act(client, "load from the device"))

@@ -1,5 +1,5 @@
-"""Leases on device memory: a client that asked for it reads blocks where they are on the GPU, those of its own tenant,
-and cannot write them.
+"""Leases on device memory: a client that asked for it reads blocks where they are on the GPU, blocks of its own tenant
+alone, and cannot write them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class DeviceClient:
         self._requests.flush()
 
     def is_ready(self) -> bool:
-        """Whether it has connected; waits for that or for its end."""
+        """Return whether the client has connected; wait for that or for its end."""
         return self._answers.readline() == "ready\n"
 
     def answer(self) -> dict[str, Any]:

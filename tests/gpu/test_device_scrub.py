@@ -1,4 +1,4 @@
-"""What an engine wrote over a block in device memory is found by a pass over it, and never leased again."""
+"""A pass over a block in device memory finds what an engine wrote over it, and it is never leased again."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What `make gpu-check` asks of the driver and the tier, asked of the emulated driver at small sizes: each question can
-be answered, the promises that the emulated driver keeps are seen, and what was answered is not lost.
+"""The questions of `make gpu-check` about the driver and the tier, asked of the emulated driver at small sizes: each
+question can be answered, the promises that the emulated driver keeps are seen, and what was answered is not lost.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def of_records(path: Path) -> list[dict[str, Any]]:
 
 
 def test_a_failure_keeps_its_traceback_and_a_hang_where_it_stands(tmp_path: Path) -> None:
-    """In the one file of answers: beside a line that says what failed."""
+    """The traceback is in the one file of answers: beside a line that says what failed."""
     check(*only("copies"), "--out", str(tmp_path), EMULATED_CUDA_FAULTS="cuMemSetAccess:1=801")
     ended = check(*only("copies"), "--out", str(tmp_path), "--limit", "8", EMULATED_CUDA_FAULTS="cuMemSetAccess:1=hang")
     failed, hung = of_records(tmp_path)
@@ -209,7 +209,7 @@ def test_a_package_that_a_daemon_misses_makes_no_answer(tmp_path: Path) -> None:
 
 
 def asked_of(place: str, **sizes: float) -> str:
-    """What a function answers at small sizes but these, over an emulated device with room for them."""
+    """Return the answer of a function at small sizes but these, over an emulated device with room for them."""
     module, _, function = place.rpartition(".")
     sizes = {"tools_s": 300.0} | sizes
     program = (
@@ -222,13 +222,13 @@ def asked_of(place: str, **sizes: float) -> str:
 
 
 def test_client_pool_has_room_for_blocks_of_full_size() -> None:
-    """Beside staging, the ledger, headers and what whole arenas leave over."""
+    """The room is beside staging, the ledger, headers and what whole arenas leave over."""
     says = asked_of("gpu_client_pool.client_pool", blocks=8, rounds=2, warm_s=0.0)
     assert "says='32 blocks of 2048 KiB by the client: load" in says and "WRONG" not in says, says
 
 
 def test_workers_that_are_killed_again_and_again_come_back_at_once() -> None:
-    """Those that copied nothing are started ever more rarely: each has copied a block before the next death."""
+    """Workers that copied nothing are started ever more rarely: each has copied a block before the next death."""
     says = asked_of("gpu_tier.worker_kills", kills=8)
     assert "8 of 8 kill -9 of the worker: 1 of 1 blocks kept" in says and "Answer(holds=True" in says, says
     assert "'copies between deaths': 8" in says, says

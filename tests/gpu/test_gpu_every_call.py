@@ -108,11 +108,11 @@ class Bench:
         self.calls = self.faults.end()
 
     def wait_for_worker(self) -> None:
-        """It may be full: no memory was there when it asked for some."""
+        """Wait for the worker; the device may be full: no memory was there when it asked for some."""
         assert eventually(lambda: self.tier.statistics().state in (TierState.OK, TierState.FULL), LONGEST_S)
 
     def is_served(self, number: int) -> bool:
-        """Whether a kept block can be read: that may fail, and it is never another one."""
+        """Return whether a kept block can be read: that may fail, and it is never another one."""
         header, payload = block(number, PAYLOAD_BYTES)
         outcome, copy = get(self.tier, self.slots[number], header.key, PAYLOAD_BYTES)
         assert outcome.kind in (OutcomeKind.DONE, OutcomeKind.FAILED), outcome
@@ -120,7 +120,7 @@ class Bench:
         return outcome.ok
 
     def verified(self, number: int) -> Outcome:
-        """What the tier says of a kept block."""
+        """Return what the tier says of a kept block."""
         key = block(number, PAYLOAD_BYTES)[0].key
         outcome = finish(lambda done: self.tier.verify(self.slots[number], key, done))
         assert outcome.kind in (OutcomeKind.DONE, OutcomeKind.FAILED), outcome
@@ -203,7 +203,7 @@ def drop(made: Bench, rule: str) -> None:
 
 
 def move_in(made: Bench, rule: str) -> None:
-    """From memory that the device copies from by itself."""
+    """Move a block in from memory that the device copies from by itself."""
     slot, image, key = made.new_slot(), made.host.slot_segment(made.in_host), block(MOVED, PAYLOAD_BYTES)[0].key
     made.begin(rule)
     fill(made, MOVED, slot, lambda done: made.tier.move_in(slot, image, key, done))
@@ -267,7 +267,7 @@ SITUATIONS: dict[str, Callable[[Bench, str], None]] = {
 
 
 def cells_of(made: Bench, situation: Callable[[Bench, str], None]) -> list[Cell]:
-    """Of a worker that has done it before."""
+    """Return the cells of a worker that has done it before."""
     for _ in range(2):
         starts = made.tier.worker_starts
         situation(made, "")

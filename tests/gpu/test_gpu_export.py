@@ -1,5 +1,5 @@
-"""What a process does that imports memory of the GPU tier and writes to it, which CUDA cannot forbid: nothing it writes
-is taken for a block.
+"""A process imports memory of the GPU tier and writes to it, which CUDA cannot forbid: nothing it writes is taken for a
+block.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ driver.synchronize(stream)
 
 
 def overwrite(tier: GpuTier, node: dict[str, str], container: int, offset: int, data: bytes, scratch: Path) -> None:
-    """As another process of the same machine."""
+    """Overwrite a block as another process of the same machine would."""
     scratch.write_bytes(data)
     descriptor, nbytes = tier.export(container)
     arguments = [str(descriptor), str(nbytes), str(offset), str(scratch)]
@@ -67,7 +67,7 @@ open(path, "wb").write(memory)
 
 
 def contents(tier: GpuTier, node: dict[str, str], container: int, scratch: Path) -> bytes:
-    """Of a whole chunk, as another process of the same machine reads it."""
+    """Return the contents of a whole chunk, as another process of the same machine reads it."""
     descriptor, nbytes = tier.export(container)
     arguments = [str(descriptor), str(nbytes), str(scratch)]
     subprocess.run([sys.executable, "-c", READ, *arguments], env=os.environ | node, pass_fds=[descriptor], check=True)

@@ -56,7 +56,7 @@ def stored(nvme: NvmeTier, number: int = 1) -> Slot:
 
 
 def load(tier: GpuTier, nvme: NvmeTier, source: Slot, number: int = 1) -> tuple[Outcome, Slot]:
-    """From NVMe to a new slot on the device, which the caller frees unless it went well."""
+    """Load from NVMe to a new slot on the device, which the caller frees unless it went well."""
     slot = tier.allocate(slot_bytes(PAYLOAD_BYTES))
     assert slot is not None
     key = block(number, PAYLOAD_BYTES)[0].key
@@ -94,7 +94,7 @@ def wait_until_ready(tier: GpuTier, starts: int = 1) -> None:
 
 
 def tier_says(tier: GpuTier) -> str:
-    """Why it reads through host memory."""
+    """Return why the tier reads through host memory."""
     return tier.statistics().message.partition("reads NVMe through host memory: ")[2]
 
 
@@ -121,7 +121,7 @@ def test_a_block_comes_from_a_slab_and_both_tiers_count_it(nvme: NvmeTier) -> No
 @pytest.mark.parametrize("at", [100, HEADER_BYTES, HEADER_BYTES + PAYLOAD_BYTES - 1])
 @pytest.mark.parametrize("checks", [True, False])
 def test_damage_on_nvme_does_not_become_readable(nvme: NvmeTier, at: int, checks: bool) -> None:
-    """By the device's checksum, or by this process in the bounce buffer."""
+    """The damage is found by the device's checksum, or by this process in the bounce buffer."""
     with closing(open_tier(emulated_node(), checks=checks)) as tier:
         source = stored(nvme)
         change(nvme, source, at)

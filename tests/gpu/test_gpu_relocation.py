@@ -74,7 +74,7 @@ def found(tier: GpuTier, slot: Slot, number: int = 1) -> Outcome:
 
 
 def is_empty(tier: GpuTier, slot: Slot) -> bool:
-    """Whether the tier says of itself that no block was written there."""
+    """Return whether the tier says of itself that no block was written there."""
     outcome = found(tier, slot)
     return outcome.kind is OutcomeKind.CORRUPT and "no such block was written" in outcome.message
 
@@ -103,7 +103,7 @@ def test_no_byte_of_the_payload_is_in_host_memory(tmp_path: Path, owner: str) ->
 
 
 def test_neighbours_that_come_together_are_one_run(tmp_path: Path) -> None:
-    """What waits for the worker when it starts, it takes together. A driver without batches gets each run in a call."""
+    """The worker takes together what waits for it when it starts. A driver without batches gets each run in a call."""
     trace, page = tmp_path / "trace", 4096
     variables = emulated_node(trace=trace, must_emulate=True) | {"EMULATED_CUDA_VERSION": "12040"}
     packets = [wire.pack(wire.CREATE, number, CHUNK_BYTES) for number in (1, 2)]
@@ -168,7 +168,7 @@ def ordered(directory: Path) -> Iterator[tuple[GpuTier, Path, Slot, Slot]]:
 
 @pytest.mark.parametrize("step", [1, 2])
 def test_other_bytes_than_were_sent_are_no_fault_of_the_source(tmp_path: Path, step: int) -> None:
-    """Those of the image, and those of the header page."""
+    """The other bytes are in the image, or in the header page."""
     with ordered(tmp_path) as (tier, control, source, target):
         order(control, f"run:{step}=spoil")
         outcome = relocated(tier, source, target)

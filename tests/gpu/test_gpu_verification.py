@@ -1,4 +1,4 @@
-"""What is on the device is verified there: what a copy brought, and what an engine may have written since."""
+"""Blocks are verified on the device: what a copy brought, and what an engine may have written since."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def verified(tier: GpuTier, slot: Slot, number: int = 1) -> Outcome:
 
 
 def without_nvrtc(tmp_path: Path) -> dict[str, str]:
-    """Of a worker that finds no kernel that was compiled before, and no compiler."""
+    """Return the tier of a worker that finds no kernel that was compiled before, and no compiler."""
     packages = tmp_path / "cuda" / "bindings"
     packages.mkdir(parents=True)
     (packages / "nvrtc.py").write_text("raise ImportError('not here')")
@@ -78,7 +78,7 @@ def test_what_an_importer_changed_is_found_without_reading_it(tmp_path: Path, pa
 
 
 def test_a_block_that_changed_in_dram_after_its_checksum_does_not_become_readable() -> None:
-    """In memory that the device copies from by itself, so that no process reads the payload on the way."""
+    """The block is in memory that the device copies from by itself, so that no process reads the payload on the way."""
     with closing(open_tier(emulated_node())) as tier, closing(HostTier(1 << 20, arena_bytes=1 << 20)) as host:
         header, payload = block(1, PAYLOAD_BYTES)
         image = put(host, header, payload)

@@ -140,7 +140,9 @@ def test_more_chunks_than_the_socket_holds_keep_nobody_waiting(control: Path) ->
 
 
 def test_a_worker_that_hangs_at_what_it_is_told_first_is_replaced(control: Path) -> None:
-    """It takes 64 packets at a time, and its socket a few more. A transfer waits behind the rest: it owes none."""
+    """The worker takes 64 packets at a time, and its socket a few more. A transfer waits behind the
+    rest: it owes none.
+    """
     chunks = 100
     capacity_bytes, variables = chunks * CHUNK_BYTES, emulated_node(2 * chunks * CHUNK_BYTES, control)
     settings = WorkerSettings(variables=variables, socket_bytes=1, patience_s=1.0)
@@ -165,7 +167,7 @@ def test_a_worker_that_hangs_at_what_it_is_told_first_is_replaced(control: Path)
 
 
 def test_a_killed_worker_that_does_not_go_is_down_and_may_still_write(control: Path) -> None:
-    """What was sent to it ends when it has gone: its memory is used anew then."""
+    """The packets sent to the worker end when it has gone: its memory is used anew then."""
     with tier_of_blocks(control, 1) as (tier, slots):
         key, ended = block(1, PAYLOAD_BYTES)[0].key, threading.Event()
         memory = AlignedBuffer(PAYLOAD_BYTES).segment(PAYLOAD_BYTES)
@@ -226,7 +228,7 @@ def test_a_full_device_is_a_full_tier(control: Path) -> None:
 
 
 def test_arenas_that_are_shared_are_copied_in_place() -> None:
-    """Without a bounce, and in both directions; after a restart of the worker too."""
+    """The copies go without a bounce, and in both directions; after a restart of the worker too."""
     with closing(open_tier()) as tier, closing(HostTier(1 << 20, arena_bytes=1 << 20)) as host:
         header, payload = block(1, PAYLOAD_BYTES)
         image = put(host, header, payload)

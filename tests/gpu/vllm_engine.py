@@ -170,7 +170,7 @@ class VllmWorker:
         return {"ended": int(code) == 0, "failed": sorted(map(self._block_ids.index, self.side.take_failed()))}
 
     def steps(self, count: int) -> dict[str, Any]:
-        """What so many steps without loads report, each of another number of tokens."""
+        """Return the reports of a number of steps without loads, each of another number of tokens."""
         reports = []
         for step in range(1, count + 1):
             self.side.before_step(StepOrders(tokens=step, attended=float(step)))

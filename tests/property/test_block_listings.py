@@ -31,7 +31,7 @@ _BLOCK = st.tuples(
 
 
 class Listed:
-    """Blocks in a residency of two tiers, and the same as plain records in row order of their numbers."""
+    """Blocks in a residency of two tiers, and their plain records in row order of their numbers."""
 
     def __init__(self, drawn: list[tuple[int, ...]]) -> None:
         self.shelf, self.records = Shelf("host", "nvme", tenants=2), []

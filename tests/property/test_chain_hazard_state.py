@@ -1,4 +1,4 @@
-"""What chain-hazard has learned, carried over to a fresh policy: it goes on as if nothing had happened."""
+"""A fresh policy takes over what chain-hazard has learned: it goes on as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Store:
             self.residency.remove(self.policy.next_victim(self.now_ns), Cause.EVICTED, self.now_ns)
 
     def learn(self) -> None:
-        """What waits for a request that can bear it; all ranks are of what is known now."""
+        """Learn what waits for a request that can bear it; all ranks are of what is known now."""
         learning = self.policy.follower.book.learning
         while learning.is_due:
             learning.step(self.now_ns / S, 1e6)
@@ -74,7 +74,7 @@ class Store:
             carried(state, self.policy, self.now_ns)
 
     def victims(self) -> list[int]:
-        """In the order of the chains' worths as of a moment that is the same however often they were looked at."""
+        """Return the victims in the order of the chains' worths, as of one moment however often they were looked at."""
         now_ns = self.now_ns + LATER_S * S
         self.policy.requested((), [key(2 * ONE_OFF * 100 + number) for number in range(600)], 0, now_ns)
         return victims(self.policy, now_ns, CAPACITY)
@@ -84,7 +84,7 @@ class Store:
         return learning.renewed, learning.is_due
 
     def worths(self, rows: list[int]) -> list[float]:
-        """What the order of victims is made of, once it has been asked for."""
+        """Return the worths that the order of victims is made of, once it has been asked for."""
         follower = self.policy.follower
         return [follower.candidates[0].worth(follower.book.owner[row], follower.now_s) for row in rows]
 

@@ -36,7 +36,7 @@ class Daemon:
 
 
 class LoanMachine(RuleBasedStateMachine):
-    """`open` are requests that were not answered or given up; `silent` those that no caller waits for any more."""
+    """`open` are requests that were not answered or given up; `silent` requests that no caller waits for any more."""
 
     open_uses = Bundle("open_uses")
     silent_uses = Bundle("silent_uses")

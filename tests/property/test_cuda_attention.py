@@ -171,7 +171,7 @@ def test_every_tile_computes_the_same(tile: int) -> None:
 
 @pytest.mark.parametrize("shape", each_nth([QUICK_SHAPES[0], CacheShape(16, 2, 128, 16, "bf16", "fp8")], 2))
 def test_a_quantised_cache_is_within_its_bound(shape: CacheShape) -> None:
-    """Of scores the error is at most e = scale * sum|q| * dk, of weights' sum exp(2e) - 1 (dk, dv: of an element)."""
+    """The error of scores is at most e = scale * sum|q| * dk, of weights' sum exp(2e) - 1 (dk, dv: of an element)."""
     case = make_case(shape, [120, 64, 9], 8)
     exact = case.expected(_PLAIN, exact=True)
     error = np.abs(run(case, PagedAttention(ShimLauncher(), shape), version=1) - exact)

@@ -17,7 +17,7 @@ BLOCK_BYTES = st.sampled_from([16, 48, 1040, PIECE_BYTES - 16, PIECE_BYTES, PIEC
 
 
 def addresses(arrays: Bytes) -> npt.NDArray[np.uint64]:
-    """Of each array along the first axis."""
+    """Return the addresses of each array along the first axis."""
     return np.array([array.ctypes.data for array in arrays], np.uint64)
 
 

@@ -19,7 +19,7 @@ TOLERANCE = {"f32": 1e-6, "f16": 2.0**-10, "bf16": 2.0**-7}  # of values up to a
 
 
 def rotated(values: Floats, positions: npt.NDArray[np.int32], rope: RopeCache, frequencies: Floats) -> Floats:
-    """In double precision, from the definition: pairs turn by position times frequency."""
+    """Return the rotated rows in double precision, from the definition: pairs turn by position times frequency."""
     half = rope.rotary // 2
     angles = positions[:, None, None] * frequencies.astype(np.float64)
     first = np.arange(half) * 2 if rope.interleaved else np.arange(half)

@@ -28,7 +28,7 @@ def joined(runs: Iterable[CopyRun]) -> list[CopyRun]:
 
 
 def pieces(pool: DevicePool, layer: int, blocks: list[list[int]], payloads: list[int]) -> list[tuple[int, int, int]]:
-    """Of one layer: where in the pool, where in a payload, bytes."""
+    """Return the pieces of one layer: where in the pool, where in a payload, bytes."""
     sizes = [pool.block_pages * sum(part.nbytes for part in parts) for parts in pool.layers]
     starts = list(accumulate(sizes, initial=0))
     found = []

@@ -116,7 +116,7 @@ def test_every_answer_is_what_its_request_alone_would_have_got(
 
 
 def test_a_daemons_blocks_are_those_that_were_computed() -> None:
-    """What the engine stores is the same whether it was computed, shared, swapped or restored before."""
+    """The engine stores the same whether it was computed, shared, swapped or restored before."""
     stored = []
     for swap_blocks in (0, 1000):
         session = MemorySession(twin_pool(4).payload_bytes(4))

@@ -238,8 +238,8 @@ _ISAS = {"x86_64": ["avx512", "avx2", "baseline"], "aarch64": ["neon"]}.get(plat
 def test_every_instruction_set_agrees(
     compiler: Compiler, isa: str, shape: AttentionShape, kind: LayerAttention, lengths: list[tuple[int, int]]
 ) -> None:
-    """With the definition to rounding; and those that have fused multiply-add with one another to the bit: a store may
-    hold blocks of all.
+    """Instruction sets agree with the definition to rounding; and sets with fused multiply-add agree with one another
+    to the bit: a store may hold blocks of all.
     """
     if isa not in native_kernels(compiler).isas:
         assert isa not in native_kernels("system").isas

@@ -58,7 +58,7 @@ class EventsFollowResidency(ResidencyAgainstModel):
 
     @rule(loses=st.booleans())
     def lose(self, loses: bool) -> None:
-        """Whether the lossy subscriber gets what is sent from now on."""
+        """Return whether the lossy subscriber gets what is sent from now on."""
         self.loses = loses
 
     @rule(ready=st.booleans())

@@ -1,4 +1,4 @@
-"""The ghost against a naive one: the keys remembered last; of those that went by order nothing is copied."""
+"""The ghost against a naive one: the keys remembered last; of keys that went by order nothing is copied."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def parts(case: Case, layer: int | None) -> npt.NDArray[np.uint8]:
 @given(case=cases())
 @settings(max_examples=examples(200), deadline=None)
 def test_k_and_v_of_each_layer_begin_at_64_bytes_where_a_layer_of_k_is_a_multiple_of_64(case: Case) -> None:
-    """Where K and V of a layer lie apart; always so in blocks of 64 tokens."""
+    """K and V of a layer lie apart in each part; always so in blocks of 64 tokens."""
     lease, _ = lease_over(case.fingerprint, [case.payload])
     layers = len(case.numbers)
     size = len(case.payload) // layers // 2

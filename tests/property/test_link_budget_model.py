@@ -35,7 +35,7 @@ class Bucket:
         self.at_s = now_s
 
     def copy(self, nbytes: int, now_s: float) -> tuple[bool, float]:
-        """Whether it counts, and when it goes."""
+        """Return whether a copy counts, and when it goes."""
         self.pass_time(now_s)
         at_s = now_s + max(0.0, -self.level / self.rate)
         if at_s >= self.decodes_until_s:

@@ -157,7 +157,7 @@ class LfuAgainstNaive(PolicyAgainstNaive):
 
 
 class AnyPolicy(PolicyAgainstNaive):
-    """What must hold for any order: the victim may leave, repeated calls name the same one, and all are reached."""
+    """The rules of any order: the victim may leave, repeated calls name the same one, and all are reached."""
 
     def victim(self) -> int:
         row = self.policy.next_victim(1)

@@ -12,7 +12,9 @@ RATE, AHEAD, LARGEST = 1000, 3000, 900
 
 @st.composite
 def candidates(draw: st.DrawFn) -> list[Candidate]:
-    """Of a few tenants, over few tokens, so that chains share blocks; a tenant's tokens are its own."""
+    """Return the candidates of a few tenants, over few tokens, so that chains share blocks; a tenant's tokens are its
+    own.
+    """
     found = []
     for number in range(draw(st.integers(0, 4))):
         tenant = draw(st.integers(0, 2))

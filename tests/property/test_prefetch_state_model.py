@@ -88,6 +88,6 @@ def test_guesses_outlive_the_process(
 
 
 def restore(predictor: Predictor, state: dict[str, Array], tenants: Array, before_s: float) -> None:
-    """As a process whose clock is LATER_S ahead of that of before does."""
+    """Restore as a process does whose clock is LATER_S ahead of the clock before."""
     learner = PrefetchState(GuardedPredictor(predictor), RecentRequests(), PrefetchCredit(0.2, 0.5, 1, Counters()))
     learner.import_state(state, Origin(tenants, round(LATER_S * NS_PER_S), round((before_s + LATER_S) * NS_PER_S)))

@@ -42,7 +42,7 @@ others = st.tuples(st.sampled_from(["lease", "expire", "release", "use", "togeth
 
 @dataclass
 class Model:
-    """What was stored, and the leases in force."""
+    """The plain model: what was stored, and the leases in force."""
 
     small: SmallStore
     position: int

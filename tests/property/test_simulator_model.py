@@ -100,7 +100,9 @@ def test_reuse_distances_say_what_lru_hits(seed: int, capacity: int) -> None:
 
 @given(seed=seeds, capacity=st.integers(60, 120))
 def test_a_put_after_its_request_changes_no_distance(seed: int, capacity: int) -> None:
-    """As in a recording, with room for the longest chain: LRU hits the same, and nothing but requests is counted."""
+    """The put comes as in a recording, with room for the longest chain: LRU hits the same, and nothing but requests is
+    counted.
+    """
     requests = sessions(seed, 60)
     builder = TraceBuilder("made", "made", 64)
     for at, blocks in enumerate(requests):

@@ -71,7 +71,9 @@ class Block:
 
 @dataclass
 class World:
-    """What outlives each daemon: kept descriptors, clients with their views, and the answers they received."""
+    """The things that outlive each daemon: kept descriptors, clients with their views, and the
+    answers they received.
+    """
 
     state_dir: Path
     kept: dict[str, int] = field(default_factory=dict)
@@ -137,7 +139,7 @@ class Life:
         self.former = FormerClients(self.ledger, self.leases, Counters())
 
     def take_over(self) -> int:
-        """How many arenas were dropped."""
+        """Take over, and return how many arenas were dropped."""
         tenants = TenantDirectory(self.world.state_dir, (), "by-uid")
         adopted = self.warm.adopt([self.tier], self.residency, tenants, SystemClock())
         self.former.restore(adopted, self.residency, 1 << 62)
@@ -145,7 +147,7 @@ class Life:
         return adopted.dropped_arenas
 
     def end(self) -> None:
-        """As a kill: the system closes descriptors and ends threads, and does nothing else."""
+        """End as by a kill: the system closes descriptors and ends threads, and does nothing else."""
         self.keeper.calls_left = -1
         with suppress(RuntimeError):
             self.former.close()
@@ -306,7 +308,7 @@ ACTIONS = (
 
 
 async def live(world: World, chosen: np.random.Generator, capacity: int) -> None:
-    """From taking over to the kill."""
+    """Live from taking over to the kill."""
     life = Life(world, capacity, int(chosen.integers(1, 40)) if chosen.random() < 0.7 else -1)
     try:
         world.is_short |= capacity < CAPACITY
@@ -323,7 +325,9 @@ async def live(world: World, chosen: np.random.Generator, capacity: int) -> None
 
 
 def settle(world: World, life: Life, dropped: int) -> None:
-    """What could be there or not, is or is not from here on; dropped arenas took blocks and readers' rights along."""
+    """Settle what could be there or not: it is or is not from here on; dropped arenas took blocks and readers' rights
+    along.
+    """
     for key in world.unsure:
         world.blocks.pop(key, None)
     for tenant in map(life.residency.tenant, OWNERS):

@@ -55,7 +55,7 @@ class ClockedDaemon:
         return self._wait(answer())
 
     def is_still(self) -> bool:
-        """Whether every lease has been given back and nothing moves."""
+        """Return whether every lease has been given back and nothing moves."""
         return self.ask(
             lambda store: (
                 not (

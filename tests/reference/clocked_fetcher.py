@@ -19,7 +19,7 @@ Fault = Literal["vanish", "stall", "lease ends"]
 
 @dataclass(eq=False)
 class _Coming:
-    """What a stream will still bring: (time, run of blocks)."""
+    """The runs that a stream will still bring: (time, run of blocks)."""
 
     session: MemorySession
     tokens: Any

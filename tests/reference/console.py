@@ -34,7 +34,7 @@ _CAUSES = "missed for "
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What is typed after a `$`, and the lines that the page shows below it."""
+    """A command as it is typed after a `$`, and the lines that the page shows below it."""
 
     typed: str
     shown: tuple[str, ...]
@@ -49,7 +49,7 @@ class Block:
 
     @property
     def name(self) -> str:
-        """Its first command, without the comment behind it."""
+        """Return the name of the first command, without the comment behind it."""
         first = [*(command.typed for command in self.commands), *self.typed_by_root][0]
         return first.partition("  #")[0].rstrip()
 
@@ -93,7 +93,7 @@ class Shell:
         self._bash.communicate()
 
     def run(self, typed: str) -> tuple[str, int]:
-        """What it printed and its exit status, which the next command finds in `$?`."""
+        """Run the commands; return what they printed and the exit status, which the next command finds in `$?`."""
         assert self._bash.stdin is not None
         assert self._bash.stdout is not None
         self._bash.stdin.write(f'{typed}\n{{ s=$?; printf "\\n\\001%s\\n" $s; (exit $s); }}\n')

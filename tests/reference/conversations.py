@@ -35,7 +35,7 @@ def tokens_of(conversation: int, blocks: int) -> npt.NDArray[np.int32]:
 def payloads_of(
     conversation: int, blocks: int, fingerprint: Fingerprint, first: int = 0
 ) -> list[npt.NDArray[np.uint8]]:
-    """What blocks `first`, first + 1, ... of a conversation hold: a function of their names alone."""
+    """Return the payloads of blocks `first`, first + 1, ... of a conversation hold: a function of their names alone."""
     size = fingerprint.payload_bytes()
     return [
         np.random.default_rng((conversation, block)).integers(0, 256, size, dtype=np.uint8)
@@ -44,14 +44,14 @@ def payloads_of(
 
 
 def holds(lease: kvstore_client.Lease, expected: Sequence[npt.NDArray[np.uint8]]) -> bool:
-    """Whether a lease has exactly these payloads."""
+    """Return whether a lease has exactly these payloads."""
     return len(lease) == len(expected) and all(
         np.array_equal(lease.payload(block), payload) for block, payload in enumerate(expected)
     )
 
 
 def put_conversation(session: Session, conversation: int, blocks: int, **options: Any) -> PutReceipt:
-    """Store the first `blocks` blocks; all of them must be visible then. `options` are those of `Session.put`."""
+    """Store the first `blocks` blocks; all of them must be visible then. `options` go to `Session.put`."""
     payloads = payloads_of(conversation, blocks, session.fingerprint)
     receipt = session.put(tokens_of(conversation, blocks), payloads=payloads, **options)
     assert receipt.visible_blocks == blocks, receipt
@@ -59,13 +59,13 @@ def put_conversation(session: Session, conversation: int, blocks: int, **options
 
 
 def found_blocks(session: Session, conversation: int, blocks: int) -> int:
-    """How many of the first `blocks` blocks a get finds, from the first on; their bytes must be right."""
+    """Return how many of the first `blocks` blocks a get finds, from the first on; their bytes must be right."""
     with session.get(tokens_of(conversation, blocks)) as lease:
         assert holds(lease, payloads_of(conversation, len(lease), session.fingerprint)), "wrong bytes"
         return len(lease)
 
 
 def serves_whole(daemon: RunningDaemon, conversation: int, blocks: int) -> bool:
-    """Whether a new client finds these blocks, all of them; their bytes must be right."""
+    """Return whether a new client finds these blocks, all of them; their bytes must be right."""
     with daemon.connect() as session:
         return found_blocks(session, conversation, blocks) == blocks

@@ -22,8 +22,9 @@ def blocks_on_disk(directory: Path) -> Iterator[tuple[Path, int, BlockHeader]]:
 
 
 def flip_on_disk(daemon: RunningDaemon, depth: int, conversation: int | None = None, group: int | None = None) -> int:
-    """Flip a bit of each block on NVMe with `depth` blocks before it, or of those of a conversation (`tokens_of`) or a
-    layer group alone; how many there were."""
+    """Flip a bit of each block on NVMe with `depth` blocks before it, or of the blocks of a conversation (`tokens_of`)
+    or a layer group alone; return how many there were.
+    """
     found = [
         (slab, at)
         for slab, at, header in blocks_on_disk(daemon.nvme_dir)

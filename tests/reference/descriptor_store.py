@@ -84,7 +84,7 @@ class ServiceManager:
         return sorted(name for name, _ in self.stored)
 
     def forget(self) -> None:
-        """As systemd at `systemctl stop`."""
+        """Forget descriptors as systemd does at `systemctl stop`."""
         for _, descriptor in self.stored:
             os.close(descriptor)
         self.stored.clear()

@@ -1,7 +1,7 @@
 """Chains that are put, got, deleted and evicted at random in a store whose first tier is device memory.
 
-Owns what was stored, as a plain model. After each get the bytes are those that were put; at the end every copy in every
-tier is, the books agree, and no tier has more than its capacity.
+Owns what was stored, as a plain model. After each get the bytes are the put ones; at the end every copy in every tier
+is, the books agree, and no tier has more than its capacity.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ async def _step(store: DrivenStore, stored: dict[int, int], step: tuple[object, 
 
 
 def must_hold(store: DrivenStore) -> int:
-    """See the module; how many copies there are in device memory."""
+    """Assert the module's rules; return how many copies there are in device memory."""
     residency, found = store.small.residency, 0
     assert check(residency) == []
     for chain in range(1, CHAINS + 1):

@@ -1,5 +1,5 @@
-"""How much of what is tried many times `make test` tries: a share of a property's examples and of a long list of cases.
-`make test-all` tries all, but of cases that would take hours a few that chance chooses: all of them with
+"""Says how much of what is tried many times `make test` tries: a share of a property's examples and of a long list of
+cases. `make test-all` tries all, but of cases that would take hours a few that chance chooses: all of them with
 KVSTORED_TEST_EVERY_CASE=1.
 
 Set once by `tests/conftest.py`, before any test's module is imported.
@@ -38,7 +38,7 @@ def each_nth(cases: Sequence[Any], every: int) -> list[Any]:
 
 
 def first_of_each(cases: Sequence[Any], kind: Callable[[Any], object]) -> list[Any]:
-    """As `each_nth`, where the first case of each kind is quick."""
+    """Return cases as `each_nth` does, where the first case of each kind is quick."""
     kinds = [kind(case) for case in cases]
     return quick_are(cases, [kinds.index(one) == at for at, one in enumerate(kinds)])
 

@@ -37,7 +37,7 @@ ARENA_ID = 7
 
 @dataclass
 class Knobs:
-    """How the double deviates from a working daemon."""
+    """The deviations of the double from a working daemon."""
 
     delay_s: dict[str, float] = field(default_factory=dict)  # by operation: answer that late
     silent: set[str] = field(default_factory=set)  # operations that are never answered
@@ -152,7 +152,7 @@ class FakeDaemon:
         self._streams.append(end)
 
     def answers(self, client: Client, request: pb.Request) -> list[pb.Response]:
-        """What goes out for a request, with all the knobs; nothing for one that is not answered."""
+        """Return what goes out for a request, with all the knobs; nothing for one that is not answered."""
         operation = request.WhichOneof("op")
         if operation in self.knobs.silent or self.is_silent_now(operation):
             self.log.append(operation)

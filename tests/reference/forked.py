@@ -38,7 +38,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class ForkedProcess:
-    """What tests need of `subprocess.Popen`, for a child that was adopted."""
+    """The part of `subprocess.Popen` that tests need, for a child that was adopted."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -84,7 +84,9 @@ def popen(
     pass_fds: Sequence[int] = (),
     cwd: Path | None = None,
 ) -> ForkedProcess | subprocess.Popen[bytes]:
-    """As `subprocess.Popen`: forked where it is one of `PROGRAMS`, else started. Without `stdin` it reads nothing."""
+    """Start a process as `subprocess.Popen` does: forked where it is one of `PROGRAMS`, else started. Without `stdin`
+    it reads nothing.
+    """
     if list(command[:2]) != [sys.executable, "-m"] or command[2] not in PROGRAMS:
         read = subprocess.DEVNULL if stdin is None else stdin
         return subprocess.Popen(command, env=env, stdin=read, stdout=stdout, stderr=stderr, pass_fds=pass_fds, cwd=cwd)

@@ -20,7 +20,7 @@ LIMIT_VARIABLE = "KVSTORED_TEST_STOP_LIMIT_S"
 
 
 class HangingDaemon(RunningDaemon):
-    """As `RunningDaemon`."""
+    """A daemon that hangs, with the interface of `RunningDaemon`."""
 
     def command(self) -> list[str]:
         return [__name__ if part == "kvstored" else part for part in super().command()]

@@ -1,4 +1,4 @@
-"""What a holder of kvstored holds, for tests: asked over its socket, as a daemon would."""
+"""Asks a holder of kvstored, over its socket as a daemon would, what it holds."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def table_of(buckets: int = 1, seed: int = 7, state: IndexState = IndexState.SER
 
 
 def reader_of(table: IndexTable) -> LookupIndex:
-    """As a client has it: through a read-only descriptor."""
+    """Return a reader as a client has it: through a read-only descriptor."""
     index = map_index(GrantedIndex(table.layout.size_bytes, table.readonly_fd()))
     assert isinstance(index, LookupIndex), index
     return index

@@ -1,4 +1,4 @@
-"""What policies and a predictor learned, saved in a file of a test's own and handed out again, without a process."""
+"""Carries what policies and a predictor learned in a file of a test's own, without a process."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def _set_context_fields(parameters: _Blob, context: int, threads: int, flash: bo
 
 
 def compute(jobs: Sequence[Mapping[str, Any]]) -> None:
-    """Every token's logits for each job, whose tokens are decoded in `chunks` of so many, one batch each."""
+    """Every token's logits for each job, whose tokens are decoded in `chunks` of the given lengths, one batch each."""
     kept = []  # llama.cpp calls the log callback of whichever was made last, at any time
     for job in jobs:
         tokens: TokenArray = np.load(job["tokens"])

@@ -22,7 +22,7 @@ class SavedLayers:
 
 
 def row(seed: int, layer: int, kind: int, token: int, elements: int) -> bytes:
-    """What the state of `token` is in one layer: 0 for K, 1 for V."""
+    """Return the state of `token` in one layer: 0 for K, 1 for V."""
     return np.random.default_rng([seed, layer, kind, token]).bytes(elements * _ELEMENT_BYTES)
 
 

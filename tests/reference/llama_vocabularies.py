@@ -28,7 +28,7 @@ _ARCHIVE_SHA256 = "a42082a50da9058e21ab44720b6ab8c48bd902fdcab3e326829a014995600
 
 
 def path(name: str) -> Path:
-    """Where the vocabulary is, if it has been fetched."""
+    """Return where the vocabulary is, if it has been fetched."""
     return cache_root() / "vocabularies" / f"ggml-vocab-{name}.gguf"
 
 

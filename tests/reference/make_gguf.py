@@ -1,8 +1,8 @@
 """Random models of any architecture, shape and quantisation, to compare the engine with llama.cpp.
 
-Needs numpy only and shares no code with the engine: the quantisers are those of ggml's reference
-(`quantize_row_*_ref`), and for the types that are not here ggml's own. The vocabulary is made up: the 256
-bytes and a few merges. To make a file by hand:
+Needs numpy only and shares no code with the engine: the quantisers follow ggml's reference (`quantize_row_*_ref`), and
+for the types that are not here ggml's own. The vocabulary is made up: the 256 bytes and a few merges. To make a file by
+hand:
 
     python -m tests.reference.make_gguf OUT.gguf --quantisation q8_0 --layers 2
 """
@@ -33,7 +33,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class Layout:
-    """Which tensors an architecture adds to Llama's, as llama.cpp's loader wants them."""
+    """The tensors that an architecture adds to Llama's, as llama.cpp's loader wants them."""
 
     fused: bool = False
     biases: tuple[str, ...] = ()

@@ -57,7 +57,7 @@ class MemoryLookup:
 
 
 class MemoryStream:
-    """Runs of (first block, lease); `blocks`: those that come. Each is granted when it is taken."""
+    """Runs of (first block, lease); `blocks`: the blocks that come. Each is granted when it is taken."""
 
     def __init__(self, session: "MemorySession", tokens: Tokens, tiers: tuple[str, ...], runs: list[range]) -> None:
         self.tiers, self.reason, self.is_closed = tiers, "", False

@@ -1,4 +1,4 @@
-"""Whether CUDA kernels can be compiled here."""
+"""Says whether CUDA kernels can be compiled here."""
 
 from __future__ import annotations
 

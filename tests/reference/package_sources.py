@@ -34,12 +34,12 @@ class PackageSources:
         return None
 
     def definition(self, module: str, name: str) -> ast.AST | None:
-        """What a module calls so: defined, assigned or imported there; None if nothing is."""
+        """Return the definition of a name in a module: defined, assigned or imported there; None if nothing is."""
         tree = self.module(module)
         return None if tree is None else named(tree).get(name)
 
     def methods(self, module: str, name: str) -> dict[str, Function]:
-        """Of a class and of its bases as far as they are in these sources, by name."""
+        """Return the methods of a class and of its bases as far as they are in these sources, by name."""
         found: dict[str, Function] = {}
         defined = self.definition(module, name)
         if isinstance(defined, ast.ImportFrom) and defined.module:
@@ -64,7 +64,9 @@ def packages(distribution: str, package: str) -> list[PackageSources]:
 
 
 def named(tree: ast.Module | ast.ClassDef) -> dict[str, ast.AST]:
-    """What is defined, assigned or imported at the top of a module or class, also under `if` and `try`, by its name."""
+    """Return what is defined, assigned or imported at the top of a module or class, also under `if` and `try`, by its
+    name.
+    """
     return {name: statement for statement in _statements(tree.body) for name in _names(statement)}
 
 

@@ -33,7 +33,7 @@ class PlainModel:
             }
 
     def logits(self, tokens: npt.NDArray[np.int32]) -> Floats:
-        """Of every token, float64 [tokens, vocabulary]."""
+        """Return the logits of every token, float64 [tokens, vocabulary]."""
         model, weight = self._model, self._tensors
         is_gemma = model.architecture.startswith("gemma")
         hidden = weight["token_embd.weight"][tokens] * (model.width**0.5 if is_gemma else 1.0)
@@ -82,7 +82,9 @@ class PlainModel:
         return gate / (1 + np.exp(-gate)) * up
 
     def _rotated(self, layer: int, heads: Floats) -> Floats:
-        """By position, the index of the first dimension; Llama's pairs are neighbours, the others' are halves apart."""
+        """Return rows rotated by position, the index of the first dimension; Llama's pairs are neighbours, the others'
+        are halves apart.
+        """
         model, half = self._model, heads.shape[2] // 2
         is_local = model.architecture == "gemma3" and self._window(layer) > 0
         base = 1e4 if is_local else self._number("rope.freq_base", 1e4)

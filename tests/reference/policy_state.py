@@ -1,4 +1,4 @@
-"""What a policy has learned, carried over to another policy as a file carries it over a restart."""
+"""Carries what a policy has learned over to another policy as a file carries it over a restart."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
 
 
 def judge_daemon(root: Path, promises: Promises) -> Verdict:
-    """What a client would find of what it was promised, were the daemon started on this state directory."""
+    """Judge what a client would find of what it was promised, were the daemon started on this state directory."""
     verdict, state_dir = Verdict(), root / "state"
     state_dir.mkdir(mode=0o700, exist_ok=True)
     first = _found(state_dir, promises, verdict)
@@ -114,7 +114,7 @@ def judge_daemon(root: Path, promises: Promises) -> Verdict:
 
 
 def _found(state_dir: Path, promises: Promises, verdict: Verdict) -> set[str]:
-    """Which blocks are there and whole; what is wrong goes to the verdict. Corrupt ones are given up."""
+    """Return the blocks that are there and whole; what is wrong goes to the verdict. Corrupt ones are given up."""
     keyring = Keyring(state_dir, state_dir / "nvme")
     tenants = TenantDirectory(state_dir, (), "by-uid", keyring)
     tenant = tenants.named(f"uid-{os.getuid()}")

@@ -8,7 +8,9 @@ from pathlib import Path
 
 
 def write_sessions(path: Path, requests: int, *, seed: int = 1) -> Path:
-    """In the format of Mooncake: chats of a minute's pauses and agents of five seconds', which are longer."""
+    """Write sessions in the format of Mooncake: chats of a minute's pauses and agents of five seconds', which are
+    longer.
+    """
     chance, ids, lines = random.Random(seed), iter(range(1 << 30)), []
     sessions: list[tuple[float, list[int], bool]] = []
     now_s = 0.0

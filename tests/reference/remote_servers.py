@@ -48,7 +48,7 @@ class Server(ABC):
 
     @abstractmethod
     def is_ready(self) -> bool:
-        """Whether clients are answered."""
+        """Return whether clients are answered."""
 
     def start(self) -> None:
         with self._log.open("ab") as log:
@@ -95,7 +95,7 @@ class Server(ABC):
 
 
 class RedisServer(Server):
-    """`url` is what a tier is given. `settings` are those of redis.conf."""
+    """`url` is what a tier is given. `settings` stand in redis.conf."""
 
     def __init__(self, folder: Path, binary: Path, **settings: str) -> None:
         self.path = folder / "redis.sock"
@@ -153,7 +153,7 @@ def redis_server(folder: Path, binary: Path | None = None, **settings: str) -> I
 
 
 class MooncakeMaster(Server):
-    """It keeps the names; `MooncakeHolder` has the memory. `settings` are its flags."""
+    """A server that keeps the names; `MooncakeHolder` has the memory. `settings` are its flags."""
 
     def __init__(self, folder: Path, **settings: str) -> None:
         self.port, metrics_port = free_port(), free_port()
@@ -236,7 +236,7 @@ def skip_without_mooncake() -> None:
 
 
 def _mooncake_file(name: str) -> Path:
-    """Of the package, without loading its library."""
+    """Return a file of the package, without loading its library."""
     spec = importlib.util.find_spec("mooncake")
     if spec is None or not spec.submodule_search_locations:
         pytest.skip("the extra remote is not installed: mooncake-transfer-engine-non-cuda")

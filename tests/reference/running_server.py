@@ -25,7 +25,7 @@ _SERVING = re.compile(r"serving .* on http://127\.0\.0\.1:(\d+)")
 
 
 class RunningServer:
-    """One server. `arguments` are those of `kvengine serve`, but for the port."""
+    """One server. `arguments` go to `kvengine serve`, with a port."""
 
     def __init__(self, folder: Path, model: Path, *arguments: str) -> None:
         self._log = folder / "server.log"

@@ -39,7 +39,7 @@ class HostPool:
 
 
 class SGLangEngine(MockEngine):
-    """See the module."""
+    """An engine with SGLang's cache, as the module describes it."""
 
     def __init__(self, setting: EngineSetting) -> None:
         super().__init__(setting.model, None)

@@ -13,7 +13,7 @@ UNUSED = ("torchvision",)  # that its configurations of models import, and no po
 
 
 def sglang_storage() -> tuple[ModuleType, ModuleType] | None:
-    """Its modules `hicache_storage` and `storage`; None where SGLang or torch is not installed.
+    """Return SGLang's modules `hicache_storage` and `storage`; None where SGLang or torch is not installed.
 
     The package's own `__init__` pulls in all of SGLang. Where that cannot be imported, an empty package of its name and
     place is put in front, so that the two modules and what they need themselves are found.

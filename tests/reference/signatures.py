@@ -1,4 +1,6 @@
-"""Whether one function can be called as another one is; and signatures of sources that are not imported."""
+"""Compares signatures: can one function be called as another one is; and reads signatures from sources that are not
+imported.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,9 @@ _VARIABLE = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
 
 def differences(callee: Signature, calls: Signature) -> list[str]:
-    """Why some call that fits `calls` does not fit `callee`, a parameter each. Parameters have one name and place in
-    both; the callee may have further ones that need not be given."""
+    """Return why some call that fits `calls` does not fit `callee`, a parameter each. Parameters have one name and
+    place in both; the callee may have further ones that need not be given.
+    """
     found = []
     theirs = [parameter for parameter in calls.parameters.values() if parameter.kind not in _VARIABLE]
     ours = [parameter for parameter in callee.parameters.values() if parameter.kind not in _VARIABLE]
@@ -29,7 +32,7 @@ def differences(callee: Signature, calls: Signature) -> list[str]:
 
 
 def signature_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Signature:
-    """With `...` for any default."""
+    """Return the signature with `...` for any default."""
     arguments = function.args
     by_place = [*arguments.posonlyargs, *arguments.args]
     required = len(by_place) - len(arguments.defaults)

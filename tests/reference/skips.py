@@ -15,7 +15,7 @@ def skip_without_ggml() -> None:
 
 
 def skip_without_model(name: str) -> None:
-    """Unless the model of this name, of those that `kvengine fetch` knows, is in the cache."""
+    """Unless the model of this name, one that `kvengine fetch` knows, is in the cache."""
     from kvstore_engine.models.cache import cache_root
     from kvstore_engine.models.known import KNOWN_MODELS
 

@@ -47,7 +47,9 @@ FAR_S = 60.0  # a wait that never ends by itself in a test that passes
 
 
 class SmallStore:
-    """See the module. `store` is the real thing; `disk` injects faults between it and the medium."""
+    """A store as the module describes it. `store` is the real thing; `disk` injects faults between
+    it and the medium.
+    """
 
     def __init__(
         self,
@@ -59,7 +61,7 @@ class SmallStore:
         remote_writes: RemoteWrites | None = None,
         before: Sequence[Tier] = (),
     ) -> None:
-        """`before`: tiers before those of the configuration."""
+        """`before`: tiers before the configured ones."""
         chosen = (f"daemon.state_dir={directory}", *SETTINGS, *settings)
         self.config = load_config(None, chosen)
         self.clock = clock

@@ -27,7 +27,7 @@ RATE_BYTES = 8 << 20
 
 
 def index_of(blocks: int) -> Residency:
-    """Return an index with so many blocks on NVMe, as a start finds them."""
+    """Return an index with `blocks` blocks on NVMe, as a start finds them."""
     residency, each = Residency(["host", "nvme"], durable=NVME, in_memory=1), np.arange(blocks)
     chance = np.random.default_rng(1)
     keys = chance.integers(0, 2**63, (blocks, 2), dtype=np.int64).astype(np.uint64)

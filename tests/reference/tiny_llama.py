@@ -1,7 +1,7 @@
 """A tiny Llama with random weights and a trained tokenizer, for tests that need a whole model.
 
-Owns its vocabularies; the weights are those of `make_gguf`. Its text is nonsense, but every path from prompt to
-answer is the real one.
+Owns its vocabularies; `make_gguf` makes the weights. Its text is nonsense, but every path from prompt to answer is the
+real one.
 """
 
 import json

@@ -1,7 +1,7 @@
 """vLLM's event classes and a subscriber, transcribed: what any consumer with vLLM's decoder makes of a stream.
 
 `Map*`: vllm/distributed/kv_events.py of vLLM 0.24 and later (pull request 42892), the batch an array, events maps.
-`Array*`: the same of 0.14 to 0.23, all arrays. Field order and defaults are theirs.
+`Array*`: the messages of 0.14 to 0.23, all arrays. Field order and defaults are theirs.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Subscriber:
         self.last = number
 
     def misses(self, number: int) -> bool:
-        """Whether batches are lost between the last one and this one."""
+        """Return whether batches are lost between the last one and this one."""
         return number > self.last + 1
 
     def held(self) -> dict[Key, dict[Hash, tuple[Hash | None, tuple[int, ...]]]]:

@@ -25,7 +25,7 @@ def device_caches(memory: npt.NDArray[Any], layout: str, address: int) -> list[C
 
 @dataclass
 class DeviceTensor:
-    """As much of a torch tensor on CUDA device 0 as the connector reads."""
+    """The part of a torch tensor on CUDA device 0 that the connector reads."""
 
     cache: CacheMemory
     is_cuda = True
@@ -47,7 +47,7 @@ class DeviceTensor:
 
 @dataclass
 class KVCaches:
-    """What vLLM hands to `kv_tensors`: tensors, its configuration, and that of the caches."""
+    """The objects that vLLM hands to `kv_tensors`: tensors, its configuration, and the caches' configuration."""
 
     tensors: dict[str, Any]
     vllm_config: Any
@@ -55,7 +55,7 @@ class KVCaches:
 
 
 def kv_caches(caches: list[CacheMemory], *, blocks: int, page_bytes: int, backend: str = "FLASH_ATTN") -> KVCaches:
-    """Of layers on CUDA device 0, written by that attention backend."""
+    """Return caches of layers on CUDA device 0, written by that attention backend."""
     tensors = {f"layer.{number}": DeviceTensor(cache) for number, cache in enumerate(caches)}
     attention = SimpleNamespace(get_attn_backend=lambda: SimpleNamespace(get_name=lambda: backend))
     compilation = SimpleNamespace(static_forward_context=dict.fromkeys(tensors, attention))

@@ -317,7 +317,7 @@ def test_a_write_that_was_given_up_does_not_come_back_after_a_removal(tmp_path: 
 
 
 def test_a_server_that_started_again_ends_no_connection_of_another_node(tmp_path: Path) -> None:
-    """It numbers connections from the beginning: what one node lost before has the number of another's now."""
+    """The server numbers connections from the beginning: what one node lost before has the number of another's now."""
     with ExitStack() as stack:
         threads = stack.enter_context(ThreadPoolExecutor(8))
         with redis_server(tmp_path) as server:

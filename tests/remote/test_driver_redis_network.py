@@ -28,7 +28,7 @@ from tests.reference.running_daemon import free_port
 
 
 class Authority:
-    """It signs certificates. `path`: its own, for those who trust it."""
+    """An authority that signs certificates. `path`: its own, for clients that trust it."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._folder = folder
@@ -84,7 +84,7 @@ class TlsServer(RedisServer):
 
 
 def tls_server(folder: Path, authority: Authority, address: str = "127.0.0.1", clients: str = "no") -> TlsServer:
-    """It is running. Skips the test where no server here was built with TLS."""
+    """A server with TLS that is running. Skips the test where no server here was built with TLS."""
     for binary in redis_binaries().values():
         server = TlsServer(folder, binary, authority, address=address, clients=clients)
         try:
@@ -212,7 +212,7 @@ def test_a_frozen_server_is_given_up_in_time(server: TlsServer, authority: Autho
 
 
 def test_a_connection_is_kept(server: TlsServer, authority: Authority) -> None:
-    """What TLS itself sends after its handshake is not taken for the connection's end."""
+    """The records that TLS itself sends after its handshake are not taken for the connection's end."""
     with closing(opened(server.tls_url, ca=str(authority.path))) as driver:
         for _ in range(5):
             driver.probe()

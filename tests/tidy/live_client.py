@@ -1,4 +1,5 @@
-"""What test_tidy_compatibility runs in an environment of another protobuf and grpcio: load, round-trip, use a daemon.
+"""The program that test_tidy_compatibility runs in an environment of another protobuf and grpcio: load, round-trip, use
+a daemon.
 
 Run as a program with a socket directory; prints one JSON line. Every message type that there is goes through bytes
 and back. Needs only what the base install needs.

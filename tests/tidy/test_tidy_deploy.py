@@ -31,8 +31,9 @@ def _tool(name: str) -> str:
 
 
 def _verify(unit: Path) -> str:
-    """What systemd has to say against a unit file; nothing, if all is well. Older ones do not know what newer ones keep
-    descriptors by, and go on without."""
+    """Return what systemd says against a unit file; nothing, if all is well. Older ones do not know what newer ones
+    keep descriptors by, and go on without.
+    """
     command = [_tool("systemd-analyze"), "verify", "--man=no", str(unit)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=60)
     return "\n".join(line for line in run.stderr.splitlines() if unit.name in line and _PRESERVE not in line)

@@ -1,4 +1,4 @@
-"""What the documents say is what the code does: commands, counters, failpoints, links, the version."""
+"""The documents say what the code does: commands, counters, failpoints, links, the version."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def _options() -> set[str]:
 
 
 def _wire_names() -> Iterator[str]:
-    """Every name in the messages, without comments and without those that are reserved because they are gone."""
+    """Every name in the messages, without comments and without the names that are reserved because they are gone."""
     for path in sorted((ROOT / "proto/kvstore_proto/v1").glob("*.proto")):
         text = re.sub(r"//.*|^\s*reserved .*$|^import .*$|^package .*$", "", path.read_text(), flags=re.MULTILINE)
         yield from _NAME.findall(text)

@@ -1,4 +1,4 @@
-"""What importing costs: the base packages load without an engine's libraries and without a warning.
+"""Importing is cheap: the base packages load without an engine's libraries and without a warning.
 
 Connectors (`kvstore_connectors`) are left out: each imports the engine that it is for. So are the drivers of the
 remote tier, which import the library of their store, and what runs in worker processes alone.

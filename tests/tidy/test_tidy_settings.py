@@ -111,7 +111,7 @@ def test_every_policy_and_admission_is_documented() -> None:
 
 
 def _using(path: Path) -> Iterator[ast.AST]:
-    """What of a file uses settings: all of it, or what opens a tier."""
+    """Return what of a file uses settings: all of it, or what opens a tier."""
     tree = ast.parse(path.read_text())
     if PACKAGES["kvstored"] / "config" not in path.parents:
         yield tree

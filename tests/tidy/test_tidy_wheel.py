@@ -67,12 +67,12 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]
 
 
 def _version(distributions: tuple[Path, Path]) -> str:
-    """Of the commit, as the wheel's name has it."""
+    """Return the version of the commit, as the wheel's name has it."""
     return distributions[1].name.split("-")[1]
 
 
 def test_two_commits_have_two_versions_and_pip_goes_from_one_to_the_next(tmp_path: Path) -> None:
-    """In a clone without tags, and in an archive of its files without git."""
+    """The versions are made in a clone without tags, and in an archive of its files without git."""
     clone, out = tmp_path / "clone", tmp_path / "dist"
     _run(["git", "clone", "--quiet", "--no-tags", ROOT, clone], tmp_path)
     versions = []

@@ -1,4 +1,4 @@
-"""What several of the unit tests share."""
+"""The fixtures that several of the unit tests share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the demo prints, and gives to machines, of a conversation's predicted turn."""
+"""The demo prints a conversation's predicted turn, and gives it to machines."""
 
 from __future__ import annotations
 

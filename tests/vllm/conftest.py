@@ -1,4 +1,4 @@
-"""What the vLLM tests share: one daemon, SmolLM2 as vLLM reads it, and engines in processes of their own.
+"""The fixtures that the vLLM tests share: one daemon, SmolLM2 as vLLM reads it, and engines in processes of their own.
 
 Run them with the Python of the vLLM environment: `.venv-vllm/bin/python -m pytest tests/vllm` (`make test-vllm` makes
 it). Elsewhere they are skipped by name. An engine takes half a minute to start, so tests share engines.

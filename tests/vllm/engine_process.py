@@ -23,7 +23,7 @@ END_TIMEOUT_S = 40.0
 
 @dataclass(frozen=True)
 class Answer:
-    """To one batch of prompts; the lists are by prompt. `wall_s` is that of the whole call."""
+    """The answer to one batch of prompts; the lists are by prompt. `wall_s`: seconds of the whole call."""
 
     wall_s: float
     tokens: list[list[int]]
@@ -38,7 +38,9 @@ class EngineDied(AssertionError):
 
 
 class EngineProcess:
-    """`spec`: arguments of `vllm.LLM`, and `transfer`: those of KVTransferConfig that differ from the usual ones."""
+    """`spec`: arguments of `vllm.LLM`, and `transfer`: arguments of KVTransferConfig that differ
+    from the usual ones.
+    """
 
     def __init__(self, log: Path, *, python: str = sys.executable, **spec: Any) -> None:
         self.log = log
@@ -60,7 +62,9 @@ class EngineProcess:
         return Answer(**self._exchange(asked))
 
     def reset(self, *, connector: bool = False) -> bool:
-        """Forget vLLM's own cached blocks, and with `connector` those of its CPU tier. False while some are in use."""
+        """Forget vLLM's own cached blocks, and with `connector` the blocks of its CPU tier. False while some are in
+        use.
+        """
         return bool(self._exchange({"reset_connector": connector})["reset"])
 
     def close(self) -> None:

@@ -46,7 +46,7 @@ def prompt_of(name: str, tokens: int = PROMPT_TOKENS) -> list[int]:
 
 @pytest.fixture(scope="module")
 def known(daemon: RunningDaemon, start_engine: StartEngine) -> dict[str, Known]:
-    """What the first engine answered and stored; it has ended."""
+    """Return what the first engine answered and stored; it has ended."""
     answers = {}
     with start_engine() as engine:
         for name in NAMES:

@@ -1,4 +1,4 @@
-"""What the connector reads off KV caches, of views that vLLM itself makes: every layout, plain and divided for kernels.
+"""The connector reads KV caches, of views that vLLM itself makes: every layout, plain and divided for kernels.
 
 No engine and no device: the views are of host memory, and only their addresses are used as if they were a device's.
 """

@@ -167,7 +167,7 @@ def test_a_setting_that_makes_no_sense_stops_the_engine() -> None:
 
 
 def test_requests_that_cannot_be_named_are_neither_loaded_nor_stored(socket: str) -> None:
-    """As the connector says it: an adapter by its content, None for what has no name."""
+    """The requests are named as the connector does: an adapter by its content, None for what has no name."""
     with TieredEngine(socket) as engine:
         for adapter in ("", "one", None):
             engine.adapter = adapter

@@ -1,5 +1,5 @@
-"""What `make gpu-check` asks of vLLM (benchmarks/support/vllm_turns.py), asked of engines on CPUs: a small model of
-dummy weights, DRAM alone, and the plain copy of `host_spec` between vLLM's pool and its CPU tier.
+"""The questions of `make gpu-check` about vLLM (benchmarks/support/vllm_turns.py), asked of engines on CPUs: a small
+model of dummy weights, DRAM alone, and the plain copy of `host_spec` between vLLM's pool and its CPU tier.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ TIER = {"type": "KVStoreTier", "module_path": "kvstore_connectors.vllm_tier", "w
 
 @dataclass(frozen=True)
 class Shape:
-    """What an engine's configuration says of its rows. `groups`: of KV cache, as hybrid models have several."""
+    """The engine's configuration about its rows. `groups`: of KV cache, as hybrid models have several."""
 
     workers: int = 1
     groups: int = 1
@@ -51,7 +51,7 @@ class Shape:
 
 
 def chunk_key(request: str, chunk: int, group: int = 0) -> OffloadKey:
-    """As vLLM's: a hash of the prefix, and the group."""
+    """Return a chunk's key as vLLM makes it: a hash of the prefix, and the group."""
     return make_offload_key(hashlib.sha256(f"{request}/{chunk}".encode()).digest(), group)
 
 
@@ -94,7 +94,7 @@ class TieredEngine:
         self.adapter: str | None = ""  # of the requests that begin
 
     def store(self, request: str, chunks: Sequence[int], groups: Sequence[int] = (0,)) -> None:
-        """As when the workers have copied these chunks of a prompt to the CPU; returns once the tier has ended."""
+        """Store as when the workers have copied these chunks of a prompt to the CPU; return once the tier has ended."""
         context = self.request(request, chunks, groups)
         keys = [chunk_key(request, chunk, group) for group in groups for chunk in chunks]
         prepared = self.manager.prepare_store(keys, context)
@@ -112,7 +112,9 @@ class TieredEngine:
         self.idle()
 
     def loaded(self, request: str, chunks: Sequence[int], groups: Sequence[int] = (0,)) -> list[bool]:
-        """Whether each chunk is in the CPU tier after vLLM's scheduler has looked it up; its bytes are checked."""
+        """Return whether each chunk is in the CPU tier after vLLM's scheduler has looked it up; its
+        bytes are checked.
+        """
         context = self.request(request, chunks, groups)
         keys = [chunk_key(request, chunk, group) for group in groups for chunk in chunks]
         deadline = time.monotonic() + PATIENCE_S
@@ -157,7 +159,7 @@ class TieredEngine:
             time.sleep(0.001)
 
     def figures(self) -> dict[str, float]:
-        """Of the metrics since the last call."""
+        """Return the figures of the metrics since the last call."""
         stats = self.manager.get_stats()
         return {} if stats is None else dict(stats.reduce())
 

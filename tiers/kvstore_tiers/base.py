@@ -160,7 +160,7 @@ class TierState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TierStatistics:
-    """A frozen report. `used_by` splits `used_bytes` by holder (blocks, free, quarantine...)."""
+    """The figures of a tier at one moment. `used_by` splits `used_bytes` by holder (blocks, free, quarantine...)."""
 
     state: TierState
     capacity_bytes: int

@@ -50,9 +50,10 @@ READERS = 2  # each serves what waits together. No more wait behind each other i
 
 
 class KeyedTier(Tier):
-    """A key-addressed tier. `capacity_bytes` bounds the slots; `readers` and `writers` threads wait for the store.
-    Objects may outlive this process, or be forgotten: a block that is only here is not durable. `refuses(digest)`:
-    whether a tenant's blocks must not be in this store; the caller neither writes them nor asks for them.
+    """A tier whose blocks are addressed by key, in a remote store. `capacity_bytes` bounds the slots; `readers` and
+    `writers` threads wait for the store. Objects may outlive this process, or be forgotten: a block that is only here
+    is not durable. `refuses(digest)`: whether a tenant's blocks must not be in this store; the caller neither writes
+    them nor asks for them.
     """
 
     def __init__(

@@ -28,8 +28,8 @@ def object_name(tenant: bytes, key: bytes) -> bytes:
 
 
 class ObjectStore(ABC):
-    """A store. Methods wait, are called from several threads at once, and raise OSError when they fail.
-    `largest_bytes`: no larger object can be stored.
+    """A store of named objects, which `KeyedTier` writes blocks to. Methods wait, are called from several threads at
+    once, and raise OSError when they fail. `largest_bytes`: no larger object can be stored.
     """
 
     name: str

@@ -156,8 +156,8 @@ Read = TypeVar("Read")
 
 
 class WaitingReads(Generic[Read]):
-    """Reads that wait. `serve(reads)`, on one of `threads` threads, ends the leading ones, at least one, and returns
-    their number; it must not raise. The others wait on, before later ones.
+    """Reads that wait for data, served by threads. `serve(reads)`, on one of `threads` threads, ends the leading ones,
+    at least one, and returns their number; it must not raise. The others wait on, before later ones.
     """
 
     def __init__(self, name: str, threads: int, serve: Callable[[Sequence[Read]], int]) -> None:

@@ -23,7 +23,7 @@ ARENAS_BYTES = 128 << 20  # at least: more than a processor's caches hold
 
 
 class Copies:
-    """As in `kvstored_client`, without names: nothing is kept."""
+    """Copies as a contender (see `kvstored_client`), without names: nothing is kept."""
 
     def __init__(self) -> None:
         self._places: dict[int, _Places] = {}
@@ -70,7 +70,7 @@ class _Places:
 
 
 def _copy(large: Bytes, small: Bytes, into_large: bool = False) -> None:
-    """Between large memory and small memory that is used again and again: out of the large one, or into it."""
+    """Copy between large memory and small memory that is used again and again: out of the large one, or into it."""
     for start in range(0, large.nbytes, small.nbytes):
         part = large[start : start + small.nbytes]
         source, target = (small[: part.nbytes], part) if into_large else (part, small[: part.nbytes])

@@ -20,7 +20,7 @@ from support.echo import EchoClient, echo
 
 
 class Echoes:
-    """As in `kvstored_client`; the number has no effect."""
+    """A contender that echoes (see `kvstored_client`); the number has no effect."""
 
     def __init__(self, client: EchoClient) -> None:
         self._client = client

@@ -30,7 +30,7 @@ TOKENS_OF_A_BLOCK = 64  # of the put and get comparison, where a block is just a
 
 
 class PagedMemory:
-    """What an engine would hold: K and V of all layers, in pages that block tables name."""
+    """The K and V of all layers that an engine would hold, in pages that block tables name."""
 
     def __init__(self) -> None:
         shape = (2, PAGES, PAGE_TOKENS, HEADS, HEAD_SIZE)
@@ -146,7 +146,7 @@ class Values:
         return elapsed_s
 
     def get(self, number: int, value_bytes: int) -> float:
-        """Into memory of the caller's own, as the rivals do, although an engine would read the lease in place."""
+        """Copy into memory of the caller's own, as the rivals do, although an engine would read the lease in place."""
         session, batch = self._sessions[value_bytes]
         batch.prepare(number)
         tokens = _tokens(number, batch.values * TOKENS_OF_A_BLOCK)

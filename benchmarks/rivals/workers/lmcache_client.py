@@ -27,7 +27,9 @@ POLLS = 100_000
 
 
 class Requests:
-    """As in `kvstored_client`. A lookup takes read locks, so each ends its session, outside the clock."""
+    """The requests of the contender LMCache (see `kvstored_client`). A lookup takes read locks, so each ends its
+    session, outside the clock.
+    """
 
     def __init__(self, rpc_url: str, http_url: str, transfer_mode: str, shape_spec: str) -> None:
         helpers._INSTANCE_ID_BASE = os.getpid()  # two clients of one server are two instances

@@ -37,7 +37,7 @@ def open_store(segment_bytes: int, address: str) -> MooncakeDistributedStore:
 
 
 class Values:
-    """As in `kvstored_client`."""
+    """The values of the contender Mooncake (see `kvstored_client`)."""
 
     def __init__(self, store: MooncakeDistributedStore) -> None:
         self._store = store

@@ -18,7 +18,7 @@ from serving import Batch, serve
 
 
 class Values:
-    """As in `kvstored_client`."""
+    """The values of the contender redis (see `kvstored_client`)."""
 
     def __init__(self, path: str, style: str) -> None:
         self._redis = redis.Redis(unix_socket_path=path)

@@ -23,7 +23,7 @@ STAMP_BYTES = 8
 
 
 class Batch:
-    """Where values come from and go to. `prepare` and `check` are not part of any measurement."""
+    """The memory that values come from and go to. `prepare` and `check` are not part of any measurement."""
 
     def __init__(self, values: int, value_bytes: int) -> None:
         self.values, self.value_bytes = values, value_bytes

@@ -84,7 +84,7 @@ class Crossover:
                 limits = {way: int(wanted) for way in WAYS} if wanted else _limits(self._device, kernel)
             with self._lock:
                 self._found = None if self._is_closed else (kernel, limits)
-            _log.info("a kernel copies runs of so many bytes at most: %s", limits)
+            _log.info("a kernel copies runs of at most this many bytes: %s", limits)
         except Exception as error:  # no kernel is no harm
             _log.info("small runs are copied in batches: %s", error)
 

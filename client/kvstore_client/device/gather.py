@@ -36,14 +36,14 @@ LONGEST_COMPILATION_S = 60.0
 
 
 class Argument(ctypes.Structure):
-    """The kernel's argument. `runs`: the address of `count` records of _RUN."""
+    """The argument of the gather kernel. `runs`: the address of `count` records of _RUN."""
 
     _fields_ = (("runs", ctypes.c_void_p), ("count", ctypes.c_uint64))
 
 
 class GatherKernel:
-    """The kernel. Raises CompileError if it cannot be compiled, DeviceError. The device's context has to be current,
-    here and in `queue`.
+    """The kernel that copies many pieces of memory in one launch. Raises CompileError if it cannot be compiled,
+    DeviceError. The device's context has to be current, here and in `queue`.
     """
 
     def __init__(self, device: DeviceMemory) -> None:

@@ -32,8 +32,8 @@ BUFFER_BYTES = 8 << 20
 
 
 class CopyMeans:
-    """The means. `least_bytes`: the buffer's least size, for host memory that is not registered yet. `priority`: the
-    stream's. Raises DeviceError.
+    """The stream, buffer, registered memory and budget that copies of one session share. `least_bytes`: the buffer's
+    least size, for host memory that is not registered yet. `priority`: the stream's. Raises DeviceError.
     """
 
     def __init__(

@@ -34,10 +34,11 @@ class PoolPart:
 
 
 class DevicePool:
-    """A pool. `layers[i]` are the parts of layer i, in the order in which its bytes are stored; `layer_bytes` is the
-    size of the largest layer, in a block. The pool has pages 0 to `pages` - 1. A block has `block_pages` of them,
-    anywhere in the pool; its payload has for each part the bytes of all its pages, in order. `memory` is kept as
-    long as something refers to the pool, as all copies under way do. Raises KVStoreError for invalid parts.
+    """An engine's pool of K/V pages in device memory. `layers[i]` are the parts of layer i, in the order in which its
+    bytes are stored; `layer_bytes` is the size of the largest layer, in a block. The pool has pages 0 to `pages` - 1. A
+    block has `block_pages` of them, anywhere in the pool; its payload has for each part the bytes of all its pages, in
+    order. `memory` is kept as long as something refers to the pool, as all copies under way do. Raises KVStoreError for
+    invalid parts.
     """
 
     def __init__(

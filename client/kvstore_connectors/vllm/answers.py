@@ -52,7 +52,9 @@ class _Due(NamedTuple):
 
 
 class AnswerReporter:
-    """The reporter. `sessions`: one for each rank's shard; the daemon sees a chain in each. `say`: see `KvHints`."""
+    """Reports ended answers to the daemon, with the expectations that clients gave for them. `sessions`: one for each
+    rank's shard; the daemon sees a chain in each. `say`: see `KvHints`.
+    """
 
     def __init__(
         self,

@@ -33,8 +33,9 @@ class BlockLoad(Protocol):
 
 
 class Pages(Protocol):
-    """The pool. `block_bytes`: the bytes of one block, all layers. `is_on_device`: a step has only been queued when
-    vLLM says that it has run, and the device's stream waits for a layer.
+    """vLLM's pool of K/V pages, which blocks are copied to and from. `block_bytes`: the bytes of one block, all layers.
+    `is_on_device`: a step has only been queued when vLLM says that it has run, and the device's stream waits for a
+    layer.
     """
 
     block_bytes: int

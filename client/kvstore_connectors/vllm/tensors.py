@@ -56,7 +56,9 @@ _AXES = 4  # block, head, token, content
 
 @dataclass(frozen=True, slots=True)
 class KVTensors:
-    """The caches. `device`: the CUDA device, as this process counts, to open the session with; None: host memory."""
+    """vLLM's KV caches as tensors that blocks are copied to and from. `device`: the CUDA device, as this process
+    counts, to open the session with; None: host memory.
+    """
 
     device: int | None
     pages: Callable[[Session], Pages]

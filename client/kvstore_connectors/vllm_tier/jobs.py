@@ -62,8 +62,8 @@ class _Job:
 
 
 class Jobs:
-    """The open jobs. `load` and `store` move one part, of at most `part_chunks` chunks, and return the outcome of each
-    chunk. `say` gets each kind of trouble once.
+    """The load and store jobs that vLLM has submitted and that have not ended. `load` and `store` move one part, of at
+    most `part_chunks` chunks, and return the outcome of each chunk. `say` gets each kind of trouble once.
     """
 
     def __init__(

@@ -37,8 +37,9 @@ _IDLE_WAIT_S = 0.05  # for the daemon, with nothing to compute
 
 
 class BatchEngine:
-    """The engine. It answers requests with `compute`, over its pool. `sessions(tenant)` is the tenant's session with
-    the daemon, or None. `copies` move blocks between sessions and the pool: by default with the processor.
+    """The engine that computes many requests at once. It answers requests with `compute`, over its pool.
+    `sessions(tenant)` is the tenant's session with the daemon, or None. `copies` move blocks between sessions and the
+    pool: by default with the processor.
 
     A prompt and its answer have at most `context` tokens: as many as the settings, `compute` and the pool allow.
     """

@@ -29,7 +29,7 @@ class SequencePart:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One step. `begin_s` to `end_s` is the whole step, `compute_s` the forward pass alone.
+    """The record of one step for observers. `begin_s` to `end_s` is the whole step, `compute_s` the forward pass alone.
 
     used_blocks: engine blocks that running sequences hold (shared ones once). cached_blocks: further blocks that only
     the prefix trie holds. budget_tokens: prompt tokens that the step had room for beside the decodes. parts: makes one

@@ -32,7 +32,7 @@ _LEAST_CONTEXT = 512
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One measurement. `ideal_tokens`: prompt tokens if each distinct block is computed once."""
+    """One measurement of a benchmark. `ideal_tokens`: prompt tokens if each distinct block is computed once."""
 
     load: str
     about: str

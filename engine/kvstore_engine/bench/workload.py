@@ -59,7 +59,7 @@ Arrivals = ClosedLoop | OpenLoop
 
 @dataclass(frozen=True, slots=True)
 class BenchRequest:
-    """A request. `kind` groups requests whose latencies are reported apart, such as "short" and "long".
+    """A request of a benchmark. `kind` groups requests whose latencies are reported apart, such as "short" and "long".
 
     `limit`: the requested number of tokens, if the answer ends by itself after `max_tokens`, unknown to the scheduler;
     0: `max_tokens` is requested.

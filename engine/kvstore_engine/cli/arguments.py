@@ -206,7 +206,7 @@ def _add_running(command: argparse.ArgumentParser) -> None:
         "--next-in",
         type=seconds,
         metavar="SECONDS",
-        help="announce to kvstored that the conversation goes on in about so long",
+        help="announce to kvstored that the conversation goes on in about this time",
     )
     running.add_argument(
         "--no-warm-up",
@@ -270,7 +270,7 @@ def _add_bench(commands: Commands) -> None:
     what.add_argument("--against", choices=("llama-server",), help="compare with llama.cpp's own server (see below)")
     what.add_argument("--llama-server", type=Path, metavar="PATH", help="that program instead of the wheel xllamacpp")
     what.add_argument("--only", choices=("server", "decode"), help="one half of --against")
-    what.add_argument("--rounds", type=int, metavar="N", help="of --against: turns of each side (default 3)")
+    what.add_argument("--rounds", type=int, metavar="N", help="with --against: turns of each side (default 3)")
     _add_load(command)
     _add_engine(command)
     output = command.add_argument_group("output")
@@ -298,11 +298,11 @@ def _add_load(command: argparse.ArgumentParser) -> None:
         metavar="R",
         help="requests a second at random times (Poisson): open loop",
     )
-    load.add_argument("--requests", type=int, metavar="N", help="of each case (default 32)")
-    load.add_argument("--prompt-tokens", type=int, metavar="N", help="of an ordinary request (default 256)")
-    load.add_argument("--generate-tokens", type=int, metavar="N", help="of an ordinary request (default 64)")
+    load.add_argument("--requests", type=int, metavar="N", help="requests of each case (default 32)")
+    load.add_argument("--prompt-tokens", type=int, metavar="N", help="tokens of an ordinary prompt (default 256)")
+    load.add_argument("--generate-tokens", type=int, metavar="N", help="tokens of an ordinary answer (default 64)")
     load.add_argument("--vocabulary", type=int, metavar="N", help="ids below N (default: the model's; 32000 for --url)")
-    load.add_argument("--seed", type=int, default=1, metavar="S", help="of prompts and arrivals (default 1)")
+    load.add_argument("--seed", type=int, default=1, metavar="S", help="seed of prompts and arrivals (default 1)")
     load.add_argument("--quick", action="store_true", help="8 requests of 64 + 16 tokens, for a look")
 
 
@@ -311,6 +311,6 @@ def _add_engine(command: argparse.ArgumentParser) -> None:
     engine.add_argument("--device", default=CPU, metavar="DEVICE", help=DEVICE_HELP)
     engine.add_argument("--threads", type=int, metavar="N", help="compute threads (default: as `kvengine generate`)")
     engine.add_argument("--block-sizes", action=ListAction, of=int, metavar="N", help="tokens in a block (default 16)")
-    engine.add_argument("--kv-dtype", default="f16", metavar="TYPE", help="of K and V, as for serve (default f16)")
+    engine.add_argument("--kv-dtype", default="f16", metavar="TYPE", help="type of K and V, as in serve (default f16)")
     engine.add_argument("--pool-tokens", type=int, metavar="N", help="size of the K/V pool (default: all clients fit)")
     engine.add_argument("--policy", default="fcfs", metavar="NAME", help="fcfs (default), shortest or priority")

@@ -124,8 +124,8 @@ def _add_engine(command: argparse.ArgumentParser) -> None:
         type=_patience_seconds,
         default=20.0,
         metavar="S",
-        help="end a ggml worker whose step takes so long, and 30 times what was predicted (default 20); on other "
-        "devices than cpu the scheduler, which is started again",
+        help="end a ggml worker whose step takes longer than this and than 30 times the predicted time (default "
+        "20); on other devices than cpu the scheduler, which is started again",
     )
     engine.add_argument(
         "--trace",

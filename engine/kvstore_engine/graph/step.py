@@ -31,7 +31,7 @@ class SequenceSlice:
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """The graph's inputs. `sequences` int32 [s, 4]: first row, rows, context; `outputs` are row numbers."""
+    """The inputs of a step's graph. `sequences` int32 [s, 4]: first row, rows, context; `outputs` are row numbers."""
 
     tokens: Int32Array
     positions: Int32Array

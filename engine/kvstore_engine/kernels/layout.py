@@ -128,7 +128,7 @@ class Product(ct.Structure):
 
 @dataclass(frozen=True, slots=True)
 class LayerAttention:
-    """One layer's attention. The defaults are plain causal attention.
+    """The attention of one layer, for the kernels. The defaults are plain causal attention.
 
     window: a token sees itself and the `window` - 1 tokens before it; 0: everything before it. sink_tokens: the first
     tokens of a sequence, which stay visible outside the window. scale: the factor of scores; 0: 1 / sqrt(head_dim).

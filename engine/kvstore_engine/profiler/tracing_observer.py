@@ -30,7 +30,7 @@ Key = tuple[str, int]
 
 
 class TraceFile:
-    """A trace file. Times are seconds of any one clock; the first one written becomes 0."""
+    """A trace file for a profile viewer. Times are seconds of any one clock; the first one written becomes 0."""
 
     def __init__(self, path: Path) -> None:
         """Create `path`. Raises OperationError if that fails."""

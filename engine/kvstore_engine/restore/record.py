@@ -39,8 +39,8 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class RestorationRecord:
-    """One restoration. Chunks are storage blocks; the ones in DRAM were copied first and are `mapped`. The
-    fields below are about the rest, `chunks` of them, which were in `tiers`.
+    """The record of restoring one prompt. Chunks are storage blocks; the ones in DRAM were copied first and are
+    `mapped`. The fields below are about the rest, `chunks` of them, which were in `tiers`.
 
     plan:        "load" or "compute" all of it, "tokens": both at once; empty where DRAM had all, or nothing was stored.
     predicted_s: of the plan; predicted_load_s, predicted_compute_s: of each path alone.

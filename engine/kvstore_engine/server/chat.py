@@ -80,7 +80,9 @@ class MadeCall(BaseModel):
 
 
 class Message(BaseModel):
-    """One message. Templates may read fields that OpenAI's API does not have, such as `reasoning_content`."""
+    """One message of a chat request. Templates may read fields that OpenAI's API does not have, such as
+    `reasoning_content`.
+    """
 
     model_config = ConfigDict(extra="allow", frozen=True)
 

@@ -29,7 +29,7 @@ _LONG_TEXT = 4096  # characters or tokens: what takes over a millisecond to toke
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """The served model. `template` is None for a base model: it completes but does not chat."""
+    """The model that the server answers with. `template` is None for a base model: it completes but does not chat."""
 
     name: str
     aliases: frozenset[str]

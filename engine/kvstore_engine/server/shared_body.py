@@ -32,7 +32,9 @@ _NO_PENALTIES = unsupported("this engine samples without penalties", 0)
 
 
 class NamedSchema(BaseModel):
-    """A named schema. It is always followed exactly, `strict` or not; the name and the description are for people."""
+    """A named JSON schema of a request. It is always followed exactly, `strict` or not; the name and the description
+    are for people.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     name: Text | None = None
@@ -118,7 +120,9 @@ class StreamOptions(BaseModel):
 
 
 class SharedBody(BaseModel):
-    """The shared fields. `max_tokens` absent: up to the end of the context, unless the endpoint has a default."""
+    """The fields that completion and chat requests share. `max_tokens` absent: up to the end of the context, unless the
+    endpoint has a default.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -133,8 +133,8 @@ class Run:
 
 
 class StagedRestorer:
-    """The restorer. `stores`, `costs`: one for each stage. One prompt at a time; the pipeline computes nothing else
-    meanwhile.
+    """Restores a prompt's prefix for all stages. `stores`, `costs`: one for each stage. One prompt at a time; the
+    pipeline computes nothing else meanwhile.
 
     `loads_all`: stored chunks are loaded, unless that stalls.
     """

@@ -21,8 +21,8 @@ _PLACEHOLDER = "\0"  # no byte is spelt so: GPT-2's alphabet writes byte 0 as U+
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """A cutting rule. `ignore_merges`: a word that is a token is taken whole. `add_bos`: the default if the file does
-    not say.
+    """A rule that cuts text into words before byte-pair merging. `ignore_merges`: a word that is a token is taken
+    whole. `add_bos`: the default if the file does not say.
     """
 
     patterns: tuple[str, ...]

@@ -23,8 +23,8 @@ MAX_PACKET_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class WorkerSetup:
-    """The worker's setup. `model`: the name in messages of the file whose descriptor the worker inherits. `pool`: the
-    size of the memory that it maps.
+    """The first packet to an engine's worker process: what it needs to open the model. `model`: the name in messages of
+    the file whose descriptor the worker inherits. `pool`: the size of the memory that it maps.
     """
 
     model: str

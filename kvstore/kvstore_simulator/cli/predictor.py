@@ -190,4 +190,4 @@ def _check_out(out: Path, recordings: list[Path]) -> None:
             f"--out {out}: {'it is a directory' if out.is_dir() else f'there is no directory {out.parent}'}"
         )
     if any(out.exists() and each.exists() and out.samefile(each) for each in recordings):
-        raise ValueError(f"--out {out} would overwrite what is read")
+        raise ValueError(f"--out {out} would overwrite the input")

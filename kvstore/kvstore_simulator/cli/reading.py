@@ -29,10 +29,10 @@ def add_options(simulate: argparse.ArgumentParser) -> None:
         help="with --part: replay what comes before it too, uncounted; without, the part starts with an empty tier",
     )  # fmt: skip
     simulate.add_argument(
-        "--seed", type=int, default=0, help="of what is drawn: session starts (claude-code), made-up hints"
+        "--seed", type=int, default=0, help="seed of random numbers: session starts (claude-code), made-up hints"
     )
     simulate.add_argument("--window-s", type=float, help="sessions start within it (claude-code; default 3600)")
-    simulate.add_argument("--sessions", type=int, help="so many sessions, drawn (claude-code; default: all)")
+    simulate.add_argument("--sessions", type=int, help="replay N sessions, drawn at random (claude-code; default: all)")
     simulate.add_argument(
         "--as-recorded", action="store_true",
         help="a recorded get only reads; without, it stores what it missed, as an engine does (kvstored)",

@@ -124,7 +124,7 @@ def _check_plot(arguments: argparse.Namespace) -> None:
     if plot.exists() and any(
         other and other.exists() and plot.samefile(other) for other in (arguments.trace, arguments.cost, profile)
     ):
-        raise ValueError(f"--plot {plot} would overwrite what is read")
+        raise ValueError(f"--plot {plot} would overwrite the input")
 
 
 def _replay(arguments: argparse.Namespace, advance: Advance) -> Results:

@@ -33,7 +33,7 @@ _NO_MEANING = ("without", "predictor", "plot")
 def add_options(simulate: argparse.ArgumentParser) -> None:
     timing = simulate.add_argument_group("mode timing")
     timing.add_argument("--profile", metavar="NAME", help="h100 (default), h200, cpu-only, or a FILE.toml like theirs")
-    timing.add_argument("--devices", type=int, metavar="N", help="so many of it side by side (default: 1)")
+    timing.add_argument("--devices", type=int, metavar="N", help="number of devices side by side (default: 1)")
     timing.add_argument(
         "--tiers", metavar="LIST",
         help="the store's tiers, fastest first: dram or cxl, then cxl, nvme or remote; =SIZE instead of the "
@@ -57,14 +57,16 @@ def add_options(simulate: argparse.ArgumentParser) -> None:
         help="also orchestrated with prefetch by prediction, as these predictors guess, instead of prefetch when a "
         "request arrives; oracle knows the trace",
     )  # fmt: skip
-    timing.add_argument("--predictor-model", type=Path, metavar="MODEL.npz", help="of predictor learned")
+    timing.add_argument(
+        "--predictor-model", type=Path, metavar="MODEL.npz", help="model file of the predictor `learned`"
+    )
 
 
 def add_fleet_options(simulate: argparse.ArgumentParser) -> None:
     fleet = simulate.add_argument_group("mode timing, several nodes")
     fleet.add_argument(
         "--nodes", type=int, metavar="N",
-        help="so many nodes, each as --profile and --tiers say, against one of N times the size",
+        help="N nodes, each as --profile and --tiers say, against one node of N times the size",
     )  # fmt: skip
     fleet.add_argument(
         "--remote", metavar="LIST",

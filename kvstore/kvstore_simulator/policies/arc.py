@@ -19,8 +19,8 @@ _NO_ROW = -1
 
 
 class Arc(Discipline):
-    """The ARC policy. An event costs O(1); it remembers as many keys as the tenant has blocks, of both queues
-    together.
+    """ARC, the adaptive replacement cache of Megiddo and Modha. An event costs O(1); it remembers as many keys as the
+    tenant has blocks, of both queues together.
     """
 
     inside = 2

@@ -91,8 +91,8 @@ def _may_be_tenant(config: Config, name: str) -> bool:
 
 
 class LiveSettings:
-    """The live settings. `resizes`: for each tier whose capacity can change, by name. `certificates`: the certificates
-    of the listener with TLS, if any.
+    """Applies changed settings to the running daemon. `resizes`: for each tier whose capacity can change, by name.
+    `certificates`: the certificates of the listener with TLS, if any.
     """
 
     def __init__(

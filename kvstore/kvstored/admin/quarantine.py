@@ -38,7 +38,9 @@ class Quarantine:
         return reply
 
     async def release(self, request: pb.ReleaseQuarantineRequest) -> pb.ReleaseQuarantineReply:
-        """Release slots. Raises KVStoreError for a place that is not in quarantine; then nothing is released."""
+        """Release slots from quarantine. Raises KVStoreError for a place that is not in quarantine; then nothing is
+        released.
+        """
         if request.all == bool(request.locations):
             raise KVStoreError(ErrorKind.INVALID, "give the places to release, or all")
         held = self._nvme.quarantined() if self._nvme is not None else {}

@@ -38,7 +38,9 @@ class Difference:
 
 
 class Reload:
-    """The reload. `read()` reads the configuration as at the start; it raises ConfigError if it cannot be used."""
+    """Reloads the configuration and applies what can change while the daemon runs. `read()` reads the configuration as
+    at the start; it raises ConfigError if it cannot be used.
+    """
 
     def __init__(self, config: Config, read: Callable[[], Config], live: LiveSettings) -> None:
         self.config = config  # what is in force

@@ -40,9 +40,9 @@ def add_check(commands: Commands) -> None:
     check.add_argument("directory", type=Path)
     check.add_argument("--payloads", action="store_true", help="also read and verify every payload (slow)")
     check.add_argument("--capacity", metavar="SIZE", help="also hold the directory to this capacity, such as 8GiB")
-    check.add_argument("--notes", action="store_true", help="also list what is worth knowing and not wrong")
+    check.add_argument("--notes", action="store_true", help="also list findings that are no damage")
     check.add_argument("--repair", action="store_true", help="repair what can be repaired and list what was done")
-    check.add_argument("--dry-run", action="store_true", help="with --repair: say what would be done, change nothing")
+    check.add_argument("--dry-run", action="store_true", help="with --repair: print the repairs, change nothing")
     check.add_argument("--json", action="store_true", help="one JSON object")
     check.set_defaults(run=_check)
 

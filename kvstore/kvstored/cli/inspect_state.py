@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def add_state_options(inspect: argparse.ArgumentParser) -> None:
     """Add the options of `state`."""
-    inspect.add_argument("--limit", type=int, default=0, metavar="N", help="state: at most so many values (100)")
+    inspect.add_argument("--limit", type=int, default=0, metavar="N", help="state: at most N values (100)")
     inspect.add_argument("--first", default="", metavar="HEX", help="state: begin at this key")
     inspect.add_argument("--copy", type=Path, metavar="DIR", help="state: write a copy into this directory instead")
 

@@ -14,7 +14,7 @@ _BARE_IPV6 = re.compile(r"(?P<host>[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*):(?P<port>\d{1,
 
 
 class Address(NamedTuple):
-    """An address. `host` has no brackets; "*" is every interface."""
+    """A TCP address of a listener. `host` has no brackets; "*" is every interface."""
 
     host: str
     port: int

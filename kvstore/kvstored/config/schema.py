@@ -186,8 +186,8 @@ class WrittenSetting(NamedTuple):
 
 @dataclass(frozen=True)
 class Config:
-    """The configuration. `listed` has the tiers, also disabled ones, fastest first. `written` has every setting as it
-    was written, in the order of the reference file, tenants last.
+    """The whole configuration of a daemon. `listed` has the tiers, also disabled ones, fastest first. `written` has
+    every setting as it was written, in the order of the reference file, tenants last.
     """
 
     daemon: DaemonSection

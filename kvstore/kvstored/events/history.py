@@ -27,7 +27,9 @@ _MAX_FILE_BYTES = 1 << 20
 
 
 class PublishedBefore:
-    """The history. `directory` is the state directory, None for none; `now_s` is the wall clock, in seconds."""
+    """The epoch and the topics of publishers before this one, kept in the state directory. `directory` is the state
+    directory, None for none; `now_s` is the wall clock, in seconds.
+    """
 
     def __init__(self, directory: Path | None, now_s: Callable[[], float] = time.time) -> None:
         self._path = None if directory is None else directory / FILE

@@ -24,7 +24,7 @@ LEAST_STALE = 1024  # entries of batches that are not kept any more, before they
 
 
 class Block(NamedTuple):
-    """A block. `places`: the places of its copies."""
+    """A block of an event. `places`: the places of its copies."""
 
     places: frozenset[CopyPlace]
     parent: bytes

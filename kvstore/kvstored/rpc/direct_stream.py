@@ -30,7 +30,7 @@ CLOSING_POLL_S = 0.005
 
 
 class DirectStreams:
-    """The direct streams. `message_bytes` bounds one request."""
+    """The request streams of clients over Unix sockets, without gRPC. `message_bytes` bounds one request."""
 
     def __init__(self, answering: StreamServices, message_bytes: int) -> None:
         self._answering = answering

@@ -61,7 +61,9 @@ class CallLimit:
 
 
 class UnaryService(unary_pb2_grpc.KVStoreUnaryServicer):
-    """The servicer. `callers` finds the tenant of a caller on the socket that this instance serves."""
+    """The servicer of unary gRPC calls. `callers` finds the tenant of a caller on the socket that
+    this instance serves.
+    """
 
     def __init__(
         self, calls: InlineCalls, callers: Callers, sessions: Sessions, phase: Phase, limit: CallLimit, max_keys: int

@@ -118,7 +118,7 @@ def as_os_error(error: lmdb.Error, path: Path) -> OSError:
 
 
 class Environment:
-    """One open file. Its constructor raises Unusable and OSError."""
+    """An open LMDB environment with the databases of small state. Its constructor raises Unusable and OSError."""
 
     def __init__(self, path: Path, *, create: bool = False, readonly: bool = False, shared: bool = False) -> None:
         """Open the file. `readonly`: the medium cannot be written, and no other process has the file open. `shared`:

@@ -11,7 +11,9 @@ Found = TypeVar("Found")
 
 
 class Steps:
-    """Runs steps. `busy_s`: seconds of the thread's processor time that the steps have taken so far."""
+    """Runs long work of the control thread in steps, with other tasks between them. `busy_s`: seconds of the thread's
+    processor time that the steps have taken so far.
+    """
 
     def __init__(self) -> None:
         self.busy_s = 0.0

@@ -54,7 +54,7 @@ NICE = 5  # events' too: where processors are short, state waits for puts
 
 
 class StateWorker:
-    """Executes messages. `answer` sends bytes to the daemon."""
+    """Executes the daemon's messages in the state process. `answer` sends bytes to the daemon."""
 
     def __init__(self, answer: Callable[[bytes], None]) -> None:
         self._answer = answer
@@ -238,7 +238,7 @@ class StateWorker:
 
 def _written_bytes() -> int:
     """Return the bytes that this process has caused to be written to a device, the page cache included; 0 when the
-    kernel does not tell."""
+    kernel does not say."""
     with suppress(OSError, ValueError):
         for line in Path("/proc/self/io").read_text().splitlines():
             if line.startswith("write_bytes:"):

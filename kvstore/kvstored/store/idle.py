@@ -1,7 +1,7 @@
-"""The module removes idle copies from a tier: copies that nobody used for `ttl_s`, and chains worth less than
+"""The module removes idle copies from a tier: copies that were not used for `ttl_s`, and chains worth less than
 `keep_worth`.
 
-It looks at one part of the columns at a time, whatever policy the tier has, and removes a copy only where the copy may
+It looks at one part of the columns at a time, with any policy, and removes a copy only where the copy may
 be evicted. A copy that is used in time stays. The purpose is to free room; it is no promise that a block will be gone.
 """
 

@@ -21,8 +21,9 @@ Place = tuple[int, int]  # container and offset: a slot without its generation
 
 @dataclass(slots=True)
 class Lease:
-    """A lease. `tokens` name residency rows as pinned: a block may be removed by force, and its row be used again.
-    Empty once expired. `continues`: granted for the request of another lease, which counts for both.
+    """A lease as the daemon holds it: a client's right to read blocks. `tokens` name residency rows as pinned: a block
+    may be removed by force, and its row be used again. Empty once expired. `continues`: granted for the request of
+    another lease, which counts for both.
     """
 
     lease_id: int

@@ -119,8 +119,9 @@ class Flows:
 
 @dataclass(slots=True)
 class Miss:
-    """A miss. `key` is the first block of the request that was missing, of the layer group `group`; `found_blocks` of
-    `asked_blocks` were there."""
+    """A miss with its reason. `key` is the first block of the request that was missing, of the layer group `group`;
+    `found_blocks` of `asked_blocks` were there.
+    """
 
     key: bytes
     cause: Cause

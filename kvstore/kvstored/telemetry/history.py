@@ -66,7 +66,7 @@ class Window:
 
 
 class History:
-    """All rings. `started_ns` is the time when counting began."""
+    """The samples of all series, in one ring for each resolution. `started_ns` is the time when counting began."""
 
     def __init__(self, started_ns: int, resolutions: Sequence[Resolution] = RESOLUTIONS) -> None:
         self._rings = [_Ring(resolution, started_ns) for resolution in resolutions]

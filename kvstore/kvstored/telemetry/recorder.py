@@ -44,9 +44,9 @@ class Hinted:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One request. `keys` are packed and in chain order; `parent` is the parent of the first key. `found`: the number
-    of readable blocks or, for a put, of stored ones. `block_tokens` of the client's fingerprint; `prompt_tokens`: 0
-    if not known. `hinted`: the content of a hint.
+    """One request as it is recorded. `keys` are packed and in chain order; `parent` is the parent of the first key.
+    `found`: the number of readable blocks or, for a put, of stored ones. `block_tokens` of the client's fingerprint;
+    `prompt_tokens`: 0 if not known. `hinted`: the content of a hint.
     """
 
     op: str
@@ -62,7 +62,9 @@ class Event:
 
 
 class Recorder:
-    """The recorder. It opens the file at once (mode 0600; raises OSError if it cannot, or if the file exists)."""
+    """Records requests to a trace file. It opens the file at once (mode 0600; raises OSError if it cannot, or if the
+    file exists).
+    """
 
     def __init__(self, path: Path, started_ns: int) -> None:
         self._path = path

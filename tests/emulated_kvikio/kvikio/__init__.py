@@ -1,5 +1,5 @@
-"""As much of the library kvikio as the GPU's worker calls, over POSIX reads and the (emulated) CUDA driver, for tests
-that put `tests/emulated_kvikio` on the path of a worker.
+"""The part of the library kvikio that the GPU's worker calls, over POSIX reads and the (emulated) CUDA driver, for
+tests that put `tests/emulated_kvikio` on the path of a worker.
 
 What is read is what the file has, unless the file that EMULATED_KVIKIO_ORDERS names says otherwise, in one word:
 `spoil` (a bit is wrong), `short` (a page less comes), `refuse` (files cannot be registered), `fail` (reads raise),

@@ -1,4 +1,4 @@
-"""Whether cuFile starts."""
+"""Says whether cuFile starts."""
 
 from __future__ import annotations
 

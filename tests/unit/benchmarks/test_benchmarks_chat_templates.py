@@ -1,4 +1,4 @@
-"""benchmarks/chat_templates.py sorts prompts into those that are equal, refused, left out and different."""
+"""benchmarks/chat_templates.py sorts prompts into equal, refused, left out and different ones."""
 
 import json
 import subprocess

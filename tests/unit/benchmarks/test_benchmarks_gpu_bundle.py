@@ -1,4 +1,4 @@
-"""Which wheels are left out of the bundle for a machine that has some."""
+"""The bundle leaves out the wheels that a machine has."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What the questions to a GPU make of what they see: tests that were skipped, packages that are missing, memory that
-settles, a library in a wheel.
+"""The questions to a GPU judge what they see: tests that were skipped, packages that are missing, memory that settles,
+a library in a wheel.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def test_a_package_is_named_as_it_is_installed_and_a_module_of_ours_is_none() ->
 
 
 def test_the_questions_are_listed_whatever_is_missing_and_a_mistake_is_one_line(tmp_path: Path) -> None:
-    """What a question takes is imported when it is asked: what needs less can be asked all the same."""
+    """The imports of a question come when it is asked: what needs less can be asked all the same."""
     (tmp_path / "sitecustomize.py").write_text(NOTHING_IS_INSTALLED)
 
     def check(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -184,7 +184,7 @@ def test_rivals_are_asked_where_they_are(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 class PagedRival(ModuleType):
-    """What is called of FlashInfer, over torch, as strict about shapes as the documentation is."""
+    """The part of FlashInfer that is called, over torch, as strict about shapes as the documentation is."""
 
     def __init__(self, torch: ModuleType) -> None:
         super().__init__("flashinfer")

@@ -1,5 +1,6 @@
-"""What a caller may give: each value works as it is meant, or is refused with a line that names the argument, before
-anything is sent."""
+"""Each value that a caller may give works as it is meant, or is refused with a line that names the argument, before
+anything is sent.
+"""
 
 from __future__ import annotations
 

@@ -38,8 +38,9 @@ def leased(fingerprint: Fingerprint = MODEL) -> tuple[Lease, MemoryGrant]:
 
 
 def releases(grant: MemoryGrant) -> int:
-    """How often the lease was given back; what was dropped is given back with the next request. Nothing here waits for
-    the garbage collector: no array is in a circle."""
+    """Return how often the lease was given back; what was dropped is given back with the next request. Nothing here
+    waits for the garbage collector: no array is in a circle.
+    """
     give_back_dropped()
     return grant.released
 
@@ -312,7 +313,7 @@ def test_after_its_end_a_lease_describes_nothing() -> None:
 
 
 def test_cupy_takes_the_memory_of_an_array(tmp_path: Path) -> None:
-    """As far as it goes without a driver: an array over memory of another's."""
+    """CuPy takes it as far as it goes without a driver: an array over memory of another's."""
     cupy = pytest.importorskip("cupy", reason="CuPy is not installed: pip install '.[cuda]'")
     lease, grant = on_device()
     array = lease.array(0, kind="k")

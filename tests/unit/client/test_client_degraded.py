@@ -45,7 +45,7 @@ def is_direct(session: Session) -> bool:
 
 
 def reasons(session: Session, times: int) -> list[str]:
-    """Of lookups that do not wait long."""
+    """Return the reasons of lookups that do not wait long."""
     return [session.lookup(TOKENS, deadline_s=0.1).reason for _ in range(times)]
 
 

@@ -1,4 +1,4 @@
-"""Which payloads from pages of a pool are copied in one batch, and behind which events."""
+"""Payloads from pages of a pool are copied in one batch, behind their events."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from tests.reference.played_device import PlayedDevice
 
 
 class Device(PlayedDevice):
-    """Its context can be used by the thread that made it, and by no other."""
+    """A device whose context can be used by the thread that made it, and by no other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Stream:
 
 
 class Means:
-    """Of nothing that is registered. The next user of the buffer comes as soon as it may."""
+    """The resources of copies with nothing that is registered. The next user of the buffer comes as soon as it may."""
 
     def __init__(self, device: Device) -> None:
         self.device, self.stream, self.budget = device, Stream(), LinkBudget()

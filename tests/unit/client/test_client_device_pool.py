@@ -47,7 +47,7 @@ def test_layers_given_as_parts_may_have_different_sizes() -> None:
 
 
 def test_a_block_of_several_pages_has_each_parts_bytes_of_all_of_them() -> None:
-    """As an engine's blocks of K and V: in the payload all of K comes before V."""
+    """The pages hold an engine's blocks of K and V: in the payload all of K comes before V."""
     pool = DevicePool([[PoolPart(4096, 64, 64), PoolPart(8192, 32, 32)]] * 2, 5, block_pages=3)
     assert (pool.layer_bytes, pool.block_bytes, pool.extent(1)) == (288, 576, (288, 288))
     k, v = [(4096 + page * 64, 64) for page in (4, 0, 2)], [(8192 + page * 32, 32) for page in (4, 0, 2)]

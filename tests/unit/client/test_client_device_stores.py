@@ -146,7 +146,7 @@ def engine() -> Iterator[Engine]:
 
 @pytest.mark.parametrize("failures", [1, 2])
 def test_no_copy_is_left_for_a_slot_that_was_given_back(engine: Engine, failures: int) -> None:
-    """What was begun for a put that failed must not write into the slots of the next one."""
+    """A copy that was begun for a put that failed must not write into the slots of the next one."""
     finish = engine.transfers.payload_of(0)(engine.staging[HEADER_BYTES : engine.slot_bytes])
     assert finish is not None
     engine.device.failures_to_be_current = failures
@@ -193,7 +193,7 @@ def test_a_failure_is_raised_for_each_block_that_was_under_way(engine: Engine, i
 
 
 def test_a_load_waits_for_what_is_being_stored(engine: Engine) -> None:
-    """They share the buffer."""
+    """Loads and stores share the buffer."""
     slot = engine.staging[HEADER_BYTES : HEADER_BYTES + engine.block_bytes]
     finish = engine.transfers.payload_of(2)(slot)
     lease: Any = SimpleNamespace(valid=True)
@@ -206,7 +206,7 @@ def test_a_load_waits_for_what_is_being_stored(engine: Engine) -> None:
 
 
 class Owner:
-    """Of an event."""
+    """An owner of an event."""
 
 
 def test_the_event_of_a_load_that_was_dropped_is_kept_until_its_copies_have_ended(engine: Engine) -> None:

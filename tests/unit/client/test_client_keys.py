@@ -1,4 +1,4 @@
-"""Keys of the client equal those of the ground floor, after any earlier calls; the cache only saves work."""
+"""Keys of the client equal the keys of `kvstore_proto`, after any earlier calls; the cache only saves work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What copies of an engine may take of its link while it decodes, and that nothing is limited otherwise."""
+"""Copies of an engine keep to a share of its link while it decodes; nothing is limited otherwise."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def budget_of(stores: Rate = RATE, loads: Rate = None) -> tuple[LinkBudget, Step
 
 
 def spend(budget: LinkBudget, time: SteppedTime, nbytes: int, count: int) -> float:
-    """The seconds that so many copies wait, by an engine that says before each that it decodes."""
+    """Return the seconds that `count` copies wait, by an engine that says before each that it decodes."""
     began_s = time.now_s
     for _ in range(count):
         budget.decoding(True)

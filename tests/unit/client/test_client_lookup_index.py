@@ -179,7 +179,7 @@ def test_what_is_handed_over_as_a_stream_and_is_none_is_closed(ends: tuple[Hands
 
 
 def drained(theirs: socket.socket) -> list[str | None]:
-    """What was asked for and not looked at yet."""
+    """Return what was asked for and not looked at yet."""
     asked = []
     with contextlib.suppress(BlockingIOError):
         while True:

@@ -83,7 +83,7 @@ def test_an_orphan_is_sent_again_only_while_a_block_before_it_is_to_come(daemon:
 
 
 def test_an_orphan_of_a_refused_block_says_why_that_was_refused(daemon: FakeDaemon) -> None:
-    """Of the second message and of those after it the daemon knows only that the block before is missing."""
+    """The daemon knows of the second message and of those after it only that the block before is missing."""
     daemon.knobs.max_keys, daemon.knobs.no_room = 5, True
     with daemon.connect(FINGERPRINT) as session:
         assert session.put(TOKENS, payloads=PAYLOADS).statuses == ["no_room"] * BLOCKS

@@ -80,7 +80,7 @@ def address(of: Bytes) -> int:
 
 
 def settled(memory: RegisteredMemory) -> None:
-    """What is over has ended, too: the thread looks for that before it registers something."""
+    """Wait until what is over has ended, too: the thread looks for that before it registers something."""
     memory.want(mapping())
     assert memory.settle(30.0)
 

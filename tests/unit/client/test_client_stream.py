@@ -83,7 +83,7 @@ def is_being_read(far: Far) -> bool:
 
 
 def looks_of_the_attendant(far: Far, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Of each time that it goes to sleep from now on: whether data would wake it."""
+    """Return for each time that the attendant goes to sleep from now on whether data would wake it."""
     transport = far.stream._transport
     assert isinstance(transport, DirectTransport)
     looks: list[bool] = []

@@ -1,4 +1,4 @@
-"""The numbers that are read out of llama.cpp's planes are those that ggml's types say."""
+"""The numbers that are read out of llama.cpp's planes follow ggml's types."""
 
 from __future__ import annotations
 

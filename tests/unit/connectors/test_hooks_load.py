@@ -1,4 +1,4 @@
-"""Which questions a connector's load asks the daemon."""
+"""A connector's load asks the daemon no more than it must."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many pages of a hit SGLang is advised to load, and how that is learned from calls that name no request."""
+"""SGLang is advised how many pages of a hit to load, learned from calls that name no request."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ class Controller:
     names_prefixes: bool = True
 
     def batches(self, keys: list[str], first: int = 0) -> Iterator[tuple[list[str], list[str] | None]]:
-        """Of keys[first:], each with what is before it."""
+        """Return the batches of keys[first:], each with what is before it."""
         for start in range(first, len(keys), BATCH):
             yield keys[start : start + BATCH], keys[:start] if self.names_prefixes else None
 

@@ -1,4 +1,6 @@
-"""What a linker needs no SGLang for: where device pages are, which page is before which, and in what order it waits."""
+"""The parts of a linker that need no SGLang: where device pages are, which page is before which, and in what order it
+waits.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def entry(
     dtype: str = "bf16",
     kept_as: str = "",
 ) -> Any:
-    """As SGLang's DevicePoolEntry: buffers of tokens or of pages, one after another from address 1000 on."""
+    """Return an entry as SGLang's DevicePoolEntry: buffers of tokens or of pages, one after another from address 1000
+    on.
+    """
     rows, row = (PAGES, ROW * PAGE) if rows_are_pages else (PAGES * PAGE, ROW)
     tensors = [SimpleNamespace(shape=(rows, row // 2), nbytes=rows * row, dtype=dtype) for _ in range(4)]
     places = [(1000 + at * rows * row, row if rows_are_pages else stride, ROW * PAGE) for at in range(4)]
@@ -121,7 +125,7 @@ def test_results_of_stores_come_in_their_order_and_one_that_raises_has_failed() 
 
 @dataclass
 class Load:
-    """Of one pool: which of its layers which stream was made to wait for."""
+    """A load of one pool: which of its layers which stream was made to wait for."""
 
     fails: bool = False
     landed: bool = True
@@ -195,7 +199,7 @@ def test_a_stream_waits_for_the_layers_of_every_pool_up_to_the_one_it_computes()
 
 
 def test_a_stream_that_begins_late_waits_for_all_that_is_before() -> None:
-    """As the replay of a graph does, which asks for the last layer alone."""
+    """The stream waits as the replay of a graph does, which asks for the last layer alone."""
     pool = Pool((0, 1, 2), Load())
     loads, _ = batch(pool)
     counter_of(loads).wait_until(3)

@@ -1,4 +1,4 @@
-"""Which models share blocks, and which are refused: the fingerprint of what is in memory."""
+"""Models share blocks by the fingerprint of what is in memory, or are refused."""
 
 from __future__ import annotations
 

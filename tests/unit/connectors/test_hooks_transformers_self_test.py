@@ -1,4 +1,4 @@
-"""What a session's opening proves of a model: that K and V in blocks are all that its answers depend on."""
+"""A session's opening proves of a model that K and V in blocks are all that its answers depend on."""
 
 from __future__ import annotations
 

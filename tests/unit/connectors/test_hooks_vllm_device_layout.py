@@ -1,4 +1,6 @@
-"""Where a block is in KV caches on a device: each order of axes that vLLM has, and what has no place in a pool."""
+"""Blocks have their place in KV caches on a device: each order of axes that vLLM has, and what has
+no place in a pool.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,7 @@ def test_one_head_has_strides_that_mean_nothing() -> None:
 
 
 def halved(cache: CacheMemory) -> CacheMemory:
-    """As kernels see it that take half as many tokens in a block."""
+    """Return the caches as kernels see them that take half as many tokens in a block."""
     (blocks, heads, tokens, content), strides = cache.shape, cache.strides
     shape, by_token = (2 * blocks, heads, tokens // 2, content), strides[1] < strides[2]
     return CacheMemory(

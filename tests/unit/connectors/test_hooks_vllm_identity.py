@@ -68,7 +68,7 @@ def test_an_image_over_two_blocks_counts_in_both() -> None:
 
 
 def test_a_request_with_images_shares_nothing_with_plain_text() -> None:
-    """Its blocks are stored without token ids: a plain request could never verify them."""
+    """The request's blocks are stored without token ids: a plain request could never verify them."""
     assert not set(keys_of(Extras(items=(Item("cat", 9, 2),)))) & set(keys_of(Extras()))
 
 

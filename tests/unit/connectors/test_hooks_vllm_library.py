@@ -1,5 +1,6 @@
-"""What our classes for vLLM import, override and construct, against vLLM's own files: those of a wheel for GPUs too,
-which are read, not loaded."""
+"""Our classes for vLLM fit vLLM's own files by what they import, override and construct: the files of a wheel for GPUs
+too, which are read, not loaded.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much is loaded, and how blocks are arranged in memory."""
+"""The connector bounds how much is loaded, and arranges blocks in memory."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What the vLLM connector loads: as much as is faster than computing, layer by layer or beside the steps, and what
-happens to loads that fail or stall.
+"""The vLLM connector loads as much as is faster than computing, layer by layer or beside the steps; loads may fail or
+stall.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def test_of_two_ranks_the_slower_one_counts() -> None:
 
 
 class Stalling(KeyedStore):
-    """Its blocks come when `opened` is set, or not at all if the deadline is nearer."""
+    """A session whose blocks come when `opened` is set, or not at all if the deadline is nearer."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""From vLLM's configuration to a fingerprint: what differs never shares a block, what cannot be served is refused."""
+"""vLLM's configuration gives a fingerprint: what differs never shares a block, what cannot be served is refused."""
 
 from __future__ import annotations
 

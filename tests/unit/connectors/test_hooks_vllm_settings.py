@@ -1,4 +1,4 @@
-"""What may be set in vLLM's kv_connector_extra_config, and the door of the package without vLLM."""
+"""The settings of vLLM's kv_connector_extra_config, and the import of the package without vLLM."""
 
 from __future__ import annotations
 

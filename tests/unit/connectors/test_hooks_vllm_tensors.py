@@ -1,4 +1,4 @@
-"""From vLLM's KV caches to the pool: on which device it is, and which tensors are refused. No torch, and no driver."""
+"""vLLM's KV caches give the pool: on which device it is, and which tensors are refused. No torch, and no driver."""
 
 from __future__ import annotations
 

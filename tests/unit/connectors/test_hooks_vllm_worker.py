@@ -311,7 +311,7 @@ class BudgetedPages(PagedLayers):
 
 
 def waiting_engine() -> tuple[Engine, BudgetedPages]:
-    """It decodes, and the second of two blocks that it stores waits for its rate."""
+    """Return an engine that decodes; the second of two blocks that it stores waits for its rate."""
     engine = Engine(KeyedStore(), pages=BudgetedPages)
     pages = engine.pages
     assert isinstance(pages, BudgetedPages)

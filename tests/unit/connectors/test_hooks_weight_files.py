@@ -1,4 +1,4 @@
-"""Whether the files of a running model are those that were loaded, and unchanged: by mappings, names and times."""
+"""The files of a running model are the loaded ones, and unchanged: by mappings, names and times."""
 
 from __future__ import annotations
 

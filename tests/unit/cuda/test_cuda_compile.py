@@ -41,7 +41,7 @@ BLOCKS = Program.of("blocks.cu")
 
 
 def must_compile_without_spilling(architecture: str, shapes: list[CacheShape]) -> None:
-    """Every kernel, those of attention for each shape."""
+    """Compile every kernel, the attention kernels for each shape."""
     programs = [BLOCKS]
     for shape in shapes:
         programs += [PagedAttention(ShimLauncher(), shape).program, RopeCache(ShimLauncher(), shape).program]

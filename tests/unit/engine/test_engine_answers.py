@@ -1,4 +1,4 @@
-"""What a caller sees of an answer: text, stop strings, log probabilities, constraints, and an end in every case."""
+"""A caller sees of an answer text, stop strings, log probabilities, constraints, and an end in every case."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PROMPT = list(range(40))
 
 
 def _first_end(text: str, stops: list[str]) -> int | None:
-    """Where the first stop string to be complete begins; of several complete at once the longest."""
+    """Return where the first stop string to be complete begins; of several complete at once the longest."""
     ends = [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]
     return min(ends)[1] if ends else None
 
@@ -281,7 +281,9 @@ def test_a_constraint_that_cannot_be_made_refuses_the_request() -> None:
 
 @pytest.mark.parametrize("steps", [0, 1, 3, 8, 30])
 def test_a_request_may_be_cancelled_at_any_time(steps: int) -> None:
-    """In the queue, in its prompt, while it answers, while it is swapped out, when it has ended."""
+    """The request is cancelled in the queue, in its prompt, while it answers, while it is swapped out, when it has
+    ended.
+    """
     engine = twin_engine(24, max_running=6)
     for n in range(12):
         engine.add(request(str(n), [(n + k) % 64 for k in range(40 + n)], 70, n=1 + n % 2))

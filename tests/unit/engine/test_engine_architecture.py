@@ -1,4 +1,4 @@
-"""How a file's metadata becomes a configuration, and windows where llama.cpp cannot be asked."""
+"""A file's metadata becomes a configuration; and windows where llama.cpp cannot be asked."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -48,7 +48,7 @@ def _engine(*sessions: KvSession, blocks: int = 256, observer: Observer | None =
 
 
 class _Reports(Observer):
-    """What an engine reports of the store."""
+    """The reports of an engine about the store."""
 
     def __init__(self) -> None:
         self.restored_from: list[RestoreReport] = []
@@ -62,7 +62,7 @@ class _Reports(Observer):
 
 
 def _report_of(session: MemorySession, prompt: list[int]) -> RestoreReport:
-    """Of an engine that knows nothing of the prompt, but what the session has."""
+    """Return the report of an engine that knows nothing of the prompt, but what the session has."""
     reports = _Reports()
     engine = _engine(session, observer=reports)
     engine.add(request("asks", prompt, 2, store=False))

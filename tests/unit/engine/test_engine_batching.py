@@ -1,4 +1,4 @@
-"""The engine's loop over a model that notices every wrong block: answers equal those of each request alone."""
+"""The engine's loop over a model that notices every wrong block: each answer equals the answer of the request alone."""
 
 from __future__ import annotations
 

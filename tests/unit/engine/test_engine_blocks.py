@@ -87,7 +87,7 @@ def test_a_block_that_stayed_is_not_copied() -> None:
 
 
 def test_host_memory_stays_between_swaps_and_goes_back_when_none_come() -> None:
-    """What a sequence has left is the next one's: fresh memory would have to be touched anew."""
+    """The memory that a sequence has left is the next one's: fresh memory would have to be touched anew."""
     space = _space(64)
     one = space.pool.payload_bytes(1)
     host = HostPool(space.pool, 64 * one)
@@ -152,7 +152,7 @@ def test_compaction_moves_only_what_pays_and_keeps_every_byte() -> None:
 
 
 def test_a_compaction_that_cannot_pay_does_not_look_for_places(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is asked every few steps, and would else cost more than it ever saves."""
+    """The compaction is asked every few steps, and would else cost more than it ever saves."""
     space, costs = _space(64), TransferCosts()
     block_table, _ = _scattered(space, 16)
     even = costs.move_s(16 * space.pool.payload_bytes(1), 17) / (15 * costs.run_s)  # transfers that pay for a move
@@ -168,7 +168,7 @@ def test_a_compaction_that_cannot_pay_does_not_look_for_places(monkeypatch: pyte
 
 
 def test_compaction_follows_costs_that_change() -> None:
-    """Its shortest way to decline is of costs as they were; not for long."""
+    """The shortest way to decline is by costs as they were; not for long."""
     space, costs = _space(64), TransferCosts()
     block_table, _ = _scattered(space, 16)
     compactor, nbytes = Compactor(space, costs), 16 * space.pool.payload_bytes(1)

@@ -1,4 +1,4 @@
-"""Where attention becomes one pass: what is made of measured times, what is remembered, and what the setting says."""
+"""Attention becomes one pass: what is made of measured times, what is remembered, and what the setting says."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHAPE, BLOCKS, ROWS = CacheShape(32, 8, 128, 16), 40, (1, 2, 4, 8, 16)
 
 
 class ModelledDevice(Launcher):
-    """Runs nothing. A thread block takes a second for each partition of its keys; so many run at once."""
+    """Runs nothing. A thread block takes a second for each partition of its keys; `at_once` of them run at once."""
 
     multiprocessors, architecture, name = 32, "sm_90", "modelled"
 

@@ -1,4 +1,4 @@
-"""What is ggml's executor's own: its types of K and V, its graphs and the buffer that they share. The rest:
+"""The parts that only ggml's executor has: its types of K and V, its graphs and the buffer that they share. The rest:
 tests/contract/test_executor_contract.py.
 """
 

@@ -51,7 +51,7 @@ def _touched(path: Path) -> None:
 
 
 def _with_the_same_times(path: Path) -> None:
-    """As a backup that puts the time of the last access back."""
+    """Replace the file as a backup does that puts the time of the last access back."""
     os.utime(path, ns=(0, path.stat().st_mtime_ns))
 
 

@@ -1,4 +1,4 @@
-"""Which prefix a step's sequences share most, and which windows of the L2 cache a device is asked for."""
+"""A step's sequences share a prefix, and a device is asked for windows of the L2 cache."""
 
 from __future__ import annotations
 

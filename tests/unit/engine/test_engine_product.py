@@ -43,7 +43,7 @@ def _operation(name: str, matrix_type: int) -> tuple[Kernels, int]:
 
 
 def _exact(graph: ProductGraph, rows: FloatArray, matrix: Bytes, matrix_type: int) -> FloatArray:
-    """What the sums must be to the bit: q4_0's as ggml forms them, q8_0's block by block."""
+    """Return what the sums must be to the bit: q4_0's as ggml forms them, q8_0's block by block."""
     return product_in_order(rows, matrix) if matrix_type == Q8_0 else graph.ggmls()
 
 

@@ -1,4 +1,4 @@
-"""Who goes first, who waits and who yields: policies on a clock that only steps move."""
+"""Policies choose who goes first, who waits and who yields, on a clock that only steps move."""
 
 from __future__ import annotations
 

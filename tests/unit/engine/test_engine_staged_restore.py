@@ -162,7 +162,7 @@ def test_a_store_that_fails_costs_computing_alone(two: Stored, what: str) -> Non
 
 
 def test_payloads_of_another_size_cost_computing_alone(two: Stored) -> None:
-    """As of a stage that another version of the engine stored under the same name."""
+    """The payloads are of a stage that another version of the engine stored under the same name."""
     for session in (two.kv(1), two.inputs(1)):
         session.blocks = {key: payload[:-4] for key, payload in session.blocks.items()}
     first, second = two.again().stages
@@ -267,7 +267,7 @@ def test_a_stage_with_stored_states_does_not_wait_for_the_one_before(model: Mode
 
 
 class _GatedStream(MemoryStream):
-    """Of a session's stream: begins once `gate` has passed; `closed` is set when no more is wanted of it."""
+    """A session's stream that begins once `gate` has passed; `closed` is set when no more is wanted of it."""
 
     def __init__(self, session: MemorySession, *, gate: Callable[[], bool], closed: threading.Event) -> None:
         resident = range(0 if session.vanishing else _CHUNKS)

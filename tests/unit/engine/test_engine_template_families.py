@@ -1,4 +1,4 @@
-"""What the chat templates of the supported families use, in excerpts: rendered right, and as `transformers` does."""
+"""The chat templates of the supported families, in excerpts: rendered right, and as `transformers` does."""
 
 import json
 from collections.abc import Mapping, Sequence

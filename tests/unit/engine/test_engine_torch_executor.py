@@ -1,5 +1,5 @@
-"""What is torch's executor's own: weights of any quantisation, by ggml's as the yardstick, recorded steps, refusals;
-and our CUDA kernels in its step, run on the host. The rest: tests/contract/test_executor_contract.py.
+"""The parts that only torch's executor has: weights of any quantisation, by ggml's as the yardstick, recorded steps,
+refusals; and our CUDA kernels in its step, run on the host. The rest: tests/contract/test_executor_contract.py.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def test_the_step_with_our_kernels_is_the_step_in_plain_torch(tmp_path: Path, kv
 
 @pytest.mark.parametrize("kv_dtype", ["bf16", "fp8"])
 def test_a_long_context_is_attended_in_one_pass_or_in_partitions(tmp_path: Path, kv_dtype: str) -> None:
-    """By the crossover, with the same result: a token of a sequence whose 700 tokens before are in the cache."""
+    """The crossover decides, with the same result: a token of a sequence whose 700 tokens before are in the cache."""
     torch = pytest.importorskip("torch")
     sizes, setup = StepSizes(threads=1, max_context=800), PoolSetup(48, 16, kv_dtype)
     path = write_model(tmp_path / "m.gguf", _MODELS["gemma2"])

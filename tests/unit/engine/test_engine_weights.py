@@ -1,4 +1,4 @@
-"""Where weights are: in the file's map, repacked by ggml, or interleaved by ourselves; what that costs and changes."""
+"""Weights are in the file's map, repacked by ggml, or interleaved by ourselves; what that costs and changes."""
 
 import threading
 from dataclasses import replace
@@ -62,7 +62,7 @@ def test_what_was_repacked_is_not_resident_twice(tmp_path: Path) -> None:
 
 
 def _resident_bytes(path: Path) -> int:
-    """Of all maps of the file in this process."""
+    """Return the resident bytes of all maps of the file in this process."""
     lines = Path("/proc/self/smaps").read_text().splitlines()
     starts = [at for at, line in enumerate(lines) if line.endswith(str(path))]
     return sum(int(next(line for line in lines[at:] if line.startswith("Rss:")).split()[1]) * 1024 for at in starts)

@@ -1,4 +1,4 @@
-"""What waits in the HTTP process for a client that does not read: bounded, and the engine hears of it."""
+"""The HTTP process keeps for a client that does not read a bounded amount, and the engine hears of it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_an_answer_that_is_not_read_is_given_up_and_one_that_is_read_is_not() ->
 
 
 def test_a_stream_that_is_given_up_has_no_end_that_looks_whole() -> None:
-    """Without a last message of the body uvicorn cuts the connection, and the client sees a broken transfer."""
+    """The connection is cut by uvicorn without a last message of the body, and the client sees a broken transfer."""
     sent: list[Message] = []
 
     async def steps() -> AsyncGenerator[Step]:

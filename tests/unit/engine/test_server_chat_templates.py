@@ -1,4 +1,4 @@
-"""From a chat request to its prompt: what the template reads of the request, and what is refused since it does not."""
+"""A chat request becomes a prompt: what the template reads of the request, and what is refused since it does not."""
 
 from __future__ import annotations
 

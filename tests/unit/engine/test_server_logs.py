@@ -1,4 +1,4 @@
-"""What `kvengine serve` says of the daemon and of each request."""
+"""`kvengine serve` logs its state of the daemon and each request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a step may take: as long as such steps take, many times over, and never less than some seconds."""
+"""A step may take as long as similar steps take, many times over, and never less than some seconds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ def _step(count: int, start: int = 0, slices: int = 1) -> list[SequenceSlice]:
 
 
 def _learned(token_s: float, least_s: float = 20.0) -> StepPatience:
-    """After prompts of up to 208 tokens and decodes of four, which take `token_s` a token, and 5 ms."""
+    """Return a patience after prompts of up to 208 tokens and decodes of four, which take `token_s`
+    a token, and 5 ms.
+    """
     patience = StepPatience(least_s)
     for number in range(10):
         for step in (_step(64 + 16 * number), _step(1, 100, 4)):

@@ -1,4 +1,4 @@
-"""What kvctl says of the endurance budget and of blocks that are not on NVMe."""
+"""kvctl reports the endurance budget and blocks that are not on NVMe."""
 
 from __future__ import annotations
 

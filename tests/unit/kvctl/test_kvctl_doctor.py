@@ -190,7 +190,7 @@ def test_descriptors_of_the_daemon_are_counted(around: Surroundings, hard: str, 
     ids=["version 2", "version 1", "both"],
 )
 def test_a_memory_limit_of_the_unit_is_seen(around: Surroundings, place: str, file: str) -> None:
-    """As MemoryMax=400M sets it."""
+    """The limit is set as by MemoryMax=400M."""
     write(around.proc / "self/cgroup", place)
     write(around.sys / "fs/cgroup/memory/memory.limit_in_bytes", f"{2**63 - 4096}\n")
     write(around.sys / file, f"{400 << 20}\n")
@@ -436,7 +436,7 @@ def test_a_check_that_cannot_be_made_is_a_warning() -> None:
 
 
 def test_the_secret_is_compared_with_the_blocks(around: Surroundings, tmp_path: Path) -> None:
-    """As after an accident, whether a daemon runs or not: the next start would be refused."""
+    """The secret differs as after an accident, whether a daemon runs or not: the next start would be refused."""
     place, identity = tmp_path / "state" / "secret", Identity(secret_check(bytes(32))).to_bytes().decode()
     assert "does not exist yet" in only(serving.secret(around)).seen
     write(place, "\0" * 32)

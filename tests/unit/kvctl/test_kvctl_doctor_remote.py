@@ -20,7 +20,7 @@ DAEMONS = {
 
 @pytest.fixture
 def packages(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """Those that are installed."""
+    """The packages that are installed."""
     installed = {"cryptography", "redis"}
     monkeypatch.setattr(tiers, "find_spec", lambda name: object() if name in installed else None)
     return installed

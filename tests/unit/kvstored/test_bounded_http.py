@@ -76,7 +76,7 @@ def test_a_peer_that_waits_is_cut_off(port: int, limit: str, says: bytes, monkey
     with connected(port, says) as connection:
 
         def is_cut_off() -> bool:
-            """To write shows it; to read would be to behave."""
+            """Return whether the server cut a client off: to write shows it; to read would be to behave."""
             try:
                 connection.send(b"x")
             except OSError:

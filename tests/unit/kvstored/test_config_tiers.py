@@ -22,7 +22,7 @@ def of_file(tmp_path: Path, text: str, *overrides: str) -> Config:
 
 
 def bare(config: Config) -> Config:
-    """Without where it comes from."""
+    """Return a setting without its origin."""
     return replace(config, source="", written=())
 
 
@@ -215,7 +215,7 @@ def test_direct_storage_is_not_used_unless_asked_for(tmp_path: Path) -> None:
 
 
 def test_each_kind_is_shown_in_the_reference_with_its_defaults() -> None:
-    """Those of a kind that no default tier has stand there as comments."""
+    """The kinds that no default tier has stand there as comments."""
     shown = re.sub(r"^# (?=\[\[tier\]\]|[a-z_]+ = )", "", reference_text().partition("[durability]")[0], flags=re.M)
     tiers = {tier["kind"]: tier for tier in tomllib.loads(shown)["tier"]}
     assert list(KINDS) == ["shared", "gpu", "memory", "nvme", "remote"] and tiers.keys() == KINDS.keys()

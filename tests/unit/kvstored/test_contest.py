@@ -1,4 +1,4 @@
-"""Which of two blocks has the place in a full tier: the one used more often, and not for ever."""
+"""The block that was used more often has the place in a full tier, and not for ever."""
 
 from __future__ import annotations
 

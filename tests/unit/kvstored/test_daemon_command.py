@@ -30,7 +30,7 @@ def test_a_full_disk_behind_a_redirection_is_one_line() -> None:
 
 
 def test_a_failpoint_that_no_module_declares_is_refused_by_name(tmp_path: Path) -> None:
-    """Modules declare theirs as they are imported: those of files and of a restart are known like others."""
+    """Modules declare theirs as they are imported: failpoints of files and of a restart are known like others."""
     armed = "file.seal=delay:0;warm.arena-taken-over=delay:0;keyring.nvme-marked=delay:0;no.such=kill"
     command = [sys.executable, "-m", "kvstored", "serve", "--socket-dir", str(tmp_path), "--state-dir", str(tmp_path)]
     done = subprocess.run(

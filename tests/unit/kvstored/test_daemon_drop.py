@@ -23,7 +23,7 @@ DIRECTORY: Any = SimpleNamespace(fingerprints=lambda: [DIGEST], known_number=lam
 
 @pytest.mark.parametrize("how", ["drop", "invalidate"])
 def test_a_block_that_is_being_filled_is_kept(tmp_path: Path, how: str) -> None:
-    """As by a put of a block that is stored on NVMe, which is out of reach."""
+    """The block is filled as by a put of a block that is stored on NVMe, which is out of reach."""
 
     async def run() -> None:
         async with small_store(tmp_path) as small:

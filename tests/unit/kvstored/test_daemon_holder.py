@@ -54,7 +54,7 @@ def contents(place: Path) -> dict[str, bytes]:
 
 @contextmanager
 def stopped(place: Path) -> Iterator[int]:
-    """Its process, which reads nothing until the end of this."""
+    """Stop the holder's process, which reads nothing until the end of this."""
     assert eventually(lambda: holder_pid(place) > 0)
     pid = holder_pid(place)
     os.kill(pid, signal.SIGSTOP)
@@ -141,7 +141,7 @@ def test_no_more_is_sent_than_is_kept(place: Path, keeper: HolderKeeper, caplog:
         kept = [keeper.keep(f"a{number}", descriptor) for number in range(5)]
     assert kept == [True, True, False, False, False] and keeper.unkept == 3 and not keeper.is_behind
     assert [record.getMessage() for record in caplog.records] == [
-        "the holder keeps 2 descriptors at most: what is beyond that will not survive a restart"
+        "the holder keeps 2 descriptors at most: memory beyond that will not survive a restart"
     ]
     assert keeper.keep("a1", descriptor), "in place of what is there"
     keeper.drop("a3")
@@ -319,7 +319,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_holder_that_does_not_read_does_not_delay_its_keeper(place: Path, keeper: HolderKeeper) -> None:
-    """What cannot be sent at once is sent later, if it is still wanted then."""
+    """The descriptors that cannot be sent at once are sent later, if they are still wanted then."""
     contents(place)
     keeper.fetch()
     with stopped(place):
@@ -357,7 +357,7 @@ except ConnectionError:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs a second user")
 def test_another_users_holder_is_given_nothing(place: Path) -> None:
-    """Where others may write into the directory they could put a socket there and wait for arenas."""
+    """Others who may write into the directory could put a socket there and wait for arenas."""
     place.chmod(0o777)
     program = f"""
 import os, socket

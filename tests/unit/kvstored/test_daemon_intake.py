@@ -126,7 +126,7 @@ def fail_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, at: int) -
 def test_a_mistake_while_blocks_begin_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, name: str, at: int, part_blocks: int
 ) -> None:
-    """In the first part, and in one that begins while others are being copied."""
+    """The mistake is in the first part, and in one that begins while others are being copied."""
     monkeypatch.setattr(put, "PART_BLOCKS", part_blocks)
 
     async def test(store: Store) -> None:
@@ -147,7 +147,7 @@ def test_a_mistake_while_blocks_begin_leaves_nothing(
 
 
 def test_copies_start_with_the_first_few_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They run while the others get their slots, which wait for nothing but their turn on the loop."""
+    """The copies run while the others get their slots, which wait for nothing but their turn on the loop."""
     monkeypatch.setattr(put, "PART_BYTES", 2 * PAYLOAD_BYTES)
 
     async def test(store: Store) -> None:

@@ -32,7 +32,7 @@ class StandInTenant:
 
 @dataclass
 class StandInSession:
-    """What the tables need of a session."""
+    """The part of a session that the tables need."""
 
     session_id: int
     tenant_id: int = 0

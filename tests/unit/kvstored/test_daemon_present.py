@@ -254,7 +254,7 @@ class NothingOnNvme:
     [(NONE, []), (BATCH, [(13, False)]), (ALWAYS, [(11, True), (12, True), (13, True)])],
 )
 def test_who_is_asked_to_write_what(mode: int, asked: list[tuple[int, bool]]) -> None:
-    """Of a durable block, one on its way, one that is not admitted, and one that is."""
+    """The answers are for a durable block, one on its way, one that is not admitted, and one that is."""
 
     async def run() -> None:
         word: Any = Word(durable=[10], coming=[11], refused=[12])

@@ -24,7 +24,7 @@ ROWS = st.lists(st.sampled_from([-1, 3]), max_size=12)
 
 
 def restorable(rows: Sequence[int], match: int, window: int, blocks: int) -> bool:
-    """From the definition: whether the state after `blocks` blocks can be had from what is present."""
+    """Return by the definition whether the state after `blocks` blocks can be had from what is present."""
     here = [row >= 0 for row in rows[:blocks]]
     if match == pb.MATCH_EXACT:
         return here[-1]
@@ -70,7 +70,7 @@ def test_groups_and_sizes() -> None:
 
 
 class Holdings:
-    """What sessions hold in the store: the test sees what is given back."""
+    """The leases and reads of sessions in the store: the test sees what is given back."""
 
     def __init__(self) -> None:
         self.given_back: list[str] = []

@@ -1,4 +1,4 @@
-"""What becomes of blocks with a bad copy, and in which order orphans leave: no device, and a clock that is given."""
+"""Blocks with a bad copy are removed or kept, and orphans leave in order: no device, and a clock that is given."""
 
 from __future__ import annotations
 

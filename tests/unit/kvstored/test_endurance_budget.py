@@ -36,7 +36,7 @@ def at(seconds: float, *, wall_s: float | None = None, boot: str = "boot") -> Mo
 
 
 def spend(budget: BurstBudget, nbytes: int, now: Moment) -> Verdict:
-    """With allotments that are saved at once."""
+    """Spend with allotments that are saved at once."""
     while budget.wants_allotment(nbytes, now.monotonic_ns):
         budget.begin_allotment(nbytes, now)
         budget.end_allotment(saved=True)

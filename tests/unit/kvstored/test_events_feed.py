@@ -1,4 +1,4 @@
-"""What a put pays for events is a note; later the feed sends what rows have become: parents first, each once."""
+"""A put pays for events with a note; later the feed sends what rows have become: parents first, each once."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Feeding:
         self.due.append(action)
 
     def sent(self, flushes: int = 1000) -> list[Record]:
-        """What was sent once time has passed."""
+        """Return what was sent once time has passed."""
         while self.due and flushes:
             flushes -= 1
             due, self.due = self.due, []

@@ -206,7 +206,7 @@ def test_subscribers_that_do_not_read_are_cut_and_their_memory_is_free(context: 
 
 
 def _is_cut(connection: socket.socket) -> bool:
-    """Whether the other side has ended a connection: ZMQ's greeting comes before that."""
+    """Return whether the other side has ended a connection: ZMQ's greeting comes before that."""
     connection.setblocking(False)
     try:
         while connection.recv(4096):

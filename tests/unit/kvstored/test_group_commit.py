@@ -21,7 +21,7 @@ FAR_S = 60.0
 
 
 class Scene:
-    """`syncs` holds those that the tier was asked for and has not answered."""
+    """`syncs` holds the syncs that the tier has not answered."""
 
     def __init__(self) -> None:
         self.syncs: list[Completion] = []

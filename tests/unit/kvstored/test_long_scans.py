@@ -1,4 +1,4 @@
-"""What looks at every block of a large index: the control loop goes on meanwhile, and nothing is kept for each."""
+"""Long scans look at every block of a large index: the control loop goes on meanwhile, and nothing is kept for each."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BLOCKS = 500
 
 
 def with_looks(work: Awaitable[T]) -> tuple[T, int]:
-    """What comes of it, and how often the loop got its turn before."""
+    """Return what comes of it, and how often the loop got its turn before."""
 
     async def run() -> tuple[T, int]:
         task = asyncio.ensure_future(work)

@@ -34,7 +34,7 @@ def over_nvme(directory: Path, scenario: Callable[[SmallStore], Coroutine[None, 
 
 
 def limit(small: SmallStore, lane_name: str, priority: Priority, items: int) -> None:
-    """Let so many items of a priority wait in a lane."""
+    """Let at most `items` items of a priority wait in a lane."""
     lane = small.store.mover.lanes[lane_name]
     limits = lane.settings.limits
     few = replace(limits[priority], queued_items=items)
@@ -122,7 +122,9 @@ def test_nothing_is_charged_for_a_write_that_fails_to_make_room(
 
 
 def test_a_caller_who_comes_when_a_write_has_just_failed_gets_its_end(tmp_path: Path) -> None:
-    """In the turn between the end of the transfer and what follows it, the medium's word is as good as new."""
+    """The caller comes in the turn between the end of the transfer and what follows it: the medium's word is as good as
+    new.
+    """
 
     async def scenario(small: SmallStore) -> None:
         row = await small.store_in(small.mapped, 3)

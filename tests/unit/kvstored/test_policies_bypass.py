@@ -1,4 +1,4 @@
-"""What the daemon passes to a policy beyond single blocks: what a get missed, what is about to come, what an engine
+"""The daemon passes more than single blocks to a policy: what a get missed, what is about to come, what an engine
 expects. A whole request gives the same facts, and the chain policy makes the same decisions, bypass among them.
 """
 
@@ -68,8 +68,8 @@ def chats_and_strays(ops: tuple[Op, ...], requests: int = 1200) -> Trace:
 
 @pytest.mark.slow
 def test_a_get_and_a_put_are_worth_what_a_whole_request_is() -> None:
-    """At any one capacity another order of events means luck, such as when the guard calls for LRU in the beginning;
-    over some of them it evens out.
+    """The order of events means luck at any one capacity, such as when the guard calls for LRU in the beginning; over
+    some of them it evens out.
     """
     hits = {"whole": 0, "apart": 0}
     for capacity in (60, 90, 120, 130, 150, 180):
@@ -106,7 +106,7 @@ def test_a_block_that_was_not_announced_is_not_declined() -> None:
 
 
 def test_a_tenant_that_is_new_to_the_tier_is_not_declined_unheard() -> None:
-    """Its blocks may be known: on NVMe alone, after a start."""
+    """The tenant's blocks may be known: on NVMe alone, after a start."""
     shelf = Shelf(tenants=3)
     policy = in_force(shelf)
     rows = shelf.chain(1, 2, 3)
@@ -128,7 +128,7 @@ def feed_of(shelf: Shelf, policy: Policy) -> Feed:
 
 
 def store_of(shelf: Shelf, policy: Policy, now_ns: int) -> Any:
-    """What operations use of a store, as far as these tests go."""
+    """Return the part of a store that operations use, as far as these tests go."""
     limits = SimpleNamespace(lease_ttl_ms=1000, max_keys=8, leases_per_client=8)
     store = MagicMock(residency=shelf.residency, clock=ManualClock(now_ns), feed=feed_of(shelf, policy))
     store.config.limits = limits
@@ -140,7 +140,7 @@ def get_over(shelf: Shelf, policy: Policy) -> Get:
 
 
 def test_a_prompt_s_length_is_not_taken_for_another_request_s() -> None:
-    """Of a request whose blocks are elsewhere, the tier's policy does not hear."""
+    """The tier's policy does not hear of a request whose blocks are elsewhere."""
     shelf = Shelf("host", "nvme", tenants=2)
     policy = in_force(shelf)
     below = shelf.chain(1, 2, tier=1)
@@ -170,7 +170,7 @@ def test_an_answer_hint_that_is_repeated_counts_once() -> None:
 
 
 def test_policies_receive_a_bounded_number_of_missing_blocks() -> None:
-    """What they do for each keeps everybody waiting."""
+    """Each report costs time that everybody waits for."""
     shelf, missed = Shelf(), []
 
     class Listening(Lru):
@@ -195,7 +195,7 @@ def test_the_put_of_a_whole_chain_reports_what_was_missed_unless_a_get_did() -> 
             missed.append((list(rows), list(missing)))
 
         def forget(self, tenant: int, keys: Sequence[bytes] | None) -> None:
-            """It knows no keys."""
+            """Do nothing: the policy knows no keys."""
 
     policy = Listening(shelf.residency, 0)
     shelf.residency.listen(0, policy)

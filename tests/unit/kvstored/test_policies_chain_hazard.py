@@ -415,7 +415,7 @@ def test_the_shipped_model_has_a_card_and_fits_the_bins() -> None:
 
 
 def test_blocks_that_wait_for_their_use_cost_no_request_a_look_at_all_of_them() -> None:
-    """As those that a prefetch has brought, of which there may be many before the tier is full."""
+    """The blocks wait as blocks do that a prefetch has brought, of which there may be many before the tier is full."""
     shelf = Shelf()
     policy = in_force(shelf)
     for number in range(2000):
@@ -425,7 +425,7 @@ def test_blocks_that_wait_for_their_use_cost_no_request_a_look_at_all_of_them() 
 
 
 def test_a_block_that_went_before_its_use_is_forgotten() -> None:
-    """Its row is another block's next."""
+    """The block's row is another block's next."""
     shelf = Shelf()
     policy = in_force(shelf)
     for row in reversed(shelf.chain(1, 2)):

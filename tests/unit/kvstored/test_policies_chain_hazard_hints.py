@@ -1,4 +1,4 @@
-"""What the policy chain-hazard learns of hints: how much oftener their chains come back than was foretold without."""
+"""The policy chain-hazard learns of hints: how much oftener their chains come back than was foretold without."""
 
 from __future__ import annotations
 

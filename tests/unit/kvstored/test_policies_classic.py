@@ -1,4 +1,4 @@
-"""What sets each of the classical policies apart, on a handful of blocks; and the sketch that one counts with."""
+"""Each of the classical policies is set apart, on a handful of blocks; and the sketch that one counts with."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ S = 1_000_000_000
 
 
 def evicted_before(uses: int, most: int) -> int | None:
-    """How many chains, used once each, are evicted before one of so many uses; None when `most` are."""
+    """Return how many chains, used once each, are evicted before one of `uses` uses; None when `most` are."""
     shelf = Shelf()
     policy = create("lfu-ttl", shelf.residency, 0)
     for _ in range(uses):

@@ -29,7 +29,7 @@ def test_each_cites_its_paper_and_says_where_it_is_a_bad_choice(name: str) -> No
 
 
 def ours(policy_name: str, requests: Iterable[int], capacity: int) -> Evictions:
-    """What leaves, request by request: store and use the block, then evict down to the capacity."""
+    """Return what leaves, request by request: store and use the block, then evict down to the capacity."""
     shelf = Shelf(ghost_keys=0)
     policy = create(policy_name, shelf.residency, 0)
     block_of: dict[int, int] = {}
@@ -301,8 +301,8 @@ def test_sieve_by_hand() -> None:
 
 
 def test_s3_fifo_by_hand() -> None:
-    """With room for ten one block fills the small queue. 1 passes its trial; 2, 3 and 4 fail theirs. 2 returns, is
-    remembered and goes to the main queue: what fails next is 5, and so on, never 1 or 2.
+    """The tier has room for ten: one block fills the small queue. 1 passes its trial; 2, 3 and 4 fail theirs. 2
+    returns, is remembered and goes to the main queue: what fails next is 5, and so on, never 1 or 2.
     """
     assert leaving("s3-fifo", [*range(1, 11), 1, 11, 12, 13, 2, 14, 15], 10) == [2, 3, 4, 5, 6, 7]
 
@@ -322,15 +322,16 @@ def test_lfu_with_ageing_by_hand() -> None:
 
 
 def test_w_tinylfu_by_hand() -> None:
-    """With room for three the window is one block. 1 and 2 are in the main part, used twice; 3 in the window. The first
-    victim, for 4, only shows that the tier is full. Then the blocks that leave the window, seen once, lose: 4, 5.
+    """The tier has room for three: the window is one block. 1 and 2 are in the main part, used twice; 3 in the window.
+    The first victim, for 4, only shows that the tier is full. Then the blocks that leave the window, seen once, lose:
+    4, 5.
     """
     assert leaving("w-tinylfu", [1, 2, 1, 2, 3, 4, 5, 6], 3)[1:] == [4, 5]
 
 
 def test_gdsf_weighs_uses_by_what_a_block_costs() -> None:
     """A block 64 places down its chain costs twice what a first one does: used once, it is worth a first one used twice
-    and goes before one used three times. Each victim raises the age, from which those that are used now start.
+    and goes before one used three times. Each victim raises the age, from which blocks that are used now start.
     """
     shelf = Shelf()
     policy = create("gdsf", shelf.residency, 0)

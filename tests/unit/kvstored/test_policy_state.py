@@ -1,4 +1,4 @@
-"""What policies have learned, in the file that outlives the daemon: it comes back, but for what must not be in it."""
+"""The file that outlives the daemon brings back what policies have learned, but for what must not be in it."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def restored(tmp_path: Path, shelf: Shelf, clock: ManualClock, name: str = NAME)
 
 
 def knows(policy: Policy, tenant: int, number: int) -> bool:
-    """Whether the policy can say whose a block is."""
+    """Return whether the policy can say whose a block is."""
     assert isinstance(policy, ChainHazard)
     return policy.follower.book.ghosts[tenant].owner_of(key(number)) >= 0
 

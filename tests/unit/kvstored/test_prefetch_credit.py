@@ -42,7 +42,7 @@ def may_bring(credit: PrefetchCredit, probability: float = 1.0, tenant: int = 0,
 def judge(
     credit: PrefetchCredit, used: int, wasted: int, tenant: int = 0, now_s: float = 0.0, probability: float = 1.0
 ) -> None:
-    """So many of each, evenly mixed."""
+    """Judge the given numbers of used and unused blocks, evenly mixed."""
     for number in range(used + wasted):
         key = bring(credit, number, tenant, now_s, probability)
         if (number + 1) * wasted // (used + wasted) > number * wasted // (used + wasted):

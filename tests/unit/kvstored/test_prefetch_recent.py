@@ -1,4 +1,4 @@
-"""What is remembered of the requests of the last minutes, and that deleted blocks are not."""
+"""The requests of the last minutes are remembered, deleted blocks are not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What prefetch by prediction learned, in the file that outlives the daemon: it comes back, but what was deleted."""
+"""The file that outlives the daemon brings back what prefetch by prediction learned, but what was deleted."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def go_on(tmp_path: Path, shelf: Shelf, learner: Learner, clock: ManualClock) ->
 
 
 def taught(make: Callable[[], Predictor], shelf: Shelf) -> tuple[Learner, float]:
-    """By requests and hints of all tenants; the time of the last."""
+    """Teach by requests and hints of all tenants; return the time of the last."""
     learner = Learner(make())
     assert learner.predictor is not None
     now_s = drive(learner.predictor)

@@ -24,7 +24,7 @@ def test_the_slots_of_a_client_that_is_gone_are_free() -> None:
 
 
 def test_a_client_that_goes_after_the_daemon_has_stopped_frees_nothing() -> None:
-    """Its look at the client comes a moment later, when the arenas are gone."""
+    """The daemon's look at the client comes a moment later, when the arenas are gone."""
     freed: list[Slot] = []
     reservations = reserved(freed)
     reservations.close()

@@ -1,4 +1,4 @@
-"""Blocks taken over in bulk behave as those that came one by one."""
+"""Blocks taken over in bulk behave as blocks that came one by one."""
 
 from __future__ import annotations
 

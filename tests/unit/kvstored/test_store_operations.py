@@ -255,7 +255,7 @@ async def test_a_get_that_is_loaded_whole_is_a_request_and_not_the_end_of_the_pu
 
 @over_a_store("movement.in_flight=1")
 async def test_what_is_asked_for_second_is_loaded_second(driven: DrivenStore) -> None:
-    """As the layer ranges of a prefix are: each get begins before the first of them has a block."""
+    """The gets come as for the layer ranges of a prefix: each begins before the first of them has a block."""
     await driven.put_on_nvme_alone(KEYS)
     await driven.put_on_nvme_alone(OTHERS)
     gets = [

@@ -73,7 +73,7 @@ async def on_nvme_alone(small: SmallStore, numbers: range = CHAIN, uses: int = 2
 
 
 async def promote(straight: StraightPromotion, rows: list[int]) -> list[bool | None]:
-    """What becomes of each row; None: it is to go to DRAM."""
+    """Promote the rows; return the outcome of each, None: it is to go to DRAM."""
     promotions = [straight.promote(row, DUE_NS) for row in rows]
     async with asyncio.timeout(FAR_S):
         return [None if each is None else await each for each in promotions]
@@ -84,7 +84,7 @@ def places(small: SmallStore, rows: list[int]) -> list[int]:
 
 
 async def read_back(small: SmallStore, number: int) -> Outcome:
-    """From the device."""
+    """Read blocks back from the device."""
     row, copy = small.find(number), np.zeros(PAYLOAD_BYTES, np.uint8)
     ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
     slot = small.residency.slot(row, 0)
@@ -213,7 +213,9 @@ def test_a_medium_that_hangs_is_shed_while_the_read_is_under_way(tmp_path: Path)
 
 @pytest.mark.parametrize(("is_in_dram", "uses"), [(True, 3), (False, 3), (True, 2)])
 def test_a_full_device_makes_room_at_once_or_not(tmp_path: Path, is_in_dram: bool, uses: int) -> None:
-    """It does for a block that was used more often than the one that leaves, if that has not to be written first."""
+    """A place is made for a block that was used more often than the one that leaves, if that has not to be written
+    first.
+    """
 
     async def what(small: SmallStore, device: FaultyTier, straight: StraightPromotion) -> None:
         before = range(101, 101 + IN_DEVICE)

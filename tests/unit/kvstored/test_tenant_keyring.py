@@ -1,4 +1,4 @@
-"""Which identity a name stands for: one name each, kept over restarts, in use only after it was written."""
+"""A name stands for one identity: one name each, kept over restarts, in use only after it was written."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Which blocks a chain names: token ids give the keys that a client with shared memory computes, names of
-objects those that kvctl computes.
+"""A chain names blocks: token ids give the keys that a client with shared memory computes, names of objects the keys
+that kvctl computes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What blocks were used for, over a restart: the same copies get their counts and times back, and no others do."""
+"""Uses of blocks come back over a restart: the same copies get their counts and times back, and no others do."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def used_shelf() -> Shelf:
 
 
 def forget(shelf: Shelf) -> None:
-    """What a start does: every block is taken over now, and not used."""
+    """Forget as a start does: every block is taken over now, and not used."""
     rows = shelf.residency.rows
     for row in range(rows.capacity):
         rows.accesses[row], rows.last_access_ns[row] = 0, LATER_NS
 
 
 def saved(usage: UsageRows, now_ns: int) -> list[tuple[bytes, bytes]]:
-    """What differs from what was saved before; it is saved now."""
+    """Save; return what differs from what was saved before."""
     digests = ended(usage.digests())
     parts = [ended(usage.entries(part, len(digests), WALL_NS - now_ns)) for part in usage.parts(digests)]
     usage.saved = digests
@@ -74,7 +74,7 @@ def test_counts_and_the_order_of_use_come_back() -> None:
 
 
 def test_ages_that_are_older_than_the_clock_keep_their_order() -> None:
-    """After the machine started anew the monotonic clock is younger than the blocks."""
+    """The monotonic clock is younger than the blocks after the machine started anew."""
     shelf = used_shelf()
     entries = saved(UsageRows(shelf.residency, NVME), 100 * NS_PER_S)
     rows = shelf.residency.rows

@@ -26,7 +26,7 @@ def ledger(tmp_path: Path) -> Iterator[Ledger]:
 
 
 def reread(ledger: Ledger, tmp_path: Path) -> Ledger:
-    """What a later process finds."""
+    """Return what a later process finds."""
     return Ledger(tmp_path, os.dup(ledger.fd))
 
 

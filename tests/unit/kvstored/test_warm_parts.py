@@ -169,8 +169,9 @@ def test_blocks_behind_one_that_is_dropped_are_entered_all_the_same(host: HostTi
 
 @pytest.mark.parametrize(("adopted_chunk", "kept"), [(False, [1]), (True, [])])
 def test_a_former_lease_on_device_memory_too(tmp_path: Path, adopted_chunk: bool, kept: list[int]) -> None:
-    """Where its chunk is gone, its client may still read in DRAM. Where the chunk is held again but the slot has no
-    block, the slot will be used anew: the whole lease has ended."""
+    """The client may still read in DRAM where the lease's chunk is gone. Where the chunk is held again but the slot has
+    no block, the slot will be used anew: the whole lease has ended.
+    """
     in_dram, on_device = Slot(1, 0, SLOT, 1), Slot(DEVICE_ARENAS, 0, SLOT, 1)
     ledger = Ledger(tmp_path)
     ledger.open_session(5, os.getpid(), start_ticks(os.getpid()) or 0, b"t" * 16)

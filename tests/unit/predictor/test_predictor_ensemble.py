@@ -16,7 +16,7 @@ def key(number: int) -> bytes:
 
 
 class Says(Predictor):
-    """Of each of 100 chains, the probability `chance`, or more for the even ones."""
+    """A predictor that says for each of 100 chains the probability `chance`, or more for the even ones."""
 
     name = "says"
 
@@ -87,7 +87,7 @@ def test_what_was_learned_of_members_is_kept_over_a_restart() -> None:
 
 
 def chances(guesses: list[Guess]) -> tuple[float, float]:
-    """Of an even chain and of an odd one."""
+    """Return the chances of an even chain and of an odd one."""
     even, odd = (
         next(each.probability for each in guesses if int.from_bytes(each.key, "big") % 2 == rest) for rest in (0, 1)
     )

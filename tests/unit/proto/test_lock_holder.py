@@ -1,4 +1,4 @@
-"""Whose lock /proc/locks shows: the file's own, on file systems with and without a device of their own."""
+"""/proc/locks shows a file's own lock, on file systems with and without a device of their own."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_process_of_another_namespace_has_no_number(lock: Path, tmp_path: Path
 
 
 def test_on_anonymous_devices_the_inode_must_do() -> None:
-    """On btrfs and overlay a file's device is another one than what the kernel lists for its locks."""
+    """The file's device on btrfs and overlay is another one than what the kernel lists for its locks."""
     own = SimpleNamespace(st_dev=os.makedev(0, 41), st_ino=260)
     assert _is_file("00:1f:260", own) and not _is_file("00:1f:261", own)  # type: ignore[arg-type]
     on_disk = SimpleNamespace(st_dev=os.makedev(8, 1), st_ino=260)

@@ -1,4 +1,4 @@
-"""Files that several processes may replace at the same moment; those of one owner: test_unsaved.py."""
+"""Files that several processes may replace at the same moment; for files of one owner see test_unsaved.py."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ BLOCK_TOKENS, BLOCK_BYTES = 64, 1 << 20
 
 @dataclass
 class Machine:
-    """What computing and loading take, and what its daemon predicts of a load: `believed` times the truth."""
+    """The times that computing and loading take, and what its daemon predicts of a load: `believed` times the truth."""
 
     token_s: float = 1e-3
     fixed_s: float = 2e-3

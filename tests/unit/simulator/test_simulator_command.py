@@ -193,7 +193,7 @@ def test_a_page_takes_no_place_of_what_is_read(chat: Path, tmp_path: Path, capsy
     profile.write_text("mine")
     arguments = ["simulate", str(chat), "--format", "mooncake", "--mode", "timing", "--profile", str(profile)]
     assert main([*arguments, "--plot", str(profile)]) == 2
-    assert "would overwrite what is read" in capsys.readouterr().err
+    assert "would overwrite the input" in capsys.readouterr().err
     assert profile.read_text() == "mine"
 
 
@@ -301,7 +301,7 @@ def test_a_plot_that_cannot_be_written_is_a_failure(chat: Path, capsys: pytest.C
 def test_a_plot_does_not_overwrite_the_trace(chat: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = chat.read_bytes()
     assert main(["simulate", str(chat), "--format", "mooncake", "--plot", str(chat)]) == 2
-    assert "would overwrite what is read" in capsys.readouterr().err
+    assert "would overwrite the input" in capsys.readouterr().err
     assert chat.read_bytes() == before
 
 

@@ -86,7 +86,7 @@ def test_what_the_device_alone_has_does_not_come_back_to_dram() -> None:
 
 @pytest.mark.parametrize("plan", [ORCHESTRATED, ABLATIONS["overlap"]], ids=lambda plan: plan.name)
 def test_what_is_in_dram_costs_the_engines_own_copy(plan: ServingPlan) -> None:
-    """Where admission has not let it onto the device: its second use is this one."""
+    """The blocks are in DRAM because admission has not let them onto the device: the second use is this one."""
     node = serve(LONGER, ((GPU, 100), ("dram", 100)), plan, gpu=ALWAYS | {"admission": "second-touch"})
     last, copying_s = node.served.visits[2], 4 * LINK_S
     assert (last.in_pool, last.found, last.recomputed) == (0, [0, 4], 0)
@@ -105,7 +105,9 @@ def test_copies_to_the_device_take_the_link_one_after_the_other() -> None:
 
 
 def test_copies_to_the_device_keep_to_a_byte_rate() -> None:
-    """Of a block a second, and as much at once: two begin while something is left, then each waits for the last."""
+    """The limit is a block a second, and as much at once: two begin while something is left, then each waits for the
+    last.
+    """
     node = serve(asked((0, [0, 1, 2, 3], Op.REQUEST)), ((GPU, 100), ("dram", 100)), gpu=ALWAYS | {"rate": str(SLOT)})
     assert node.store is not None
     ends_s = [end_ns / NS_PER_S for lane in node.store.lanes if lane.name == "dram→gpu" for end_ns, _ in lane.moved]

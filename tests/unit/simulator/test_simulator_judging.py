@@ -1,4 +1,4 @@
-"""How guesses are judged on a trace."""
+"""Guesses are judged on a trace."""
 
 from __future__ import annotations
 

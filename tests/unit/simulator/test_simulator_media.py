@@ -30,7 +30,7 @@ def medium(**changes: object) -> Medium:
 
 
 def times(lane: SimulatedLane, *transfers: tuple[int, float]) -> list[tuple[float, float]]:
-    """When the bytes of each (bytes, asked at) began and ended to move, in seconds."""
+    """Return when the bytes of each (bytes, asked at) began and ended to move, in seconds."""
     passages = [lane.send(nbytes, round(at * S)) for nbytes, at in transfers]
     return [(passage.begin_ns / S, passage.end_ns / S) for passage in passages]
 

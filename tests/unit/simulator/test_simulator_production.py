@@ -30,7 +30,7 @@ TRACE = trace_of(sessions(1, 30))
 
 
 def composed(directory: Path, policy: str, look: Callable[[Store], object]) -> object:
-    """What the daemon puts together for this configuration, looked at."""
+    """Return what the daemon puts together for this configuration, looked at."""
     config = load_config(
         None,
         [

@@ -46,8 +46,9 @@ def spec(name: str, bytes_per_s: float, *, latency_s: float = 0.0, duplex: bool 
 
 
 def machine(*, block_s: float = 1.0, link_s: float = 0.01, below_s: float = 0.1, overhead_s: float = 0.0) -> Machine:
-    """Where computing a block takes about `block_s`, copying its slot to the engine `link_s`, reading it from NVMe
-    `below_s`."""
+    """Return a machine where computing a block takes about `block_s`, copying its slot to the engine `link_s`, reading
+    it from NVMe `below_s`.
+    """
     media = {
         "sram": spec("sram", 1e30), "hbm": spec("hbm", 1e30), "dram": spec("dram", 1e15),
         "nvme": spec("nvme", SLOT / below_s),
@@ -162,7 +163,9 @@ def test_a_baseline_waits_for_nvme_and_orchestration_has_begun_before() -> None:
 
 
 def test_an_engine_says_when_a_session_will_be_back_once_its_prompt_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As its queue of puts and hints has it: a hint at a chain that is put afterwards would be for its beginning."""
+    """The engine says it as its queue of puts and hints has it: a hint at a chain that is put afterwards would be for
+    its beginning.
+    """
     known: list[tuple[int, int | None]] = []
 
     def hint(store: NodeStore, visit: Visit, hint: ChainHint, due_in_ms: int | None) -> None:
@@ -235,7 +238,7 @@ TRACE = trace_of(REQUESTS, every_s=0.7)
 
 
 def crowded(plan: ServingPlan, made: Machine | None = None, trace: Trace = TRACE, policy: str = "lru") -> Node:
-    """Where nothing has room for everything."""
+    """Return a node where nothing has room for everything."""
     return serve(trace, plan, made or machine(block_s=0.2), pool=30, dram=40, nvme=120, policy=policy)
 
 

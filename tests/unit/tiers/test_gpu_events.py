@@ -56,7 +56,7 @@ def events_of(driver: PlayedDriver) -> Iterator[Events]:
 
 
 def queue(events: Events) -> DriverError | None:
-    """Of work that has ended: what went wrong."""
+    """Return a queue of work that has ended: what went wrong."""
     found: list[DriverError | None] = []
     settled = threading.Event()
 

@@ -28,7 +28,9 @@ PAYLOAD_BYTES = 40_000
 
 
 class PlayedLink:
-    """What a load asks of a link: a worker that can checksum and has direct storage, until the test says otherwise."""
+    """The part of a link that a load asks: a worker that can checksum and has direct storage, until the test says
+    otherwise.
+    """
 
     def __init__(self, steps: Steps) -> None:
         self.can_check, self.cannot_check = True, ""
@@ -88,7 +90,7 @@ def test_one_death_is_counted_once_however_many_loads_the_worker_had(steps: Step
     loads = FileLoads(cast(WorkerLink, link), steps, TransferCounters(), AUTO)
 
     def fail(end: wire.End) -> bool:
-        """Whether direct storage is still trusted after it."""
+        """Fail a load; return whether direct storage is still trusted after it."""
         link.ends.append(end)
         outcome = load(loads, tmp_path)
         assert outcome.kind is OutcomeKind.FAILED and outcome.message == end.failure, "not read again"

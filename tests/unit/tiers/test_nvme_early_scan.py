@@ -130,7 +130,7 @@ def test_judged_ahead_and_judged_here_are_the_same(
 
 
 def test_pieces_with_holes_are_moved_together(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the judge in the other process, which is this one here."""
+    """The judge in the other process, which is this one here, moves them."""
     with opened(directory) as tier:
         held = tier.recover_columns()
         for at in range(3, len(held), 7):
@@ -285,7 +285,7 @@ def test_a_slab_that_changed_meanwhile_is_read_anew(directory: Path, read_here: 
 
 @pytest.mark.parametrize("by", ["rename", "writing"])
 def test_what_was_restored_meanwhile_is_read_anew(directory: Path, read_here: list[int], by: str) -> None:
-    """By an operator who copies slabs back and takes no lock, so that the mark is as before."""
+    """The operator copies slabs back and takes no lock, so that the mark is as before."""
     second = slab(directory, 2)
     backup = second.read_bytes()
     with opened(directory) as tier:

@@ -32,7 +32,7 @@ def nvme(tmp_path: Path) -> Iterator[NvmeTier]:
 
 
 def lend(tier: NvmeTier, slot: Slot, ends: Outcome) -> tuple[Outcome, list[FileImage]]:
-    """To a reader that does not read."""
+    """Lend to a reader that does not read."""
     images: list[FileImage] = []
 
     def load(image: FileImage, ended: Completion) -> None:

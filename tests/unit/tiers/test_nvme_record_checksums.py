@@ -1,4 +1,4 @@
-"""Checksums of many records at once are those that xxhash gives one by one."""
+"""Checksums of many records at once equal the ones that xxhash gives one by one."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def sync(inode: int = 2) -> tuple[Kind, dict[str, object]]:
 
 
 def after(operations: Iterable[Operation], share: float, tick: int = FOREVER, grain: int = 0) -> Tree:
-    """What is there when this share of what is not synced survived."""
+    """Return what is there when this share of what is not synced survived."""
     medium = Medium(operations)
     medium.advance(tick)
     return medium.tree(Kept("", lambda change: share, lambda change: grain, "seed"))

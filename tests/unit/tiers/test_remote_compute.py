@@ -1,4 +1,4 @@
-"""What computing a block takes, as the daemon sees it between a get that missed and the put."""
+"""The daemon sees what computing a block takes, between a get that missed and the put."""
 
 from __future__ import annotations
 

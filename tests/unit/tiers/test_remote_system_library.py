@@ -1,4 +1,4 @@
-"""What a user is told to install is the library that the loader missed."""
+"""A user is told to install the library that the loader missed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a question to key-addressed tiers pays: learned by tenant, noticed again when it changes."""
+"""A question to key-addressed tiers pays or not: learned by tenant, noticed again when it changes."""
 
 from __future__ import annotations
 

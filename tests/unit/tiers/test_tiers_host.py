@@ -190,7 +190,7 @@ def test_an_arena_that_cannot_be_made_leaves_nothing(
 
 
 def test_an_arena_taken_over_gives_memory_back_as_fast_as_it_is_taken() -> None:
-    """At no moment do old and new arena hold more than one arena's memory."""
+    """The old and the new arena hold at no moment more than one arena's memory."""
     with closing(HostTier(MIB, arena_bytes=MIB)) as tier:
         tier.free(fill(tier, MIB, "a")[0])
         tier.precreate("a", MIB)
@@ -313,7 +313,7 @@ def test_a_freed_slot_is_no_block_to_who_scans_the_arena(tier: HostTier) -> None
 
 
 def arena_memory_bytes() -> int:
-    """What all arenas of this process take by the kernel's account, those that were given up too."""
+    """Return the bytes of all arenas of this process by the kernel's account, given up arenas too."""
     held: dict[int, int] = {}
     for number in os.listdir("/proc/self/fd"):
         path = f"/proc/self/fd/{number}"

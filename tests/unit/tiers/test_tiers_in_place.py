@@ -31,7 +31,7 @@ def tier() -> Iterator[HostTier]:
 
 @contextmanager
 def mapped(tier: HostTier, container: int) -> Iterator[mmap.mmap]:
-    """As a client maps it."""
+    """Map an arena as a client does."""
     fd = tier.arena(container).writable_fd()
     try:
         with mmap.mmap(fd, tier.arena(container).nbytes) as memory:
@@ -97,7 +97,7 @@ def test_a_stray_write_is_found_wherever_it_is(tier: HostTier, place: int) -> No
 
 
 def test_a_forged_header_that_holds_is_not_believed(tier: HostTier, tmp_path: Path) -> None:
-    """Its checksum is no secret: a client could name another tenant in it, and have that written to NVMe."""
+    """The header's checksum is no secret: a client could name another tenant in it, and have that written to NVMe."""
     slot, header, _ = put_in_place(tier, 5)
     outcome = finish(lambda done: tier.verify(slot, header.key, done))
     assert outcome.header is not None

@@ -29,7 +29,7 @@ Done = Callable[[wire.End], None]
 
 @dataclass
 class Transfer:
-    """A transfer. `waits`: it waits for the next worker if there is none now."""
+    """A transfer that the GPU worker is asked for. `waits`: it waits for the next worker if there is none now."""
 
     ended: Done
     since_s: float

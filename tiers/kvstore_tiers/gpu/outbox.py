@@ -36,8 +36,8 @@ _NOTHING = Outgoing(b"")  # wakes the thread
 
 
 class Outbox:
-    """The queue. `is_wanted(packet)` is asked before a packet is sent: it may be void by now. `unsent(packet)` is
-    called when delivery failed. A worker ignores repeated facts.
+    """The queue of packets to the GPU worker. `is_wanted(packet)` is asked before a packet is sent: it may be void by
+    now. `unsent(packet)` is called when delivery failed. A worker ignores repeated facts.
     """
 
     def __init__(self, is_wanted: Callable[[Outgoing], bool], unsent: Callable[[Outgoing], None]) -> None:

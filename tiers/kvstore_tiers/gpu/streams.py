@@ -130,7 +130,9 @@ Summed = Callable[[int, Sequence[int], DriverError | None], None]  # transfer, i
 
 
 class Argument(ctypes.Structure):
-    """The kernel's argument. `ranges`: the address of `count` records of _RANGE, as the device sees it."""
+    """The argument of the checksum kernel. `ranges`: the address of `count` records of _RANGE, as
+    the device sees it.
+    """
 
     _fields_ = (("ranges", ctypes.c_void_p), ("count", ctypes.c_uint64))
 

@@ -39,7 +39,9 @@ _GroupedRun = tuple[_Group, CopyRun]
 
 
 class GpuWorker:
-    """The worker. `checks`: load the kernel that checksums device memory; `direct`: load direct storage."""
+    """The process that has the device's context and copies for the tier. `checks`: load the kernel that checksums
+    device memory; `direct`: load direct storage.
+    """
 
     def __init__(self, sock: socket.socket, driver: CudaDevice, *, checks: bool = False, direct: bool = False) -> None:
         self._sock = sock

@@ -40,7 +40,9 @@ class _Region:
 
 
 class HostMemory:
-    """The host memory. `say` sends a packet; `broken` is called with an error after which the context is of no use."""
+    """The daemon's arenas as the GPU worker has mapped and registered them. `say` sends a packet; `broken` is called
+    with an error after which the context is of no use.
+    """
 
     def __init__(
         self, driver: CudaDevice, events: Events, say: Callable[[bytes], None], broken: Callable[[DriverError], None]
@@ -155,7 +157,9 @@ class _Chunk:
 
 
 class DeviceMemory:
-    """The device memory. `say` sends a packet and descriptors. Raises DriverError if the context is broken."""
+    """The chunks of device memory that the GPU worker has made. `say` sends a packet and descriptors. Raises
+    DriverError if the context is broken.
+    """
 
     def __init__(self, driver: CudaDevice, events: Events, say: Callable[..., None]) -> None:
         self._driver = driver

@@ -39,8 +39,8 @@ class NotAKey(NotThere):
 
 @dataclass
 class Report:
-    """A report. `facts` are in the order in which people read them; `slots` has one more dict of facts for each slot
-    that the report covers.
+    """The facts about one slot, block or key in an NVMe directory. `facts` are in the order in which people read them;
+    `slots` has one more dict of facts for each slot that the report covers.
     """
 
     facts: Fields = field(default_factory=dict)

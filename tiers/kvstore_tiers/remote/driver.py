@@ -49,9 +49,9 @@ class Written(Enum):
 
 
 class Driver(ABC):
-    """A driver. `largest_value_bytes`: no longer value is ever written. `evicts`: the store makes room by itself;
-    otherwise the caller removes the values that leave its tier. `reads_at_once`: more calls of `read` than this at
-    once are no faster than one with all their values.
+    """A driver of one kind of remote store. `largest_value_bytes`: no longer value is ever written. `evicts`: the store
+    makes room by itself; otherwise the caller removes the values that leave its tier. `reads_at_once`: more calls of
+    `read` than this at once are no faster than one with all their values.
     """
 
     largest_value_bytes: int

@@ -37,7 +37,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class RemoteWorker:
-    """The worker. `memory` is shared with the daemon."""
+    """The process that calls a remote store's driver. `memory` is shared with the daemon."""
 
     def __init__(self, connection: Connection, memory: memoryview, driver: Driver, sealer: Sealer) -> None:
         self._connection = connection

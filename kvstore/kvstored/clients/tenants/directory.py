@@ -32,7 +32,9 @@ _UID_TENANT = re.compile(r"uid-(0|[1-9]\d{0,9})\Z")
 
 @dataclass(frozen=True)
 class Tenant:
-    """A tenant. `digest` (16 bytes) stands in block headers and in the index; `secret` never leaves the daemon."""
+    """A tenant as the daemon knows it. `digest` (16 bytes) stands in block headers and in the index; `secret` never
+    leaves the daemon.
+    """
 
     name: str
     digest: bytes

@@ -37,8 +37,9 @@ failpoints.declare("keyring.nvme-marked", "the NVMe directory has the check valu
 
 
 class Keyring:
-    """The keyring. `dram_is_lost`, `nvme_is_lost`: nothing reaches the blocks there, and the caller drops them before
-    `settle`. Raises ConfigError for a secret that is not the one of the blocks, unless `new_secret`; OSError.
+    """The tenants' names, identities and secrets, kept over restarts. `dram_is_lost`, `nvme_is_lost`: nothing reaches
+    the blocks there, and the caller drops them before `settle`. Raises ConfigError for a secret that is not the one of
+    the blocks, unless `new_secret`; OSError.
     """
 
     def __init__(
@@ -117,8 +118,8 @@ class Keyring:
         self.adopt(self.bound_so(name, identity))
 
     def release(self, name: str) -> None:
-        """Let `name` be its own identity again, unless another name has that by now. Call `settle` before it is
-        used.
+        """Make `name` an identity of its own again, as before it took another name's identity, unless another name has
+        that identity by now. Call `settle` before it is used.
         """
         self.adopt({other: identity for other, identity in self._identities.items() if other != name})
 

@@ -65,7 +65,7 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True)
 class TierSection(ABC):
-    """One tier. `policy`, `ttl_s` and `keep_worth` decide which blocks leave it, and when."""
+    """The section of one tier. `policy`, `ttl_s` and `keep_worth` decide which blocks leave it, and when."""
 
     KIND: ClassVar[str]
     MOST: ClassVar[int] = 1  # tiers of this kind

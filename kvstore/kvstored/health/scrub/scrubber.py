@@ -33,8 +33,8 @@ ENDING_S = 5.0
 
 @dataclass
 class ScrubReport:
-    """The scrubber's report. `state`: off | starting | waiting | reading | failed. Times are wall-clock seconds, 0 for
-    never.
+    """The scrubber's report for operators. `state`: off | starting | waiting | reading | failed. Times are wall-clock
+    seconds, 0 for never.
     """
 
     state: str = "off"

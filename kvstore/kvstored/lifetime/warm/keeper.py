@@ -122,7 +122,7 @@ class Keeper(ABC):
             elif not self._has_warned:
                 self._has_warned = True
                 log.warning(
-                    "the %s keeps %d descriptors at most: what is beyond that will not survive a restart",
+                    "the %s keeps %d descriptors at most: memory beyond that will not survive a restart",
                     self.name, self.limit,
                 )  # fmt: skip
             self._wanted[name] = descriptor

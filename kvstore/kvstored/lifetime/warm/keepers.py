@@ -320,5 +320,5 @@ def choose_keeper(mode: str, state_dir: Path, linger_s: float) -> Keeper | None:
     except KeeperError as error:
         if mode == "holder" and not error.is_for_want_of_room:
             raise
-        log.warning("what is in memory will not survive a restart: %s", error)
+        log.warning("blocks in memory will not survive a restart: %s", error)
         return None

@@ -87,7 +87,9 @@ class FormerSession:
 
 
 class Ledger:
-    """The ledger. `descriptor` None: a new, empty one; otherwise a kept one, which is checked first (ForeignLedger)."""
+    """The ledger: a memfd that lists arenas, clients and leases for the daemon after this one. `descriptor` None: a
+    new, empty one; otherwise a kept one, which is checked first (ForeignLedger).
+    """
 
     def __init__(self, state_dir: Path, descriptor: int | None = None) -> None:
         self.fd = _new_memory() if descriptor is None else descriptor

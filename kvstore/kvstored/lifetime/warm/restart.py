@@ -170,7 +170,7 @@ class WarmRestart:
         try:
             self.keeper.reopen()
         except KeeperError as error:
-            log.warning("what is in memory would not survive a restart now: %s", error)
+            log.warning("blocks in memory would not survive a restart now: %s", error)
             return
         log.warning("the %s that keeps our memory had gone; a new one keeps it now", self.keeper.name)
         self.keeper.keep(LEDGER_NAME, self.ledger.fd)

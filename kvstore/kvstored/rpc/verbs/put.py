@@ -159,7 +159,9 @@ class PutVerb:
         return ReservedBlocks(taken, session.tenant_id, self._host, self._reservations)
 
     async def reserve(self, session: Session, request: pb.ReserveSlots) -> pb.ReserveSlotsReply:
-        """Reserve slots. Raises KVStoreError for a request that is wrong as a whole, or not allowed."""
+        """Reserve slots of arenas for a put in place. Raises KVStoreError for a request that is wrong as a whole, or
+        not allowed.
+        """
         if request.give_back:
             self._reservations.give_back(session.session_id, request.give_back)
         if not request.blocks:

@@ -31,8 +31,9 @@ def check(residency: ResidencyView) -> list[str]:
 
 
 class Walk:
-    """One walk. `steps` may be paused after each step, as long as nothing changes before it continues; then call
-    `shared`, in any thread. `bulk_keys`: also look up the keys that are in no dictionary (`keys`).
+    """One check of the index: it walks over all rows. `steps` may be paused after each step, as long as nothing changes
+    before it continues; then call `shared`, in any thread. `bulk_keys`: also look up the keys that are in no dictionary
+    (`keys`).
     """
 
     def __init__(self, residency: ResidencyView, *, bulk_keys: bool = False) -> None:

@@ -19,8 +19,9 @@ import numpy.typing as npt
 
 
 class Column(NamedTuple):
-    """One optional column. `typecode` is a typecode of array.array; its size is the memory for each row once the column
-    is used."""
+    """One optional column of the index. `typecode` is a typecode of array.array; its size is the memory for each row
+    once the column is used.
+    """
 
     name: str
     typecode: str

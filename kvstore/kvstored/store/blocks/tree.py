@@ -17,7 +17,9 @@ class CyclicChainError(ValueError):
 
 
 class ChainTree:
-    """The tree. `forget_empty` ends a row that nothing needs any more; a row that has a copy or a child is kept."""
+    """The tree of chains: the parent and children of each block. `forget_empty` ends a row that nothing needs any more;
+    a row that has a copy or a child is kept.
+    """
 
     def __init__(self, view: ResidencyView, listeners: Listeners) -> None:
         self._view = view

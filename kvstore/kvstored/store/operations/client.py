@@ -37,8 +37,8 @@ class NoProcess:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Client:
-    """A client. `tenant_id` is the residency's number for the tenant, `fingerprint_id` its number for the
-    fingerprint.
+    """The client that an operation of the store works for. `tenant_id` is the residency's number for the tenant,
+    `fingerprint_id` its number for the fingerprint.
     """
 
     session_id: int

@@ -13,8 +13,8 @@ from kvstored.store.policies.base import WARM_WORTH, Policy, Weighs
 
 
 class Admission(ABC):
-    """An admission. Pure: it asks residency and changes nothing. `above`: the policy of the tier that blocks come
-    from.
+    """Decides which blocks are worth writing to a tier. Pure: it asks residency and changes nothing. `above`: the
+    policy of the tier that blocks come from.
     """
 
     def __init__(self, residency: ResidencyView, tier: int, above: Policy | None = None) -> None:

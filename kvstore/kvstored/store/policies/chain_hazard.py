@@ -53,8 +53,9 @@ _DEFAULT = LearningSettings()
 
 
 class ChainHazard(Policy, Learns, Listens, Weighs):
-    """The policy. An access costs O(1), except for looks at all chains, one in some requests; memory is 21 bytes a row
-    more than LRU, 100 a chain, and a dictionary entry for a key of the ghost.
+    """The policy chain-hazard: it evicts the blocks with the fewest expected uses. An access costs O(1), except for
+    looks at all chains, one in some requests; memory is 21 bytes a row more than LRU, 100 a chain, and a dictionary
+    entry for a key of the ghost.
     """
 
     def __init__(

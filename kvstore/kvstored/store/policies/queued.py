@@ -83,7 +83,7 @@ class Discipline(ABC):
         return self.queues.residency.key(row)
 
     def add_tenant(self) -> None:  # noqa: B027  # optional
-        """Know one more tenant; its queues are there already."""
+        """Add a tenant to the discipline; its queues exist already."""
 
     @abstractmethod
     def candidate(self, tenant: int, refused: Collection[int]) -> int:

@@ -1,4 +1,4 @@
-"""The order of blocks with a priority: they leave a tier by their priority, whatever policy orders all other blocks.
+"""The order of blocks with a priority: they leave a tier by their priority; another policy orders all other blocks.
 
 The tier's policy listens to events of these blocks too, but does not name them as victims (`policy_may_name`). This
 module adds one order for each tier: by priority, then by last use, the tail of a chain first. Until the first block is

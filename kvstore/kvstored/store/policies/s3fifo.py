@@ -21,8 +21,8 @@ _USES_MAX = 3
 
 
 class S3Fifo(Discipline):
-    """The policy. An event costs O(1); it remembers as many keys as the main queue has room for, nine tenths of the
-    tenant's blocks.
+    """The policy S3-FIFO: a small queue, a main queue, and a ghost. An event costs O(1); it remembers as many keys as
+    the main queue has room for, nine tenths of the tenant's blocks.
     """
 
     inside = 2

@@ -246,7 +246,7 @@ class PrefetchCredit:
         return self._holds.get((tenant, chain))
 
     def is_over(self, tenant: int, held: Held, now_s: float) -> bool:
-        """Return whether the block has waited long enough."""
+        """Return whether the time in which a prefetched block must be used is over."""
         return now_s >= self._holds[tenant, held.chain].until_s
 
     def used(self, tenant: int, key: bytes, now_s: float) -> None:

@@ -24,7 +24,9 @@ MISSING_MAX = 1024  # missing keys passed on to policies; they take up to a micr
 
 
 class Feed:
-    """The feed. `policies` has the policies of all tiers. `compute` is notified of misses and puts."""
+    """Reports each request once to policies and the predictor, with hints and deletions. `policies` has the policies of
+    all tiers. `compute` is notified of misses and puts.
+    """
 
     def __init__(
         self,

@@ -42,7 +42,7 @@ def create_predictor(name: str, model: Path | None = None) -> Predictor | None:
 
 
 class GuardedPredictor:
-    """The guard. `failure`: the predictor's exception; "" while it works."""
+    """A predictor whose exceptions end it and nothing else. `failure`: the predictor's exception; "" while it works."""
 
     def __init__(self, predictor: Predictor | None) -> None:
         self._predictor = predictor

@@ -87,8 +87,8 @@ class _Due:
 
 
 class OnHint(Predictor):
-    """The predictor. An event or deleted key costs O(log n); `guesses` costs O(hints of which half the pause has
-    passed).
+    """The predictor on-hint: it guesses what engines' hints say. An event or deleted key costs O(log n); `guesses`
+    costs O(hints of which half the pause has passed).
     """
 
     name = "on-hint"

@@ -86,7 +86,9 @@ class _Entry:
 
 
 class PrefetchQueue:
-    """The queue. `budget_bytes_per_s`: for each link, 0: no limit. `ahead_bytes`: for each link."""
+    """Chooses the next block to prefetch from a predictor's guesses. `budget_bytes_per_s`: for each link, 0: no limit.
+    `ahead_bytes`: for each link.
+    """
 
     def __init__(self, budget_bytes_per_s: int, ahead_bytes: int) -> None:
         self._budget_bytes_per_s = budget_bytes_per_s

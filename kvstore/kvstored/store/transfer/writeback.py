@@ -114,8 +114,8 @@ class WriteBack:
         return [has(row, self._position) and self._residency.token(row) not in pending for row in rows]
 
     def settled(self, row: int) -> asyncio.Future[bool] | None:
-        """Return a future that tells whether a block on its way becomes durable; None when the block is not on its way.
-        The call hurries no write.
+        """Return a future that resolves to whether a block on its way is durable; None when the block is not on its
+        way. The call hurries no write.
         """
         token = self._residency.token(row)
         write = self._backlog.writes.get(token)
@@ -128,7 +128,7 @@ class WriteBack:
     # Orders
 
     def write_through(self, row: int, *, at_once: bool = False) -> asyncio.Future[bool]:
-        """Write a block if the budget allows it. The result of the future tells whether the block is durable.
+        """Write a block if the budget allows it. The future resolves to True if the block is durable.
         `at_once`: a client waits, so the write has the priority of demand.
         """
         loop = asyncio.get_running_loop()
@@ -247,8 +247,9 @@ class WriteBack:
     # Writing
 
     def _enqueue_paid(self, path: list[int], row: int, priority: Priority) -> asyncio.Future[bool]:
-        """Queue the rows of `path`, which were paid for. Return a future that tells whether `row`, which is at the end
-        of the path or on its way already, is durable."""
+        """Queue the rows of `path`, which were paid for. Return a future that resolves to whether `row`, which is at
+        the end of the path or on its way already, is durable.
+        """
         for member in path:
             self._enqueue(member, priority)
         if self.gate.is_coming(row):

@@ -22,7 +22,7 @@ class GivenUp(TimeoutError):
 
 
 class Call:
-    """A call. `deadline`: a time of time.monotonic."""
+    """A call of a library, with a deadline. `deadline`: a time of time.monotonic."""
 
     def __init__(self, deadline: float) -> None:
         self.deadline = deadline

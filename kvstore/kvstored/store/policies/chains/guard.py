@@ -26,7 +26,9 @@ _PROBATION_MAX = 10_000
 
 
 class LruGuard:
-    """The guard. Feed it every request; `is_lru_ahead` is the verdict."""
+    """A guard that puts LRU's order in force while LRU would have had more hits. Feed it every request; `is_lru_ahead`
+    is the verdict.
+    """
 
     def __init__(self) -> None:
         self._held: OrderedDict[tuple[int, bytes], None] = OrderedDict()

@@ -51,7 +51,9 @@ def _number(listed: Listed) -> int:
 
 
 class Log:
-    """The log. `values`: the index as of change number `last`."""
+    """The log of changes in an object store, and the index of values that it makes. `values`: the index as of change
+    number `last`.
+    """
 
     def __init__(
         self, objects: Objects, *, checkpoint_every: int = CHECKPOINT_EVERY, clock: Callable[[], float] = time.monotonic
