@@ -225,13 +225,11 @@ class ResidencyView:
         """Return whether the copy in `tier` may be evicted now: it is RESIDENT and unpinned, and has no child in this
         tier that needs it. The slowest tier cannot demote: there the block also needs another copy, or no such child in
         any tier."""
-        copies = self.copies[tier]
+        copies, rows = self.copies[tier], self.rows
         if copies.state[row] != _RESIDENT or row in self.pins:
             return False
-        if copies.kids[row]:
-            return self.stands_alone(row)
-        last = tier == len(self.copies) - 1
-        return not (last and self.rows.links[row] and self.rows.mask[row] == ONLY[tier]) or self.stands_alone(row)
+        is_last = rows.links[row] and tier == len(self.copies) - 1 and rows.mask[row] == ONLY[tier]
+        return not (copies.kids[row] or is_last) or self.kind_window[rows.kind[row]] > 0
 
     def policy_may_name(self, row: int, tier: int) -> bool:
         """Return whether a policy may name the copy in `tier` as its victim: the copy may be evicted, and the block's
