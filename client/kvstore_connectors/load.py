@@ -163,7 +163,7 @@ def lease_groups_by_choice(
 
 def needed_from(group: LayerGroup, boundary: int, held: int, block_tokens: int) -> range:
     """Return the blocks of a group to load for a resume at `boundary`, where the engine is behind `held` blocks: all
-    that a window or a state needs, and of the others those that are not held.
+    that a window or a state needs, and of other groups the blocks that are not held.
     """
     needed = group.needed_blocks(boundary, block_tokens)
     return range(held, boundary) if group.kind in ("full", "latent") else needed

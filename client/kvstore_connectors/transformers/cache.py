@@ -44,7 +44,7 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
     cache may be given to `generate` again to go on with its sequence.
 
     A prompt of a model with recurrent states is computed in passes that end at the ends of blocks, where states are
-    stored; such a cache, or one with sliding windows, cannot be gone on with after a call that raised.
+    stored. A cache with states or sliding windows cannot be gone on with after a call that raised.
 
     A call that is no plain continuation of one sequence (a batch, padding, embeddings, custom positions) is computed as
     with a `DynamicCache`, and so is everything after it. A call that asks for all logits is computed whole, and stored;

@@ -1,11 +1,10 @@
 """Keeps the state of one sequence of a model whose layers differ, in Transformers' own layers and in blocks.
 
-The layers are those of a `DynamicCache` of the model, so what the model computes is what it computes with one; a
-sliding layer only remembers the rows of its last call, since afterwards it has those of its window alone. After each
-call `blocks_until` takes what completed a block: rows of full layers stay where they are, rows of windows and states
-are kept until they are stored. A state is kept only where a call ended at the end of a block. The module talks to no
-daemon.
-Invariant: tensors that `GroupBlocks` has are not written again, so another thread may read them.
+The model computes with the layers of a `DynamicCache`, so it computes what it does with one. A sliding layer only
+remembers the rows of its last call, since afterwards it has its window alone. After each call `blocks_until` takes what
+completed a block: rows of full layers stay where they are, rows of windows and states are kept until they are stored. A
+state is kept only where a call ended at the end of a block. The module talks to no daemon. Invariant: tensors that
+`GroupBlocks` has are not written again, so another thread may read them.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ Kept = list[tuple[torch.Tensor, int]]  # of each part of each layer: its rows, a
 
 
 class Shown:
-    """Adds `shown` to a layer's class: the K and V of its last call, behind those that the layer had held."""
+    """Adds `shown` to a layer's class: the K and V of its last call, behind the window that the layer had held."""
 
     shown: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -234,7 +233,7 @@ class GroupMemory:
 
     def install(self, tokens: int, held: int, loaded: dict[tuple[int, int], list[torch.Tensor]]) -> None:
         """Set the state after `tokens` tokens, of which the layers hold `held`. `loaded`: by group and layer, what
-        `read_blocks` returned for the blocks up to there: of a full group those that are not held.
+        `read_blocks` returned for the blocks up to there: of a full group the blocks that are not held.
         """
         for group in self.state.groups:
             names = [part.name for part in group.parts]

@@ -132,7 +132,11 @@ def _unlike(model: PreTrainedModel, first: GroupMemory, ids: torch.Tensor, store
         if apart > _STEP_TOLERANCE[first.state.dtype]:
             return f"behind a state it computes several tokens otherwise than one after the other ({apart:.1%})"
     unbroken = answer(model, ids[:, stored:], _cache_of(model, first), COMPUTED_TOKENS, stored)
-    return "" if torch.equal(unbroken, answered) else "what is restored is not all of its state"
+    if ids.device.type == "cpu":
+        is_whole = torch.equal(unbroken, answered)
+    else:  # kernels that add up in any order
+        is_whole = _difference(unbroken, answered) <= _TOLERANCE[first.state.dtype] / 10
+    return "" if is_whole else "what is restored is not all of its state"
 
 
 def _apart(one: torch.Tensor, other: torch.Tensor) -> float:

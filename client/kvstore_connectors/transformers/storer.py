@@ -35,8 +35,8 @@ MOST_WAITING = 8  # sequences that may wait; each holds its K/V in memory until 
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """The first `blocks` blocks of a sequence with their tokens: computed at `ready`. `source` has those that are not
-    stored yet.
+    """The first `blocks` blocks of a sequence with their tokens: computed at `ready`. `source` has the blocks that are
+    not stored yet.
     """
 
     tokens: Tokens

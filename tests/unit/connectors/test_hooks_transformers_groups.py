@@ -62,10 +62,11 @@ def test_a_model_whose_layers_differ_passes_the_test_at_opening(kind: str, dtype
 
 
 @pytest.mark.parametrize("steps", [(64, 64, 64), (192,), (30, 34, 1, 63, 64), (64, *[1] * 8, 56, 64)])
-@ALL_KINDS
-def test_a_state_from_blocks_is_the_state_at_their_end(kind: str, steps: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("kind", "size"), [*((kind, 0) for kind in GROUPED), ("gpt_oss", 64), ("gemma4_text", 48)])
+def test_a_state_from_blocks_is_the_state_at_their_end(kind: str, size: int, steps: tuple[int, ...]) -> None:
+    """`size`: of blocks, 0 for the default; also of blocks that are longer than a window."""
     model, ids, at = grouped_model(kind), prompt(192), 0
-    size = state_of(model).default_block_tokens()  # type: ignore[union-attr]
+    size = size or state_of(model).default_block_tokens()  # type: ignore[union-attr]
     memory = memory_of(model, size)
     cache, kept, blocks = cache_of(model, memory), DynamicCache(config=model.config), dict[Any, Any]()
     for count in steps:
