@@ -38,9 +38,13 @@ class Checked:
     def __init__(self, stored: Generator, plain: Generator) -> None:
         self._stored, self._plain, self._known = stored, plain, dict[str, list[int]]()
 
+    def store(self, text: str) -> Generation:
+        """Return the answer with the store, which nothing is compared with."""
+        return self._stored.generate(Prompt(text), ANSWER)
+
     def ask(self, text: str) -> Generation:
-        """Return the answer with the store."""
-        answer = self._stored.generate(Prompt(text), ANSWER)
+        """Return the answer with the store, once it is compared."""
+        answer = self.store(text)
         if text not in self._known:
             self._known[text] = list(self._plain.generate(Prompt(text), ANSWER).tokens)
         if list(answer.tokens) != self._known[text]:
@@ -95,8 +99,7 @@ def _restored(model: Checked, text: str) -> float:
 
 def shared_prefixes(model: Checked, prompts: int) -> Row:
     """Prompts that part from a stored one anywhere."""
-    text = model.text(77, TOKENS)
-    model.ask(text)
+    model.store(model.text(77, TOKENS))
     restored = possible = 0
     for number, length in enumerate(np.random.default_rng(7).integers(BLOCK, TOKENS, prompts).tolist()):
         shared = model.text(77, length)
@@ -110,7 +113,7 @@ def shared_prefixes(model: Checked, prompts: int) -> Row:
 def short_of_room(daemon: BenchDaemon, model: Checked, conversations: int) -> Row:
     texts = [model.text(100 + number, LONG) for number in range(conversations)]
     for text in texts:
-        model.ask(text)
+        model.store(text)
     tier = next(each for each in daemon.admin("Tiers", admin_pb2.TiersRequest()).tiers if each.name == "host")
     resumed = [model.ask(f"{text} And") for text in texts]
     tokens = sum(answer.tokens_restored for answer in resumed)
@@ -125,7 +128,7 @@ def measure(quick: bool) -> list[Row]:
     with checked("host.capacity=1GiB") as (daemon, model):
         rows = first_tokens(daemon, model, 1 if quick else 3)
         rows.append(shared_prefixes(model, 3 if quick else 12))
-    conversations = 1 if quick else 3
+    conversations = 2 if quick else 3
     capacity = STAGING + conversations * ROOM + 3 * ARENA
     sizes = f"host.capacity={capacity}", f"host.staging={STAGING}", f"host.arena={ARENA}"
     with checked(*sizes, "nvme.enabled=false") as (daemon, model):
