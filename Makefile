@@ -63,8 +63,8 @@ $(INSTALLED_ALL): $(INSTALLED)
 	  echo "no CPU build of torch here, and one with CUDA (several GB) is not taken unasked: its tests will be skipped" >&2
 	@touch $@
 
-demo: $(INSTALLED) ## first light: daemon, engine and a real model, in under 3 minutes (ARGS=--json)
-	@$(PYTHON) -m demo $(ARGS)
+demo: $(INSTALLED) ## first light: daemon, engine and a real model, in under 3 minutes (ARGS=--json, MODEL=gemma-3-270m)
+	@$(PYTHON) -m demo $(if $(MODEL),--model $(MODEL)) $(ARGS)
 
 bench: $(INSTALLED) ## measure against named baselines (ARGS=--json)
 	@$(PYTHON) benchmarks/run.py $(ARGS)

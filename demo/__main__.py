@@ -9,7 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from demo.first_light import DEFAULT_MODEL, FirstLight
+from demo.first_light import DEFAULT_MODEL, FirstLight, prompt_options
 from demo.next_turn import SETTINGS, NextTurn
 from demo.node import DemoFailedError, Node, prepare
 from demo.report import as_json, as_text
@@ -22,15 +22,17 @@ def main() -> int:
         "the next turn of a conversation, from DRAM because it was predicted.",
     )
     parser.add_argument("--json", action="store_true", help="end with the figures as one JSON object")
-    parser.add_argument("--model", default=DEFAULT_MODEL, help=f"as for kvengine (default: {DEFAULT_MODEL})")
+    parser.add_argument(
+        "--model", default=DEFAULT_MODEL, help=f"as for kvengine, such as gemma-3-270m (default: {DEFAULT_MODEL})"
+    )
     parser.add_argument("--keep", action="store_true", help="keep the temporary directory, to look into it")
     arguments = parser.parse_args()
     directory = Path(tempfile.mkdtemp(prefix="kvstored-demo-"))
     node = Node(directory, ("host.capacity=1GiB", "nvme.capacity=2GiB", "nvme.slab=64MiB"))
     small = Node(directory / "small", SETTINGS)
     try:
-        prepare(arguments.model)
-        result = FirstLight(node, arguments.model, say).run()
+        prompt = prompt_options(directory, has_template=prepare(arguments.model))
+        result = FirstLight(node, arguments.model, say, prompt=prompt).run()
         node.stop()
         turn = NextTurn(small, directory, arguments.model, say).run(result.answer("cold").ttft_s)
         say(as_text(result, turn))

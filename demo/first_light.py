@@ -5,7 +5,7 @@ Every answer comes from an engine process of its own, so that nothing is warm bu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,8 +72,9 @@ class Result:
 class FirstLight:
     """`run` takes all steps and returns what was measured; raises DemoFailedError at the first that goes wrong."""
 
-    def __init__(self, node: Node, model: str, say: Callable[[str], None]) -> None:
+    def __init__(self, node: Node, model: str, say: Callable[[str], None], *, prompt: Sequence[str]) -> None:
         self._node = node
+        self._prompt = prompt
         self._say = say
         self._result = Result(model)
 
@@ -99,7 +100,7 @@ class FirstLight:
 
     def _ask(self, name: str, what: str) -> None:
         before = self._node.tier("nvme")["bytes_read"]
-        raw = self._node.ask(self._result.model, ANSWER_TOKENS, "--system-file", str(SYSTEM_FILE), "--prompt", QUESTION)
+        raw = self._node.ask(self._result.model, ANSWER_TOKENS, *self._prompt)
         answer = _answer(name, raw, self._node.tier("nvme")["bytes_read"] - before)
         self._result.answers.append(answer)
         self._say(
@@ -134,6 +135,15 @@ class FirstLight:
         result.quarantined_blocks = node.tier("nvme")["quarantined_blocks"]
         result.tiers_table = node.kvctl_table("tiers")
         result.blocks_table = node.kvctl_table("blocks", "--limit", "4")
+
+
+def prompt_options(directory: Path, *, has_template: bool) -> list[str]:
+    """The options of kvengine for the question: as a chat, or as a text to continue for a model without a template."""
+    if has_template:
+        return ["--system-file", str(SYSTEM_FILE), "--prompt", QUESTION]
+    text = directory / "question.txt"
+    text.write_text(f"{SYSTEM_FILE.read_text()}\n\nQuestion: {QUESTION}\nAnswer:")
+    return ["--prompt-file", str(text)]
 
 
 def _answer(name: str, raw: dict[str, Any], nvme_bytes: int) -> Answer:

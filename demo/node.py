@@ -25,8 +25,9 @@ class DemoFailedError(Exception):
     """A step did not do what it should; the message says which and shows what the command said."""
 
 
-def prepare(model: str) -> None:
-    """Set-up, before anything is measured: fetch and convert the model, compile the kernels. Progress on stderr."""
+def prepare(model: str) -> bool:
+    """Set-up, before anything is measured: fetch and convert the model, compile the kernels. Progress, and the terms of
+    a model that has some, on stderr. Whether the model has a chat template."""
     name, _, quantisation = model.partition(":")
     if not name.endswith(".gguf"):
         fetch = [str(COMMANDS / "kvengine"), "fetch", name]
@@ -39,6 +40,8 @@ def prepare(model: str) -> None:
     done = subprocess.run([*once, "--quiet"], capture_output=True, text=True, check=False)
     if done.returncode:
         raise DemoFailedError(f"the engine does not run: {done.stderr.strip()}")
+    facts = subprocess.run([*once[:1], "info", model, "--json"], capture_output=True, text=True, check=True)
+    return bool(json.loads(facts.stdout)["chat_template"] == "yes")
 
 
 class Node:

@@ -44,6 +44,7 @@ class _ReadyGraph:
     hidden: FloatArray | None
     positions: npt.NDArray[np.int32]
     slots: npt.NDArray[np.int64]
+    window_slots: npt.NDArray[np.int64] | None
     outputs: npt.NDArray[np.int32] | None
     result: FloatArray
 
@@ -65,38 +66,34 @@ class Executor(StepExecutor):
         that cannot multiply its weights.
         """
         config, sizes = model.config, sizes or StepSizes()
-        max_context = sizes.max_context
         self.layers = range(config.layers) if layers is None else layers
         _check_layers(self.layers, config.layers)
-        if (pool.layers, pool.row_elements) != (len(self.layers), config.kv_width):
+        pools = [pool] if pool.window is None else [pool, pool.window]
+        if (sum(each.layers for each in pools), pool.row_elements) != (len(self.layers), config.kv_width):
             raise ValueError("the block pool was made for another model")
-        if model.interleaves_q8_0 and not pool.kernels.q8_product_address:
-            raise ValueError(
-                "the model's q8_0 matrices are interleaved for kernels that the pool does not have: load it with "
-                "`repack=False`"
-            )
-        if min(astuple(sizes)) < 1:
-            raise ValueError("threads, tokens per step, sequences and context must all be at least 1")
-        if 0 < config.longest_context < max_context:
-            raise ValueError(
-                f"the model was loaded for contexts up to {config.longest_context} tokens, not {max_context}: "
-                "load it with `context`"
-            )
+        _check_sizes(model, pool, sizes)
         self.model, self.config, self.pool = model, config, pool
         self.limits = sizes.limits(config.vocabulary, pool)
         ggml = self._ggml = model.library
-        self._cache = _PoolView(ggml, pool)
+        self._views = [_PoolView(ggml, each) for each in pools]
+        places = _places(self._views)
+        self._cache = PoolTensors(
+            tuple(view.keys[place] for view, place in places),
+            tuple(view.values[place] for view, place in places),
+            frozenset(index for index, (view, _) in enumerate(places) if view is not self._views[0]),
+        )
         shape = AttentionShape(config.heads, config.kv_heads, config.head_dim, pool.block_tokens, _cache_type(pool))
         self._memory = StepMemory(
             shape,
-            [pool.plane_addresses(layer) for layer in range(pool.layers)],
+            [view.pool.plane_addresses(place) for view, place in places],
             max_sequences=sizes.max_sequences,
-            max_blocks=-(-max_context // pool.block_tokens),
+            max_blocks=-(-sizes.max_context // pool.block_tokens),
             attention=[_attention(config, layer) for layer in self.layers],
+            own_blocks=self._cache.own_blocks,
         )
         self._attention = AttentionOperation(
             pool.kernels.attention_address,
-            tuple(self._memory.layer_address(layer) for layer in range(pool.layers)),
+            tuple(self._memory.layer_address(layer) for layer in range(len(places))),
         )
         self._product_memory = Product.new()
         self._products = ProductOperations(
@@ -147,11 +144,12 @@ class Executor(StepExecutor):
             self._drop_graphs()
             self._ggml.gallocr_free(self._allocator)
             self._ggml.backend_free(self._backend)
-            self._cache.close()
+            for view in self._views:
+                view.close()
             self._backend = 0
 
     def _build(self, tokens: int, outputs: int) -> StepGraph:
-        parts = self.model, self._cache.tensors, self._attention, self._products
+        parts = self.model, self._cache, self._attention, self._products
         return GraphBuilder(*parts, layers=self.layers, tokens=tokens, outputs=outputs).build()
 
     def _reserve(self, tokens: int, outputs: int) -> None:
@@ -197,6 +195,8 @@ class Executor(StepExecutor):
         """Write the step's other inputs: all of them, since the allocator reuses their memory within a step."""
         ready.positions[:] = inputs.positions
         ready.slots[:] = inputs.slots
+        if ready.window_slots is not None and inputs.window_slots is not None:
+            ready.window_slots[:] = inputs.window_slots
         if ready.outputs is not None:
             ready.outputs[:] = inputs.outputs
         count = len(slices)
@@ -204,7 +204,36 @@ class Executor(StepExecutor):
         for row, piece in zip(self._memory.tables, slices, strict=False):
             used = min(len(piece.block_table), len(row))
             row[:used] = piece.block_table[:used]
+        for row, piece in zip(self._memory.window_tables, slices, strict=False):
+            if piece.window_table is not None:
+                used = min(len(piece.window_table), len(row))
+                row[:used] = piece.window_table[:used]
         self._memory.begin(count, self._threads)
+
+
+def _check_sizes(model: Model, pool: BlockPool, sizes: StepSizes) -> None:
+    """Raise ValueError for kernels that cannot multiply the model's weights, and for sizes that nothing can compute."""
+    longest, most = model.config.longest_context, sizes.max_context
+    if model.interleaves_q8_0 and not pool.kernels.q8_product_address:
+        raise ValueError(
+            "the model's q8_0 matrices are interleaved for kernels that the pool does not have: load it with "
+            "`repack=False`"
+        )
+    if min(astuple(sizes)) < 1:
+        raise ValueError("threads, tokens per step, sequences and context must all be at least 1")
+    if 0 < longest < most:
+        raise ValueError(
+            f"the model was loaded for contexts up to {longest} tokens, not {most}: load it with `context`"
+        )
+
+
+def _places(views: Sequence["_PoolView"]) -> list[tuple["_PoolView", int]]:
+    """Return for each layer, in the model's order, its pool and its place there."""
+    places = [(view, place) for view in views for place in range(view.pool.layers)]
+    if len(views) > 1:
+        order = np.argsort([view.pool.model_layers[place] for view, place in places])
+        places = [places[index] for index in order.tolist()]
+    return places
 
 
 def _attention(config: ModelConfig, layer: int) -> LayerAttention:
@@ -227,6 +256,7 @@ class _PoolView:
     """The pool's planes as ggml tensors, which the graph writes to."""
 
     def __init__(self, ggml: Library, pool: BlockPool) -> None:
+        self.pool = pool
         self._ggml, self._type = ggml, _cache_type(pool)
         self._context = ggml.init(InitParams(ggml.tensor_overhead() * 2 * pool.layers + 64, None, True))
         self._buffer = ggml.backend_cpu_buffer_from_ptr(
@@ -234,7 +264,7 @@ class _PoolView:
         )
         addresses = [address for layer in range(pool.layers) for address in pool.plane_addresses(layer)]
         planes = [self._plane(pool, address) for address in addresses]
-        self.tensors = PoolTensors(keys=tuple(planes[::2]), values=tuple(planes[1::2]))
+        self.keys, self.values = planes[::2], planes[1::2]
 
     def _plane(self, pool: BlockPool, address: int) -> int:
         slots = pool.blocks * pool.block_tokens
@@ -266,6 +296,7 @@ def _ready(graph: StepGraph, config: ModelConfig) -> _ReadyGraph:
         hidden=array_at(data(graph.hidden_input), np.float32, rows, config.width) if graph.hidden_input else None,
         positions=array_at(data(graph.position_input), np.int32, rows),
         slots=array_at(data(graph.slot_input), np.int64, rows),
+        window_slots=array_at(data(graph.window_slot_input), np.int64, rows) if graph.window_slot_input else None,
         outputs=array_at(data(graph.output_input), np.int32, graph.outputs) if graph.output_input else None,
         result=result,
     )

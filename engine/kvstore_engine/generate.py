@@ -99,17 +99,21 @@ class Generator:
         if self._session is not None:
             self._session.ping()
         most = min(PREFILL_STEP_TOKENS, self.executor.limits.max_tokens, self.context)
-        blocks = self.pool.allocate(-(-most // self.pool.block_tokens))
+        pool, count = self.pool, -(-most // self.pool.block_tokens)
+        blocks = pool.allocate(count)
+        windows = pool.window.allocate(count) if pool.window is not None else []
         try:
             few = min(_WARM_UP_TOKENS, most)
-            self._warm_up_step(few, blocks)
-            if self._warm_up_step(few, blocks) < _CHEAP_STEP_S:
-                self._warm_up_step(most, blocks)  # touches all of the compute buffer
-            self._warm_up_step(1, blocks)
+            self._warm_up_step(few, blocks, windows)
+            if self._warm_up_step(few, blocks, windows) < _CHEAP_STEP_S:
+                self._warm_up_step(most, blocks, windows)  # touches all of the compute buffer
+            self._warm_up_step(1, blocks, windows)
             if self._stages is not None and most >= BLOCK_TOKENS:
                 self._stages.warm_up(np.array(blocks, np.int32))
         finally:
-            self.pool.free(blocks)
+            pool.free(blocks)
+            if pool.window is not None:
+                pool.window.free(windows)
 
     def generate(
         self,
@@ -237,9 +241,10 @@ class Generator:
             return RestoreReport(reason="the store cannot be reached")
         return RestoreReport(reason="no full block before the prompt's last token")
 
-    def _warm_up_step(self, count: int, blocks: list[int]) -> float:
+    def _warm_up_step(self, count: int, blocks: list[int], windows: list[int]) -> float:
         begin_s = time.perf_counter()
-        self.executor.step([SequenceSlice(np.zeros(count, np.int32), 0, np.array(blocks, np.int32), "last")])
+        tables = np.array(blocks, np.int32), np.array(windows, np.int32)
+        self.executor.step([SequenceSlice(np.zeros(count, np.int32), 0, tables[0], "last", tables[1])])
         seconds = time.perf_counter() - begin_s
         self.costs.observe_batch([(count, 0)], seconds)
         return seconds

@@ -82,7 +82,7 @@ def open_model(path: Path, options: LoadOptions) -> Iterator[LoadedModel]:
     # Imported here: the compute half loads ggml and builds or loads the kernels.
     from kvstore_engine.executors import DeviceName, PoolSetup, StepSizes
     from kvstore_engine.model.config import ModelConfig
-    from kvstore_engine.pool import ENGINE_BLOCK_TOKENS
+    from kvstore_engine.pool import ENGINE_BLOCK_TOKENS, window_pool_blocks
 
     device = DeviceName.parse(options.device)
     threads = _threads(options)
@@ -97,7 +97,13 @@ def open_model(path: Path, options: LoadOptions) -> Iterator[LoadedModel]:
         context = context_tokens(options.context, config.context_length)
         check_vocabulary(tokenizer, config.vocabulary)
         blocks = -(-context // STORAGE_BLOCK_TOKENS) * STORAGE_BLOCK_TOKENS // ENGINE_BLOCK_TOKENS
-        setup = PoolSetup(blocks, ENGINE_BLOCK_TOKENS, "f16")
+        windows = 0
+        if device.name == CPU and options.stages == 1:  # the others keep all of each layer
+            step = min(PREFILL_STEP_TOKENS, context)
+            windows = window_pool_blocks(
+                config, blocks, block_tokens=ENGINE_BLOCK_TOKENS, sequences=1, step_tokens=step
+            )
+        setup = PoolSetup(blocks, ENGINE_BLOCK_TOKENS, "f16", windows)
         sizes = StepSizes(threads, PREFILL_STEP_TOKENS, 1, context)
         executor = stack.enter_context(_open_executor(file, device, options.stages, setup, sizes))
         store = stack.enter_context(_open_store(options, watch, tokenizer, executor, device))
@@ -240,6 +246,7 @@ def fingerprint_of(
         engine_block_tokens=pool.block_tokens,
         layout=PAYLOAD_LAYOUT,
         order_of_sums=_order_of_sums(file, device),
+        divided=pool.window is not None,
     )
 
 

@@ -99,6 +99,11 @@ def open_host_pool(
     # How long sequences may become is part of a model's configuration: LongRoPE depends on it.
     with load_model(file, context=sizes.max_context) as model:
         made = BlockPool(
-            model.config, pool.blocks, block_tokens=pool.block_tokens, kv_dtype=pool.kv_dtype, memory=memory
+            model.config,
+            pool.blocks,
+            block_tokens=pool.block_tokens,
+            kv_dtype=pool.kv_dtype,
+            memory=memory,
+            window_blocks=pool.window_blocks,
         )
         yield model, made

@@ -54,12 +54,17 @@ class HostPlanes(PoolPlanes):
         blocks: int,
         block_bytes: int,
         kernels: Kernels,
-        memory: Callable[[int], mmap.mmap] | None = None,
+        memory: Callable[[int], mmap.mmap | memoryview] | None = None,
     ) -> None:
-        stride = -(-blocks * block_bytes // 64) * 64
-        flat = np.frombuffer((memory or _touched_memory)(count * stride), np.uint8)
+        size = self.size_bytes(count, blocks, block_bytes)
+        flat, stride = np.frombuffer((memory or touched_memory)(size), np.uint8), size // count
         self.kernels = kernels
         self.array: Bytes = flat.reshape(count, stride)[:, : blocks * block_bytes].reshape(count, blocks, block_bytes)
+
+    @staticmethod
+    def size_bytes(count: int, blocks: int, block_bytes: int) -> int:
+        """Return the bytes of `count` planes."""
+        return count * (-(-blocks * block_bytes // 64) * 64)
 
     def part(self, first: int, end: int) -> Self:
         """Return the planes from `first` to before `end`, in the same memory."""
@@ -80,7 +85,7 @@ class HostPlanes(PoolPlanes):
         self.kernels.move_blocks(self.array, sources, targets)
 
 
-def _touched_memory(size_bytes: int) -> mmap.mmap:
+def touched_memory(size_bytes: int) -> mmap.mmap:
     """Return zeroed memory of this process alone, with all pages touched."""
     memory = mmap.mmap(-1, size_bytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):

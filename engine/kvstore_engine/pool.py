@@ -23,7 +23,7 @@ from kvstore_engine.gguf.tensor_types import TENSOR_TYPES
 from kvstore_engine.kernels import Kernels, select_kernels
 from kvstore_engine.kernels.elements import KV_TYPES
 from kvstore_engine.model.config import ModelConfig
-from kvstore_engine.planes import HostPlanes, PoolPlanes
+from kvstore_engine.planes import HostPlanes, PoolPlanes, touched_memory
 from kvstore_proto.kv_layout import ENGINE_ORDER
 
 __all__ = ["ENGINE_BLOCK_TOKENS", "PAYLOAD_LAYOUT", "BlockPool", "PoolExhausted"]
@@ -38,7 +38,9 @@ BlockIds = Sequence[int] | npt.NDArray[np.int32]
 class BlockPool:
     """A pool of `blocks` engine blocks of `block_tokens` tokens for every layer of one model.
 
-    `planes`: uint8 [2 * layers, blocks, block_bytes], of each layer K, then V.
+    `planes`: uint8 [2 * layers, blocks, block_bytes], of each layer K, then V. With `window_blocks` the model's
+    windowed layers have a pool of their own, `window`, with this number of blocks; `model_layers` are the model's
+    numbers of the layers that a pool holds.
     """
 
     def __init__(
@@ -51,15 +53,16 @@ class BlockPool:
         kernels: Kernels | None = None,
         memory: Callable[[int], mmap.mmap] | None = None,
         place: Callable[[int, int, int], PoolPlanes] | None = None,
+        window_blocks: int = 0,
     ) -> None:
-        """Get the memory: in the host's, copied by `kernels`, unless `place(planes, blocks, block_bytes)` provides it.
+        """Get the memory: in the host's, copied by `kernels`, unless `place(planes, blocks, block_bytes)` provides it,
+        of all layers alike.
 
         Raises ValueError for a type that does not fit or a block size outside 8..256 tokens.
         """
         row_bytes = kv_row_bytes(config, kv_dtype)
         if blocks < 1 or not 8 <= block_tokens <= 256:
             raise ValueError(f"{blocks} blocks of {block_tokens} tokens: need at least 1 of 8..256 tokens")
-        self.layers = config.layers
         self.blocks = blocks
         self.block_tokens = block_tokens
         self.kv_dtype = kv_dtype
@@ -67,18 +70,44 @@ class BlockPool:
         self.row_elements = config.kv_width
         self.row_bytes = row_bytes
         self.block_bytes = block_tokens * self.row_bytes
-        shape = 2 * config.layers, blocks, self.block_bytes
-        self._store = place(*shape) if place else HostPlanes(*shape, kernels or select_kernels(), memory)
+        self.window_tokens = config.window_tokens
+        self.model_layers = tuple(range(config.layers))
+        self.layers = config.layers
+        self.window: BlockPool | None = None
         self._free = FreeList(blocks)
+        if place is not None:
+            self._store = place(2 * self.layers, blocks, self.block_bytes)
+        elif not window_blocks or not config.windowed_layers:
+            shape = 2 * self.layers, blocks, self.block_bytes
+            self._store = HostPlanes(*shape, kernels or select_kernels(), memory)
+        else:
+            self._divide(config.windowed_layers, window_blocks, kernels or select_kernels(), memory or touched_memory)
+
+    def _divide(
+        self, windowed: tuple[int, ...], blocks: int, kernels: Kernels, memory: Callable[[int], mmap.mmap]
+    ) -> None:
+        """Make two pools in one piece of memory: this one without the layers `windowed`, and `window` for them."""
+        window = self.window = copy.copy(self)
+        window.model_layers, window.blocks, window._free = windowed, blocks, FreeList(blocks)
+        self.model_layers = tuple(layer for layer in self.model_layers if layer not in windowed)
+        sizes = []
+        for pool in (self, window):
+            pool.layers = len(pool.model_layers)
+            sizes.append(HostPlanes.size_bytes(2 * pool.layers, pool.blocks, pool.block_bytes))
+        whole = memoryview(memory(sum(sizes)))
+        for pool, part in ((self, whole[: sizes[0]]), (window, whole[sizes[0] :])):
+            pool._store = _planes_in(part, 2 * pool.layers, pool, kernels)
 
     def of_layers(self, layers: range) -> Self:
         """Return the pool of some consecutive layers, for a stage: their planes of this pool, with its free list.
         Raises ValueError for layers that it does not have, and for a pool that is not in host memory.
         """
+        if self.window is not None:
+            raise ValueError("a pool with windowed layers of their own is not divided further")
         if layers.step != 1 or not 0 <= layers.start < layers.stop <= self.layers:
             raise ValueError(f"layers {layers} are not a range of the pool's {self.layers}")
         part = copy.copy(self)
-        part.layers = len(layers)
+        part.layers, part.model_layers = len(layers), self.model_layers[layers.start : layers.stop]
         part._store = self._host_planes().part(2 * layers.start, 2 * layers.stop)
         return part
 
@@ -178,6 +207,22 @@ class BlockPool:
                 raise ValueError("the destination of a gather is read-only")
         flat = [payload.reshape(-1) for payload in payloads]
         self._store.copy_blocks(flat, table, into_pool=into_pool, threads=threads)
+
+
+def _planes_in(memory: memoryview, planes: int, pool: BlockPool, kernels: Kernels) -> HostPlanes:
+    return HostPlanes(planes, pool.blocks, pool.block_bytes, kernels, lambda size_bytes: memory)
+
+
+def window_pool_blocks(config: ModelConfig, blocks: int, *, block_tokens: int, sequences: int, step_tokens: int) -> int:
+    """Return the number of blocks for windowed layers beside `blocks` for the others: enough for `sequences` sequences
+    and a step of `step_tokens` tokens, and a quarter of `blocks` for what may be resumed; 0 for a model without such
+    layers.
+    """
+    if not config.windowed_layers:
+        return 0
+    # A window begins and ends anywhere in a block; one block more is borrowed for a prompt's last rows.
+    each = -(-(config.window_tokens - 1) // block_tokens) + 3
+    return min(blocks + sequences, sequences * each + -(-step_tokens // block_tokens) + blocks // 4)
 
 
 def kv_row_bytes(config: ModelConfig, kv_dtype: str) -> int:

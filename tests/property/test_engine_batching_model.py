@@ -36,14 +36,22 @@ _REQUESTS = st.fixed_dictionaries(
         "store": st.booleans(),
     }
 )
+_MISCHIEF = ("connected", "degraded", "failing", "promoting", "losing", "evicting windows")
 _ADD = st.tuples(st.just("add"), _REQUESTS)
 _STEP = st.tuples(st.just("step"), st.integers(1, 25))
 _CANCEL = st.tuples(st.just("cancel"), st.integers(0, 30))
-_DAEMON = st.tuples(st.just("daemon"), st.sampled_from(["connected", "degraded", "failing", "promoting", "losing"]))
+_DAEMON = st.tuples(st.just("daemon"), st.sampled_from(_MISCHIEF))
 
 
-def _engine(session: MemorySession, blocks: int, swap_blocks: int, policy: str, patience: float) -> BatchEngine:
-    compute = TwinCompute(twin_pool(blocks), max_sequences=8, on_step=StepClock().step)
+def _engine(
+    session: MemorySession,
+    blocks: int,
+    swap_blocks: int,
+    policy: str,
+    patience: float,
+    window: tuple[int, int] = (0, 0),
+) -> BatchEngine:
+    compute = TwinCompute(twin_pool(blocks, window=window), max_sequences=8, on_step=StepClock().step)
     costs = LearnedCosts()
     assume(costs, [patience, patience, 0.0])
     return BatchEngine(
@@ -67,6 +75,9 @@ def _misbehave(session: MemorySession, how: str) -> None:
     session.fail_with = ConnectionResetError("gone") if how == "failing" else None
     session.mapped_blocks = 1 if how == "promoting" else None
     session.leases_stay_valid = how != "losing"
+    if how == "evicting windows":
+        for key in list(session.windows)[::3]:
+            del session.windows[key]
 
 
 @settings(max_examples=examples(40))
@@ -76,12 +87,23 @@ def _misbehave(session: MemorySession, how: str) -> None:
     swap_blocks=st.sampled_from([0, 12, 1000]),
     policy=st.sampled_from(["fcfs", "shortest", "priority"]),
     patience=st.sampled_from([1e-6, 10.0]),
+    window=st.none() | st.tuples(st.integers(2, 90), st.integers(0, 30)),
 )
 def test_every_answer_is_what_its_request_alone_would_have_got(
-    actions: list[tuple[str, Any]], blocks: int, swap_blocks: int, policy: str, patience: float
+    actions: list[tuple[str, Any]],
+    blocks: int,
+    swap_blocks: int,
+    policy: str,
+    patience: float,
+    window: tuple[int, int] | None,
 ) -> None:
+    """`window`: the tokens that a second layer sees, and how many blocks more it has than one sequence needs."""
     session = MemorySession(twin_pool(4).payload_bytes(4))
-    engine = _engine(session, blocks, swap_blocks, policy, patience)
+    own = (0, 0)
+    if window is not None:
+        session.window_tokens = window[0]
+        own = window[0], min(blocks + 1, -(-window[0] // 16) + 4 + 3 + window[1])
+    engine = _engine(session, blocks, swap_blocks, policy, patience, own)
     outcome, asked, cancelled = Outcome(), list[dict[str, Any]](), set[str]()
     for kind, what in actions:
         if kind == "add":

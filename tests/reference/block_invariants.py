@@ -10,8 +10,13 @@ from kvstore_engine.blocks.space import BlockSpace
 from kvstore_engine.blocks.trie import TrieNode
 
 
-def check_blocks(space: BlockSpace, tables: Iterable[BlockTable], pinned: Iterable[int] = ()) -> None:
-    """Walk the invariants, given all tables and pins. AssertionError says which is broken."""
+def check_blocks(
+    space: BlockSpace, tables: Iterable[BlockTable], pinned: Iterable[int] = (), windows: Iterable[int] = ()
+) -> None:
+    """Walk the invariants, given all tables and pins (`windows`: of windowed layers). AssertionError says which is
+    broken.
+    """
+    tables = list(tables)
     wanted, users = Counter(pinned), Counter[int]()
     for table in tables:
         wanted.update(table.blocks)
@@ -32,3 +37,12 @@ def check_blocks(space: BlockSpace, tables: Iterable[BlockTable], pinned: Iterab
     for block in range(space.pool.blocks):
         assert space.references.count(block) == wanted[block], f"block {block} is miscounted"
     assert space.references.free_blocks == space.pool.free_blocks
+    if space.windows is not None:
+        held = Counter(windows)
+        for table in tables:
+            held.update(table.windows.values())
+        held.update(node.window for node in nodes if node.window >= 0)
+        references = space.windows.references
+        for block in range(references.pool.blocks):
+            assert references.count(block) == held[block], f"block {block} of windowed layers is miscounted"
+        assert references.free_blocks == references.pool.free_blocks

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from kvstore_engine.restore.fetcher import Arrival, Fetch, Stream
+from kvstore_engine.restore.fetcher import Arrival, Fetch, Stream, look_up_window
 from tests.reference.memory_session import MemoryLease, MemorySession
 from tests.reference.twin_compute import StepClock
 
@@ -39,10 +39,14 @@ class ClockedFetcher:
         self.open: dict[Stream, _Coming] = {}
         self.fetches: list[Fetch] = []
 
-    def request(self, session: MemorySession, tokens: Any, *, max_blocks: int, deadline_s: float) -> Fetch:
+    def request(
+        self, session: MemorySession, tokens: Any, *, max_blocks: int, deadline_s: float, window_tokens: int = 0
+    ) -> Fetch:
         fetch = Fetch(self._clock.now, self._clock.now + deadline_s, done=True)
         with contextlib.suppress(ConnectionResetError):
             if self._clock.now < self._dies_s:
+                if window_tokens:
+                    max_blocks = look_up_window(fetch, session, tokens, max_blocks, deadline_s, window_tokens)
                 lease = session.get(tokens, max_blocks=max_blocks, deadline_s=deadline_s, promote=False)
                 fetch.lease, fetch.tiers = lease, session.lookup(tokens, deadline_s=1.0).tiers[: lease.resident_blocks]
                 fetch.estimated_load_s = self._chunk_s * (lease.resident_blocks - len(lease))
@@ -74,7 +78,7 @@ class ClockedFetcher:
 
     def drop(self, dropped: Fetch | Stream) -> None:
         if isinstance(dropped, Fetch):
-            dropped.release()
+            dropped.close()
         elif (coming := self.open.pop(dropped, None)) is not None:
             for lease in coming.leases:
                 lease.released = True

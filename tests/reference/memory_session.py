@@ -51,6 +51,12 @@ class MemoryLease:
 
 
 @dataclass(frozen=True)
+class MemoryPoint:
+    blocks: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class MemoryLookup:
     tiers: tuple[str, ...]
     load_s: tuple[float, ...] = ()
@@ -82,7 +88,7 @@ class MemoryStream:
 class MemorySession:
     """`mapped_blocks` (None: all) can be leased without promotion, `granted_blocks` at all, `vanishing` ones not,
     though a lookup names them; `status_of(block)` decides what a put answers; `fail_with` is raised by every call while
-    set.
+    set. Group 1 is of layers with a window of `window_tokens`; a block of it can be taken out of `windows`.
     """
 
     block_bytes: int
@@ -95,7 +101,9 @@ class MemorySession:
     leases_stay_valid: bool = True
     fail_with: Exception | None = None
     status_of: Callable[[int], str] = lambda block: "stored"
+    window_tokens: int = 0
     blocks: dict[bytes, Bytes] = field(default_factory=dict)
+    windows: dict[bytes, Bytes] = field(default_factory=dict)
     leases: list[MemoryLease] = field(default_factory=list)
     puts: list[tuple[int, int]] = field(default_factory=list)
     answer_hints: list[tuple[int, int]] = field(default_factory=list)  # of answers: leading resident blocks, tokens
@@ -117,9 +125,34 @@ class MemorySession:
     def wake(self) -> None:
         return None
 
-    def get(self, tokens: Tokens, *, max_blocks: int, deadline_s: float, promote: bool) -> MemoryLease:
+    def resume_point(self, tokens: Tokens, *, max_blocks: int, deadline_s: float) -> MemoryPoint:
+        self.maybe_fail()
+        assert self.window_tokens and deadline_s > 0
+        resident = min(self._resident(tokens), max_blocks)
+        while any(self._key(tokens, block) not in self.windows for block in self._needed(resident)):
+            resident -= 1
+        return MemoryPoint(resident, "" if resident == max_blocks else "never_stored")
+
+    def _needed(self, blocks: int) -> range:
+        return range(max(0, blocks * self.block_tokens - self.window_tokens + 1) // self.block_tokens, blocks)
+
+    def get(
+        self,
+        tokens: Tokens,
+        *,
+        first_block: int = 0,
+        max_blocks: int,
+        group: int | None = None,
+        deadline_s: float,
+        promote: bool,
+    ) -> MemoryLease:
         self.maybe_fail()
         assert deadline_s > 0
+        if group:
+            keys = [self._key(tokens, block) for block in range(first_block, first_block + max_blocks)]
+            found = [self.windows[key] for key in keys if key in self.windows]
+            self.leases.append(MemoryLease(found, self.leases_stay_valid, resident_blocks=len(found)))
+            return self.leases[-1]
         resident = min(self._resident(tokens), max_blocks)
         lease = self.grant(tokens, range(self._granted(resident) if promote else self._mapped(resident)))
         lease.resident_blocks, lease.estimated_load_s = resident, self.estimated_load_s
@@ -157,18 +190,26 @@ class MemorySession:
         mapped = self._mapped(resident)
         return ("host",) * mapped + ("nvme",) * (resident - mapped)
 
-    def put(self, tokens: Tokens, *, first_block: int, payloads: Sequence[Callable[[Bytes], None]]) -> MemoryReceipt:
+    def put(
+        self,
+        tokens: Tokens,
+        *,
+        first_block: int,
+        payloads: Sequence[Callable[[Bytes], None]],
+        group: int | None = None,
+    ) -> MemoryReceipt:
         self.maybe_fail()
-        self.puts.append((first_block, len(payloads)))
-        statuses = []
+        blocks, statuses = self.windows if group else self.blocks, []
+        if not group:
+            self.puts.append((first_block, len(payloads)))
         for block, write in enumerate(payloads, first_block):
             key = self._key(tokens, block)
             assert len(key) == 4 * (block + 1) * self.block_tokens, "a put must name the block's whole prefix"
-            status = "present" if key in self.blocks else self.status_of(block)
+            status = "present" if key in blocks else self.status_of(block)
             if status == "stored":
                 staging = np.full(self.block_bytes, 0xEE, np.uint8)
                 write(staging)
-                self.blocks[key] = staging
+                blocks[key] = staging
             statuses.append(status)
         return MemoryReceipt(statuses)
 

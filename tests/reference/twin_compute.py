@@ -8,7 +8,7 @@ computed, changes every later token of the answer, while `answer_alone` says wit
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -43,10 +43,22 @@ _WEIGHTS = np.random.default_rng(7).integers(1, 1 << 63, VOCABULARY, np.uint64) 
 _PLACES = np.random.default_rng(8).integers(1, 1 << 63, 8192, np.uint64) | np.uint64(1)
 
 
-def twin_pool(blocks: int, block_tokens: int = 16) -> BlockPool:
-    """A pool of one layer with 16 bytes of K (and of V) a token, full of garbage."""
-    pool = BlockPool(_CONFIG, blocks, block_tokens=block_tokens, kernels=select_kernels("reference"))
+def twin_config() -> ModelConfig:
+    """Return the model of `twin_pool`: one layer with 16 bytes of K (and of V) a token."""
+    return _CONFIG
+
+
+def twin_pool(blocks: int, block_tokens: int = 16, window: tuple[int, int] = (0, 0)) -> BlockPool:
+    """A pool of one layer with 16 bytes of K (and of V) a token, full of garbage. `window`: tokens that a second layer
+    sees, which has as many blocks of its own.
+    """
+    tokens, own = window
+    config = replace(_CONFIG, layers=2, windows=(0, tokens)) if tokens else _CONFIG
+    kernels = select_kernels("reference")
+    pool = BlockPool(config, blocks, block_tokens=block_tokens, kernels=kernels, window_blocks=own)
     pool.planes.fill(0xA5)
+    if pool.window is not None:
+        pool.window.planes.fill(0xA5)
     return pool
 
 
@@ -88,6 +100,7 @@ class TwinCompute:
             self.max_tokens,
             self.max_sequences,
             self.max_context,
+            0 if self.pool.window is None else self.pool.window.blocks,
         )
 
     def step(self, slices: Sequence[SequenceSlice], whole: Sequence[int] | None = None) -> StepLogits:
@@ -104,11 +117,15 @@ class TwinCompute:
             slots = np.asarray(piece.block_table, np.int64)[np.arange(count) // size] * size + np.arange(count) % size
             before = rows[slots[: piece.start], 0]
             assert (before == values[slots[: piece.start], 1]).all(), "K and V of a row belong together"
+            window = self._window(piece, rows, slots)
             total = int((before * _PLACES[: piece.start]).sum(dtype=np.uint64))
             for position, token in enumerate(piece.tokens.tolist(), piece.start):
                 row = _row(token, position, total)
                 rows[slots[position]] = row, position
                 values[slots[position]] = position, row
+                if window is not None:
+                    place = int(np.asarray(piece.window_table)[position // size]) * size + position % size
+                    window[place] = row, position
                 total = _add(total, row, position)
             if piece.outputs == "last":
                 outputs.append(_logits(total))
@@ -116,6 +133,19 @@ class TwinCompute:
         self.computed_tokens += len(inputs.tokens)
         self.longest_step_tokens = max(self.longest_step_tokens, len(inputs.tokens))
         return np.array(outputs, np.float32).reshape(-1, VOCABULARY)
+
+    def _window(
+        self, piece: SequenceSlice, rows: npt.NDArray[np.uint64], slots: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.uint64] | None:
+        """Return the rows of the layer with a window, after a look at those that the slice's first token sees."""
+        own, size = self.pool.window, self.pool.block_tokens
+        if own is None:
+            return None
+        window = own.planes[0].reshape(-1, 16).view(np.uint64)
+        seen = np.arange(max(0, piece.start - self.pool.window_tokens + 1), piece.start)
+        places = np.asarray(piece.window_table, np.int64)[seen // size] * size + seen % size
+        assert (window[places, 0] == rows[slots[seen], 0]).all(), "a window of another text"
+        return window
 
 
 class TwinTokenizer:

@@ -12,13 +12,16 @@ from kvstore_engine.graph import SequenceSlice
 
 @dataclass(slots=True)
 class BatchPart:
-    """One sequence's rows: [begin, end) of its tokens. `borrowed` replaces the block of `begin`."""
+    """One sequence's rows: [begin, end) of its tokens. `borrowed` replaces the block of `begin`, `borrowed_window` the
+    block of windowed layers.
+    """
 
     sequence: Sequence
     begin: int
     end: int
     is_decode: bool
     borrowed: int | None = None
+    borrowed_window: int | None = None
 
     @property
     def has_output(self) -> bool:
@@ -32,7 +35,10 @@ class BatchPart:
             ids = ids.copy()
             ids[self.begin // block_tokens] = self.borrowed
         tokens = self.sequence.tokens[self.begin : self.end]
-        return SequenceSlice(tokens, self.begin, ids, "last" if self.has_output else "none")
+        windows = self.sequence.held.window_ids() if self.sequence.held.windows else None
+        if windows is not None and self.borrowed_window is not None:
+            windows[self.begin // block_tokens] = self.borrowed_window
+        return SequenceSlice(tokens, self.begin, ids, "last" if self.has_output else "none", windows)
 
 
 @dataclass(slots=True)

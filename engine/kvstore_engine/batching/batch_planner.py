@@ -16,6 +16,7 @@ A prompt whose blocks are all ready still needs the logits of its last token. It
 copy of its last block, so that a shared block is never written again.
 """
 
+import contextlib
 from collections.abc import Callable
 from collections.abc import Sequence as Series
 
@@ -58,12 +59,16 @@ class BatchPlanner:
 
     def skip_ready(self, sequence: Sequence) -> None:
         """Advance `sequence` past the blocks that other sequences have filled."""
-        ready = self._space.ready_tokens(sequence.held, sequence.computed)
+        last = (sequence.length - 1) // _ROW_GROUP * _ROW_GROUP
+        ready = self._space.resume(sequence.held, sequence.computed, last)
         if ready > sequence.computed:
-            last = (sequence.length - 1) // _ROW_GROUP * _ROW_GROUP
-            new = sequence.advance_to(max(sequence.computed, min(ready, last)), "local")
+            new = sequence.advance_to(ready, "local")
             if new:
                 self._observer.restored(sequence.request.id, sequence.index, "local", new, self._clock())
+        node = self._next_node(sequence)
+        if self._space.windows is not None and node is not None and node.ready and ready < last:
+            with contextlib.suppress(PoolExhausted):  # it waits for room
+                self._space.unshare(sequence.held, sequence.computed // self._space.block_tokens)
 
     def is_requested(self, sequence: Sequence) -> bool:
         """Return whether the next block was requested from the daemon already; then it is being restored, or has to be
@@ -98,22 +103,33 @@ class BatchPlanner:
         for part in (*whole, *ends, *decodes):
             if part.sequence.block_table is not None:
                 parts.append(part)
-            elif part.borrowed is not None:  # preempted to make room for a later part
-                self._space.references.release([part.borrowed])
+            else:  # preempted to make room for a later part
+                self._return_borrowed(part)
         return Batch(parts, budget)
 
     def release_borrowed(self, batch: Batch) -> None:
         """Free the borrowed copies once the step is over."""
         for part in batch.parts:
-            if part.borrowed is not None:
-                self._space.references.release([part.borrowed])
-                part.borrowed = None
+            self._return_borrowed(part)
+
+    def _return_borrowed(self, part: BatchPart) -> None:
+        if part.borrowed is not None:
+            self._space.references.release([part.borrowed])
+        if part.borrowed_window is not None and self._space.windows is not None:
+            self._space.windows.references.release([part.borrowed_window])
+        part.borrowed = part.borrowed_window = None
+
+    def _prepare(self, sequence: Sequence, begin: int, end: int) -> None:
+        """Get the blocks of windowed layers for positions [begin, end). Raises PoolExhausted."""
+        if self._space.windows is not None:
+            self._space.windows.prepare(sequence.held, begin, end)
 
     def _decode(self, sequence: Sequence) -> BatchPart | None:
         while sequence.block_table is not None:
             try:
                 self._space.extend(sequence.block_table, sequence.computed + 1)
                 self._space.make_writable(sequence.block_table, sequence.computed)
+                self._prepare(sequence, sequence.computed, sequence.computed + 1)
             except PoolExhausted:
                 if not self._make_room(sequence):
                     return None
@@ -133,7 +149,8 @@ class BatchPlanner:
         node, size = self._next_node(sequence), self._space.block_tokens
         begin = sequence.computed
         if node is not None and node.ready:
-            return self._borrowing(sequence) if sequence.left <= most else None
+            is_last = self._space.windows is None or sequence.left <= _ROW_GROUP
+            return self._borrowing(sequence) if is_last and sequence.left <= most else None
         if node is not None and (node in busy or node.loader not in (None, sequence)):
             return None
         end = min(limit, begin + most)
@@ -147,22 +164,41 @@ class BatchPlanner:
                 end = sequence.held.nodes.index(node) * size
                 break
             busy.add(node)
-        return BatchPart(sequence, begin, end, is_decode=False) if end > begin else None
+        return self._part(sequence, begin, end) if end > begin else None
+
+    def _part(self, sequence: Sequence, begin: int, end: int) -> BatchPart | None:
+        """Return a part of a prompt, once there is room for its windows."""
+        while sequence.block_table is not None:
+            try:
+                self._prepare(sequence, begin, end)
+            except PoolExhausted:
+                if not self._make_room(sequence):
+                    return None
+            else:
+                return BatchPart(sequence, begin, end, is_decode=False)
+        return None
 
     def _borrowing(self, sequence: Sequence) -> BatchPart | None:
         """Return a part that computes the last rows into a copy: all blocks are ready. None if there is no room."""
         index = sequence.computed // self._space.block_tokens
+        windows = self._space.windows
         while sequence.block_table is not None:
-            borrowed = None
+            borrowed = borrowed_window = None
             try:
+                if windows is not None:
+                    borrowed_window = windows.copy(windows.block(sequence.held, index))
                 borrowed = self._space.borrow_copy(int(sequence.held.ids[index]))
             except PoolExhausted:
+                if windows is not None and borrowed_window is not None:
+                    windows.references.release([borrowed_window])
+                    borrowed_window = None
                 if self._make_room(sequence):
                     continue
                 # Alone, with every block in use: no other sequence reads the block, and the rows get the same values.
                 if sequence.held.nodes[index].users > 1:
                     return None
-            return BatchPart(sequence, sequence.computed, sequence.length, is_decode=False, borrowed=borrowed)
+            end = sequence.length
+            return BatchPart(sequence, sequence.computed, end, False, borrowed, borrowed_window)
         return None
 
     def _next_node(self, sequence: Sequence) -> TrieNode | None:

@@ -67,6 +67,11 @@ class BatchEngine:
         self._sessions = sessions
         self._clock = clock
         self.space = BlockSpace(pool, sharing=self.settings.prefix_sharing)
+        windows = self.space.windows
+        if windows is not None:
+            least = min(windows.blocks_for(self.settings.step_tokens(limits)), pool.blocks + 1)
+            if windows.pool.blocks < least:
+                raise ValueError(f"the pool has {windows.pool.blocks} blocks for windowed layers: {least} are needed")
         self._copies = copies = copies or HostCopies(pool)
         # Copies by the device take no core from the step: it need not wait for them.
         self._patience_s = 0.0 if copies.steps_wait else _PATIENCE_S
@@ -254,13 +259,18 @@ class BatchEngine:
         """
         for part in batch.parts:
             sequence = part.sequence
-            if sequence.block_table is not None and sequence.generated > 1:
+            if sequence.block_table is not None and (sequence.generated > 1 or self._may_lose(sequence)):
                 self.storer.offer(sequence)
         if self.has_work:
             self.storer.settle(self._patience_s)
         else:
             self._copies.decoding(False)
             self.storer.settle(0.0, everything=True)
+
+    def _may_lose(self, sequence: Sequence) -> bool:
+        """Return whether blocks that have left a window must be stored while the prompt is computed, or never."""
+        windows = self.space.windows
+        return windows is not None and not sequence.generated and windows.may_lose(sequence.prompt_tokens)
 
     def _report(self, batch: Batch, begin: float, compute_s: float) -> None:
         statistics = self.space.statistics()

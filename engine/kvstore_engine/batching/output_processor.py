@@ -119,7 +119,7 @@ class OutputProcessor:
             scheduler.statistics.ended(sequence, now)
             scheduler.preemption.ended(sequence)
         if sequence.block_table is not None and reason != "failed":  # what led to a failure must not be restored
-            self._storer.offer(sequence)
+            self._storer.offer(sequence, is_last=True)
             if is_whole:
                 self._storer.hint_end(sequence, by_itself=reason in ("end", "stop"))
         scheduler.run_queue.leave(sequence, is_sound=is_sound)

@@ -107,7 +107,7 @@ class Preemption:
     def _swap_pays(self, sequence: Sequence) -> bool:
         """Return whether copying out and in is expected to take less time than any other way to get the K/V back."""
         blocks = sequence.held.blocks[: self._space.blocks_for(sequence.computed)]
-        if not blocks or len(blocks) > self._host.free_blocks:
+        if not blocks or len(blocks) > self._host.free_blocks or self._space.windows is not None:
             return False
         copying_s = self.transfers.copy_s(len(blocks) * self._host.block_bytes, count_runs(blocks))
         return 2 * copying_s < self._again_s(sequence)

@@ -18,6 +18,7 @@ from kvstore_engine.batching.sequence import Sequence
 from kvstore_engine.batching.settings import Restoring
 from kvstore_engine.blocks.space import BlockSpace
 from kvstore_engine.blocks.trie import TrieNode
+from kvstore_engine.pool import PoolExhausted
 from kvstore_engine.restore.copies import BlockCopies, BlockLoad
 from kvstore_engine.restore.fetcher import Arrival, Fetch
 from kvstore_engine.restore.progress import Progress
@@ -62,6 +63,8 @@ class Restoration(Progress):
     taken: list[Arrival] = field(default_factory=list)  # arrived, and not copied yet
     failure: str = ""
     lookup_reason: str = ""
+    resumes_at: int | None = None  # the block at which windowed layers can resume, and before which they cannot
+    resumed: bool = False  # they have
     pace: float = 1.0  # how many times as long as alone computing takes, beside decodes
 
     @property
@@ -123,7 +126,7 @@ class Restoration(Progress):
 
     def report(self, now_s: float) -> RestoreReport:
         """Return the report of what was restored until `now_s`."""
-        copied = len(self.copied)
+        copied = len(self.copied) if self.resumes_at is None or self.resumed else 0
         load_s, compute_s = self.alone
         return RestoreReport(
             tokens=copied * self.chunk_tokens,
@@ -218,9 +221,34 @@ class Filler:
         begin = end = sequence.computed
         while end // size in restoration.copied:
             end = (end // size + 1) * size
-        if end > begin:
-            sequence.advance_to(end, "daemon")
-            self._space.seal(sequence.held, sequence.tokens, begin, end)
+        if end == begin:
+            return
+        if (at := restoration.resumes_at) is not None and (end // size < at or not self._fill_window(restoration, end)):
+            return
+        sequence.advance_to(end, "daemon")
+        self._space.seal(sequence.held, sequence.tokens, begin, end)
+
+    def _fill_window(self, restoration: Restoration, position: int) -> bool:
+        """Copy the blocks with which windowed layers go on at `position`. Return whether they are there."""
+        windows, lookup, table = self._space.windows, restoration.lookup, restoration.sequence.held
+        assert windows is not None
+        if lookup.window is None:
+            return False
+        per_block, pool = restoration.chunk_tokens // self._space.block_tokens, windows.pool
+        try:
+            new = windows.prepare_restored(table, position)
+        except PoolExhausted:
+            return False
+        for block in sorted({index // per_block for index in new}):
+            own = [index for index in new if index // per_block == block]
+            payload = np.asarray(lookup.window.payload(block - lookup.window_first))
+            pool.scatter_part(payload, own[0] % per_block, [new[index] for index in own])
+        if not lookup.window.valid:
+            windows.references.release(new.values())
+            return False
+        table.windows.update(new)
+        restoration.resumed = True
+        return True
 
     def _load(self, restoration: Restoration, lease: KvLease, base: int, portion: range) -> BlockLoad:
         sequence, pool = restoration.sequence, self._space.pool

@@ -91,7 +91,8 @@ class Restorer:
         if usable <= first:
             return False
         tokens = sequence.tokens[: usable * size].copy()
-        lookup = self.fetcher.request(session, tokens, max_blocks=usable, deadline_s=_LOOKUP_DEADLINE_S)
+        windowed = {} if self._space.windows is None else {"window_tokens": self._space.pool.window_tokens}
+        lookup = self.fetcher.request(session, tokens, max_blocks=usable, deadline_s=_LOOKUP_DEADLINE_S, **windowed)
         engine_tokens = self._space.block_tokens
         nodes = sequence.held.nodes[sequence.computed // engine_tokens : usable * size // engine_tokens]
         nodes = [node for node in nodes if not node.ready and node.loader is None]
@@ -209,7 +210,7 @@ class Restorer:
                     restoration.failure = "the store did not answer in time"
                 return bool(restoration.failure)
             if lookup.failure or lookup.lease is None:
-                restoration.failure = lookup.failure
+                restoration.failure, restoration.lookup_reason = lookup.failure, lookup.reason
                 return True
             if not restoration.is_answered:
                 self._answered(restoration, lookup.lease)
@@ -225,10 +226,15 @@ class Restorer:
 
     def _answered(self, restoration: Restoration, lease: KvLease) -> None:
         """Handle the lookup's answer: copy mapped blocks, unless computing them is quicker."""
+        lookup = restoration.lookup
         restoration.is_answered, restoration.resident = True, lease.resident_blocks
         restoration.lookup_reason = str(lease.reason)
         restoration.next_mapped = restoration.begin
         restoration.mapped_end = max(restoration.begin, min(len(lease), lease.resident_blocks))
+        if lookup.window is not None:
+            restoration.resumes_at = lease.resident_blocks
+            if restoration.mapped_end < lease.resident_blocks:  # of no use before all others: they are planned together
+                restoration.mapped_end = restoration.begin
         mapped, size = restoration.mapped_end - restoration.begin, restoration.chunk_tokens
         if mapped:
             load_s = self._costs.load_s(MAPPED, mapped * restoration.chunk_bytes)

@@ -6,6 +6,7 @@ caller allows. If the daemon is slow or gone, blocks are not stored, and nothing
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -25,6 +26,7 @@ class _SequencePut(Put):
 
     sequence: Sequence = field(kw_only=True)
     marks: list[TrieNode | None] = field(kw_only=True)
+    window_blocks: list[int] = field(kw_only=True)
 
 
 class Storer:
@@ -41,8 +43,8 @@ class Storer:
         """The number of puts that are not finished."""
         return self._queue.outstanding
 
-    def offer(self, sequence: Sequence) -> None:
-        """Queue the whole storage blocks that `sequence` has computed since the last time."""
+    def offer(self, sequence: Sequence, *, is_last: bool = False) -> None:
+        """Queue the whole storage blocks that `sequence` has computed since the last time. `is_last`: it has ended."""
         session = sequence.session
         if session is None or not sequence.request.settings.store or sequence.offered_blocks == _GIVEN_UP:
             return
@@ -58,7 +60,8 @@ class Storer:
             if last_node is not None and last_node.stored:
                 first += 1
                 continue
-            if self._queue.is_full:
+            windows = self._space.windows
+            if self._queue.is_full or (windows is not None and windows.is_pinned and not is_last):
                 break
             end = min(first + MOST_BLOCKS, full)
             self._put(sequence, session, first, end, blocks, nodes)
@@ -122,12 +125,29 @@ class Storer:
             if node is not None:
                 node.stored = True  # or will be: no other sequence offers it
         self._space.pin(block for table in tables for block in table)
-        self._queue.offer(_SequencePut(session, tokens, first, tables, sequence=sequence, marks=marks))
+        put = _SequencePut(session, tokens, first, tables, sequence=sequence, marks=marks, window_blocks=[])
+        self._add_windows(put, range(first, end), per_block)
+        self._queue.offer(put)
+
+    def _add_windows(self, put: _SequencePut, numbers: range, per_block: int) -> None:
+        """Pin the storage blocks `numbers` of windowed layers that are still there, and add them to `put`."""
+        windows, sequence = self._space.windows, put.sequence
+        if windows is None:
+            return
+        for number in numbers:
+            places = [windows.block(sequence.held, number * per_block + index) for index in range(per_block)]
+            blocks = [block for block in places if block is not None]
+            if len(blocks) == per_block:
+                windows.pin(blocks)
+                put.window_blocks += blocks
+                put.windows[number] = partial(windows.pool.gather_block, blocks)
 
     def _collect(self, puts: list[Put]) -> None:
         for put in puts:
             self._space.unpin(block for table in put.tables for block in table)
             assert isinstance(put, _SequencePut)
+            if self._space.windows is not None:
+                self._space.windows.unpin(put.window_blocks)
             request, tokens = put.sequence.request, len(put.tables) * put.session.block_tokens
             self._observer.stored(request.id, put.sequence.index, tokens, put.reason, put.begin_s, put.end_s)
             if put.reason:

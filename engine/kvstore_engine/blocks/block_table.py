@@ -3,7 +3,8 @@
 The module owns the ids and the trie nodes through which its leading blocks are shared. It does not allocate, count or
 copy: only `space.BlockSpace` changes a block table. Invariants: block i holds positions [16i, 16i + 16), with blocks of
 16 tokens; the first `len(nodes)` blocks belong to the nodes, a path from the tenant's root; the others are this
-sequence's own, or shared with its forks.
+sequence's own, or shared with its forks. `windows` has the blocks of windowed layers by their numbers, those from
+`window_first` on for this sequence alone to give up (`windows.WindowBlocks`).
 """
 
 import numpy as np
@@ -17,12 +18,14 @@ _FIRST_CAPACITY = 16
 class BlockTable:
     """The blocks that a sequence of `tenant` holds."""
 
-    __slots__ = ("_table", "count", "nodes", "tenant")
+    __slots__ = ("_table", "count", "nodes", "tenant", "window_first", "windows")
 
     def __init__(self, tenant: str) -> None:
         self.tenant = tenant
         self.nodes: list[TrieNode] = []
         self.count = 0
+        self.windows: dict[int, int] = {}
+        self.window_first = 0
         self._table = np.empty(_FIRST_CAPACITY, np.int32)
 
     @property
@@ -49,6 +52,12 @@ class BlockTable:
         """Make `block` the block number `index`."""
         self.ids[index] = block
 
+    def window_ids(self) -> npt.NDArray[np.int32]:
+        """Return the block ids of windowed layers, int32 [count]; 0 where there is none."""
+        ids = np.zeros(self.count, np.int32)
+        ids[list(self.windows)] = list(self.windows.values())
+        return ids
+
     def clear(self) -> None:
-        self.nodes = []
+        self.nodes, self.windows, self.window_first = [], {}, 0
         self.count = 0

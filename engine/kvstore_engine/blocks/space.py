@@ -4,16 +4,21 @@ The module owns which block table and which trie node refer to which block. It d
 preempt: if evicting cached prefixes is not enough it raises PoolExhausted and has changed nothing. Invariants (`check`
 walks them): a block's count is the number of tables, nodes and pins that name it; a block that two tables name outside
 the trie is written only after it was copied; a node's block is written only until it is ready.
+
+Where windowed layers have a pool of their own, `windows` has its blocks: a sequence then goes on behind a shared prefix
+only where the window before that position is there, too.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore_engine.blocks.block_table import BlockTable
+from kvstore_engine.blocks.references import BlockReferences
 from kvstore_engine.blocks.trie import PrefixTrie, TrieNode
+from kvstore_engine.blocks.windows import WindowBlocks
 from kvstore_engine.pool import BlockPool, PoolExhausted
 from kvstore_proto.identity import pack_tokens
 
@@ -33,57 +38,6 @@ class SpaceStatistics:
     deduplicated: int
 
 
-class BlockReferences:
-    """The counts of holders of each block of one pool, which the class does not know. All allocation goes through here.
-
-    Invariant: a block is free in the pool exactly while its count is 0.
-    """
-
-    def __init__(self, pool: BlockPool) -> None:
-        self.pool = pool
-        self._counts = np.zeros(pool.blocks, np.int32)
-        self.free_blocks = pool.free_blocks  # without a holder
-
-    def allocate(self, count: int, after: int | None = None) -> list[int]:
-        """Return `count` blocks with one holder each. Raises PoolExhausted if there are too few; then none is taken."""
-        blocks = self.pool.allocate(count, after)
-        self._counts[blocks] = 1
-        self.free_blocks -= len(blocks)
-        return blocks
-
-    def take(self, blocks: Sequence[int]) -> list[int]:
-        """Return exactly these blocks, which are free, with one holder each."""
-        taken = self.pool.take(blocks)
-        self._counts[taken] = 1
-        self.free_blocks -= len(taken)
-        return taken
-
-    def count(self, block: int) -> int:
-        """Return the number of holders of `block`."""
-        return int(self._counts[block])
-
-    def share(self, block: int) -> None:
-        """Add a holder of an allocated block."""
-        if self._counts[block] < 1:
-            raise RuntimeError(f"share: block {block} is free")
-        self._counts[block] += 1
-
-    def release(self, blocks: Iterable[int]) -> None:
-        """Remove one holder of each; a block without holders becomes free. Raises RuntimeError if one is free
-        already.
-        """
-        freed = []
-        for block in blocks:
-            left = int(self._counts[block]) - 1
-            if left < 0:
-                raise RuntimeError(f"release: block {block} is free already")
-            self._counts[block] = left
-            if not left:
-                freed.append(block)
-        self.pool.free(freed)
-        self.free_blocks += len(freed)
-
-
 class BlockSpace:
     """The allocator of the blocks of `pool`. Not for use by two threads."""
 
@@ -91,8 +45,9 @@ class BlockSpace:
         self.pool = pool
         self.block_tokens = pool.block_tokens
         self.references = BlockReferences(pool)
-        self.trie = PrefixTrie()
         self.is_sharing = sharing
+        self.windows = WindowBlocks(pool.window, pool.window_tokens) if pool.window is not None else None
+        self.trie = PrefixTrie(None if self.windows is None else self.windows.forget)
         self._evicted = self._copied = self._deduplicated = 0
 
     @property
@@ -189,6 +144,33 @@ class BlockSpace:
             index += 1
         return index * self.block_tokens
 
+    def resume(self, table: BlockTable, computed: int, most: int) -> int:
+        """Return the position up to `most` from which the sequence can go on, given that K/V of [0, computed) are
+        ready, and hold the window before it.
+        """
+        ready = min(self.ready_tokens(table, computed), most)
+        if self.windows is None or ready <= computed:
+            return max(computed, ready)
+        ready = self.windows.longest(table, computed, ready)
+        if ready > computed:
+            self.windows.take(table, ready)
+        return ready
+
+    def unshare(self, table: BlockTable, index: int) -> None:
+        """Replace the shared blocks from number `index` on by blocks of the sequence's own, which it will compute:
+        their windows are gone. If it raises PoolExhausted, nothing has changed.
+        """
+        path = table.nodes[index:]
+        shared = [node for node in path if node.users > 1]  # a leading part
+        blocks = self.allocate(len(shared))
+        table.nodes = table.nodes[:index]
+        self.references.release([*(node.block for node in shared), *self.trie.release(path)])
+        own = path[len(shared)] if len(shared) < len(path) else None
+        if own is not None and own.is_attached:  # its blocks stay in the table
+            self.references.release(self.trie.prune(own))
+        for offset, block in enumerate(blocks):
+            table.replace(index + offset, block)
+
     def seal(self, table: BlockTable, tokens: Int32Array, begin: int, end: int) -> None:
         """Share the blocks that are whole now that positions [begin, end) of `tokens` have been computed."""
         if not self.is_sharing:
@@ -196,6 +178,7 @@ class BlockSpace:
         for index in range(begin // self.block_tokens, end // self.block_tokens):
             if index < len(table.nodes):
                 table.nodes[index].ready = True
+                self._keep_window(table, index)
             elif index == len(table.nodes):
                 self._attach(table, tokens, index)
 
@@ -228,11 +211,15 @@ class BlockSpace:
             self.trie.use(node)
         child.append(table.blocks)
         self.pin(child.blocks)
+        if self.windows is not None:
+            self.windows.fork(table, child)
         return child
 
     def release(self, table: BlockTable) -> None:
         """Release the blocks; whole computed ones stay in the trie until their room is needed."""
         blocks = table.blocks
+        if self.windows is not None:
+            self.windows.release(table)
         dropped = self.trie.release(table.nodes)
         table.clear()
         self.references.release([*blocks, *dropped])
@@ -308,6 +295,7 @@ class BlockSpace:
             self.references.share(block)
             node.ready = True
             table.nodes.append(node)
+            self._keep_window(table, index)
         elif known.loader is None:
             if not known.ready:  # others wait for it: give them a copy
                 self.pool.copy_blocks([block], [known.block])
@@ -317,3 +305,8 @@ class BlockSpace:
             table.replace(index, known.block)
             self.references.release([block])
             self._deduplicated += 1
+            self._keep_window(table, index)
+
+    def _keep_window(self, table: BlockTable, index: int) -> None:
+        if self.windows is not None:
+            self.windows.keep(table, index)

@@ -12,17 +12,29 @@ block always belongs to a leaf, and evicting one leaf at a time can free the blo
 """
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 
 class TrieNode:
     """One block of tokens in its place.
 
     loader: the sequence that restores its K/V from the daemon, or None. requested: a sequence has requested it there.
-    stored: the daemon has it, or will.
+    stored: the daemon has it, or will. window: the block of windowed layers, -1 if there is none.
     """
 
-    __slots__ = ("block", "children", "key", "last_used", "loader", "parent", "ready", "requested", "stored", "users")
+    __slots__ = (
+        "block",
+        "children",
+        "key",
+        "last_used",
+        "loader",
+        "parent",
+        "ready",
+        "requested",
+        "stored",
+        "users",
+        "window",
+    )
 
     def __init__(self, parent: "TrieNode | None", key: bytes, block: int) -> None:
         self.parent = parent
@@ -35,6 +47,7 @@ class TrieNode:
         self.requested = False
         self.loader: object | None = None
         self.last_used = 0
+        self.window = -1
 
     @property
     def is_attached(self) -> bool:
@@ -43,9 +56,9 @@ class TrieNode:
 
 
 class PrefixTrie:
-    """The nodes of all tenants. Not for use by two threads."""
+    """The nodes of all tenants. Not for use by two threads. `on_drop` is called with each node that leaves."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_drop: Callable[[TrieNode], None] | None = None) -> None:
         self._roots: dict[str, TrieNode] = {}
         self._clock = 0
         # (last use, entry number, node): some nodes may be in use again, dropped, or no longer leaves.
@@ -53,6 +66,7 @@ class PrefixTrie:
         self._entries = 0
         self.nodes = 0
         self.unused = 0
+        self._on_drop = on_drop
 
     def match(self, tenant: str, keys: Sequence[bytes]) -> list[TrieNode]:
         """Return the nodes of the longest prefix of `keys`, ready or not. Their users do not change."""
@@ -133,6 +147,8 @@ class PrefixTrie:
         del parent.children[node.key]
         self.nodes -= 1
         self.unused -= 1
+        if self._on_drop is not None:
+            self._on_drop(node)
         if not parent.children:
             if parent.parent is None:
                 self._roots = {tenant: root for tenant, root in self._roots.items() if root is not parent}

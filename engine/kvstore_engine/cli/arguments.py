@@ -27,7 +27,8 @@ _EXIT_CODES = """exit codes:
      a prompt longer than the context, a missing extra
 """
 _MODELS = """models:
-  a path to a .gguf file, or a known name: smollm2-135m-instruct (93 MB, fetched on first use).
+  a path to a .gguf file, or a known name, fetched on first use: smollm2-135m-instruct (93 MB) or
+  gemma-3-270m (238 MB; its terms are shown and asked for first).
   Append :q8_0, :q4_0 or :f16 to run it in that quantisation (converted once, kept in the cache):
   smollm2-135m-instruct:q4_0, ./model.gguf:q8_0
 """
@@ -230,6 +231,7 @@ def _add_fetch(commands: Commands) -> None:
   kvengine fetch smollm2-135m-instruct
   kvengine fetch smollm2-135m-instruct --quant q4_0
   kvengine fetch ./model-f16.gguf --quant q8_0
+  kvengine fetch gemma-3-270m --accept-terms
 
 Files are kept in $XDG_CACHE_HOME/kvstored/models (~/.cache/kvstored/models).
 
@@ -237,6 +239,9 @@ Files are kept in $XDG_CACHE_HOME/kvstored/models (~/.cache/kvstored/models).
     )
     command.add_argument("model", metavar="MODEL", help="a known name or a .gguf file")
     command.add_argument("--quant", metavar="TYPE", help="q4_0, q8_0 or f16")
+    command.add_argument(
+        "--accept-terms", action="store_true", help="agree to the terms of a model that has some, without being asked"
+    )
 
 
 def _add_info(commands: Commands) -> None:

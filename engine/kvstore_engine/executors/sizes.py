@@ -15,6 +15,7 @@ class PoolSetup:
     blocks: int
     block_tokens: int
     kv_dtype: str
+    window_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,4 +30,5 @@ class StepSizes:
     def limits(self, vocabulary: int, pool: BlockPool) -> StepLimits:
         """Return the limits of steps over `pool`, with tokens below `vocabulary`."""
         most = self.max_tokens_per_step, self.max_sequences, self.max_context
-        return StepLimits(vocabulary, pool.blocks, pool.block_tokens, *most)
+        window_blocks = 0 if pool.window is None else pool.window.blocks
+        return StepLimits(vocabulary, pool.blocks, pool.block_tokens, *most, window_blocks)

@@ -9,6 +9,7 @@ the whole one: they pass on the hidden states, float32 rows before a layer's fir
 """
 
 import ctypes as ct
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from kvstore_engine.ggml.structs import InitParams, tensor_at
@@ -38,6 +39,7 @@ class StepGraph:
     hidden_input: int
     position_input: int
     slot_input: int
+    window_slot_input: int
     output_input: int
     logits: int
     hidden: int
@@ -45,10 +47,13 @@ class StepGraph:
 
 @dataclass(frozen=True, slots=True)
 class PoolTensors:
-    """The pool as ggml tensors: for each layer of the graph K and V as [slots, kv_heads * head_dim]."""
+    """The pool as ggml tensors: for each layer of the graph K and V as [slots, kv_heads * head_dim]. `own_blocks`: the
+    layers of the graph that have slots of their own.
+    """
 
     keys: tuple[int, ...]
     values: tuple[int, ...]
+    own_blocks: Collection[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +87,7 @@ class GraphBuilder:
         self.graph = ggml.new_graph_custom(self.context, nodes, False)
         self.positions = self._input(I32, tokens)
         self.slots = self._input(I64, tokens)
+        self.window_slots = self._input(I64, tokens) if cache.own_blocks else 0
 
     def build(self) -> StepGraph:
         """Return a new graph in a context of its own, which the caller frees. Its tensors have no memory yet."""
@@ -103,7 +109,7 @@ class GraphBuilder:
             logits = self._output(self._finish(self.layers[-1], rows, output_input))
         else:
             self._finish_cache(self.layers[-1], rows)
-        inputs = token_input, hidden_input, self.positions, self.slots, output_input
+        inputs = token_input, hidden_input, self.positions, self.slots, self.window_slots, output_input
         return StepGraph(self.context, self.graph, self.tokens, self.outputs, *inputs, logits, hidden)
 
     # ---- where a range begins and ends -------------------------------------------------------------------------
@@ -225,9 +231,11 @@ class GraphBuilder:
         query, key, value = self._queries_keys_values(layer, normed)
         key = self._rotated(index, self._norm(key, layer.attn_k_norm))
         key = ggml.reshape_2d(context, key, config.kv_width, self.tokens)
+        place = index - self.layers.start
+        slots = self.window_slots if place in self.cache.own_blocks else self.slots
         written = (
-            ggml.set_rows(context, self.cache.keys[index - self.layers.start], key, self.slots),
-            ggml.set_rows(context, self.cache.values[index - self.layers.start], value, self.slots),
+            ggml.set_rows(context, self.cache.keys[place], key, slots),
+            ggml.set_rows(context, self.cache.values[place], value, slots),
         )
         for tensor in written:
             ggml.build_forward_expand(self.graph, tensor)

@@ -20,24 +20,29 @@ class SequenceSlice:
 
     tokens: int32 [n], at least one. start: position of the first; the K/V of positions 0..start-1 must be in the pool
     already. block_table: int32, the engine blocks that hold positions 0, 16, 32...; covers start + n tokens at least.
-    outputs: the tokens whose logits are wanted.
+    outputs: the tokens whose logits are wanted. window_table: int32, as `block_table` for layers that have a pool of
+    their own; blocks that left the window are 0.
     """
 
     tokens: Int32Array
     start: int
     block_table: Int32Array
     outputs: Literal["last", "all", "none"] = "last"
+    window_table: Int32Array | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """The inputs of a step's graph. `sequences` int32 [s, 4]: first row, rows, context; `outputs` are row numbers."""
+    """The inputs of a step's graph. `sequences` int32 [s, 4]: first row, rows, context; `outputs` are row numbers;
+    `window_slots`: the slots in the pool of windowed layers, if there is one.
+    """
 
     tokens: Int32Array
     positions: Int32Array
     slots: Int64Array
     outputs: Int32Array
     sequences: Int32Array
+    window_slots: Int64Array | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +55,7 @@ class StepLimits:
     max_tokens: int
     max_sequences: int
     max_context: int
+    window_blocks: int = 0
 
 
 def plan_step(slices: Sequence[SequenceSlice], limits: StepLimits) -> StepInputs:
@@ -72,12 +78,28 @@ def plan_step(slices: Sequence[SequenceSlice], limits: StepLimits) -> StepInputs
     positions = np.arange(total) + np.repeat(starts - firsts, counts)
     places = np.repeat(np.cumsum(used) - used, counts) + positions // size
     slots = np.concatenate(tables).astype(np.int64)[places] * size + positions % size
-    if len(slices) > 1 and len(set(slots.tolist())) != total:
-        raise ValueError("two tokens of one step would be written to the same place in the pool")
+    window_slots = None
+    if limits.window_blocks:
+        windows = [_window_table(piece, blocks, limits) for piece, blocks in zip(slices, used.tolist(), strict=True)]
+        window_slots = np.concatenate(windows).astype(np.int64)[places] * size + positions % size
+    for each in (slots, window_slots):
+        if each is not None and len(slices) > 1 and len(set(each.tolist())) != total:
+            raise ValueError("two tokens of one step would be written to the same place in the pool")
     sequences = np.zeros((len(slices), 4), np.int32)
     sequences[:, 0], sequences[:, 1], sequences[:, 2] = firsts, counts, ends
     tokens = np.concatenate([piece.tokens for piece in slices]).astype(np.int32, copy=False)
-    return StepInputs(tokens, positions.astype(np.int32), slots, _outputs(slices, firsts, counts), sequences)
+    outputs = _outputs(slices, firsts, counts)
+    return StepInputs(tokens, positions.astype(np.int32), slots, outputs, sequences, window_slots)
+
+
+def _window_table(piece: SequenceSlice, used: int, limits: StepLimits) -> Int32Array:
+    """Return the leading `used` entries of the slice's table for windowed layers. Raises ValueError."""
+    table = None if piece.window_table is None else np.asarray(piece.window_table)[:used]
+    if table is None or len(table) < used:
+        raise ValueError("the model's windowed layers have blocks of their own: give window_table for each slice")
+    if table.min() < 0 or table.max() >= limits.window_blocks:
+        raise ValueError(f"block ids of windowed layers must be in 0..{limits.window_blocks - 1}")
+    return table
 
 
 def _outputs(slices: Sequence[SequenceSlice], firsts: Int64Array, counts: Int64Array) -> Int32Array:

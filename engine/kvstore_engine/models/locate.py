@@ -13,6 +13,7 @@ from kvstore_engine.models.cache import models_directory
 from kvstore_engine.models.convert import QUANTISATIONS, convert, converted_path
 from kvstore_engine.models.fetch import fetch
 from kvstore_engine.models.known import KNOWN_MODELS, KnownModel
+from kvstore_engine.models.terms import Agreement, ask_on_terminal
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +44,13 @@ def parse_reference(text: str, quant: str | None = None) -> ModelReference:
     raise UsageError(f"no model {text!r}: no such file, and the known names are {', '.join(KNOWN_MODELS)}{wrong}")
 
 
-def locate(text: str, quant: str | None = None) -> Path:
-    """Return the GGUF file that `text` means, fetched and converted if needed. Raises the errors of `fetch` and
-    `convert`.
+def locate(text: str, quant: str | None = None, agreement: Agreement = ask_on_terminal) -> Path:
+    """Return the GGUF file that `text` means, fetched and converted if needed; `agreement` as for `fetch`. Raises the
+    errors of `fetch` and `convert`.
     """
     reference = parse_reference(text, quant)
     if reference.known is not None:
-        return _locate_known(reference.known, reference.quant)
+        return _locate_known(reference.known, reference.quant, agreement)
     source = reference.path
     assert source is not None
     if source.is_dir():
@@ -59,14 +60,14 @@ def locate(text: str, quant: str | None = None) -> Path:
     return convert(source, reference.quant, source.parent if os.access(source.parent, os.W_OK) else models_directory())
 
 
-def _locate_known(known: KnownModel, quant: str | None) -> Path:
+def _locate_known(known: KnownModel, quant: str | None, agreement: Agreement) -> Path:
     folder, digest = models_directory(), known.gguf_sha256
     if quant is not None:
         # The registry vouches for the source, so a conversion that exists is found without opening anything.
         ready = converted_path(folder / known.file_name, quant, folder, digest)
         if ready.exists():
             return ready
-    source = fetch(known)
+    source = fetch(known, agreement=agreement)
     return source if quant is None else convert(source, quant, folder, digest)
 
 

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from kvstore_engine.restore.fingerprint import WINDOW_GROUP
 from kvstore_engine.restore.session import KvLease, KvSession, KvStream, Tokens
 
 _THREADS = 4
@@ -19,10 +20,11 @@ Order = Literal["front", "back"]
 
 @dataclass(slots=True, eq=False)
 class Fetch:
-    """One lookup with the lease that it got. Once `done`, `lease` is on the leading blocks that are mapped, for the
-    engine to release, or None with the `failure`. If some are not mapped, `tiers` has the tier of each resident block,
-    and `estimated_load_s` the daemon's estimate for mapping them, in seconds. `due_s`: when the answer is due, unless
-    it waits for a thread.
+    """One lookup with the lease that it got. Once `done`, `lease` is on the leading blocks that are mapped, for the engine to release, or None
+    with the `failure`. If some are not mapped, `tiers` has the tier of each resident block, and `estimated_load_s`
+    the daemon's estimate for mapping them, in seconds. `due_s`: when the answer is due, unless it waits for a
+    thread. Where windowed layers have blocks of their own, `lease` ends where both can resume, `window` is on their
+    blocks there, from number `window_first` on, and without both there is the `reason`.
     """
 
     begun_s: float
@@ -34,16 +36,26 @@ class Fetch:
     failure: str = ""
     seconds: float = 0.0
     is_dropped: bool = False
+    window: KvLease | None = None
+    window_first: int = 0
+    reason: str = ""
 
     @property
     def has_news(self) -> bool:
         return self.done
 
     def release(self) -> None:
-        """End the lease, if there is one."""
+        """End the lease, if there is one; the one of windows goes on."""
         lease, self.lease = self.lease, None
         if lease is not None:
             lease.__exit__(None, None, None)
+
+    def close(self) -> None:
+        """End all leases."""
+        self.release()
+        window, self.window = self.window, None
+        if window is not None:
+            window.__exit__(None, None, None)
 
 
 @dataclass(slots=True)
@@ -94,11 +106,15 @@ class Fetcher:
         self._threads: ThreadPoolExecutor | None = None
         self._changed = threading.Condition()
 
-    def request(self, session: KvSession, tokens: Tokens, *, max_blocks: int, deadline_s: float) -> Fetch:
-        """Start a lookup of the first `max_blocks` blocks of `tokens`, which must not change afterwards."""
+    def request(
+        self, session: KvSession, tokens: Tokens, *, max_blocks: int, deadline_s: float, window_tokens: int = 0
+    ) -> Fetch:
+        """Start a lookup of the first `max_blocks` blocks of `tokens`, which must not change afterwards.
+        `window_tokens`: of windowed layers that have blocks of their own.
+        """
         now = self._clock()
         fetch = Fetch(now, now + deadline_s)
-        self._pool().submit(self._look_up, fetch, session, tokens, max_blocks, deadline_s)
+        self._pool().submit(self._look_up, fetch, session, tokens, max_blocks, deadline_s, window_tokens)
         return fetch
 
     def stream(
@@ -124,7 +140,7 @@ class Fetcher:
         if source is not None:
             source.close()
         if is_lookup_done and isinstance(dropped, Fetch):
-            dropped.release()
+            dropped.close()
 
     def wait(self, awaited: Iterable[Awaited], timeout_s: float) -> None:
         """Wait until one of `awaited` has news, or for `timeout_s` seconds. The caller can also end the wait with
@@ -150,26 +166,31 @@ class Fetcher:
             self._threads = ThreadPoolExecutor(self._count, thread_name_prefix="kvengine-fetch")
         return self._threads
 
-    def _look_up(self, fetch: Fetch, session: KvSession, tokens: Tokens, max_blocks: int, deadline_s: float) -> None:
-        lease: KvLease | None = None
-        tiers: tuple[str, ...] = ()
+    def _look_up(
+        self,
+        fetch: Fetch,
+        session: KvSession,
+        tokens: Tokens,
+        max_blocks: int,
+        deadline_s: float,
+        window_tokens: int,
+    ) -> None:
         failure = ""
         if not fetch.is_dropped:
             try:
-                lease = session.get(tokens, max_blocks=max_blocks, deadline_s=deadline_s, promote=False).__enter__()
-                if len(lease) < lease.resident_blocks:
-                    tiers = session.lookup(tokens, deadline_s=deadline_s).tiers[: lease.resident_blocks]
+                if window_tokens:
+                    max_blocks = look_up_window(fetch, session, tokens, max_blocks, deadline_s, window_tokens)
+                if max_blocks:
+                    look_up_prefix(fetch, session, tokens, max_blocks, deadline_s)
             except Exception as error:  # a failure to restore must not fail an answer, nor end this thread
                 failure = f"restoring failed: {type(error).__name__}: {error}"
         with self._changed:
-            fetch.lease, fetch.tiers, fetch.failure = lease, tiers, failure
-            fetch.estimated_load_s = 0.0 if lease is None else lease.estimated_load_s
-            fetch.seconds = self._clock() - fetch.begun_s
+            fetch.failure, fetch.seconds = failure, self._clock() - fetch.begun_s
             fetch.done = True
             is_dropped = fetch.is_dropped
             self._changed.notify_all()
         if is_dropped:
-            fetch.release()
+            fetch.close()
 
     def _load(
         self,
@@ -199,3 +220,45 @@ class Fetcher:
         with self._changed:
             stream.done, stream.reason = True, reason
             self._changed.notify_all()
+
+
+def look_up_prefix(fetch: Fetch, session: KvSession, tokens: Tokens, max_blocks: int, deadline_s: float) -> None:
+    """Let `fetch` have the lease on the leading blocks that are mapped, and the tiers of the others. One that has a
+    window needs all `max_blocks` blocks.
+    """
+    size = session.block_tokens
+    lease = session.get(tokens, max_blocks=max_blocks, deadline_s=deadline_s, promote=False).__enter__()
+    fetch.lease, fetch.estimated_load_s = lease, lease.estimated_load_s
+    if fetch.window is not None and lease.resident_blocks < max_blocks:
+        fetch.reason = str(lease.reason) or "evicted"
+        fetch.close()
+    elif len(lease) < lease.resident_blocks:
+        known = tokens[: max_blocks * size]
+        fetch.tiers = session.lookup(known, deadline_s=deadline_s).tiers[: lease.resident_blocks]
+
+
+def look_up_window(
+    fetch: Fetch, session: KvSession, tokens: Tokens, max_blocks: int, deadline_s: float, window_tokens: int
+) -> int:
+    """Let `fetch` have the lease on the blocks of windowed layers with which the longest prefix that is stored can be
+    resumed. Return the number of blocks of that prefix.
+    """
+    point, size = session.resume_point(tokens, max_blocks=max_blocks, deadline_s=deadline_s), session.block_tokens
+    fetch.reason = str(point.reason)
+    if not point.blocks:
+        return 0
+    fetch.window_first = max(0, point.blocks * size - window_tokens + 1) // size
+    wanted = point.blocks - fetch.window_first
+    fetch.window = session.get(
+        tokens,
+        first_block=fetch.window_first,
+        max_blocks=wanted,
+        group=WINDOW_GROUP,
+        deadline_s=deadline_s,
+        promote=True,
+    ).__enter__()
+    if len(fetch.window) == wanted:
+        return point.blocks
+    fetch.reason = str(fetch.window.reason) or "evicted"
+    fetch.close()
+    return 0

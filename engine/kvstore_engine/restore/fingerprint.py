@@ -4,10 +4,13 @@ The module translates a model's configuration to `kvstore_proto`'s terms. Two en
 here is equal, so a missing field would serve the K/V of another model.
 """
 
+from dataclasses import replace
+
 from kvstore_engine.model.config import ModelConfig
 from kvstore_proto.fingerprint import Fingerprint, LayerGroup
 
 STORAGE_BLOCK_TOKENS = 64
+WINDOW_GROUP = 1  # of windowed layers, where they have a pool of their own
 
 
 def model_fingerprint(
@@ -21,22 +24,25 @@ def model_fingerprint(
     layout: str,
     order_of_sums: str = "",
     block_tokens: int = STORAGE_BLOCK_TOKENS,
+    divided: bool = False,
 ) -> Fingerprint:
     """Return the fingerprint for `config` with K/V kept as `kv_dtype` in `layout`, `kv_row_bytes` for one token's K.
 
     `order_of_sums`: `model.order_of_sums` of the file; with the digest it identifies the products of the weights.
 
-    All layers form one group, windowed ones too: the pool keeps all tokens of every layer, and a prefix is restored as
-    a whole. Raises FingerprintError if `block_tokens` is no multiple of `engine_block_tokens`.
+    `divided`: windowed layers have a pool, and so a group, of their own; otherwise all layers form one group, and a
+    prefix is restored as a whole. Raises FingerprintError if `block_tokens` is no multiple of `engine_block_tokens`.
     """
-    full_attention = LayerGroup(
+    windowed = config.windowed_layers if divided else ()
+    full = LayerGroup(
         group_id=0,
         kind="full",
         window_tokens=0,
-        layers=tuple(range(config.layers)),
+        layers=tuple(layer for layer in range(config.layers) if layer not in windowed),
         bytes_per_token_per_layer=2 * kv_row_bytes,
         heads=config.kv_heads,
     )
+    sliding = replace(full, group_id=WINDOW_GROUP, kind="sliding", window_tokens=config.window_tokens, layers=windowed)
     return Fingerprint(
         model_name=config.name,
         weights_digest=f"{weights_digest}+{order_of_sums}" if order_of_sums else weights_digest,
@@ -46,5 +52,5 @@ def model_fingerprint(
         tokenizer_digest=tokenizer_digest,
         block_tokens=block_tokens,
         engine_block_tokens=engine_block_tokens,
-        groups=(full_attention,),
+        groups=(full, sliding) if windowed else (full,),
     )

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from kvstore_engine.restore.fingerprint import WINDOW_GROUP
 from kvstore_engine.restore.session import KvSession, NextStep, Payload, Tokens
 
 _log = logging.getLogger(__name__)
@@ -33,12 +34,15 @@ class BlockSender(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Put:
-    """Storage blocks from `first_block` on of the sequence `tokens`, each in the engine blocks of one of `tables`."""
+    """Storage blocks from `first_block` on of the sequence `tokens`, each in the engine blocks of one of `tables`.
+    `windows`: the payloads of windowed layers by block, of the blocks that they still have.
+    """
 
     session: KvSession
     tokens: Tokens
     first_block: int
     tables: list[list[int]]
+    windows: dict[int, Payload] = field(default_factory=dict)
     begin_s: float = 0.0
     end_s: float = 0.0
     statuses: Sequence[str] = field(default=())
@@ -178,10 +182,22 @@ class PutQueue:
         try:
             payloads = [self._copies.payload(table) for table in put.tables]
             put.statuses = put.session.put(put.tokens, first_block=put.first_block, payloads=payloads).statuses
+            self._store_windows(put)
         except Exception as error:  # a failure to store must not end an answer, nor this thread
             put.failure = f"storing failed: {type(error).__name__}: {error}"
         put.end_s = self._clock()
         self._done.put(put)
+
+    def _store_windows(self, put: Put) -> None:
+        """Store what `windows` has, run by run."""
+        size, run = put.session.block_tokens, list[Payload]()
+        for block in sorted(put.windows):
+            run.append(put.windows[block])
+            if block + 1 not in put.windows:
+                tokens, first = put.tokens[: (block + 1) * size], block + 1 - len(run)
+                receipt = put.session.put(tokens, first_block=first, payloads=run, group=WINDOW_GROUP)
+                self.counts.update(f"window_{status}" for status in receipt.statuses)
+                run = []
 
     def _send(self, each: Hint) -> None:
         try:

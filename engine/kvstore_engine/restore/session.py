@@ -44,6 +44,17 @@ class KvLease(Protocol):
     ) -> object: ...
 
 
+class KvResumePoint(Protocol):
+    """The longest boundary at which every group of layers can resume, behind `blocks` storage blocks; `reason`: why not
+    later.
+    """
+
+    @property
+    def blocks(self) -> int: ...
+    @property
+    def reason(self) -> object: ...
+
+
 class KvLookup(Protocol):
     """The stored part of a prefix: the tier of each requested block, "absent" if there is none. `load_s`: for each
     resident leading block, the seconds that it adds to loading them all, as the daemon expects; empty if it does not
@@ -91,12 +102,25 @@ class KvSession(Protocol):
     def state(self) -> str: ...
     def ping(self) -> float | None: ...
     def wake(self) -> None: ...
-    def get(self, tokens: Tokens, /, *, max_blocks: int, deadline_s: float, promote: bool) -> KvLease: ...
+    def get(
+        self,
+        tokens: Tokens,
+        /,
+        *,
+        first_block: int = 0,
+        max_blocks: int,
+        group: int | None = None,
+        deadline_s: float,
+        promote: bool,
+    ) -> KvLease: ...
+    def resume_point(self, tokens: Tokens, /, *, max_blocks: int, deadline_s: float) -> KvResumePoint: ...
     def lookup(self, tokens: Tokens, /, *, deadline_s: float) -> KvLookup: ...
     def get_stream(
         self, tokens: Tokens, /, *, order: Literal["front", "back"], max_blocks: int, deadline_s: float
     ) -> KvStream: ...
-    def put(self, tokens: Tokens, /, *, first_block: int, payloads: Sequence[Payload]) -> KvReceipt: ...
+    def put(
+        self, tokens: Tokens, /, *, first_block: int, payloads: Sequence[Payload], group: int | None = None
+    ) -> KvReceipt: ...
     def hint(
         self,
         tokens: Tokens,

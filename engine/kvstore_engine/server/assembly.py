@@ -34,7 +34,7 @@ from kvstore_engine.models.cache import cache_root
 from kvstore_engine.profiler import TracingObserver
 from kvstore_engine.restore.profile import profile_path
 from kvstore_engine.restore.session import KvSession
-from kvstore_engine.server.computing import open_computing
+from kvstore_engine.server.computing import STEP_TOKENS, open_computing
 from kvstore_engine.server.options import EngineOptions, HandedFile
 from kvstore_engine.threads import default_threads
 from kvstore_engine.tokenizer import Tokenizer
@@ -46,7 +46,6 @@ _INTERVAL_S = 1.0
 _MISSES = 2  # in a row: one may be a daemon that is busy
 MAX_SESSIONS = 64
 _log = logging.getLogger(__name__)
-_STEP_TOKENS = 512
 
 
 class TenantSessions:
@@ -157,7 +156,7 @@ def open_serving(
         tokenizer = Tokenizer.from_metadata(file.metadata)
         config = ModelConfig.from_gguf(file, context)  # LongRoPE depends on how long sequences may become
         check_vocabulary(tokenizer, config.vocabulary)
-        sizes = StepSizes(threads, _STEP_TOKENS + options.max_sequences, options.max_sequences, context)
+        sizes = StepSizes(threads, STEP_TOKENS + options.max_sequences, options.max_sequences, context)
         computing = stack.enter_context(open_computing(watch, config, options, sizes, on_notice))
         digest, sessions, copies, costs = reading.result(), None, None, LearnedCosts()
         if options.kvstore is not None:

@@ -13,6 +13,7 @@ import logging
 import os
 import threading
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +32,7 @@ from kvstore_engine.host_memory import available_bytes
 from kvstore_engine.model.config import ModelConfig
 from kvstore_engine.model.placement import copied_bytes
 from kvstore_engine.opening import open_copies, open_executor
-from kvstore_engine.pool import ENGINE_BLOCK_TOKENS, BlockPool, kv_row_bytes
+from kvstore_engine.pool import ENGINE_BLOCK_TOKENS, BlockPool, kv_row_bytes, window_pool_blocks
 from kvstore_engine.restore.copies import BlockCopies, HostCopies
 from kvstore_engine.restore.fingerprint import STORAGE_BLOCK_TOKENS
 from kvstore_engine.server.options import EngineOptions
@@ -41,6 +42,7 @@ from kvstore_engine.worker.patience import StepPatience
 
 _HUNG = 75  # EX_TEMPFAIL: another process may do better
 _WARM_UP_TOKENS = 64
+STEP_TOKENS = 512  # of prompts
 _MOST_OF_MEMORY = 0.5  # of what is free, for a pool without --pool
 _log = logging.getLogger(__name__)
 
@@ -159,8 +161,8 @@ def open_computing(
         memory = SharedMemory("kvengine-pool", touched=True)
         stack.callback(memory.close)
         free = max(0, available_bytes() - copied_bytes(watch.file))
-        blocks = pool_blocks(config, options, sizes.max_context, free)
-        pool = BlockPool(config, blocks, kv_dtype=options.kv_dtype, memory=memory.allocate)
+        blocks, windows = pool_blocks(config, options, sizes.max_context, free, divided=True)
+        pool = BlockPool(config, blocks, kv_dtype=options.kv_dtype, memory=memory.allocate, window_blocks=windows)
         patience = StepPatience(options.hung_after_s)
         worker = RemoteExecutor(watch, config, pool, memory, sizes, patience=patience, on_notice=on_notice)
         stack.callback(worker.close)
@@ -173,7 +175,7 @@ def _on_device(
 ) -> Iterator[Computing]:
     from kvstore_engine.torch_executor import room_for_pool
 
-    blocks = pool_blocks(config, options, sizes.max_context, room_for_pool(watch.file, config, device))
+    blocks, _ = pool_blocks(config, options, sizes.max_context, room_for_pool(watch.file, config, device))
     setup = PoolSetup(blocks, ENGINE_BLOCK_TOKENS, options.kv_dtype)
     with (
         open_executor(watch.file, device, setup, sizes) as executor,
@@ -188,29 +190,45 @@ def _on_device(
         yield Computing(computing, partial(open_copies, executor, device, parse_rate(options.store_rate)))
 
 
-def pool_blocks(config: ModelConfig, options: EngineOptions, context: int, available_bytes: int) -> int:
-    """Return the number of engine blocks of a pool of the requested size, or of the default one; `available_bytes`: the
-    memory that the weights leave free. Raises UsageError if one answer does not fit the pool, or the pool not the
-    memory: touching more memory than there is would end the process without a message.
+def pool_blocks(
+    config: ModelConfig, options: EngineOptions, context: int, available_bytes: int, *, divided: bool = False
+) -> tuple[int, int]:
+    """Return the numbers of engine blocks of a pool of the requested size, or of the default one, and of its pool for
+    windowed layers (`divided`; 0: none); `available_bytes`: the memory that the weights leave free. Raises UsageError
+    if one answer does not fit the pool, or the pool not the memory: touching more memory than there is would end the
+    process without a message.
     """
     try:
-        block_bytes = 2 * config.layers * ENGINE_BLOCK_TOKENS * kv_row_bytes(config, options.kv_dtype)
+        row_bytes = kv_row_bytes(config, options.kv_dtype)
     except ValueError as error:
         raise UsageError(str(error)) from None
+    layer_bytes, windowed = 2 * ENGINE_BLOCK_TOKENS * row_bytes, len(config.windowed_layers) if divided else 0
+
+    def windows(blocks: int) -> int:
+        step = min(STEP_TOKENS, context)
+        sequences = options.max_sequences if windowed else 0
+        return windowed and window_pool_blocks(
+            config, blocks, block_tokens=ENGINE_BLOCK_TOKENS, sequences=sequences, step_tokens=step
+        )
+
+    def size_bytes(blocks: int) -> int:
+        return layer_bytes * (blocks * (config.layers - windowed) + windows(blocks) * windowed)
+
     # What one sequence of the whole context needs, in whole storage blocks.
     least = -(-context // STORAGE_BLOCK_TOKENS) * STORAGE_BLOCK_TOKENS // ENGINE_BLOCK_TOKENS
-    if options.pool_bytes is not None:
-        blocks = options.pool_bytes // block_bytes
-    else:
-        blocks = min(least * options.max_sequences, int(available_bytes * _MOST_OF_MEMORY // block_bytes))
-    if blocks * block_bytes > available_bytes:
+    most_bytes = options.pool_bytes
+    if most_bytes is None:
+        most_bytes = min(size_bytes(least * options.max_sequences), int(available_bytes * _MOST_OF_MEMORY))
+    most = most_bytes // (layer_bytes * (config.layers - windowed))
+    blocks = bisect_right(range(most + 1), most_bytes, key=size_bytes) - 1
+    if size_bytes(blocks) > available_bytes:
         raise UsageError(
-            f"a pool of {blocks * block_bytes >> 20} MiB does not fit into the {available_bytes >> 20} MiB of memory "
+            f"a pool of {size_bytes(blocks) >> 20} MiB does not fit into the {available_bytes >> 20} MiB of memory "
             "that are free beside the weights: give a smaller --pool"
         )
     if blocks < least:
         raise UsageError(
-            f"a pool of {blocks * block_bytes} bytes holds {blocks * ENGINE_BLOCK_TOKENS} tokens, "
-            f"fewer than the context of {context}: give --pool {least * block_bytes} or more, or a smaller --context"
+            f"a pool of {most_bytes} bytes holds {max(0, blocks) * ENGINE_BLOCK_TOKENS} tokens, "
+            f"fewer than the context of {context}: give --pool {size_bytes(least)} or more, or a smaller --context"
         )
-    return blocks
+    return blocks, windows(blocks)

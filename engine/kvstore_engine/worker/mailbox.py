@@ -33,7 +33,8 @@ class Mailbox:
         shapes: list[tuple[tuple[int, ...], type[np.generic]]] = [
             ((max_sequences, _FIELDS), np.int32),
             ((max_tokens,), np.int32),
-            ((max_sequences, -(-limits.max_context // limits.block_tokens)), np.int32),
+            (tables := (max_sequences, -(-limits.max_context // limits.block_tokens)), np.int32),
+            (tables if limits.window_blocks else (0, 0), np.int32),
             ((_SLOTS, rows, limits.vocabulary), np.float32),
         ]
         offsets, end = [], 0
@@ -42,7 +43,7 @@ class Mailbox:
             size = int(np.prod(shape)) * np.dtype(dtype).itemsize
             end += -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         flat = memory(end)
-        self._slices, self._tokens, self._tables, self._logits = (
+        self._slices, self._tokens, self._tables, self._windows, self._logits = (
             np.ndarray(shape, dtype, flat, offset) for (shape, dtype), offset in zip(shapes, offsets, strict=True)
         )
 
@@ -58,6 +59,8 @@ class Mailbox:
         for index, piece in enumerate(slices):
             blocks = min(len(piece.block_table), width)
             tables[index, :blocks] = piece.block_table[:blocks]
+            if piece.window_table is not None and len(self._windows):
+                self._windows[index, :blocks] = piece.window_table[:blocks]
             fields.append((piece.start, len(piece.tokens), blocks, _CODES[piece.outputs]))
         self._slices[: len(slices)] = fields
         np.concatenate([piece.tokens for piece in slices], out=self._tokens[:total], casting="same_kind")
@@ -67,7 +70,8 @@ class Mailbox:
         slices, first = [], 0
         for index, (start, tokens, blocks, outputs) in enumerate(self._slices[:count].tolist()):
             table = self._tables[index, :blocks]
-            slices.append(SequenceSlice(self._tokens[first : first + tokens], start, table, _OUTPUTS[outputs]))  # type: ignore[arg-type]  # one of the three
+            windows = self._windows[index, :blocks] if len(self._windows) else None
+            slices.append(SequenceSlice(self._tokens[first : first + tokens], start, table, _OUTPUTS[outputs], windows))  # type: ignore[arg-type]  # one of the three
             first += tokens
         return slices
 

@@ -169,7 +169,8 @@ class RemoteExecutor:
         self.limits = sizes.limits(config.vocabulary, pool)
         self.deaths = 0
         self._watch = watch
-        self._setup = WorkerSetup(str(watch.file.path), PoolSetup(pool.blocks, pool.block_tokens, pool.kv_dtype), sizes)
+        setup = PoolSetup(pool.blocks, pool.block_tokens, pool.kv_dtype, self.limits.window_blocks)
+        self._setup = WorkerSetup(str(watch.file.path), setup, sizes)
         self._patience = patience or StepPatience()
         self._on_notice = on_notice or (lambda notice: None)
         self._pool_memory = pool_memory

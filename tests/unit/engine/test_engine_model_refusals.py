@@ -37,6 +37,11 @@ def _contents(path: Path) -> tuple[dict[str, object], dict[str, Tensor]]:
     [
         ({"general.architecture": "mamba"}, ("'mamba'", "llama", "Qwen3", "Gemma 2", "phi3")),
         ({"general.architecture": "clip"}, ("'clip'", "supported")),
+        ({"general.architecture": "deepseek2", "deepseek2.attention.kv_lora_rank": 512}, ("'deepseek2'", "(MLA)")),
+        ({"general.architecture": "falcon-h1", "falcon-h1.ssm.state_size": 16}, ("'falcon-h1'", "recurrent")),
+        ({"general.architecture": "lfm2", "lfm2.shortconv.l_cache": 3}, ("'lfm2'", "recurrent")),
+        ({"general.architecture": "t5", "t5.decoder_start_token_id": 0}, ("'t5'", "an encoder and a decoder")),
+        ({"general.architecture": "gpt-oss"}, ("'gpt-oss'", "supported")),
         ({"llama.expert_count": 8}, ("mixture-of-experts",)),
         ({"llama.rope.scaling.type": "dynamic"}, ("dynamic", "yarn", "longrope")),
         (

