@@ -117,6 +117,7 @@ class KeyedStore:
     """A session over a dict. `connected=False`: degraded. `before_fill` runs before each payload is written."""
 
     block_bytes: int = 8
+    block_tokens: int = BLOCK_TOKENS
     connected: bool = True
     leases_hold: bool = True
     tier: str = "host"
@@ -131,8 +132,9 @@ class KeyedStore:
         if not self.connected:
             return None
         return block_keys(
-            ROOT + bytes(group), tokens, block_tokens=BLOCK_TOKENS, engine_block_tokens=BLOCK_TOKENS, hash_name="blake2b"
-        )
+            ROOT + bytes(group), tokens, block_tokens=self.block_tokens, engine_block_tokens=self.block_tokens,
+            hash_name="blake2b",
+        )  # fmt: skip
 
     def lookup(
         self, tokens: Any = None, *, keys: BlockKeys | None = None, group: int = 0, deadline_s: float | None = None
@@ -144,7 +146,7 @@ class KeyedStore:
         named = self._named(tokens, keys, group)
         blocks = self._leading(named)
         tiers = tuple(self.tier if key in self.blocks else "absent" for key in named)
-        return Lookup(blocks, blocks * BLOCK_TOKENS, tiers)
+        return Lookup(blocks, blocks * self.block_tokens, tiers)
 
     def get(
         self,

@@ -29,7 +29,7 @@ from kvstore_connectors.vllm.identity import Extras, Item
 from kvstore_connectors.vllm.specs import WITHOUT_HYBRID, unserved_spec
 from kvstore_connectors.weight_files import WeightFiles, process_began, why_unknown
 from kvstore_proto.arena import MAX_TOKENS
-from kvstore_proto.fingerprint import Fingerprint, LayerGroup
+from kvstore_proto.fingerprint import Fingerprint, LayerGroup, StatePart
 from kvstore_proto.kv_layout import HEAD_PAIRS_ORDER, PAIRS_ORDER
 
 _NAMES_ONLY = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "_commit_hash")
@@ -158,14 +158,16 @@ def _layer_groups(groups: StateGroups) -> tuple[LayerGroup, ...]:
     found, layer = [], 0
     for group in groups.groups:
         layers = tuple(range(layer, layer + group.layer_count))
-        each, odd = group.page_bytes, 0
-        if group.kind != "recurrent":
-            each, odd = divmod(group.page_bytes, int(group.spec.block_size))
+        layer += group.layer_count
+        if group.kind == "recurrent":
+            state = StatePart("state", "u8", (group.page_bytes,))
+            found.append(LayerGroup(group.number, group.kind, layers=layers, parts=(state,)))
+            continue
+        each, odd = divmod(group.page_bytes, int(group.spec.block_size))
         kind = "latent" if type(group.spec).__name__ == "MLAAttentionSpec" else group.kind
         heads = int(group.spec.num_kv_heads) if kind == "full" and groups.is_plain else 0
         stored = LayerGroup(group.number, kind, group.window_tokens, layers, each, heads)
         found.append(LayerGroup(group.number, kind, group.window_tokens) if odd else stored)
-        layer += group.layer_count
     return tuple(found)
 
 
