@@ -45,7 +45,7 @@ def start(start_engine: StartEngine, tmp_path_factory: pytest.TempPathFactory) -
 
     def started(name: str) -> EngineProcess:
         spec = {"num_gpu_blocks_override": 96, "skip_tokenizer_init": True, **SETTINGS[name]}
-        return start_engine(model=str(written(name, folder)), extra={"always_load": True}, **spec)
+        return start_engine(model=str(written(name, folder)), extra={"always_load": True, "reuse_wait_ms": 10_000}, **spec)
 
     return started
 

@@ -10,9 +10,8 @@ part. The module reads vLLM's records by attribute and imports nothing of it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from kvstore_client.results import Lookup
 from kvstore_connectors.vllm.groups import Skipped, StateGroup, StateGroups
@@ -20,6 +19,7 @@ from kvstore_connectors.vllm.orders import LoadOrder, Place, RequestPrefix, Save
 
 _ABSENT = "absent"
 Tables = Sequence[Sequence[int]]
+Offers = Iterable[tuple[int, int, int]]
 PrefixOf = Callable[[int], RequestPrefix]
 
 
@@ -100,15 +100,16 @@ class GroupOrders:
         return orders
 
     def saves(
-        self, request_id: str, state: GroupsOfRequest, full: int, tables: Tables, offers: Any, prefix_of: PrefixOf
+        self, request_id: str, state: GroupsOfRequest, end: int, tables: Tables, offers: Offers, prefix_of: PrefixOf
     ) -> Iterator[SaveOrder]:
-        """Yield the orders for what a step fills: `full` blocks are then computed. `offers`: vLLM's boundary states,
-        (group, pool block, tokens); None if it names none.
+        """Yield the orders for what a step fills: `end` tokens are then computed. `offers`: the states that vLLM itself
+        keeps, as (group, pool block, tokens).
         """
+        full = end // self.groups.block_tokens
         for group in self.groups.groups:
             first = state.stored[group.number]
-            if group.kind == "recurrent" and offers is not None:
-                places = self._offered(group, first, full, offers)
+            if group.kind == "recurrent":
+                places = self._states(group, first, end, tables, offers)
             else:
                 places = {block: group.place(tables, block) for block in range(first, full)}
             for run in self._runs(group, places):
@@ -133,9 +134,16 @@ class GroupOrders:
     def _tokens_of(self, member: int) -> int:
         return next(int(group.spec.block_size) for group in self.groups.groups if member in group.members)
 
-    def _offered(self, group: StateGroup, first: int, full: int, offers: Any) -> dict[int, tuple[int, ...]]:
-        """Return the places of the states at ends of blocks, first <= block < full, that vLLM offers for all members."""
+    def _states(
+        self, group: StateGroup, first: int, end: int, tables: Tables, offers: Offers
+    ) -> dict[int, tuple[int, ...]]:
+        """Return the places of the states at ends of blocks from `first` on: where vLLM offers them, and the one at the
+        end of the step, which it may not keep.
+        """
         found: dict[int, dict[int, int]] = {}
+        full, rest = divmod(end, self.groups.block_tokens)
+        if not rest and full > first:
+            found[full - 1] = dict(zip(group.members, group.place(tables, full - 1), strict=True))
         for member, block_id, tokens in offers:
             block, rest = divmod(tokens, self.groups.block_tokens)
             if member in group.members and not rest and first < block <= full:

@@ -90,6 +90,7 @@ class Saver:
         self._clock = clock
         self._wake = threading.Condition()
         self._waiting: deque[_Job] = deque()
+        self._leaving: deque[_Job] = deque()  # before the others: blocks that soon leave the pool
         self._open: dict[str, list[_Job]] = {}  # by request: waiting or being stored
         # Of running requests, by group: the first block that an earlier order could not store.
         self._gaps: dict[tuple[str, int], int] = {}
@@ -111,7 +112,7 @@ class Saver:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="kvstore-vllm-save", daemon=True)
                 self._thread.start()
-            self._waiting.append(job)
+            (self._waiting if order.stays else self._leaving).append(job)
             self._open.setdefault(order.request_id, []).append(job)
             self._wake.notify()
 
@@ -125,12 +126,12 @@ class Saver:
                 job.is_last = True
             if self._gaps:
                 self._gaps = {slot: gap for slot, gap in self._gaps.items() if slot[0] not in request_ids}
-            if released:
-                jobs += [job for each in self._open.values() for job in each if job.reads(released)]
+            leaving = [job for each in self._open.values() for job in each if released and job.reads(released)]
         started = self._clock()
         until, grace_until = started + patience_s, started + min(patience_s, _GRACE_S)
-        if jobs:
+        if jobs or leaving:
             with self._pages.hurried():
+                self._cut_off(leaving, until, until)  # copied now or lost, at each step: worth waiting for an answer
                 self._cut_off(jobs, until, grace_until)
 
     def _cut_off(self, jobs: Sequence[_Job], until: float, grace_until: float) -> None:
@@ -162,10 +163,10 @@ class Saver:
     def _run(self) -> None:
         while True:
             with self._wake:
-                self._wake.wait_for(lambda: self._closing or bool(self._waiting))
+                self._wake.wait_for(lambda: self._closing or bool(self._waiting or self._leaving))
                 if self._closing:
                     return
-                job = self._waiting.popleft()
+                job = (self._leaving or self._waiting).popleft()
             self._done(job, self._store(job))
             job.copied.set()
 

@@ -320,23 +320,16 @@ class SchedulerSide:
         request_id = tracked.request.request_id
         guessed = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
         filled_tokens = computed_tokens + output.num_scheduled_tokens[request_id] - guessed
-        full = min(filled_tokens, len(tracked.request.all_token_ids)) // self._block_tokens
+        end = min(filled_tokens, len(tracked.request.all_token_ids))
+        full = end // self._block_tokens
         if tracked.groups is not None and self._group_orders is not None:
             if full <= min(tracked.groups.stored):
                 return ()
             tracked.stored_blocks = max(tracked.stored_blocks, full)
             state = output.kv_connector_block_state
-            offers = getattr(state, "boundary_state_offloads", None)
-            return list(
-                self._group_orders.saves(
-                    request_id,
-                    tracked.groups,
-                    full,
-                    state.get_block_ids(request_id),
-                    None if offers is None else offers.get(request_id, ()),
-                    partial(self._prefix, tracked),
-                )
-            )
+            tables, offers = state.get_block_ids(request_id), state.boundary_state_offloads.get(request_id, ())
+            prefix_of = partial(self._prefix, tracked)
+            return list(self._group_orders.saves(request_id, tracked.groups, end, tables, offers, prefix_of))
         if full <= tracked.stored_blocks:
             return ()
         block_ids = _block_ids(output, request_id)[:full]
