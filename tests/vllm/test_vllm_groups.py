@@ -45,7 +45,9 @@ def start(start_engine: StartEngine, tmp_path_factory: pytest.TempPathFactory) -
 
     def started(name: str) -> EngineProcess:
         spec = {"num_gpu_blocks_override": 96, "skip_tokenizer_init": True, **SETTINGS[name]}
-        return start_engine(model=str(written(name, folder)), extra={"always_load": True, "reuse_wait_ms": 10_000}, **spec)
+        return start_engine(
+            model=str(written(name, folder)), extra={"always_load": True, "reuse_wait_ms": 10_000}, **spec
+        )
 
     return started
 
@@ -68,7 +70,7 @@ def test_a_shared_prefix_that_ends_anywhere_is_restored_and_answers_are_equal(
             assert expected[-1].cached == [cut], "vLLM's own prefix cache"
     with start(name) as engine:
         loaded = 0
-        for prompt, cut, known in zip(prompts, cuts, expected, strict=True):
+        for prompt, known in zip(prompts, expected, strict=True):
             answer = asked(engine, prompt)
             assert answer.finish == ["length"]
             assert (answer.tokens, answer.logprobs) == (known.tokens, known.logprobs)

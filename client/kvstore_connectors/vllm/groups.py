@@ -55,7 +55,8 @@ class StateGroup:
         """The bytes of a pool block of one layer that mean something."""
         if self.kind != "recurrent":
             return int(self.spec.page_size_bytes)
-        return sum(math.prod(shape) * int(dtype.itemsize) for shape, dtype in zip(self.spec.shapes, self.spec.dtypes))
+        parts = zip(self.spec.shapes, self.spec.dtypes, strict=True)
+        return sum(math.prod(shape) * int(dtype.itemsize) for shape, dtype in parts)
 
     @property
     def layer_count(self) -> int:

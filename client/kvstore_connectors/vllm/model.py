@@ -93,7 +93,9 @@ def _refused_groups(vllm_config: Any, groups: StateGroups) -> str:
         return f"its layers keep {kinds} state, and it guesses tokens: unset --speculative-config"
     modes = {getattr(group.spec, "mamba_cache_mode", "") for group in groups.groups if group.kind == "recurrent"}
     if modes - {"align"}:
-        return "its recurrent layers keep no state at ends of blocks: set --enable-prefix-caching (mamba_cache_mode align)"
+        return (
+            "its recurrent layers keep no state at ends of blocks: set --enable-prefix-caching (mamba_cache_mode align)"
+        )
     return ""
 
 

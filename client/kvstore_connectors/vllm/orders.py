@@ -56,8 +56,8 @@ class SaveOrder:
 class StepOrders:
     """All orders of one step. `loads` are for requests that this step computes, layer by layer; `beside` are for
     requests that wait until their load has ended. `ended`: requests whose pool blocks this step may already give to
-    others; `released`: pool blocks that running requests gave up before it. The step computes `tokens` tokens, which attend to `attended` others; `decodes` requests continue their
-    answers in it.
+    others; `released`: pool blocks that running requests gave up before it. The step computes `tokens` tokens, which
+    attend to `attended` others; `decodes` requests continue their answers in it.
     """
 
     loads: tuple[LoadOrder, ...] = ()

@@ -2,10 +2,12 @@
 
 The module owns one thread and the orders that wait for it. A put waits for the daemon, and on a device for the step
 that fills the blocks, and a step of the model must not wait; so the thread copies out of the pool while the engine goes
-on. Filled blocks never change while their request holds them. When a request ended or gave blocks up, `let_go` waits a
-little for their copies and then cuts them off: a dropped save is a later miss. A block that could not be stored (no
-daemon, no room) is tried again with the request's next order, unless it leaves the pool while the request runs.
-Invariants: after `let_go` returns no byte of that request's pool blocks is read; nothing here raises into the engine; a block is stored only behind the one before it.
+on. Filled blocks never change while their request holds them. When a request ended, `let_go` waits a little for its
+copies and then cuts them off: a dropped save is a later miss. The same holds for blocks that a running request gave up;
+these are copied before others. A block that could not be stored (no daemon, no room) is tried again with the request's
+next order, unless it leaves the pool while the request runs. Invariants: after `let_go` returns no byte of those pool
+blocks is read; nothing here raises into the engine; of a group that stays in the pool, a block is stored only behind
+the one before it.
 """
 
 from __future__ import annotations

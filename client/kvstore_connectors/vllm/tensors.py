@@ -2,9 +2,9 @@
 
 The module chooses between the two, gathers and scatters whole blocks in host memory, and owns the transfers of a pool
 on a device. It refuses tensors whose bytes it cannot name. A storage block is a pool block of every layer, layers in
-order. The module never looks inside a block: vLLM's CPU kernels pack keys and values in an order of their own
-instruction set, so no slice of a block means anything elsewhere (the fingerprint names the order). torch is imported on
-first use.
+order; where vLLM has several groups, of every layer of one of the store's. The module never looks inside a block:
+vLLM's CPU kernels pack keys and values in an order of their own instruction set, so no slice of a block means anything
+elsewhere (the fingerprint names the order). torch is imported on first use.
 
 On a device vLLM 0.32 and 0.33 show the cache of each layer as [block, head, token, content] (`KVCacheLayout`); in
 memory layers, blocks, heads and tokens may come in another order. A block's bytes are stored in their order in memory,
@@ -132,7 +132,7 @@ def _of_layers(what: str, by_name: Mapping[str, Any], names: Sequence[str]) -> l
 
 
 def _byte_view(tensor: torch.Tensor, blocks: int, page_bytes: int) -> Any:
-    """Return uint8[blocks, page_bytes], sharing vLLM's memory. Blocks of state are padded: only their content counts."""
+    """Return uint8[blocks, page_bytes], sharing vLLM's memory, without the padding behind each state."""
     import torch
 
     is_padded = tensor.shape[0] == blocks and tensor[0].is_contiguous()

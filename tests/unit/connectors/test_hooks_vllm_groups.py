@@ -231,7 +231,9 @@ def test_a_second_engine_goes_on_at_any_boundary_with_what_each_group_needs(mode
         for member, (spec, table) in enumerate(zip(engine.specs, engine.pool.tables, strict=True)):
             for at, block in enumerate(table):
                 if block and (at + 1) * spec.block_size <= matched:
-                    assert engine.pool.memory[block].tobytes() == content(member, (at + 1) * spec.block_size - 1, TOKENS)
+                    assert engine.pool.memory[block].tobytes() == content(
+                        member, (at + 1) * spec.block_size - 1, TOKENS
+                    )
         assert engine.pool.memory[0].tolist() == [255] * PAGE
 
 

@@ -69,7 +69,9 @@ def test_several_groups_are_in_the_fingerprint_with_what_each_needs() -> None:
     config = configuration()
     plain = fingerprint(config)
     another(config, "SlidingWindowSpec", page_size_bytes=1024)
-    another(config, "MambaSpec", mamba_cache_mode="align", shapes=((3,), (5, 2)), dtypes=(np.dtype("i2"), np.dtype("f4")))
+    another(
+        config, "MambaSpec", mamba_cache_mode="align", shapes=((3,), (5, 2)), dtypes=(np.dtype("i2"), np.dtype("f4"))
+    )
     config[1].kv_cache_groups[0].kv_cache_spec.head_size_v = 64
     assert refusal(*config) == ""
     made = fingerprint(config)
@@ -155,7 +157,8 @@ REFUSED: dict[str, Callable[[tuple[Any, Any]], None]] = {
     "-kv-cache-manager": lambda c: (on_cuda(c), another(c, "SlidingWindowSpec")),
     "keep MLAAttentionSpec caches, which this connector copies in host": lambda c: (on_cuda(c), latent(c)),
     "guesses tokens": lambda c: (
-        another(c, "SlidingWindowSpec"), setattr(c[0], "speculative_config", SimpleNamespace())
+        another(c, "SlidingWindowSpec"),
+        setattr(c[0], "speculative_config", SimpleNamespace()),
     ),
     "set --enable-prefix-caching": lambda c: another(c, "MambaSpec", mamba_cache_mode="none"),
     "blocks of 1920 tokens": lambda c: another(c, "SlidingWindowSpec", block_size=960),
