@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,8 +20,9 @@ from kvctl.target import Target, find_target, fingerprint_digits, read_fingerpri
 from kvstore_client.session import Session
 from kvstore_console.table import render_table
 from kvstore_console.units import human_blocks, human_count, human_seconds
-from kvstore_proto.fingerprint import parse_fingerprint
+from kvstore_proto.fingerprint import Fingerprint, parse_fingerprint
 from kvstore_proto.identity import BlockKeys
+from kvstore_proto.matching import boundaries, longest_common, match_of
 from kvstore_proto.objects import object_tokens
 from kvstore_proto.v1 import explain_pb2 as wire
 
@@ -50,7 +52,7 @@ _COLUMNS: Final = (
     "WHY",
 )  # fmt: skip
 _MISSES: Final = (
-    ">AGO", "TENANT", "CLIENT", ">PID", "REQUEST", ">FOUND", "MISSING KEY", "CAUSE", ">TIMES", "MODEL",
+    ">AGO", "TENANT", "CLIENT", ">PID", "REQUEST", ">FOUND", "MISSING KEY", "GROUP", "CAUSE", ">TIMES", "MODEL",
 )  # fmt: skip
 
 
@@ -106,11 +108,33 @@ def _explain_object(ask: Ask, session: Session, target: Target) -> Output:
 
 def _explain_prefix(directory: Path, ask: Ask, session: Session, target: Target, timeout_s: float) -> Output:
     assert target.tokens is not None
-    blocks = _ask(ask, session, target, _keys(session, target.tokens, target))
+    of_each = {
+        group.group_id: _ask(ask, session, other, _keys(session, target.tokens, other))
+        for group in target.fingerprint.groups
+        for other in (replace(target, group=group.group_id),)
+    }
+    blocks = of_each[target.group]
     elsewhere: list[dict[str, Any]] = []
     if any(_is_unknown(block) for block in blocks):
         elsewhere = _elsewhere(directory, ask, session, target, timeout_s)
-    return _output(target.label, blocks, elsewhere)
+    return _output(target.label, blocks, elsewhere, _resume(target.fingerprint, of_each))
+
+
+def _resume(fingerprint: Fingerprint, of_each: Mapping[int, Sequence[wire.BlockExplanation]]) -> dict[str, Any]:
+    """Return where all layer groups can resume, and the group that ended it with the reason."""
+    tokens, groups, maps = fingerprint.block_tokens, fingerprint.groups, list[int]()
+    for group in groups:
+        present = [block.state == STORED for block in of_each[group.group_id]]
+        maps.append(boundaries(present, match_of(group.kind), group.window_blocks(tokens)))
+    blocks, ended = longest_common(maps, len(of_each[groups[0].group_id]))
+    found: dict[str, Any] = {"blocks": blocks, "tokens": blocks * tokens, "groups": len(groups)}
+    found |= {"ended_by": None, "kind": "", "reason": ""}
+    if ended is not None:
+        missing = of_each[groups[ended].group_id][blocks]
+        found |= {"ended_by": groups[ended].group_id, "kind": groups[ended].kind, "reason": reason_text(missing)}
+        if not blocks and _is_unknown(missing):
+            found["reason"] += f"; of a prefix shorter than one block of {tokens} tokens nothing is stored"
+    return found
 
 
 def _keys(session: Session, tokens: Any, target: Target) -> BlockKeys:
@@ -156,7 +180,12 @@ def _elsewhere(directory: Path, ask: Ask, session: Session, target: Target, time
     return found
 
 
-def _output(label: str, blocks: list[wire.BlockExplanation], elsewhere: Sequence[dict[str, Any]] = ()) -> Output:
+def _output(
+    label: str,
+    blocks: list[wire.BlockExplanation],
+    elsewhere: Sequence[dict[str, Any]] = (),
+    resume: Mapping[str, Any] | None = None,
+) -> Output:
     usable = next((number for number, block in enumerate(blocks) if block.state != STORED), len(blocks))
     load_us = sum(block.load_us for block in blocks[:usable])
     first_missing = blocks[usable] if usable < len(blocks) else None
@@ -167,7 +196,9 @@ def _output(label: str, blocks: list[wire.BlockExplanation], elsewhere: Sequence
         "cause": first_missing.cause if first_missing is not None else "",
         "elsewhere": list(elsewhere),
     }
-    return Output(render_chain(label, blocks, usable, load_us, elsewhere), reply)
+    if resume is not None:
+        reply["resume"] = resume
+    return Output(render_chain(label, blocks, usable, load_us, elsewhere, resume), reply)
 
 
 def render_chain(
@@ -176,8 +207,15 @@ def render_chain(
     usable: int,
     load_us: int,
     elsewhere: Sequence[Mapping[str, Any]],
+    resume: Mapping[str, Any] | None = None,
 ) -> str:
     lines = [_summary(label, blocks, usable, load_us)]
+    if resume is not None and resume["groups"] > 1:
+        ended = f"; layer group {resume['ended_by']} ({resume['kind']}) ends it: {resume['reason']}"
+        lines.append(
+            f"an engine can resume behind {human_blocks(resume['blocks'])} ({human_count(resume['tokens'])} tokens)"
+            + (ended if resume["ended_by"] is not None else "")
+        )
     lines += [
         f"stored under another fingerprint: {item['label']} has {item['stored_blocks']} of {item['blocks']} blocks of "
         "these tokens"
@@ -217,6 +255,8 @@ def reason_text(block: wire.BlockExplanation) -> str:
 def _short_reason(block: wire.BlockExplanation) -> str:
     if block.state == "stored" and not block.missing_ancestor and block.volatile_because:
         return _VOLATILE.get(block.volatile_because, f"volatile: {block.volatile_because}")
+    if block.state == "stored" and block.block.spent and not block.missing_ancestor:
+        return "no boundary needs it that is likely asked for: leaves first"
     if block.state != "missing":
         return reason_text(block)
     return block.cause.replace("_", " ") + (f" {human_seconds(block.gone_s)} ago" if block.gone_s else "")
@@ -226,8 +266,8 @@ def render_misses(reply: wire.ExplainReply) -> str:
     rows = [
         [
             human_seconds(miss.ago_s), miss.tenant, miss.client, str(miss.pid), miss.request,
-            f"{miss.found_blocks} of {miss.asked_blocks}", miss.key, miss.cause, human_count(miss.times),
-            miss.fingerprint,
+            f"{miss.found_blocks} of {miss.asked_blocks}", miss.key, f"{miss.group} {miss.kind}".strip(), miss.cause,
+            human_count(miss.times), miss.fingerprint,
         ]
         for miss in reply.misses
     ]  # fmt: skip

@@ -67,7 +67,8 @@ def find_target(directory: Path, arguments: argparse.Namespace) -> Target:
     if len(tokens) < fingerprint.block_tokens:
         raise CommandError(
             USAGE,
-            f"{len(tokens)} tokens fill no block: one has {fingerprint.block_tokens} tokens under this fingerprint",
+            f"the prompt has {len(tokens)} tokens, shorter than one block of {fingerprint.block_tokens} under this "
+            "fingerprint: nothing of it is stored",
         )
     label = f"{len(tokens)} tokens of {fingerprint.model_name}"
     return Target(label, fingerprint, group.group_id, tokens=tokens)

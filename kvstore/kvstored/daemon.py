@@ -134,7 +134,6 @@ class Daemon:
         leave_old_files(places.state_dir, discard=self._discard_old)
         state = StateProcess(places.state_dir, __version__, self._clock)
         stack.push_async_callback(state.close)
-        state.start()
         early_scan, self._early_scan = self._early_scan, None
         self._storage = open_storage(
             config, self._clock, self.memory, phase, stack, state, early_scan, new_secret=self._new_secret

@@ -67,17 +67,17 @@ class LayerGroup:
     parts: tuple[StatePart, ...] = ()
 
     def window_blocks(self, block_tokens: int) -> int:
-        """Return how many blocks hold the last `window_tokens` - 1 positions before a boundary; 0 unless sliding."""
-        return -(-(self.window_tokens - 1) // block_tokens) if self.kind == "sliding" else 0
+        """Return how many blocks before a boundary a resume there needs: those with the last `window_tokens` - 1
+        positions, or the one with the state; 0 for a group that needs all blocks.
+        """
+        if self.kind == "sliding":
+            return -(-(self.window_tokens - 1) // block_tokens)
+        return int(self.kind == "recurrent")
 
     def needed_blocks(self, boundary_blocks: int, block_tokens: int) -> range:
         """Return the numbers of the blocks that a resume behind the first `boundary_blocks` blocks must load."""
-        first = 0
-        if self.kind == "sliding":
-            first = max(boundary_blocks - self.window_blocks(block_tokens), 0)
-        elif self.kind == "recurrent":
-            first = max(boundary_blocks - 1, 0)
-        return range(first, boundary_blocks)
+        window = self.window_blocks(block_tokens) or boundary_blocks
+        return range(max(boundary_blocks - window, 0), boundary_blocks)
 
     def layer_bytes(self, block_tokens: int) -> int:
         """Return the bytes of one layer in the payload of a block; 0 if the group leaves the size open."""

@@ -32,6 +32,13 @@ class TestOwnEngine(ConnectorContract):
         skip_without_ggml()
 
 
+@pytest.mark.slow
+class TestKindsEngine(ConnectorContract):
+    """Layer groups of every kind."""
+
+    engine = "kvstore_client.testing.mock_kinds:open_kinds_engine"
+
+
 def _slow(*values: str) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
@@ -47,6 +54,11 @@ def _slow(*values: str) -> Any:
         _slow("fails_with_the_store", "a_store_without_room_costs_nothing_but_hits"),
         _slow("requires_the_store", "without_a_daemon_the_engine_works_and_finds_it_when_it_comes"),
         _slow("half_an_answer", "equal_blocks_are_stored_once"),
+        _slow("takes_what_one_group_has", "a_block_that_one_layer_group_lacks_ends_the_hit_where_that_group_does"),
+        _slow("loads_a_shorter_window", "a_second_engine_restores_what_the_first_stored"),
+        _slow("mixes_the_widths", "a_second_engine_restores_what_the_first_stored"),
+        _slow("takes_an_earlier_state", "a_second_engine_restores_what_the_first_stored"),
+        _slow("needs_all_windows", "a_block_that_one_layer_group_lacks_ends_the_hit_where_that_group_does"),
         _slow("keeps_leases", "a_second_engine_restores_what_the_first_stored"),
         _slow("restores_nothing", "a_second_engine_restores_what_the_first_stored"),
     ],

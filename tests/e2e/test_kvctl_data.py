@@ -303,7 +303,7 @@ def test_a_block_just_put_can_be_deleted_at_once(daemon: RunningDaemon) -> None:
         (["put", "--name", "", "{tmp}/small"], USAGE, "a name has 1 to"),
         (["get", "--name", "small", "{tmp}/no/such/folder/out"], FAILED, "cannot write"),
         (["get", "--name", "small", "{tmp}"], USAGE, "is a directory"),
-        (["get", "--tokens", "1,2,3", "--fingerprint", "{model}"], USAGE, "3 tokens fill no block: one has 64"),
+        (["get", "--tokens", "1,2,3", "--fingerprint", "{model}"], USAGE, "3 tokens, shorter than one block of 64"),
         (["get", "--tokens", "1,two", "--fingerprint", "{model}"], USAGE, "'two' is no token id"),
         (["get", "--tokens", "9-1", "--fingerprint", "{model}"], USAGE, "'9-1' is no token id or run"),
         (["get", "--tokens", "0-99999999", "--fingerprint", "{model}"], USAGE, "more than"),

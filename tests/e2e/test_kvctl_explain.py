@@ -11,7 +11,7 @@ import pytest
 
 from kvctl.main import main
 from kvctl.output import FAILED, UNREACHABLE, USAGE
-from kvstore_client import Fingerprint
+from kvstore_client import Fingerprint, LayerGroup
 from kvstore_proto.v1 import admin_pb2 as pb
 from tests.reference.conversations import holds, model, payloads_of, put_conversation, tokens_of
 from tests.reference.kvctl import Kvctl
@@ -42,6 +42,38 @@ def prefix(directory: Path, conversation: int, blocks: int, fingerprint: Fingerp
 
 def explained(kvctl: Kvctl, directory: Path, conversation: int, blocks: int) -> Any:
     return kvctl.json(["explain", *prefix(directory, conversation, blocks)])
+
+
+def test_the_layer_group_that_ends_a_hit_is_named(kvctl: Kvctl, tmp_path: Path) -> None:
+    groups = (
+        LayerGroup(0, layers=(0,), bytes_per_token_per_layer=8),
+        LayerGroup(4, "sliding", 65, layers=(1,), bytes_per_token_per_layer=8),
+    )
+    kinds = Fingerprint("kinds", "kinds", groups=groups)
+    with kvctl.daemon.connect(kinds) as session:
+        size = kinds.payload_bytes()
+        session.put(tokens_of(1, 4), payloads=[np.zeros(size, np.uint8)] * 4)
+        for block in (1, 3):
+            session.put(tokens_of(1, 4), payloads=[np.zeros(size, np.uint8)], first_block=block, group=4)
+        assert session.resume_point(tokens_of(1, 5)[:-1]).ended_by is None
+        asked = prefix(tmp_path, 1, 4, kinds)
+        assert kvctl.json(["explain", *asked])["resume"]["ended_by"] is None
+        assert "an engine can resume behind 4 blocks (256 tokens)\n" in kvctl(["explain", *asked]).out
+        shorter = prefix(tmp_path, 1, 3, kinds)
+        said = kvctl.json(["explain", *shorter])["resume"]
+        assert (said["blocks"], said["tokens"], said["ended_by"], said["kind"]) == (2, 128, 4, "sliding")
+        text = kvctl(["explain", *shorter]).out
+        assert "can resume behind 2 blocks (128 tokens); layer group 4 (sliding) ends it: never stored" in text
+        windows = kvctl.json(["explain", *asked, "--group", "4"])["blocks"]
+        assert [block["missing_ancestor"] for block in windows] == [""] * 4, "a window's block needs none before it"
+        session.resume_point(tokens_of(1, 3))
+        miss = kvctl.json("explain --recent 1")["misses"][0]
+        assert (miss["group"], miss["kind"], miss["found_blocks"], miss["asked_blocks"]) == (4, "sliding", 2, 3)
+        assert "4 sliding" in kvctl("explain --recent").out
+    new = kvctl.json(["explain", *prefix(tmp_path, 77, 1, kinds)])["resume"]
+    assert "of a prefix shorter than one block of 64 tokens nothing is stored" in new["reason"]
+    short = ["explain", "--tokens", "0-39", "--fingerprint", asked[-1]]
+    assert "the prompt has 40 tokens, shorter than one block of 64" in kvctl(short, exit_code=USAGE).err
 
 
 def test_stored_blocks_are_explained_with_place_age_use_and_cost(kvctl: Kvctl, tmp_path: Path) -> None:

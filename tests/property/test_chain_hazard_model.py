@@ -38,7 +38,12 @@ class ChainsGuarded(AnyPolicy):
     policy_name = "chain-hazard"
 
 
-for _machine in (ChainsFromTheStart, ChainsGuarded):
+class ChainsOfWindows(ChainsFromTheStart):
+    window = 2
+
+
+for _machine in (ChainsFromTheStart, ChainsGuarded, ChainsOfWindows):
     _machine.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=50, deadline=None)
 TestChains = ChainsFromTheStart.TestCase
 TestChainsGuarded = ChainsGuarded.TestCase
+TestChainsOfWindows = ChainsOfWindows.TestCase

@@ -36,11 +36,13 @@ class PolicyAgainstNaive(RuleBasedStateMachine):
     """
 
     policy_name = "lru"
+    window = 0  # blocks that a resume needs; 0: all, so that only leaves may leave
 
     def __init__(self) -> None:
         super().__init__()
         self.shelf = Shelf("host", "nvme")
         self.residency = self.shelf.residency
+        self.residency.window_of = lambda fingerprint_id, group: self.window
         self.policy = create(self.policy_name, self.residency, HOST)
         self.stamps: dict[int, int] = {}  # row → when it was last used
         self.worth: dict[int, int] = {}  # row → K of LFU-DA, from its definition
@@ -57,7 +59,7 @@ class PolicyAgainstNaive(RuleBasedStateMachine):
         return (self.worth[row] if self.policy_name == "lfu-ttl" else 0, self.stamps[row])
 
     def free_to_leave(self) -> list[int]:
-        parents = {self.residency.parent(row) for row in self.stamps}
+        parents = set() if self.window else {self.residency.parent(row) for row in self.stamps}
         return [row for row in self.stamps if row not in parents and row not in self.pinned]
 
     def victim(self) -> int:
@@ -164,8 +166,14 @@ class AnyPolicy(PolicyAgainstNaive):
         return row
 
 
-def _machine_of(name: str) -> type[AnyPolicy]:
-    return type(f"Any_{name}", (AnyPolicy,), {"policy_name": name})
+class LruOfWindows(PolicyAgainstNaive):
+    """Of a windowed layer group a block may leave from the middle of its chain."""
+
+    window = 2
+
+
+def _machine_of(name: str, window: int = 0) -> type[AnyPolicy]:
+    return type(f"Any_{name}_{window}", (AnyPolicy,), {"policy_name": name, "window": window})
 
 
 TestFifo = _machine_of("fifo").TestCase
@@ -174,13 +182,20 @@ TestS3Fifo = _machine_of("s3-fifo").TestCase
 TestArc = _machine_of("arc").TestCase
 TestWTinyLfu = _machine_of("w-tinylfu").TestCase
 TestGdsf = _machine_of("gdsf").TestCase
-for _case in (TestFifo, TestSieve, TestS3Fifo, TestArc, TestWTinyLfu, TestGdsf):
+TestBestOfWindows = _machine_of("best", 1).TestCase
+TestS3FifoOfWindows = _machine_of("s3-fifo", 2).TestCase
+TestLfuOfWindows = _machine_of("lfu-ttl", 2).TestCase
+for _case in (
+    TestFifo, TestSieve, TestS3Fifo, TestArc, TestWTinyLfu, TestGdsf,
+    TestBestOfWindows, TestS3FifoOfWindows, TestLfuOfWindows,
+):  # fmt: skip
     _case.settings = settings(max_examples=examples(25), stateful_step_count=40, deadline=None)
 
-for _machine in (PolicyAgainstNaive, LfuAgainstNaive):
+for _machine in (PolicyAgainstNaive, LfuAgainstNaive, LruOfWindows):
     _machine.TestCase.settings = settings(max_examples=examples(50), stateful_step_count=40, deadline=None)
 TestLru = PolicyAgainstNaive.TestCase
 TestLfu = LfuAgainstNaive.TestCase
+TestLruOfWindows = LruOfWindows.TestCase
 
 
 def naive_lru_hits(requests: list[list[int]], capacity: int) -> int:

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 
-from kvstore_client import Lease, connect
-from kvstore_client.testing import EngineSetting, MockEngine, Restored, open_mock_engine
+from kvstore_client import LayerGroup, Lease, connect
+from kvstore_client.testing import (
+    EngineSetting,
+    KindsEngine,
+    MockEngine,
+    Restored,
+    open_kinds_engine,
+    open_mock_engine,
+)
 from kvstore_client.testing.mock_engine import BLOCK_TOKENS, mock_fingerprint
+from kvstore_client.testing.mock_kinds import FULL, GROUPS, LATENT, SLIDING, WINDOW
 
 
 class TrustsEndedLeases(MockEngine):
@@ -76,8 +85,57 @@ class HalfAnAnswer(MockEngine):
         return Restored(whole.tokens, super().restore(tokens[: whole.tokens]).output)
 
 
-def _open(kind: type[MockEngine], setting: EngineSetting) -> MockEngine:
-    engine = open_mock_engine(setting)
+class TakesWhatOneGroupHas(KindsEngine):
+    """Full attention: asks one layer group how far all can resume, and does not look at what came of the others."""
+
+    def _load(self, tokens: Sequence[int]) -> int:
+        if self._session is None:
+            return 0
+        blocks = self._session.lookup(tokens[:-1], group=FULL).blocks
+        for group in GROUPS:
+            needed = self.needed(group, blocks)
+            with self._session.get(
+                tokens, group=group.group_id, first_block=needed.start, max_blocks=len(needed)
+            ) as lease:
+                for place, block in enumerate(needed[: len(lease)]):
+                    self.scatter(group.group_id, block, lease.payload(place))
+        return blocks * BLOCK_TOKENS
+
+
+class LoadsAShorterWindow(KindsEngine):
+    """Sliding window: as many blocks as the window has whole ones."""
+
+    def needed(self, group: LayerGroup, boundary: int) -> range:
+        whole = super().needed(group, boundary)
+        return whole[-(WINDOW // BLOCK_TOKENS) :] if group.kind == "sliding" else whole
+
+
+class MixesTheWidths(KindsEngine):
+    """Latent: takes the two tensors for halves of equal width."""
+
+    def scatter(self, group: int, block: int, payload: np.ndarray) -> None:
+        super().scatter(group, block, np.roll(payload, len(payload) // 2) if group == LATENT else payload)
+
+
+class TakesAnEarlierState(KindsEngine):
+    """Recurrent: takes the state at the beginning of the last block for the one at its end."""
+
+    def needed(self, group: LayerGroup, boundary: int) -> range:
+        whole = super().needed(group, boundary)
+        return range(whole.start - 1, whole.stop - 1) if group.kind == "recurrent" and boundary > 1 else whole
+
+
+class NeedsAllWindows(KindsEngine):
+    """Sliding window: hits only where every block before the boundary is stored."""
+
+    def _load(self, tokens: Sequence[int]) -> int:
+        if self._session is not None and "absent" in self._session.lookup(tokens, group=SLIDING).tiers[:-1]:
+            return 0
+        return super()._load(tokens)
+
+
+def _open(kind: type[Any], setting: EngineSetting) -> Any:
+    engine: Any = open_mock_engine(setting) if issubclass(kind, MockEngine) else open_kinds_engine(setting)
     engine.__class__ = kind
     return engine
 
@@ -92,6 +150,11 @@ stores_too_early = partial(_open, StoresTooEarly)
 restores_nothing = partial(_open, RestoresNothing)
 fails_with_the_store = partial(_open, FailsWithTheStore)
 half_an_answer = partial(_open, HalfAnAnswer)
+takes_what_one_group_has = partial(_open, TakesWhatOneGroupHas)
+loads_a_shorter_window = partial(_open, LoadsAShorterWindow)
+mixes_the_widths = partial(_open, MixesTheWidths)
+takes_an_earlier_state = partial(_open, TakesAnEarlierState)
+needs_all_windows = partial(_open, NeedsAllWindows)
 
 
 def one_fingerprint_for_all(setting: EngineSetting) -> MockEngine:

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ import grpc
 
 import kvstore_client
 from kvstore_client import Fingerprint, Session
+from kvstore_client.testing.daemon import eventually as eventually
 from kvstore_proto.v1 import admin_pb2, admin_pb2_grpc
 from tests.reference.conversations import model
 from tests.reference.forked import ForkedProcess, popen
@@ -251,14 +252,3 @@ def assert_no_damage(nvme_dir: Path) -> None:
         from kvstore_tiers.nvme.check import Severity, check_directory
 
         assert [str(f) for f in check_directory(nvme_dir) if f.severity is Severity.DAMAGE] == []
-
-
-def eventually(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> bool:
-    """Whether `condition` comes true in time; looks every few milliseconds at first."""
-    deadline, pause_s = time.monotonic() + timeout_s, 0.005
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(pause_s)
-        pause_s = min(1.1 * pause_s, 0.1)  # asking costs the daemon and the test more than waiting does
-    return True

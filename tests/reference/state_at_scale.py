@@ -56,6 +56,7 @@ def keeper_of(residency: Residency, directory: Path, counters: Counters) -> Stat
         residency=residency, clock=SystemClock(), nvme=None, policies=policies, prefetch_state=prefetch,
         counters=counters, endurance=SimpleNamespace(begin=nothing), renew_policy=renew,
         follow_policy=policies.__setitem__, forget_again=nothing,
+        boundaries=SimpleNamespace(learn=lambda: ()),
     )  # fmt: skip
     tenants: Any = SimpleNamespace(know=nothing, all=list, named_entries=lambda _: [])
     process = StateProcess(directory, "benchmark", store.clock)

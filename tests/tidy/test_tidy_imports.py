@@ -6,13 +6,17 @@ remote tier, which import the library of their store, and what runs in worker pr
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 import subprocess
 import sys
+import textwrap
+from pathlib import Path
 
 import pytest
 
-from tests.tidy.tree import BASE_PACKAGES
+from tests.tidy.tree import BASE_PACKAGES, PACKAGES, ROOT, python_files, relative
 
 _IMPORT_ALL = """
 import importlib, json, pkgutil, sys
@@ -65,3 +69,47 @@ def test_the_daemon_loads_no_client_and_no_engine() -> None:
     command = [sys.executable, "-c", "import sys, kvstored.daemon; print(*sys.modules)"]
     loaded = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     assert {"kvstore_client", "kvstore_engine", "kvstore_simulator"} & set(loaded) == set()
+
+
+_OURS = re.compile(rf"^\s*(?:from|import) (?:{'|'.join(PACKAGES)})\b", re.MULTILINE)
+
+
+def _imported(source: str) -> set[tuple[str, str]]:
+    """Return each module of the project that programs in strings of `source` import, with the name taken from it."""
+    found: set[tuple[str, str]] = set()
+    for node in ast.walk(ast.parse(source)):
+        if not (isinstance(node, ast.Constant) and isinstance(node.value, str) and _OURS.search(node.value)):
+            continue
+        try:
+            program = ast.parse(textwrap.dedent(node.value))
+        except SyntaxError:  # prose, or a template
+            continue
+        for line in ast.walk(program):
+            if isinstance(line, ast.ImportFrom):
+                found |= {(line.module or "", alias.name) for alias in line.names}
+            elif isinstance(line, ast.Import):
+                found |= {(alias.name, "") for alias in line.names}
+    return {(module, name) for module, name in found if module.partition(".")[0] in PACKAGES}
+
+
+def _is_there(module: str, name: str) -> bool:
+    """Return whether the source of `module` has `name`: a submodule, or a word at the top of its file."""
+    package, _, rest = module.partition(".")
+    path = Path(PACKAGES[package], *rest.split(".")) if rest else PACKAGES[package]
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    if not file.is_file():
+        return module.endswith(("_pb2", "_pb2_grpc"))
+    is_submodule = (path / name).is_dir() or (path / f"{name}.py").is_file() or name.endswith(("_pb2", "_pb2_grpc"))
+    return not name or is_submodule or re.search(rf"\b{name}\b", file.read_text()) is not None
+
+
+def test_programs_in_strings_import_names_that_are_there() -> None:
+    """No linter reads the programs that tests give to other interpreters, and a rename must not forget them."""
+    lost = [
+        f"{relative(path)}: {module} {name}"
+        for directory in (ROOT / "tests", ROOT / "benchmarks")
+        for path in python_files(directory)
+        for module, name in sorted(_imported(path.read_text()))
+        if not _is_there(module, name) and path.parent.name != "tidy"  # whose examples break the rules
+    ]
+    assert lost == []

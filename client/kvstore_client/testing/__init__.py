@@ -15,6 +15,7 @@ from __future__ import annotations
 from kvstore_client.testing.contract import ConnectorContract
 from kvstore_client.testing.daemon import DaemonProcess, eventually
 from kvstore_client.testing.mock_engine import MockEngine, open_mock_engine
+from kvstore_client.testing.mock_kinds import KindsEngine, open_kinds_engine
 from kvstore_client.testing.process import EngineProcess
 from kvstore_client.testing.setting import Engine, EngineFailed, EngineSetting, EngineUnderTest, Restored
 
@@ -26,8 +27,10 @@ __all__ = [
     "EngineProcess",
     "EngineSetting",
     "EngineUnderTest",
+    "KindsEngine",
     "MockEngine",
     "Restored",
     "eventually",
+    "open_kinds_engine",
     "open_mock_engine",
 ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 import unittest
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import ClassVar
 
@@ -20,6 +20,7 @@ from kvstore_client.testing.daemon import DaemonProcess, eventually
 from kvstore_client.testing.pressure import filled
 from kvstore_client.testing.process import EngineProcess
 from kvstore_client.testing.setting import EngineSetting, EngineUnderTest, Restored
+from kvstore_proto.fingerprint import LayerGroup
 
 PROMPT_BLOCKS = 6
 DAMAGED_BLOCK = 2
@@ -88,7 +89,8 @@ class ConnectorContract:
             second.store(tokens)
             assert daemon.counter("stored_blocks") == once > 0
             second.store(longer)
-            assert daemon.counter("stored_blocks") == once + len(longer) // self.block_tokens - PROMPT_BLOCKS
+            added = len(longer) // self.block_tokens - PROMPT_BLOCKS
+            assert daemon.counter("stored_blocks") == once + added * (once // PROMPT_BLOCKS)  # of each layer group
             self.must_be_restored_whole(first, longer)
 
     # What must never be shared
@@ -235,15 +237,45 @@ class ConnectorContract:
         """A damaged block ends the restored prefix. In an engine that fills gaps, only the damaged block is not
         restored.
         """
-        tokens, blocks = self.prompt(1), PROMPT_BLOCKS - 1 if self.fills_gaps else DAMAGED_BLOCK
+        tokens = self.prompt(1)
         with DaemonProcess() as daemon, self.opened(daemon) as engine:
             engine.store(tokens)
             daemon.flush()
             assert eventually(lambda: daemon.drop_host().kept_blocks == 0)
             assert daemon.damage_on_disk(DAMAGED_BLOCK), "no block of that depth is on NVMe"
+            groups = daemon.fingerprint().groups
+            blocks = PROMPT_BLOCKS - 1 if self.fills_gaps else _usable(groups, DAMAGED_BLOCK, self.block_tokens)
             self.must_answer_right(engine, tokens, most=blocks * self.block_tokens)
-            engine.store(tokens)
+            for _ in groups:  # damage is found when it is read, perhaps of one group after the other
+                engine.store(tokens)
+                self.must_answer_right(engine, tokens)
             self.must_be_restored_whole(engine, tokens)
+
+    def test_a_block_that_one_layer_group_lacks_ends_the_hit_where_that_group_does(self) -> None:
+        """For models of several layer groups, or of another kind than full: at each boundary all groups must have what
+        they need there, and no more is asked for.
+        """
+        with DaemonProcess() as daemon, self.opened(daemon) as engine:
+            engine.store(self.prompt(1))
+            groups = daemon.fingerprint().groups
+            if [group.kind for group in groups] == ["full"] or self.fills_gaps:
+                return  # as the case before
+            for group in groups:
+                for damaged in (PROMPT_BLOCKS - 2, PROMPT_BLOCKS - 1):
+                    tokens = self.prompt(100 + 2 * group.group_id + damaged % 2)
+                    engine.store(tokens)
+                    daemon.flush()
+                    assert eventually(lambda: daemon.drop_host().kept_blocks == 0)
+                    assert daemon.damage_on_disk(damaged, group.group_id)
+                    expected = _usable([group], damaged, self.block_tokens) * self.block_tokens
+                    self.must_answer_right(engine, tokens, most=expected)
+                    what = f"layer group {group.group_id} ({group.kind}) lacks block {damaged}"
+                    restored = 0
+                    for _ in range(len(groups)):  # a damaged block is found when it is read
+                        restored = engine.restore(tokens).tokens
+                        if restored == expected:
+                            break
+                    assert restored == expected, f"{what}: {restored} of {expected} tokens are restored"
 
     # How a case is written
 
@@ -312,6 +344,15 @@ class ConnectorContract:
         limit = len(tokens) - 1 if most is None else most
         assert answer.tokens <= limit, f"{answer.tokens} tokens restored, at most {limit} could be had"
         assert answer.output == truth.output, f"a wrong answer with {answer.tokens} tokens restored"
+
+
+def _usable(groups: Sequence[LayerGroup], damaged: int, block_tokens: int) -> int:
+    """Return the longest boundary, in blocks, at which no group needs the block `damaged`."""
+    return max(
+        boundary
+        for boundary in range(PROMPT_BLOCKS + 1)
+        if not any(damaged in group.needed_blocks(boundary, block_tokens) for group in groups)
+    )
 
 
 @contextmanager

@@ -21,12 +21,14 @@ from pathlib import Path
 import grpc
 
 from kvstore_proto.arena import ALIGNMENT_BYTES, HEADER_BYTES, MAGIC, read_header
+from kvstore_proto.fingerprint import Fingerprint, parse_fingerprint
 from kvstore_proto.v1 import admin_pb2, admin_pb2_grpc
+from kvstore_proto.v1.explain_pb2 import ExplainReply, ExplainRequest
 
 READY_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 30.0
 ADMIN_TIMEOUT_S = 30.0
-PATIENCE_S = 15.0
+PATIENCE_S = 60.0  # a machine that is short of time is no failure
 SMALL = (
     "host.capacity=32MiB",
     "host.staging=8MiB",
@@ -145,9 +147,16 @@ class DaemonProcess:
         with self._admin() as admin:
             admin.Flush(admin_pb2.FlushRequest(timeout_ms=int(ADMIN_TIMEOUT_S * 1000)), timeout=ADMIN_TIMEOUT_S)
 
-    def damage_on_disk(self, depth: int) -> int:
-        """Flip one payload byte of every block on NVMe that has `depth` blocks before it. Return the number of these
-        blocks.
+    def fingerprint(self) -> Fingerprint:
+        """Return the fingerprint under which blocks are stored; there must be one."""
+        with self._admin() as admin:
+            reply: ExplainReply = admin.Explain(ExplainRequest(), timeout=ADMIN_TIMEOUT_S)
+        (only,) = reply.fingerprints
+        return parse_fingerprint(only.canonical.encode())
+
+    def damage_on_disk(self, depth: int, group: int | None = None) -> int:
+        """Flip one payload byte of every block on NVMe that has `depth` blocks before it, of the layer group `group` or
+        of any. Return the number of these blocks.
         """
         damaged = 0
         for slab in sorted((self.state_dir / "nvme").rglob("*.slab")):
@@ -157,7 +166,7 @@ class DaemonProcess:
                     if raw[:4] != MAGIC:
                         continue
                     header = read_header(raw)
-                    if isinstance(header, str) or header.depth != depth:
+                    if isinstance(header, str) or header.depth != depth or group not in (None, header.group):
                         continue
                     position = offset + HEADER_BYTES + header.payload_bytes // 2
                     byte = os.pread(file.fileno(), 1, position)[0]
@@ -195,12 +204,13 @@ class DaemonProcess:
 
 
 def eventually(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> bool:
-    """Wait until `condition` is true, and look every few milliseconds. Return False if it was not true within
-    `timeout_s`.
+    """Wait until `condition` is true, and look often at first, then ten times a second. Return False if it was not
+    true within `timeout_s`.
     """
-    deadline = time.monotonic() + timeout_s
+    deadline, pause_s = time.monotonic() + timeout_s, 0.005
     while not condition():
         if time.monotonic() > deadline:
             return False
-        time.sleep(0.01)
+        time.sleep(pause_s)
+        pause_s = min(1.1 * pause_s, 0.1)  # asking costs the daemon more than waiting does
     return True

@@ -133,13 +133,13 @@ class Drop:
         if residency.pin_count(row):
             return False
         if not is_only_copy:
-            if tier == residency.durable and not forget and residency.children(row, tier):
+            if tier == residency.durable and not forget and residency.dependents(row, tier):
                 return False  # what is kept behind it would be out of reach after a crash
             tenant = residency.tenant_of(row)
             self._store.discard[tier](residency.detach(row, tier), tenant)
             return True
         # Deepest first, so a child that is still there was kept: without its parent it would be of no use.
-        return forget and not residency.children(row) and self._forget(row, Cause.DROPPED)
+        return forget and not residency.dependents(row) and self._forget(row, Cause.DROPPED)
 
     def _forget(self, row: int, cause: Cause) -> bool:
         residency = self._residency

@@ -110,6 +110,8 @@ class Explain:
                 block.state, block.continued = "missing", row >= 0 and residency.children(row) > 0
                 self._say_why(tenant, key, fingerprint_id, family, block)
             previous, broken = key, block.missing_ancestor if block.state == "stored" else key.hex()
+            if row >= 0 and residency.stands_alone(row):
+                block.missing_ancestor = broken = ""
             if position % SLICE_KEYS == SLICE_KEYS - 1:
                 await asyncio.sleep(0)
 
@@ -271,4 +273,6 @@ class Explain:
                 found_blocks=miss.found_blocks,
                 asked_blocks=miss.asked_blocks,
                 fingerprint=parts.tenants.fingerprint_label(miss.fingerprint),
+                group=miss.group,
+                kind=parts.tenants.state_kind(parts.tenants.known_number(miss.fingerprint), miss.group),
             )

@@ -22,6 +22,7 @@ from kvstored.store.assembly import Store
 from kvstored.store.blocks import Residency
 from kvstored.store.degraded.modes import Mode
 from kvstored.store.policies import ResidencyClass
+from kvstored.store.policies.boundaries import SPENT
 from kvstored.unsaved import Unsaved
 
 
@@ -209,7 +210,8 @@ class Views:
         block.residency = self._store.policies[here[0]].residency_class(row, now_ns).value
         if expires_s := residency.expires_s(row):
             block.expires_in_s = max(expires_s - now_ns / NS_PER_S, 0.001)
-        block.priority = residency.priority(row)
+        priority = residency.priority(row)
+        block.priority, block.spent = 0 if priority == SPENT else priority, priority == SPENT
         block.kind = parts.tenants.state_kind(kind.fingerprint_id, kind.group)
         slot = residency.slot(row, here[-1])
         block.location = self._store.tiers[here[-1]].location(slot)

@@ -190,6 +190,9 @@ class Sessions:
         """Give a session the number of its fingerprint, which is remembered, and the fields that follow from it."""
         session.fingerprint_id = self._tenants.fingerprint_number(session.fingerprint_digest)
         session.family = self._tenants.family(session.fingerprint)
+        if any(group.window_blocks(1) for group in session.fingerprint.groups):
+            for _ in self._store.boundaries.learn():
+                pass
 
     def _make_staging(self, wanted_bytes: int, name: str) -> Staging | None:
         granted_bytes = self._staging_pool.take(wanted_bytes)

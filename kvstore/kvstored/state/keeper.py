@@ -99,6 +99,8 @@ class StateKeeper:
             self._rewritten = -1  # who was killed may have owed one
         said = out_of_reach(self._tenants, store.residency)
         self._tenants.know(read["names"])
+        for _ in store.boundaries.learn():
+            await asyncio.sleep(0)
         for sentence in out_of_reach(self._tenants, store.residency):
             if sentence not in said:
                 log.warning("%s", sentence)

@@ -27,6 +27,7 @@ from kvstored.store.endurance.account import EnduranceAccount
 from kvstored.store.idle import IdleCopies
 from kvstored.store.leases import LeaseTable
 from kvstored.store.policies import Policy, PolicySettings, create, succeed
+from kvstored.store.policies.boundaries import Boundaries
 from kvstored.store.policies.ranked import Priorities
 from kvstored.store.prefetch.credit import PrefetchCredit
 from kvstored.store.prefetch.feed import Feed
@@ -169,6 +170,7 @@ class Store:
         links = Links(ground, self.mover, self._breakers)
         self.policies = [make_policy(config, residency, position) for position in range(len(tiers))]
         priorities = make_priorities(residency, self.policies)
+        self.boundaries = Boundaries(residency, priorities, clock)
         gates, breaker = make_gates(ground, self.policies, remote_writes), self.breaker
         commit = make_commit(ground, links, breaker, self.endurance, self.policies) if breaker is not None else None
         read = TierSet.of(residency.mapped, *self.exporters)

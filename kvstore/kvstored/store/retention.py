@@ -239,7 +239,7 @@ class Retention:
         residency = self._residency
         if residency.being_filled(row) or self._is_coming(residency.token(row)):
             return False
-        tenant, orphans = residency.tenant_of(row), residency.children(row)
+        tenant, orphans = residency.tenant_of(row), residency.dependents(row)
         for taken in residency.remove(row, Cause.EXPIRED, self._clock.monotonic_ns()):
             self._discard[taken.tier](taken.slot, tenant)
         self._counters.add("expired_blocks")

@@ -119,7 +119,8 @@ class Flows:
 
 @dataclass(slots=True)
 class Miss:
-    """A miss. `key` is the first block of the request that was missing; `found_blocks` of `asked_blocks` were there."""
+    """A miss. `key` is the first block of the request that was missing, of the layer group `group`; `found_blocks` of
+    `asked_blocks` were there."""
 
     key: bytes
     cause: Cause
@@ -131,6 +132,7 @@ class Miss:
     fingerprint: bytes
     found_blocks: int
     asked_blocks: int
+    group: int = 0
     times: int = 1
 
 
@@ -146,8 +148,10 @@ class RecentMisses:
         self._clock = clock
         self._rings: dict[int, deque[Miss]] = {}
 
-    def note(self, request: str, session: Caller, key: bytes, cause: Cause, found: int, asked: int) -> None:
-        """Note that a request of `asked` blocks found `found` of them and missed the block `key`."""
+    def note(
+        self, request: str, session: Caller, key: bytes, cause: Cause, found: int, asked: int, group: int = 0
+    ) -> None:
+        """Note that a request of `asked` blocks found `found` of them and missed the block `key` of a layer group."""
         ring = self._rings.get(session.tenant_id)
         if ring is None:
             ring = self._rings[session.tenant_id] = deque(maxlen=self._limit)
@@ -170,6 +174,7 @@ class RecentMisses:
                 session.fingerprint_digest,
                 found,
                 asked,
+                group,
             )
         )
 

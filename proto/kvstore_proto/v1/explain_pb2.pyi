@@ -111,9 +111,11 @@ class BlockExplanation(google.protobuf.message.Message):
     continued: builtins.bool
     """missing, but stored blocks hang on it"""
     missing_ancestor: builtins.str
-    """the nearest block before it that is not stored: a get never comes this far"""
+    """the nearest block before it that is not stored and that it needs: a get never comes"""
     volatile_because: builtins.str
-    """of a stored one that is not on NVMe: admission, budget, scarce, share, tier, ..."""
+    """this far
+    of a stored one that is not on NVMe: admission, budget, scarce, share, tier, ...
+    """
     @property
     def block(self) -> global___BlockStatus:
         """of a stored one"""
@@ -195,6 +197,8 @@ class MissStatus(google.protobuf.message.Message):
     FOUND_BLOCKS_FIELD_NUMBER: builtins.int
     ASKED_BLOCKS_FIELD_NUMBER: builtins.int
     FINGERPRINT_FIELD_NUMBER: builtins.int
+    GROUP_FIELD_NUMBER: builtins.int
+    KIND_FIELD_NUMBER: builtins.int
     tenant: builtins.str
     key: builtins.str
     """the first block that was missing"""
@@ -210,6 +214,10 @@ class MissStatus(google.protobuf.message.Message):
     found_blocks: builtins.int
     asked_blocks: builtins.int
     fingerprint: builtins.str
+    group: builtins.int
+    """the layer group whose block was missing: of several, the one that ended the hit"""
+    kind: builtins.str
+    """of its state, as in BlockStatus"""
     def __init__(
         self,
         *,
@@ -224,8 +232,10 @@ class MissStatus(google.protobuf.message.Message):
         found_blocks: builtins.int = ...,
         asked_blocks: builtins.int = ...,
         fingerprint: builtins.str = ...,
+        group: builtins.int = ...,
+        kind: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["ago_s", b"ago_s", "asked_blocks", b"asked_blocks", "cause", b"cause", "client", b"client", "fingerprint", b"fingerprint", "found_blocks", b"found_blocks", "key", b"key", "pid", b"pid", "request", b"request", "tenant", b"tenant", "times", b"times"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ago_s", b"ago_s", "asked_blocks", b"asked_blocks", "cause", b"cause", "client", b"client", "fingerprint", b"fingerprint", "found_blocks", b"found_blocks", "group", b"group", "key", b"key", "kind", b"kind", "pid", b"pid", "request", b"request", "tenant", b"tenant", "times", b"times"]) -> None: ...
 
 global___MissStatus = MissStatus
 
@@ -281,6 +291,7 @@ class BlockStatus(google.protobuf.message.Message):
     PRIORITY_FIELD_NUMBER: builtins.int
     PINNED_BY_FIELD_NUMBER: builtins.int
     KIND_FIELD_NUMBER: builtins.int
+    SPENT_FIELD_NUMBER: builtins.int
     key: builtins.str
     """hex"""
     parent: builtins.str
@@ -304,7 +315,9 @@ class BlockStatus(google.protobuf.message.Message):
     """until it expires; 0: never"""
     priority: builtins.int
     kind: builtins.str
-    """of its group's state: full | sliding | mla (latent) | recurrent; empty: not known"""
+    """of its group's state: full | sliding | latent | recurrent; empty: not known"""
+    spent: builtins.bool
+    """no boundary needs it at which a request is likely to resume: it leaves a full tier first"""
     @property
     def tiers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     @property
@@ -332,7 +345,8 @@ class BlockStatus(google.protobuf.message.Message):
         priority: builtins.int = ...,
         pinned_by: collections.abc.Iterable[builtins.str] | None = ...,
         kind: builtins.str = ...,
+        spent: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["accesses", b"accesses", "children", b"children", "depth", b"depth", "durability", b"durability", "expires_in_s", b"expires_in_s", "fingerprint", b"fingerprint", "group", b"group", "idle_s", b"idle_s", "key", b"key", "kind", b"kind", "leases", b"leases", "location", b"location", "parent", b"parent", "payload_bytes", b"payload_bytes", "pinned_by", b"pinned_by", "priority", b"priority", "residency", b"residency", "state", b"state", "tenant", b"tenant", "tiers", b"tiers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accesses", b"accesses", "children", b"children", "depth", b"depth", "durability", b"durability", "expires_in_s", b"expires_in_s", "fingerprint", b"fingerprint", "group", b"group", "idle_s", b"idle_s", "key", b"key", "kind", b"kind", "leases", b"leases", "location", b"location", "parent", b"parent", "payload_bytes", b"payload_bytes", "pinned_by", b"pinned_by", "priority", b"priority", "residency", b"residency", "spent", b"spent", "state", b"state", "tenant", b"tenant", "tiers", b"tiers"]) -> None: ...
 
 global___BlockStatus = BlockStatus

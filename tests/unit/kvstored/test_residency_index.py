@@ -5,8 +5,8 @@ import pytest
 from kvstored.lifecycle import Cause
 from kvstored.store.blocks import CyclicChainError
 from kvstored.store.blocks.check import check
+from kvstored.store.blocks.keys import unpack_keys
 from kvstored.store.blocks.listing import Selection, page, rows_of_fingerprint
-from kvstored.store.blocks.view import unpack_keys
 from tests.reference.blocks import BLOCK_BYTES, Shelf, key, pack
 
 HOST, NVME = 0, 1

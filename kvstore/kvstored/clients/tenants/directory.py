@@ -283,6 +283,13 @@ class TenantDirectory:
         group = None if known is None else known.group(group_id)
         return "" if group is None else group.kind
 
+    def window_blocks(self, number: int, group_id: int) -> int:
+        """Return how many blocks before a boundary a resume of a layer group needs, by the number of the fingerprint; 0
+        for all, and for a fingerprint that is not known."""
+        known = self.fingerprint(self.fingerprint_digest(number))
+        group = None if known is None else known.group(group_id)
+        return 0 if known is None or group is None else group.window_blocks(known.block_tokens)
+
     def fingerprint_label(self, digest: bytes) -> str:
         known = self._names.fingerprints.get(digest)
         if known is None:

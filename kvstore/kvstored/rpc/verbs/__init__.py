@@ -8,14 +8,14 @@ sense is an error, none that comes too late.
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from functools import cache, partial
 from typing import Any
 
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.identity import KEY_BYTES
-from kvstore_proto.matching import restorable_blocks
+from kvstore_proto.matching import boundaries, longest_common, restorable_blocks
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstore_proto.v1.explain_pb2 import ExplainReply, ExplainRequest
 from kvstored.clients.codes import codes_by_mask, known_step, miss_reason, tier_code
@@ -25,7 +25,7 @@ from kvstored.rpc.verbs.validate import keys_of, known_group, terms_of
 from kvstored.store.assembly import Store
 from kvstored.store.operations import Operations
 from kvstored.store.operations.delete import Fate
-from kvstored.store.operations.lookup import DUE_MAX_MS
+from kvstored.store.operations.lookup import DUE_MAX_MS, Presence
 from kvstored.store.operations.records import Acquired, GetRequest, LeasedRun, Outlook
 from kvstored.store.policies import ChainHint, RequestContext
 from kvstored.telemetry import RecentMisses
@@ -166,7 +166,8 @@ class Verbs:
             keys = request.set.keys
             missing = keys[held.blocks * KEY_BYTES : (held.blocks + 1) * KEY_BYTES]
             reply.miss_reason = miss_reason(held.cause)
-            self._misses.note("get", session, missing, held.cause, held.blocks, len(keys) // KEY_BYTES)
+            group = request.set.group
+            self._misses.note("get", session, missing, held.cause, held.blocks, len(keys) // KEY_BYTES, group)
         if held.run is not None:
             self._enter(held.run, reply)
         return reply
@@ -196,13 +197,32 @@ class Verbs:
                 ErrorKind.TOO_LARGE, f"{count} keys in one message, the limit is {self._max_keys}: split it"
             )
         reply = pb.LookupReply()
-        for key_set in request.sets:
-            self._look_up_set(session, key_set, reply.sets.add())
+        found = [self._look_up_set(session, key_set, reply.sets.add()) for key_set in request.sets]
+        if any(each.cause is not None for each in found):
+            self._note_missing(session, request.sets, found)
         self._look_up.count(session)
         return reply
 
-    def _look_up_set(self, session: Session, key_set: pb.KeySet, presence: pb.Presence) -> None:
-        keys = self._keys_of(session, key_set)
+    def _note_missing(self, session: Session, sets: Sequence[pb.KeySet], found: Sequence[Presence]) -> None:
+        """Note the miss of a lookup: of several layer groups, the block that ended what all of them have."""
+        place, usable = 0, found[0].usable
+        if len(sets) > 1:
+            maps = [
+                boundaries([row >= 0 for row in each.rows], key_set.match, key_set.window_blocks)
+                for each, key_set in zip(found, sets, strict=True)
+            ]
+            usable, ended = longest_common(maps, min(len(each.rows) for each in found))
+            if ended is None:  # the shortest chain is there: longer ones were asked for alone
+                return
+            place = ended
+        key_set, cause = sets[place], found[place].cause
+        key = key_set.keys[usable * KEY_BYTES : (usable + 1) * KEY_BYTES]
+        if cause is None or usable != found[place].usable:
+            cause = session.why_missing(self._residency, key)
+        self._misses.note("lookup", session, key, cause, usable, len(found[place].rows), key_set.group)
+
+    def _look_up_set(self, session: Session, key_set: pb.KeySet, presence: pb.Presence) -> Presence:
+        self._keys_of(session, key_set)
         usable_of = partial(restorable_blocks, match=key_set.match, window_blocks=key_set.window_blocks)
         found = self._look_up.look_up(session, key_set.keys, usable_of)
         mask, code = self._residency.rows.mask, self._codes_by_mask(session.device_tiers)
@@ -211,7 +231,7 @@ class Verbs:
         presence.usable_blocks = found.usable
         if found.cause is not None:
             presence.miss_reason = miss_reason(found.cause)
-            self._misses.note("lookup", session, keys[found.usable], found.cause, found.usable, len(keys))
+        return found
 
     def _prefetched(self, session: Session, request: pb.Prefetch) -> pb.PrefetchReply:
         self._keys_of(session, request.set)

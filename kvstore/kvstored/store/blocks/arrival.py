@@ -209,6 +209,7 @@ class Arrival:
             number = self._kind_numbers[kind] = len(self._view.kinds)
             self._view.kinds.append(Kind(*kind))
             self._view.kind_tenant.append(kind[0])
+            self._view.kind_window.append(self._view.window_of(kind[1], kind[2]))
         return number
 
     def notify_adopted(self, rows: Iterable[int], tier: int, now_ns: int) -> None:

@@ -11,7 +11,7 @@ Invariants (verified by `check`)
   the row, and the chain is whole.
 - Leaf-first: by choice (evict, quota) the last copy of a block is removed only when no child row refers to
   it, so that a stored prefix never gets a hole. A copy may be evicted a tier at any time while another tier has a
-  readable one.
+  readable one. Blocks of a windowed or recurrent layer group may go alone: those behind them do not need them.
 - A pinned block keeps all its copies, except by force; the holder of a pin keeps a token and calls `current` before
   unpinning.
 """

@@ -15,8 +15,10 @@ keys makes only its own lookups slower.
 from __future__ import annotations
 
 import secrets
+import struct
 from array import array
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -35,6 +37,19 @@ _PLACES = 1 << 14
 _NO_PLACES = bytes([0xFF]) * (4 * _PLACES)  # a piece of an empty table
 
 Column = npt.NDArray[Any]
+
+
+@lru_cache(maxsize=1024)
+def _unpacker(keys: int) -> struct.Struct:
+    return struct.Struct(f"{KEY_BYTES}s" * keys)
+
+
+def unpack_keys(packed: bytes) -> tuple[bytes, ...]:
+    """Return the keys in 16 * n packed bytes. Raises ValueError if the length is no multiple of 16."""
+    keys, rest = divmod(len(packed), KEY_BYTES)
+    if rest:
+        raise ValueError(f"packed keys must be a multiple of {KEY_BYTES} bytes, got {len(packed)}")
+    return _unpacker(keys).unpack(packed)
 
 
 class KeyTable:

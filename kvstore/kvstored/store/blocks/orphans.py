@@ -40,12 +40,17 @@ class Orphans(NamedTuple):
 
 def snapshot(residency: ResidencyView) -> Chains | None:
     """Return a copy of the chains, some 13 bytes a row; None if every parent is stored, which the tenants' counts show
-    at once.
+    at once. Blocks of windowed and recurrent layer groups, which need no parent, are left out.
     """
-    rows = residency.rows
-    if not any(rows.links[row] for tenant in residency.tenants for row in tenant.unreadable.values()):
+    rows, windows = residency.rows, residency.kind_window
+    missing = (row for tenant in residency.tenants for row in tenant.unreadable.values() if rows.links[row])
+    if not any(not windows[rows.kind[row]] for row in missing):
         return None
-    return Chains(rows.parent.tobytes(), bytes(rows.mask), rows.depth.tobytes(), rows.generation.tobytes())
+    mask = bytes(rows.mask)
+    if any(windows):
+        needs_parent = np.array(windows)[np.frombuffer(rows.kind, np.uint32)] == 0
+        mask = (np.frombuffer(mask, np.uint8) * needs_parent).astype(np.uint8).tobytes()
+    return Chains(rows.parent.tobytes(), mask, rows.depth.tobytes(), rows.generation.tobytes())
 
 
 def find(chains: Chains, tiers: int) -> Orphans:

@@ -6,21 +6,19 @@ parts that `index` puts together make the changes.
 
 from __future__ import annotations
 
-import struct
 from collections import defaultdict
-from collections.abc import Iterable, Sequence, Set
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore_proto.arena import slot_bytes
-from kvstore_proto.identity import KEY_BYTES, NO_PARENT
+from kvstore_proto.identity import NO_PARENT
 from kvstore_tiers.base import Slot
 from kvstored.lifecycle import Cause, CopyState
 from kvstored.store.blocks.ghost import Absence
-from kvstored.store.blocks.keys import TenantIndex
+from kvstored.store.blocks.keys import TenantIndex, unpack_keys
 from kvstored.store.blocks.rows import RowColumns, TierCopies
 from kvstored.tier_set import MAX_TIERS, MEMBERS, NO_TIERS, ONLY, TIER_SETS, TierSet
 
@@ -35,19 +33,6 @@ class Kind(NamedTuple):
     group: int
 
 
-@lru_cache(maxsize=1024)
-def _unpacker(keys: int) -> struct.Struct:
-    return struct.Struct(f"{KEY_BYTES}s" * keys)
-
-
-def unpack_keys(packed: bytes) -> tuple[bytes, ...]:
-    """Return the keys in 16 * n packed bytes. Raises ValueError if the length is no multiple of 16."""
-    keys, rest = divmod(len(packed), KEY_BYTES)
-    if rest:
-        raise ValueError(f"packed keys must be a multiple of {KEY_BYTES} bytes, got {len(packed)}")
-    return _unpacker(keys).unpack(packed)
-
-
 class ResidencyView:
     """Answers questions about rows of live blocks; the answers for a free row mean nothing. A tier is named by its
     position. `durable`: the position of the tier that outlives the daemon, -1 if there is none; the last tier by
@@ -56,6 +41,7 @@ class ResidencyView:
     has copies of blocks that are used often. `exported`: the tiers before it that a client on their device may read in
     place. `closed`: the tiers that no new lease may name now. `changes` differs whenever a row or a copy was added,
     removed or changed its state; uses and pins do not count. `deletions`: how many times blocks were deleted by order.
+    `window_of(fingerprint_id, group)`: how many blocks before a boundary a resume there needs; 0: all, or not known.
     """
 
     def __init__(
@@ -79,6 +65,8 @@ class ResidencyView:
         self.pins: dict[int, int] = {}
         self.pinned_bytes: defaultdict[int, int] = defaultdict(int)  # by tenant, slots of blocks that owners pinned
         self.kind_tenant: list[int] = []  # by kind number
+        self.kind_window: list[int] = []  # by kind number: blocks that a resume needs before it, see `window_of`
+        self.window_of: Callable[[int, int], int] = lambda fingerprint_id, group: 0
         self.changes = 0
         self.deletions = 0
 
@@ -234,12 +222,15 @@ class ResidencyView:
 
     def is_evictable(self, row: int, tier: int) -> bool:
         """Return whether the copy in `tier` may be evicted now: it is RESIDENT and unpinned, and has no child in this
-        tier. The slowest tier cannot demote: there the block also needs another copy, or no child in any tier."""
+        tier that needs it. The slowest tier cannot demote: there the block also needs another copy, or no such child in
+        any tier."""
         copies = self.copies[tier]
-        if copies.state[row] != _RESIDENT or copies.kids[row] or row in self.pins:
+        if copies.state[row] != _RESIDENT or row in self.pins:
             return False
+        if copies.kids[row]:
+            return self.stands_alone(row)
         last = tier == len(self.copies) - 1
-        return not (last and self.rows.links[row] and self.rows.mask[row] == ONLY[tier])
+        return not (last and self.rows.links[row] and self.rows.mask[row] == ONLY[tier]) or self.stands_alone(row)
 
     def policy_may_name(self, row: int, tier: int) -> bool:
         """Return whether a policy may name the copy in `tier` as its victim: the copy may be evicted, and the block's
@@ -269,9 +260,20 @@ class ResidencyView:
         return found
 
     def may_forget(self, row: int) -> bool:
-        """Return whether the block may be removed from all tiers by choice: it is unpinned, has no child, and no copy
-        is being filled."""
-        return not (self.rows.links[row] or self.rows.filling[row] or row in self.pins)
+        """Return whether the block may be removed from all tiers by choice: it is unpinned, has no child that needs it,
+        and no copy is being filled."""
+        return not ((self.rows.links[row] and self.dependents(row)) or self.rows.filling[row] or row in self.pins)
+
+    def stands_alone(self, row: int) -> bool:
+        """Return whether the blocks behind this one are of use without it: its layer group keeps a window or a state,
+        so each block serves boundaries of its own."""
+        return self.kind_window[self.rows.kind[row]] > 0
+
+    def dependents(self, row: int, tier: int | None = None) -> int:
+        """Return the number of child rows that are of no use without the block; with `tier`, only of those that have a
+        copy in `tier`."""
+        children = self.children(row, tier)
+        return 0 if children and self.stands_alone(row) else children
 
     def being_filled(self, row: int) -> bool:
         """Return whether a tier has a FILLING copy of the block: a put, promotion or demotion is under way."""

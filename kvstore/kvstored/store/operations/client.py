@@ -67,9 +67,10 @@ class Client:
         return residency.why_missing(self.tenant_id, key, self.fingerprint_id, self.family).cause
 
     def needs_parents(self, group_id: int) -> bool:
-        """Return whether no block of a layer group can be used without the one before it: true under full attention."""
+        """Return whether no block of a layer group can be used without the one before it: true unless it keeps a window
+        or a state."""
         group = self.fingerprint.group(group_id)
-        return group is not None and group.kind == "full"
+        return group is not None and not group.window_blocks(self.fingerprint.block_tokens)
 
     def put_ended(self) -> None:
         """Note that a put of this client reads nothing any more."""

@@ -178,13 +178,14 @@ class Discovery:
     async def _enter_found(self, question: Question, answers: Mapping[int, asyncio.Future[list[int]]]) -> None:
         """Enter the blocks that continue the chain, with the answers that have come."""
         residency, tenant, chain = self._residency, question.client.tenant_id, question.chain
+        needs_parents = question.client.needs_parents(question.group)
         for at in range(question.found, len(question.missing)):
             if residency.deletions != question.deletions:
                 return
             key = question.missing[at]
             parent = chain[question.first + at - 1] if question.first + at else NO_PARENT
             if residency.find(tenant, key) < 0:  # else another request found or stored it meanwhile
-                if parent != NO_PARENT and residency.find(tenant, parent) < 0:
+                if needs_parents and parent != NO_PARENT and residency.find(tenant, parent) < 0:
                     return
                 come = ((position, answer.result()[at]) for position, answer in answers.items() if answer.done())
                 position, payload_bytes = next((each for each in come if each[1] >= 0), (-1, -1))
@@ -200,7 +201,8 @@ class Discovery:
         if slot is None:
             return False
         above = residency.find_any(tenant, parent) if parent != NO_PARENT else -1
-        is_stale = residency.deletions != question.deletions or (parent != NO_PARENT and above < 0)
+        is_orphan = parent != NO_PARENT and above < 0 and client.needs_parents(question.group)
+        is_stale = residency.deletions != question.deletions or is_orphan
         if is_stale or residency.find_any(tenant, key) >= 0:
             tier.free(slot)  # while room was made: it is stored now, or what it continues has gone
             return residency.find(tenant, key) >= 0

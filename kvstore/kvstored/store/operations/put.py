@@ -84,7 +84,7 @@ class Put:
         self._clock = store.clock
         self._counters = store.counters
         self._needs_new_copy = store.promoter.needs_new_copy  # of a block that is stored, where it cannot be read now
-        self._retention = store.retention
+        self._retention, self._boundaries = store.retention, store.boundaries
         self._feed = store.feed
         self._running: set[asyncio.Task[Settling]] = set()
         self.being_written: set[tuple[int, bytes]] = set()  # (tenant, key)
@@ -332,8 +332,7 @@ class Put:
         have been evicted and their rows be other blocks'.
         """
         residency, now_ns = self._residency, self._clock.monotonic_ns()
-        published: dict[int, int] = {}  # position -> row
-        stored_bytes = 0
+        published, stored_bytes = dict[int, int](), 0  # rows by position
         for block in part.begun:
             row, outcome = residency.current(block.token), block.outcome
             assert row >= 0 and outcome is not None, "a block went away while it was being filled"
@@ -352,6 +351,7 @@ class Put:
             self._counters.add("stored_blocks", len(published))
             self._counters.add("stored_bytes", stored_bytes)
             self._retention.stored(list(published.values()), intake.terms)
+            self._boundaries.stored(list(published.values()))
             residency.touch_run(list(published.values()), now_ns, intake.client.device_tiers)
         writeback, at_once = self._writeback, intake.mode == DurabilityMode.ALWAYS
         if writeback is None or intake.mode == DurabilityMode.NONE:

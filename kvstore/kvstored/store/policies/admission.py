@@ -1,7 +1,7 @@
 """Admission: whether a block is worth writing to a tier at all.
 
 76 % of the blocks of a production chat trace are used once; writing them to flash wears it and evicts what is
-used again. Admission keeps prefixes whole: a block with a child in the tier is always admitted.
+used again. Admission keeps prefixes whole: a block with a child in the tier that needs it is always admitted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Admission(ABC):
 
     def admit(self, row: int, now_ns: int) -> bool:
         """Return whether `row` should get a copy in this tier."""
-        return self.residency.children(row, self.tier) > 0 or self._worth(row, now_ns)
+        return self.residency.dependents(row, self.tier) > 0 or self._worth(row, now_ns)
 
     def judges_by_worth(self, row: int, now_ns: int) -> bool:
         """Return whether the worth of the block's chain decides, and not the number of its uses."""

@@ -126,7 +126,7 @@ class Damage:
         once it has no reader.
         """
         residency = self._residency
-        orphans, tenant = residency.children(row), residency.tenant_of(row)
+        orphans, tenant = residency.dependents(row), residency.tenant_of(row)
         for taken in residency.remove(row, cause, self._clock.monotonic_ns()):
             self._quarantine_or_retire(taken.tier, taken.slot, tenant, reason)
         if orphans:

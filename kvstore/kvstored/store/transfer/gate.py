@@ -117,10 +117,11 @@ def missing_path(
 ) -> list[int] | None:
     """Return `row` and its ancestors that NVMe does not have and that are not on their way there, head first.
 
-    The path ends where the chain is broken: an ancestor without a readable copy cannot be written, and blocks of
-    windowed layer groups are of use without it. A path longer than `MAX_PATH_BLOCKS` is cut at its end: the head is
-    written first, and `row` has to be asked for again. Return None when more than `most` blocks are missing: a caller
-    that cannot pay for them need not walk to the end of a long chain.
+    The path ends where the chain is broken: an ancestor without a readable copy cannot be written. A block of a
+    windowed or recurrent layer group is the whole path: it is of use without the ones before it. A path longer than
+    `MAX_PATH_BLOCKS` is cut at its end: the head is written first, and `row` has to be asked for again. Return None
+    when more than `most` blocks are missing: a caller that cannot pay for them need not walk to the end of a long
+    chain.
     """
     path: list[int] = []
     durable = residency.durable
@@ -128,6 +129,8 @@ def missing_path(
         if len(path) >= most:
             return None
         path.append(row)
+        if residency.stands_alone(row):
+            break
         row = residency.parent(row)
     path.reverse()
     return path[:MAX_PATH_BLOCKS]
@@ -187,7 +190,7 @@ class WriteGate:
         it."""
         return (
             self._residency.accesses(row) >= _USES_WHEN_SCARCE
-            or self._residency.children(row, self._residency.durable) > 0
+            or self._residency.dependents(row, self._residency.durable) > 0
         )
 
     # Paying

@@ -95,7 +95,7 @@ class WriteBack:
         its chain would get a hole without it."""
         if len(TIER_SETS[self._residency.tier_mask(row)]) > 1:
             return False
-        return self.gate.breaker.takes_writes and (self._residency.children(row) > 0 or self.gate.admits(row))
+        return self.gate.breaker.takes_writes and (self._residency.dependents(row) > 0 or self.gate.admits(row))
 
     def is_durable(self, row: int) -> bool:
         return (

@@ -301,8 +301,10 @@ class ChainFollower:
             self.guard.forget(tenant, key)
 
     def released(self, row: int) -> None:
-        if self._kids[row]:
-            return  # what holds it will say so in its turn
+        if self._kids[row]:  # what holds it will say so in its turn
+            if self.lru.where[row] == PARKED and self.residency.policy_may_name(row, self.tier):
+                self.lru.released(row)  # a block that its children do not need
+            return
         chains, chain, is_parked = self.book.chains, self.book.owner[row], self.lru.where[row] == PARKED
         is_known = chain < 0 or (chains.tail[chain] == row and not chains.blocked[chain])
         if is_known and not is_parked and self.poor is None:

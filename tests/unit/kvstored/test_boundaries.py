@@ -1,0 +1,168 @@
+"""Which blocks of windowed and recurrent layer groups leave first: those that no likely boundary needs."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from kvstored.clock import ManualClock
+from kvstored.lifecycle import Cause
+from kvstored.store.blocks.check import check
+from kvstored.store.policies import Policy, Share
+from kvstored.store.policies.boundaries import SPENT, Boundaries
+from kvstored.store.policies.factory import create
+from kvstored.store.policies.ranked import Priorities
+from kvstored.store.transfer.victims import OrphanQueue, Victims
+from tests.reference.blocks import Shelf, key
+
+
+class Scene:
+    """A tier with a policy over chains of one group, whose window is `window` blocks."""
+
+    def __init__(self, window: int, policy: str = "lru") -> None:
+        self.shelf, self.window = Shelf("host", "nvme"), window
+        self.residency = self.shelf.residency
+        self.residency.window_of = lambda fingerprint_id, group: self.window
+        self.clock = ManualClock(10**9)
+        self.policy: Policy = create(policy, self.residency, 0)
+        self.priorities = Priorities(self.residency)
+        self.priorities.follow(self.policy)
+        self.boundaries = Boundaries(self.residency, self.priorities, self.clock)
+        self.victims = Victims(self.policy, self.residency, OrphanQueue(self.residency), self.priorities, self.clock)
+
+    def put(self, *chain: int) -> None:
+        """Store what is missing of a chain, as a put does."""
+        known = {number for number in chain if self.residency.find(0, key(number)) >= 0}
+        rows = self.shelf.chain(*chain)
+        self.boundaries.stored([row for number, row in zip(chain, rows, strict=True) if number not in known])
+
+    def row(self, number: int) -> int:
+        return self.residency.find(0, key(number))
+
+    def spent(self, *numbers: int) -> list[int]:
+        return [number for number in numbers if self.residency.priority(self.row(number)) == SPENT]
+
+    def evict(self) -> int:
+        """Evict one block; its number."""
+        row = self.victims.next(())
+        assert row >= 0 and self.residency.is_evictable(row, 0)
+        number = int.from_bytes(self.residency.key(row), "big") - 1
+        self.residency.remove(row, Cause.EVICTED, 1)
+        return number
+
+
+@pytest.mark.parametrize("policy", ["lru", "s3-fifo", "lfu-ttl", "chain-hazard"])
+def test_blocks_before_the_window_leave_first_and_the_tail_stays(policy: str) -> None:
+    scene = Scene(2, policy)
+    scene.put(*range(6))
+    scene.put(100, 101)
+    assert scene.spent(*range(6), 100, 101) == [0, 1, 2, 3]
+    assert sorted(scene.evict() for _ in range(4)) == [0, 1, 2, 3]
+    assert scene.row(4) >= 0 and scene.row(5) >= 0 and check(scene.residency) == []
+
+
+def test_a_longer_prompt_moves_the_window_on() -> None:
+    scene = Scene(2)
+    scene.put(0, 1, 2)
+    assert scene.spent(0, 1, 2) == [0]
+    scene.put(0, 1, 2, 3)
+    assert scene.spent(0, 1, 2, 3) == [0, 1]
+    scene.put(*range(9))
+    assert scene.spent(*range(9)) == list(range(7))
+
+
+def test_what_another_prompt_branched_from_stays() -> None:
+    scene = Scene(2)
+    scene.put(*range(8))
+    scene.put(0, 1, 2, 3, 20, 21, 22, 23)
+    assert scene.spent(*range(8)) == [0, 1, 4, 5], "2 and 3 are before the branch"
+    assert scene.spent(20, 21, 22, 23) == [20, 21]
+    scene.put(0, 1, 30)
+    assert scene.spent(*range(4)) == []
+
+
+def test_a_recurrent_group_keeps_the_state_at_the_end_and_at_a_branch() -> None:
+    scene = Scene(1)
+    scene.put(*range(6))
+    assert scene.spent(*range(6)) == [0, 1, 2, 3, 4]
+    scene.put(0, 1, 2, 30)
+    assert scene.spent(*range(6)) == [0, 1, 3, 4]
+
+
+def test_a_group_that_needs_all_blocks_has_none_to_spare() -> None:
+    scene = Scene(0)
+    scene.put(*range(6))
+    scene.put(0, 1, 9)
+    assert scene.spent(*range(6), 9) == [] and not scene.priorities.in_tier
+    assert [scene.evict() for _ in range(2)] == [5, 4], "the suffix of a chain goes first"
+
+
+def test_a_priority_that_was_asked_for_stays() -> None:
+    scene = Scene(1)
+    scene.put(0, 1, 2)
+    for number in (0, 1):
+        scene.priorities.set(scene.row(number), 3, 1)
+    scene.put(0, 1, 2, 3, 4)
+    assert [scene.residency.priority(scene.row(number)) for number in range(5)] == [3, 3, SPENT, SPENT, 0]
+
+
+def test_a_minimum_of_a_tenant_keeps_even_what_no_boundary_needs() -> None:
+    scene = Scene(1)
+    scene.put(0, 1, 2)
+    scene.policy.set_share(0, Share(min_bytes=3 * 8192))
+    assert scene.victims.next(()) == -1
+
+
+def test_windows_that_become_known_later_count_for_what_is_stored() -> None:
+    scene = Scene(0)
+    scene.put(*range(6))
+    for _ in range(3):  # asking parks what may not leave
+        assert scene.evict() >= 0
+    scene.put(*range(6))
+    scene.put(0, 1, 2, 20, 21)
+    scene.window = 2
+    assert len(list(scene.boundaries.learn())) > 0 and list(scene.boundaries.learn()) == []
+    assert scene.spent(*range(6), 20, 21) == [0, 3]
+    assert [scene.evict() for _ in range(8)][:2] in ([0, 3], [3, 0])
+    assert len(scene.residency) == 0 and check(scene.residency) == []
+
+
+def test_step_by_step_is_the_same_as_all_at_once() -> None:
+    chance = random.Random(3)
+    for window in (1, 2, 3, 5):
+        for _ in range(60):
+            scene, chains, fresh = Scene(window), [[0]], iter(range(1, 1000))
+            for _ in range(12):
+                base = chance.choice(chains)
+                chain = base[: chance.randrange(1, len(base) + 1)] + [
+                    next(fresh) for _ in range(chance.randrange(1, 6))
+                ]
+                chains.append(chain)
+                scene.put(*chain)
+            numbers = sorted({number for chain in chains for number in chain})
+            rows = [scene.row(number) for number in numbers]
+            at_once = scene.boundaries._spent([0])[rows]
+            step_by_step = [scene.residency.priority(row) == SPENT for row in rows]
+            # Where a chain ended before a longer one continued it elsewhere, a block may be kept that is not needed.
+            assert np.all(at_once | ~np.array(step_by_step)), (window, chains)
+            assert all(needed_by_definition(scene, chains, number, window) <= (not spent)
+                       for number, spent in zip(numbers, step_by_step, strict=True))  # fmt: skip
+
+
+def needed_by_definition(scene: Scene, chains: list[list[int]], number: int, window: int) -> bool:
+    parents = {below: above for chain in chains for above, below in pairwise(chain)}
+    children: dict[int, int] = {}
+    for above in parents.values():
+        children[above] = children.get(above, 0) + 1
+    for boundary in {number for chain in chains for number in chain}:
+        if children.get(boundary, 0) == 1:
+            continue
+        block: int | None = boundary
+        for _ in range(window):
+            if block == number:
+                return True
+            block = parents.get(block) if block is not None else None
+    return False
