@@ -51,17 +51,23 @@ def manager_of(specs: list[Any]) -> tuple[KVCacheConfig, KVCacheManager]:
     return config, KVCacheManager(config, max_model_len=1024, scheduler_block_size=size, hash_block_size=BLOCK)
 
 
+def orders_of(config: KVCacheConfig, manager: KVCacheManager) -> GroupOrders:
+    managers = manager.coordinator.single_type_managers
+    return GroupOrders(state_groups(config), lambda group, tokens: int(managers[group].get_num_skipped_tokens(tokens)))
+
+
+def request_of() -> Request:
+    hasher = get_request_block_hasher(BLOCK, sha256)
+    return Request("r", list(range(TOKENS)), SamplingParams(max_tokens=1), None, block_hasher=hasher)
+
+
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("seed", range(5))
 def test_no_block_is_given_away_before_it_is_ordered_and_released(model: str, seed: int) -> None:
     init_none_hash(sha256)
     config, manager = manager_of(MODELS[model])
-    groups, managers = state_groups(config), manager.coordinator.single_type_managers
-    orders = GroupOrders(groups, lambda group, tokens: int(managers[group].get_num_skipped_tokens(tokens)))
-    request = Request(
-        "r", list(range(TOKENS)), SamplingParams(max_tokens=1), None,
-        block_hasher=get_request_block_hasher(BLOCK, sha256),
-    )  # fmt: skip
+    orders, request = orders_of(config, manager), request_of()
+    groups = orders.groups
     state, random = GroupsOfRequest([0] * len(groups.groups)), np.random.default_rng(seed)
     held: dict[tuple[int, int], int] = {}  # by vLLM's group and index: what was ordered and is not released
     blocks: dict[int, set[int]] = {group.number: set() for group in groups.groups}
@@ -100,13 +106,8 @@ def test_vllm_has_memory_for_all_that_is_loaded(model: str) -> None:
     init_none_hash(sha256)
     for boundary in (1, 3, 7):
         config, manager = manager_of(MODELS[model])
-        groups, managers = state_groups(config), manager.coordinator.single_type_managers
-        orders = GroupOrders(groups, lambda group, tokens: int(managers[group].get_num_skipped_tokens(tokens)))
-        request = Request(
-            "r", list(range(TOKENS)), SamplingParams(max_tokens=1), None,
-            block_hasher=get_request_block_hasher(BLOCK, sha256),
-        )  # fmt: skip
-        loaded = boundary * groups.block_tokens
+        orders, request = orders_of(config, manager), request_of()
+        loaded = boundary * orders.groups.block_tokens
         prefix = RequestPrefix(np.arange(loaded, dtype="<i4").tobytes())
         assert manager.allocate_slots(request, 0, num_external_computed_tokens=loaded, delay_cache_blocks=True)
         tables = manager.get_block_ids("r")
