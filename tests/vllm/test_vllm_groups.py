@@ -28,7 +28,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "gpt_oss": {},
     "gemma": {},
     "deepseek": {"num_gpu_blocks_override": 400},
-    "qwen3_next": {"long_prefill_token_threshold": 256},  # states at all ends of blocks, as a step ends there
+    "qwen3_next": {"max_num_batched_tokens": 256},  # states at all ends of blocks, as a step ends there
 }
 
 
