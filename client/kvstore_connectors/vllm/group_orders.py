@@ -1,4 +1,4 @@
-"""Orders for models with several groups of layers, or with one of which blocks leave the pool while a request runs.
+"""Make the orders for models with several groups of layers, or whose blocks leave the pool while a request runs.
 
 The module owns the bookkeeping of such a request: what of each group was ordered to be stored, and which of these pool
 blocks the request still holds. vLLM gives a block that left the window, or a state that is not needed any more, to
@@ -40,8 +40,8 @@ class GroupsOfRequest:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What the store has of a prefix, in all of its shards: for each group, which blocks, and how long each takes to be
-    mapped. `tiers`: the slowest of each block.
+    """A record of the blocks of a prefix that all shards have, by group, and of how long each takes to be mapped.
+    `tiers`: the slowest of each block.
     """
 
     groups: StateGroups

@@ -1,5 +1,4 @@
-"""vLLM's KV cache groups as layer groups of the store: which of them are stored together, in blocks of how many tokens,
-and which blocks a request needs to go on at a boundary.
+"""Map vLLM's KV cache groups to layer groups of the store, and say which blocks a request needs at a boundary.
 
 vLLM divides a model's layers into groups of one block table each, often several for one kind of state, and their blocks
 may have different sizes. Here a group of the store has all of vLLM's groups with one specification, and every group has
@@ -36,14 +35,14 @@ class StateGroup:
 
     @property
     def pieces(self) -> int:
-        """The pool blocks of each member that a block holds: of states only the last one, where the state at the
-        block's end is.
+        """Return how many pool blocks of each member a block holds: of states only the last one, which has the state at
+        the block's end.
         """
         return 1 if self.kind == "recurrent" else self.ratio
 
     @property
     def stays(self) -> bool:
-        """Whether blocks stay in the pool as long as their request does."""
+        """Return whether blocks stay in the pool as long as their request does."""
         return self.kind == "full"
 
     @property
@@ -52,7 +51,7 @@ class StateGroup:
 
     @property
     def page_bytes(self) -> int:
-        """The bytes of a pool block of one layer that mean something."""
+        """Return the bytes of a pool block of one layer, without padding."""
         if self.kind != "recurrent":
             return int(self.spec.page_size_bytes)
         parts = zip(self.spec.shapes, self.spec.dtypes, strict=True)
@@ -67,8 +66,8 @@ class StateGroup:
         return self.layer_count * self.pieces * self.page_bytes
 
     def place(self, tables: Sequence[Sequence[int]], block: int, held_tokens: int = 0) -> tuple[int, ...]:
-        """Return the pool blocks of a block, those of each member one after the other; 0 for one that is not there, or
-        that has `held_tokens` tokens of vLLM's own prefix cache.
+        """Return the ids of a block's pool blocks, member after member; 0 for one that is not there, or that is within
+        the `held_tokens` tokens of vLLM's own prefix cache.
         """
         last = (block + 1) * self.ratio
         indices = range(last - self.pieces, last)
@@ -79,21 +78,21 @@ class StateGroup:
 
 @dataclass(frozen=True, slots=True)
 class StateGroups:
-    """All groups of a model, the ones that stay first. `block_tokens`: of a block of the store."""
+    """All groups of a model; those that stay come first. `block_tokens`: of a block of the store."""
 
     groups: tuple[StateGroup, ...]
     block_tokens: int
 
     @property
     def is_plain(self) -> bool:
-        """Whether vLLM has one group, of which any leading part is of use: it can then take single blocks of a load
-        back.
+        """Return whether vLLM has one group, and any leading blocks of it are of use: it can then take single blocks
+        of a load back.
         """
         return len(self.groups) == 1 and self.groups[0].stays and len(self.groups[0].members) == 1
 
     @property
     def bytes_a_block(self) -> int:
-        """The bytes that a load takes for each block of its length: those of groups that need every block."""
+        """Return the bytes that a load takes for each block of its length, of groups that need every block."""
         return sum(group.block_bytes for group in self.groups if group.stays) or self.groups[0].block_bytes
 
     def first_needed(self, group: StateGroup, boundary: int, skipped: Skipped) -> int:
