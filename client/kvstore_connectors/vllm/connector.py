@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvstore_client.device import LinkBudget
@@ -69,7 +70,7 @@ class StepMeasured(KVConnectorWorkerMetadata):  # type: ignore[misc]  # as above
         return StepMeasured(self.report.joined(other.report))
 
 
-class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # as above
+class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
     """The connector that keeps vLLM's KV blocks in kvstored. docs/vllm.md says how to turn it on."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
@@ -127,15 +128,19 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         assert self._scheduler is not None
         return StepMetadata(self._scheduler.orders(scheduler_output))
 
-    def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Return False: vLLM may free the blocks at once. The next step's orders name the request
         (`StepOrders.ended`).
         """
         assert self._scheduler is not None
         self._scheduler.finished(request)
         return False, None
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Return as `request_finished`, which vLLM calls where its hybrid manager is off."""
+        return self.request_finished(request, block_ids[0])
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
         assert self._scheduler is not None
@@ -344,6 +349,10 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         if session is not None:
             self._sessions.append(session)
         return session
+
+
+if current_platform.is_cpu():  # for others vLLM turns its hybrid manager off: their pools are copied as one group
+    SupportsHMA.register(KVStoreConnector)
 
 
 def _calls_each_layer(forward_context: Any) -> bool:
