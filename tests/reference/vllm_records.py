@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from kvstore_client.receipt import FAILED, PRESENT, STORED, PutReceipt
 from kvstore_client.results import Lookup
+from kvstore_connectors.vllm.groups import StateGroups, state_groups
 from kvstore_proto.identity import BlockKeys, block_keys
 
 Bytes = npt.NDArray[np.uint8]
@@ -47,6 +48,21 @@ def request(name: str, tokens: Sequence[int], **fields: Any) -> Any:
 
 def image(digest: str, first_token: int, tokens: int) -> Any:
     return SimpleNamespace(identifier=digest, mm_position=SimpleNamespace(offset=first_token, length=tokens))
+
+
+def group_spec(name: str, **fields: Any) -> Any:
+    """A specification of a class of vLLM's of this name."""
+    return type(name, (SimpleNamespace,), {})(**({"block_size": BLOCK_TOKENS, "page_size_bytes": 4} | fields))
+
+
+def groups_of(*specs: Any) -> StateGroups:
+    """The groups of an engine with one layer for each of these specifications."""
+    found = [SimpleNamespace(kv_cache_spec=each, layer_names=[f"layer.{at}"]) for at, each in enumerate(specs)]
+    return state_groups(SimpleNamespace(kv_cache_groups=found))
+
+
+def plain_groups() -> StateGroups:
+    return groups_of(group_spec("FullAttentionSpec"))
 
 
 @dataclass
@@ -101,29 +117,36 @@ class KeyedStore:
     """A session over a dict. `connected=False`: degraded. `before_fill` runs before each payload is written."""
 
     block_bytes: int = 8
+    block_tokens: int = BLOCK_TOKENS
     connected: bool = True
     leases_hold: bool = True
     tier: str = "host"
     fail_with: Exception | None = None
     before_fill: Callable[[], None] = lambda: None
+    bytes_of: dict[int, int] = field(default_factory=dict)  # of groups whose blocks have another size
     blocks: dict[bytes, Bytes] = field(default_factory=dict)
     lookups: int = 0
     finished: threading.Event = field(default_factory=threading.Event)
 
-    def keys(self, tokens: Any, group: int | None = None) -> BlockKeys | None:
+    def keys(self, tokens: Any, group: int = 0) -> BlockKeys | None:
         if not self.connected:
             return None
         return block_keys(
-            ROOT, tokens, block_tokens=BLOCK_TOKENS, engine_block_tokens=BLOCK_TOKENS, hash_name="blake2b"
-        )
+            ROOT + bytes(group), tokens, block_tokens=self.block_tokens, engine_block_tokens=self.block_tokens,
+            hash_name="blake2b",
+        )  # fmt: skip
 
-    def lookup(self, tokens: Any = None, *, keys: BlockKeys | None = None, deadline_s: float | None = None) -> Lookup:
+    def lookup(
+        self, tokens: Any = None, *, keys: BlockKeys | None = None, group: int = 0, deadline_s: float | None = None
+    ) -> Lookup:
         self.lookups += 1
         assert deadline_s is not None and deadline_s > 0
         if not self.connected:
             return Lookup(reason="no_daemon")
-        blocks = self._leading(self._named(tokens, keys))
-        return Lookup(blocks, blocks * BLOCK_TOKENS, (self.tier,) * blocks)
+        named = self._named(tokens, keys, group)
+        blocks = self._leading(named)
+        tiers = tuple(self.tier if key in self.blocks else "absent" for key in named)
+        return Lookup(blocks, blocks * self.block_tokens, tiers)
 
     def get(
         self,
@@ -131,11 +154,12 @@ class KeyedStore:
         *,
         keys: BlockKeys | None = None,
         max_blocks: int | None = None,
+        group: int = 0,
         deadline_s: float | None = None,
     ) -> HeldBlocks:
         if self.fail_with is not None:
             raise self.fail_with
-        named = self._named(tokens, keys)
+        named = self._named(tokens, keys, group)
         count = min(self._leading(named), len(named) if max_blocks is None else max_blocks)
         return HeldBlocks([self.blocks[key] for key in list(named)[:count]], self.leases_hold)
 
@@ -146,24 +170,26 @@ class KeyedStore:
         payloads: Sequence[Callable[[Bytes], None]],
         keys: BlockKeys | None = None,
         first_block: int = 0,
+        group: int = 0,
         payload_bytes: int | None = None,
         deadline_s: float = 5.0,
     ) -> PutReceipt:
         try:
             if self.fail_with is not None:
                 raise self.fail_with
-            assert payload_bytes == self.block_bytes
-            named = list(self._named(tokens, keys))
+            size = self.bytes_of.get(group, self.block_bytes)
+            assert payload_bytes == size
+            named = list(self._named(tokens, keys, group))
             receipt = PutReceipt(len(payloads))
             for index, fill in enumerate(payloads):
                 key = named[first_block + index]
-                if first_block + index and named[first_block + index - 1] not in self.blocks:
+                if not group and first_block + index and named[first_block + index - 1] not in self.blocks:
                     receipt.statuses[index] = FAILED
                 elif key in self.blocks:
                     receipt.statuses[index] = PRESENT
                 else:
                     self.before_fill()
-                    payload = np.zeros(self.block_bytes, np.uint8)
+                    payload = np.zeros(size, np.uint8)
                     fill(payload)
                     self.blocks[key] = payload
                     receipt.statuses[index] = STORED
@@ -171,9 +197,9 @@ class KeyedStore:
         finally:
             self.finished.set()
 
-    def _named(self, tokens: Any, keys: BlockKeys | None) -> BlockKeys:
+    def _named(self, tokens: Any, keys: BlockKeys | None, group: int = 0) -> BlockKeys:
         assert (tokens is None) != (keys is None)
-        named = keys if tokens is None else self.keys(tokens)
+        named = keys if tokens is None else self.keys(tokens, group)
         assert named is not None
         return named
 

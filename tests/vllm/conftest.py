@@ -63,9 +63,9 @@ def start_engine(daemon: RunningDaemon, tmp_path_factory: pytest.TempPathFactory
         if store:
             extra_config = {"socket": str(daemon.socket_dir), **PATIENT, **(extra or {})}
             spec["transfer"] = {"kv_connector_extra_config": extra_config}
-        engine = EngineProcess(
-            logs / f"engine-{len(engines)}.log", model=str(exported(dtype)), dtype=dtype, **{**SMALL, **spec}
-        )
+        if "model" not in spec:
+            spec["model"] = str(exported(dtype))
+        engine = EngineProcess(logs / f"engine-{len(engines)}.log", dtype=dtype, **{**SMALL, **spec})
         engines.append(engine)
         return engine
 

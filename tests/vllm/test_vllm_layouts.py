@@ -16,8 +16,14 @@ pytest.importorskip("vllm", reason="vllm is not installed here: make test-vllm r
 import numpy as np
 import torch
 from vllm.config import CUDAGraphMode
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheTensor, compute_layout_strides, create_kv_cache_views
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, supports_hma
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheTensor,
+    SlidingWindowSpec,
+    compute_layout_strides,
+    create_kv_cache_views,
+)
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvstore_connectors.vllm import KVStoreConnector
@@ -27,6 +33,7 @@ from kvstore_connectors.vllm.tensors import CacheMemory, device_pool, kv_tensors
 from tests.reference.device_pool import pieces
 from tests.reference.signatures import differences
 from tests.reference.vllm_layouts import KV_LAYOUTS
+from tests.reference.vllm_records import groups_of
 
 LAYERS, BLOCKS, TOKENS = 3, 5, 32
 SPEC = FullAttentionSpec(block_size=TOKENS, num_kv_heads=2, head_size=8, dtype=torch.bfloat16)
@@ -118,6 +125,19 @@ def test_before_a_full_graph_is_replayed_the_step_waits_for_all_layers(
     assert worker.calls == calls
     connector.wait_for_layer_load("layer.1")
     assert worker.calls == [*calls, 1]
+
+
+def test_without_a_worker_half_a_load_of_several_groups_fails_by_its_request() -> None:
+    window = SlidingWindowSpec(block_size=TOKENS, num_kv_heads=2, head_size=8, dtype=torch.bfloat16, sliding_window=64)
+    connector = object.__new__(KVStoreConnector)
+    connector._worker, connector._unserved, connector._groups = None, [], groups_of(window, SPEC)
+    order = LoadOrder("r", RequestPrefix(b""), 0, ((1,),), 1.0)
+    connector.bind_connector_metadata(StepMetadata(StepOrders(beside=(order,))))
+    connector.start_load_kv(None)
+    results = connector.get_transfer_results(set())
+    assert (results.finished_recving, results.failed_recving) == ({"r"}, {"r"})
+    assert connector.get_block_ids_with_load_errors() == set(), "vLLM would end the engine"
+    assert supports_hma(KVStoreConnector)
 
 
 def test_vllm_may_keep_full_graphs() -> None:

@@ -18,9 +18,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvstore_client.device import LinkBudget
@@ -29,6 +32,7 @@ from kvstore_client.paths import costs_file
 from kvstore_client.session import Session
 from kvstore_connectors.doors import engine_session
 from kvstore_connectors.vllm.answers import AnswerReporter
+from kvstore_connectors.vllm.groups import state_groups
 from kvstore_connectors.vllm.model import describe_extras, find_weights, hashes_items, model_fingerprint, refusal
 from kvstore_connectors.vllm.orders import LoadOrder, StepOrders, StepReport
 from kvstore_connectors.vllm.scheduler import LoadRules, SchedulerSide
@@ -78,6 +82,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
             refused = _missing_library()
         if refused:
             raise ValueError(f"kvstored cannot serve this engine: {refused}")
+        self._groups = state_groups(kv_cache_config)
         self._loads = bool(transfer.is_kv_consumer)
         self._saves = bool(transfer.is_kv_producer) and not self._settings.read_only
         self._weights = find_weights(vllm_config, self._settings.weights_digest)
@@ -105,8 +110,13 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         assert self._scheduler is not None
-        block_ids = blocks.get_block_ids()[0] if num_external_tokens else ()
-        self._scheduler.admitted(request, num_external_tokens, block_ids)
+        self._scheduler.admitted(request, num_external_tokens, blocks.get_block_ids() if num_external_tokens else ())
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        assert self._scheduler is not None
+        managers = kv_cache_manager.coordinator.single_type_managers
+        self._scheduler.use_rule(lambda group, tokens: int(managers[group].get_num_skipped_tokens(tokens)))
 
     def update_connector_output(self, connector_output: Any) -> None:
         assert self._scheduler is not None
@@ -126,11 +136,18 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         self._scheduler.finished(request)
         return False, None
 
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Return as `request_finished`, which vLLM calls where its hybrid manager is off."""
+        return self.request_finished(request, block_ids[0])
+
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
         assert self._scheduler is not None
-        tiers = self._scheduler.tiers(request.request_id, num_external_tokens // self._block_tokens)
+        size = self._groups.block_tokens
+        tiers = self._scheduler.tiers(request.request_id, num_external_tokens // size)
         sources = Counter(_SOURCES.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED) for tier in tiers)
-        return {source: blocks * self._block_tokens for source, blocks in sources.items()}
+        return {source: blocks * size for source, blocks in sources.items()}
 
     def reset_cache(self) -> bool:
         """Stop using the store. vLLM calls this when weights were changed in place: the stored blocks belong to the old
@@ -148,11 +165,14 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
-        settings, group = self._settings, self._kv_cache_config.kv_cache_groups[0]
-        self._layers = {name: index for index, name in enumerate(group.layer_names)}
+        settings = self._settings
+        if self._groups.is_plain:
+            self._layers = {name: index for index, name in enumerate(self._groups.groups[0].layers[0])}
         try:
             budget = LinkBudget(parse_rate(settings.store_rate), parse_rate(settings.load_rate))
-            tensors = kv_tensors(kv_caches, self._vllm_config, self._kv_cache_config, budget=budget)
+            tensors = kv_tensors(
+                kv_caches, self._vllm_config, self._kv_cache_config, groups=self._groups, budget=budget
+            )
         except ValueError as error:
             raise ValueError(f"kvstored cannot serve this engine: {error}") from None
         fingerprint = self._fingerprint(get_tensor_model_parallel_rank())
@@ -214,10 +234,19 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         beside = {order.request_id for order in self._orders().beside}
         return None, beside or None
 
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Name failed loads by request where vLLM has several groups: it cannot take single blocks of them back."""
+        results = super().get_transfer_results(finished_req_ids)
+        if self._worker is not None:
+            results.failed_recving = self._worker.take_failed_requests()
+        elif not self._groups.is_plain:
+            results.failed_recving = set(results.finished_recving)
+        return results
+
     def get_block_ids_with_load_errors(self) -> set[int]:
         if self._worker is None:
             unserved, self._unserved = self._unserved, []
-            return {block for order in unserved for block in order.block_ids}
+            return {block for order in unserved for block in order.block_ids if isinstance(block, int)}
         return self._worker.take_failed()
 
     def build_connector_worker_meta(self) -> StepMeasured | None:
@@ -237,10 +266,6 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         for session in self._sessions:
             session.close()
         self._sessions = []
-
-    @property
-    def _block_tokens(self) -> int:
-        return int(self._kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
 
     def _orders(self) -> StepOrders:
         metadata = self._connector_metadata
@@ -270,7 +295,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         return SchedulerSide(
             served,
             partial(describe_extras, hashed_items=hashes_items(config)),
-            block_tokens=self._block_tokens,
+            groups=self._groups,
             loads=self._loads,
             saves=self._saves,
             lookup_deadline_s=deadline_s,
@@ -284,10 +309,9 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
             path = costs_file(self._fingerprint(0).digest())
             step_tokens = int(self._vllm_config.scheduler_config.max_num_batched_tokens)
             self._choice = LoadChoice.load(path, step_tokens=step_tokens)
-        group = self._kv_cache_config.kv_cache_groups[0]
         return LoadRules(
             self._choice,
-            block_bytes=int(group.kv_cache_spec.page_size_bytes) * len(group.layer_names),
+            block_bytes=self._groups.bytes_a_block,
             deadline_s=settings.load_deadline_ms / 1000,
             beside_s=settings.beside_ms / 1000,
             beside_deadline_s=settings.beside_deadline_ms / 1000,
@@ -325,6 +349,10 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         if session is not None:
             self._sessions.append(session)
         return session
+
+
+if current_platform.is_cpu():  # for others vLLM turns its hybrid manager off: their pools are copied as one group
+    SupportsHMA.register(KVStoreConnector)
 
 
 def _calls_each_layer(forward_context: Any) -> bool:

@@ -66,21 +66,23 @@ class Extras:
         return tuple(self._digests[:blocks])
 
 
-def address(session: Session, prefix: RequestPrefix, first_block: int = 0) -> dict[str, Any] | None:
-    """Return the arguments that name the blocks from `first_block` on in a session's `lookup` and `get`.
+def address(session: Session, prefix: RequestPrefix, first_block: int = 0, group: int = 0) -> dict[str, Any] | None:
+    """Return the arguments that name the blocks of a layer group from `first_block` on in a session's `lookup` and
+    `get`.
 
     None while the session is degraded. Plain text from block 0 on is named by its tokens, so that the session verifies
     token ids; any other run by keys.
     """
     tokens = np.frombuffer(prefix.tokens, dtype="<i4")
+    of_group = {"group": group} if group else {}
     if not first_block and not prefix.digests:
-        return {"tokens": tokens}
-    keys = session.keys(tokens)
+        return {"tokens": tokens, **of_group}
+    keys = session.keys(tokens, **of_group)
     if keys is None:
         return None
     if prefix.digests:
         keys = derived_keys(keys, prefix.digests)
-    return {"keys": keys[first_block:]}
+    return {"keys": keys[first_block:], **of_group}
 
 
 def derived_keys(keys: BlockKeys, digests: Sequence[bytes]) -> BlockKeys:

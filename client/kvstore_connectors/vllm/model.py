@@ -24,10 +24,12 @@ from pathlib import Path
 from typing import Any
 
 from kvstore_client.paths import cache_directory, write_json
+from kvstore_connectors.vllm.groups import StateGroups, state_groups
 from kvstore_connectors.vllm.identity import Extras, Item
+from kvstore_connectors.vllm.specs import WITHOUT_HYBRID, unserved_spec
 from kvstore_connectors.weight_files import WeightFiles, process_began, why_unknown
 from kvstore_proto.arena import MAX_TOKENS
-from kvstore_proto.fingerprint import Fingerprint, LayerGroup
+from kvstore_proto.fingerprint import Fingerprint, LayerGroup, StatePart
 from kvstore_proto.kv_layout import HEAD_PAIRS_ORDER, PAIRS_ORDER
 
 _NAMES_ONLY = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "_commit_hash")
@@ -52,11 +54,11 @@ def refusal(vllm_config: Any, kv_cache_config: Any) -> str:
         return f"the order of bytes in a {cache.cache_dtype} KV cache is not known: set --kv-cache-dtype auto"
     if device == "cuda" and getattr(vllm_config.model_config, "enable_sleep_mode", False):
         return "sleep mode takes the KV memory away while blocks are stored from it: unset --enable-sleep-mode"
-    if len(groups) != 1:
-        return f"the model has {len(groups)} kinds of KV cache, and only one kind (full attention) can be stored"
+    if unserved := unserved_spec(kv_cache_config):
+        return unserved
     spec = groups[0].kv_cache_spec
-    if type(spec).__name__ != "FullAttentionSpec":
-        return f"its layers keep {type(spec).__name__} caches, and only full attention can be stored"
+    if refused := _refused_groups(vllm_config, state_groups(kv_cache_config)):
+        return refused
     if device == "cuda" and any(getattr(spec, name, None) is not None for name in _OWN_PACKING):
         return "its kernels pack blocks in an order of their own, which is not known: set another --attention-backend"
     if parallel.pipeline_parallel_size > 1:
@@ -69,8 +71,31 @@ def refusal(vllm_config: Any, kv_cache_config: Any) -> str:
         return (
             "KV scales computed from the first prompt make every process's bytes different: unset calculate_kv_scales"
         )
-    if spec.block_size > MAX_TOKENS:
-        return f"blocks of {spec.block_size} tokens are over the limit of {MAX_TOKENS}: set a smaller --block-size"
+    return ""
+
+
+def _refused_groups(vllm_config: Any, groups: StateGroups) -> str:
+    """Return why these groups of layers cannot be served; "" if they can."""
+    device = vllm_config.device_config.device_type
+    if groups.block_tokens > MAX_TOKENS:
+        return f"blocks of {groups.block_tokens} tokens are over the limit of {MAX_TOKENS}: set a smaller --block-size"
+    if device == "cuda" and type(groups.groups[0].spec).__name__ == "MLAAttentionSpec":
+        return "its layers keep MLAAttentionSpec caches, which this connector copies in host memory only"
+    if groups.is_plain:
+        return ""
+    kinds = " and ".join(dict.fromkeys(group.kind for group in groups.groups))
+    if device == "cuda":
+        return (
+            f"its layers keep several kinds of state ({kinds}), which this connector copies in host memory only: set "
+            f"{WITHOUT_HYBRID}"
+        )
+    if getattr(vllm_config, "speculative_config", None) is not None:
+        return f"its layers keep {kinds} state, and it guesses tokens: unset --speculative-config"
+    modes = {getattr(group.spec, "mamba_cache_mode", "") for group in groups.groups if group.kind == "recurrent"}
+    if modes - {"align"}:
+        return (
+            "its recurrent layers keep no state at ends of blocks: set --enable-prefix-caching (mamba_cache_mode align)"
+        )
     return ""
 
 
@@ -89,11 +114,10 @@ def model_fingerprint(
     tensor-parallel rank.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
-    group = kv_cache_config.kv_cache_groups[0]
-    spec = group.kv_cache_spec
+    groups = state_groups(kv_cache_config)
+    first = groups.groups[0]
+    spec = first.spec
     device = str(vllm_config.device_config.device_type)
-    layers = len(group.layer_names)
-    per_token, odd = divmod(spec.page_size_bytes, spec.block_size)
     layout = {
         "engine": f"vllm {version}",
         "packing": packing,
@@ -101,26 +125,52 @@ def model_fingerprint(
         "compute": _dtype(model.dtype),
         "cache": str(cache.cache_dtype),
         "quantization": str(model.quantization),
-        "heads": f"{spec.num_kv_heads}x{spec.head_size}",
-        "layers": layers,
-        "page_bytes": spec.page_size_bytes,
+        "layers": first.layer_count,
+        "page_bytes": first.page_bytes,
+        **({"heads": f"{spec.num_kv_heads}x{spec.head_size}"} if first.kind != "recurrent" else {}),
         **({"device": device, "order": _order(spec, kv_cache_config)} if device != "cpu" else {}),
+        **({} if groups.is_plain else _hybrid(groups)),
         **rope_by_length(model),
     }
-    stored = LayerGroup(0, "full", 0, tuple(range(layers)), per_token, spec.num_kv_heads)
     return Fingerprint(
         model_name=str(model.model),
         weights_digest=weights,
         rope=f"config {model_digest(model)}",
-        kv_dtype=_dtype(spec.dtype),
+        kv_dtype=_dtype(getattr(spec, "dtype", model.dtype)),
         layout=json.dumps(layout, sort_keys=True, separators=(",", ":")),
         shard_index=rank,
         shard_count=vllm_config.parallel_config.tensor_parallel_size,
-        block_tokens=spec.block_size,
-        engine_block_tokens=spec.block_size,
+        block_tokens=groups.block_tokens,
+        engine_block_tokens=groups.block_tokens,
         key_hash="blake2b",
-        groups=(LayerGroup(0) if odd else stored,),
+        groups=_layer_groups(groups),
     )
+
+
+def _hybrid(groups: StateGroups) -> dict[str, Any]:
+    """Return what the fingerprint says beside the first group. Engines with vLLM's hybrid manager and without it differ
+    in the last bits of what they compute, and share nothing.
+    """
+    described = [[group.members, group.layers, repr(group.spec)] for group in groups.groups]
+    return {"hybrid_manager": True, "groups": digest_of(described)}
+
+
+def _layer_groups(groups: StateGroups) -> tuple[LayerGroup, ...]:
+    """Return the fingerprint's groups; one whose bytes cannot be divided by tokens leaves its size open."""
+    found, layer = [], 0
+    for group in groups.groups:
+        layers = tuple(range(layer, layer + group.layer_count))
+        layer += group.layer_count
+        if group.kind == "recurrent":
+            state = StatePart("state", "u8", (group.page_bytes,))
+            found.append(LayerGroup(group.number, group.kind, layers=layers, parts=(state,)))
+            continue
+        each, odd = divmod(group.page_bytes, int(group.spec.block_size))
+        kind = "latent" if type(group.spec).__name__ == "MLAAttentionSpec" else group.kind
+        heads = int(group.spec.num_kv_heads) if kind == "full" and groups.is_plain else 0
+        stored = LayerGroup(group.number, kind, group.window_tokens, layers, each, heads)
+        found.append(LayerGroup(group.number, kind, group.window_tokens) if odd else stored)
+    return tuple(found)
 
 
 def _order(spec: Any, kv_cache_config: Any) -> str:

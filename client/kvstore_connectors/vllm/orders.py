@@ -1,11 +1,15 @@
 """Orders of the scheduler side to the worker side, and its reports, once a step: plain records that can be pickled.
 
-A block number counts the blocks of a prefix from 0; a block id is a place in vLLM's paged pool.
+A block number counts the blocks of a prefix from 0; a block id is a place in vLLM's paged pool. Where vLLM has several
+groups of layers, a block of the store may take several pool blocks: its place is then their ids, 0 for one that is not
+there.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+Place = int | tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,35 +25,39 @@ class RequestPrefix:
 
 @dataclass(frozen=True, slots=True)
 class LoadOrder:
-    """An order to restore blocks first_block, first_block + 1, … of the prefix into pool blocks `block_ids`. Blocks
-    that have not come after `deadline_s` count as failed.
+    """An order to restore blocks first_block, first_block + 1, … of the prefix's layer group into pool blocks
+    `block_ids`. Blocks that have not come after `deadline_s` count as failed.
     """
 
     request_id: str
     prefix: RequestPrefix
     first_block: int
-    block_ids: tuple[int, ...]
+    block_ids: tuple[Place, ...]
     deadline_s: float
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class SaveOrder:
     """An order to store blocks first_block and later; the step fills the last of them. `block_ids`: the ids of the
-    whole prefix.
+    whole prefix. `stays`: its blocks stay in the pool until their request has ended, or `StepOrders.released` names
+    them.
     """
 
     request_id: str
     prefix: RequestPrefix
     first_block: int
-    block_ids: tuple[int, ...]
+    block_ids: tuple[Place, ...]
+    group: int = 0
+    stays: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class StepOrders:
     """All orders of one step. `loads` are for requests that this step computes, layer by layer; `beside` are for
     requests that wait until their load has ended. `ended`: requests whose pool blocks this step may already give to
-    others. The step computes `tokens` tokens, which attend to `attended` others; `decodes` requests continue their
-    answers in it.
+    others; `released`: pool blocks that running requests gave up before it. The step computes `tokens` tokens, which
+    attend to `attended` others; `decodes` requests continue their answers in it.
     """
 
     loads: tuple[LoadOrder, ...] = ()
@@ -59,6 +67,7 @@ class StepOrders:
     tokens: int = 0
     attended: float = 0.0
     decodes: int = 0
+    released: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from kvstore_client.lease import Lease
 from kvstore_client.memory import Bytes
 from kvstore_connectors.moments import Moment
+from kvstore_connectors.vllm.orders import Place
 
 
 class BlockLoad(Protocol):
@@ -33,26 +34,30 @@ class BlockLoad(Protocol):
 
 
 class Pages(Protocol):
-    """vLLM's pool of K/V pages, which blocks are copied to and from. `block_bytes`: the bytes of one block, all layers.
-    `is_on_device`: a step has only been queued when vLLM says that it has run, and the device's stream waits for a
-    layer.
+    """The pages of one layer group in vLLM's pool, which blocks are copied to and from. `block_bytes`: the bytes of one
+    block, all layers. `is_on_device`: a step has only been queued when vLLM says that it has run, and the device's
+    stream waits for a layer.
     """
 
     block_bytes: int
     is_on_device: bool
 
+    def of(self, group: int) -> Pages:
+        """Return the pool of a layer group, in the same memory; this is the first one's."""
+        ...
+
     def now(self) -> Moment:
         """Return the present moment of the engine. Called by the engine's thread."""
         ...
 
-    def load(self, sources: Sequence[tuple[Lease, Sequence[int]]], after: Any) -> BlockLoad:
+    def load(self, sources: Sequence[tuple[Lease, Sequence[Place]]], after: Any) -> BlockLoad:
         """Copy leading blocks of leases into pool blocks that the engine does not use after the moment `after`. Raises
         KVStoreError for blocks of another size.
         """
         ...
 
-    def gather(self, block_id: int, destination: Bytes) -> None:
-        """Copy a pool block of all layers to uint8[block_bytes] in the daemon's memory. The step that filled it has
+    def gather(self, block_id: Place, destination: Bytes) -> None:
+        """Copy a block of all layers to uint8[block_bytes] in the daemon's memory. The step that filled it has
         ended.
         """
         ...

@@ -3,9 +3,11 @@
 The module owns one thread and the orders that wait for it. A put waits for the daemon, and on a device for the step
 that fills the blocks, and a step of the model must not wait; so the thread copies out of the pool while the engine goes
 on. Filled blocks never change while their request holds them. When a request ended, `let_go` waits a little for its
-copies and then cuts them off: a dropped save is a later miss. A block that could not be stored (no daemon, no room) is
-tried again with the request's next order. Invariants: after `let_go` returns no byte of that request's pool blocks is
-read; nothing here raises into the engine; a block is stored only behind the one before it.
+copies and then cuts them off: a dropped save is a later miss. The same holds for blocks that a running request gave up;
+these are copied before others. A block that could not be stored (no daemon, no room) is tried again with the request's
+next order, unless it leaves the pool while the request runs. Invariants: after `let_go` returns no byte of those pool
+blocks is read; nothing here raises into the engine; of a group that stays in the pool, a block is stored only behind
+the one before it.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from kvstore_client.session import Session
 from kvstore_connectors.doors import SayOnce
 from kvstore_connectors.moments import Moment
 from kvstore_connectors.vllm.identity import address
-from kvstore_connectors.vllm.orders import SaveOrder
+from kvstore_connectors.vllm.orders import Place, SaveOrder
 from kvstore_connectors.vllm.pages import Pages
 from kvstore_proto.errors import KVStoreError
 
@@ -41,6 +43,7 @@ class _Job:
 
     def __init__(self, order: SaveOrder, after: Moment) -> None:
         self.order, self.after = order, after
+        self.slot = (order.request_id, order.group)
         self.blocks = len(order.block_ids) - order.first_block
         self.copied = threading.Event()
         self.is_copying = False  # the daemon has answered
@@ -49,7 +52,14 @@ class _Job:
         self._lock = threading.Lock()
         self._cut = False
 
-    def copy(self, pages: Pages, block_id: int, destination: Bytes) -> None:
+    def reads(self, block_ids: Collection[int]) -> bool:
+        """Return whether one of these pool blocks is still to be copied, perhaps."""
+        if self.copied.is_set():
+            return False
+        places = self.order.block_ids[self.order.first_block :]
+        return any(not isinstance(place, int) and not set(block_ids).isdisjoint(place) for place in places)
+
+    def copy(self, pages: Pages, block_id: Place, destination: Bytes) -> None:
         with self._lock:
             if self._cut:
                 raise _CutOff
@@ -82,8 +92,10 @@ class Saver:
         self._clock = clock
         self._wake = threading.Condition()
         self._waiting: deque[_Job] = deque()
+        self._leaving: deque[_Job] = deque()  # before the others: blocks that soon leave the pool
         self._open: dict[str, list[_Job]] = {}  # by request: waiting or being stored
-        self._gaps: dict[str, int] = {}  # running requests: the first block that an earlier order could not store
+        # Of running requests, by group: the first block that an earlier order could not store.
+        self._gaps: dict[tuple[str, int], int] = {}
         self._thread: threading.Thread | None = None
         self._closing = False
         self.stored_blocks = 0
@@ -94,7 +106,7 @@ class Saver:
         not store. The blocks are filled at the moment `after`, and not read before.
         """
         with self._wake:
-            first = min(order.first_block, self._gaps.pop(order.request_id, order.first_block))
+            first = min(order.first_block, self._gaps.pop((order.request_id, order.group), order.first_block))
             job = _Job(replace(order, first_block=first), after)
             if self._closing:
                 self.dropped_blocks += job.blocks
@@ -102,22 +114,26 @@ class Saver:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="kvstore-vllm-save", daemon=True)
                 self._thread.start()
-            self._waiting.append(job)
+            (self._waiting if order.stays else self._leaving).append(job)
             self._open.setdefault(order.request_id, []).append(job)
             self._wake.notify()
 
-    def let_go(self, request_ids: Collection[str], patience_s: float) -> None:
-        """Stop reading the pool blocks of these requests, after waiting up to `patience_s` in all for their copies."""
+    def let_go(self, request_ids: Collection[str], patience_s: float, released: Collection[int] = ()) -> None:
+        """Stop reading the pool blocks of these requests, and `released` pool blocks of others, after waiting up to
+        `patience_s` in all for their copies.
+        """
         with self._wake:
             jobs = [job for request_id in request_ids for job in self._open.get(request_id, ())]
             for job in jobs:
                 job.is_last = True
-            for request_id in request_ids:
-                self._gaps.pop(request_id, None)
+            if self._gaps:
+                self._gaps = {slot: gap for slot, gap in self._gaps.items() if slot[0] not in request_ids}
+            leaving = [job for each in self._open.values() for job in each if released and job.reads(released)]
         started = self._clock()
         until, grace_until = started + patience_s, started + min(patience_s, _GRACE_S)
-        if jobs:
+        if jobs or leaving:
             with self._pages.hurried():
+                self._cut_off(leaving, until, until)  # copied now or lost, at each step: worth waiting for an answer
                 self._cut_off(jobs, until, grace_until)
 
     def _cut_off(self, jobs: Sequence[_Job], until: float, grace_until: float) -> None:
@@ -149,27 +165,27 @@ class Saver:
     def _run(self) -> None:
         while True:
             with self._wake:
-                self._wake.wait_for(lambda: self._closing or bool(self._waiting))
+                self._wake.wait_for(lambda: self._closing or bool(self._waiting or self._leaving))
                 if self._closing:
                     return
-                job = self._waiting.popleft()
+                job = (self._leaving or self._waiting).popleft()
             self._done(job, self._store(job))
             job.copied.set()
 
     def _store(self, job: _Job) -> int:
         """Store the job's blocks; return how many leading ones are in the store now."""
-        order = job.order
-        named = address(self._session, order.prefix)
+        order, pages = job.order, self._pages.of(job.order.group)
+        named = address(self._session, order.prefix, group=order.group)
         if named is None:
             return 0  # no daemon
-        payloads = [partial(job.copy, self._pages, block_id) for block_id in order.block_ids[order.first_block :]]
+        payloads = [partial(job.copy, pages, block_id) for block_id in order.block_ids[order.first_block :]]
         try:
             job.after.wait()
             receipt = self._session.put(
                 **named,
                 payloads=payloads,
                 first_block=order.first_block,
-                payload_bytes=self._pages.block_bytes,
+                payload_bytes=pages.block_bytes,
                 deadline_s=self._deadline_s,
             )
         except _CutOff:
@@ -188,9 +204,9 @@ class Saver:
         with self._wake:
             self.stored_blocks += stored
             self.dropped_blocks += job.blocks - stored
-            if stored < job.blocks and not job.is_last:
+            if stored < job.blocks and not job.is_last and order.stays:
                 gap = order.first_block + stored
-                self._gaps[order.request_id] = min(gap, self._gaps.get(order.request_id, gap))
+                self._gaps[job.slot] = min(gap, self._gaps.get(job.slot, gap))
             jobs = self._open[order.request_id]
             jobs.remove(job)
             if not jobs:

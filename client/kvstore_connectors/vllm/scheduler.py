@@ -15,15 +15,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from kvstore_client.results import REASON_NO_DAEMON, Lookup
 from kvstore_client.session import Session
 from kvstore_connectors.load import hit_of
 from kvstore_connectors.vllm.answers import Answer
+from kvstore_connectors.vllm.group_orders import GroupOrders, GroupsOfRequest, Survey, survey
+from kvstore_connectors.vllm.groups import Skipped, StateGroups
 from kvstore_connectors.vllm.identity import Extras, address
 from kvstore_connectors.vllm.load_bounds import loadable_blocks, restorable_at_most
-from kvstore_connectors.vllm.orders import LoadOrder, RequestPrefix, SaveOrder, StepOrders, StepReport
+from kvstore_connectors.vllm.orders import LoadOrder, Place, RequestPrefix, SaveOrder, StepOrders, StepReport
 from kvstore_proto.errors import KVStoreError
 from kvstore_proto.identity import pack_tokens
 from kvstore_restore.choice import Chosen, Hit, LoadChoice, all_of
@@ -57,7 +60,9 @@ class _Tracked:
     request: Any
     extras: Extras | None  # None: not to be named, so neither loaded nor stored
     stored_blocks: int = 0
+    groups: GroupsOfRequest | None = None  # where `GroupOrders` makes its orders
     external_tokens: int = 0
+    local_tokens: int = 0
     preemptions: int = 0
     local_blocks: int = 0
     tiers: tuple[str, ...] = ()
@@ -77,7 +82,7 @@ class SchedulerSide:
         sessions: Sequence[Session],
         describe: DescribeExtras,
         *,
-        block_tokens: int,
+        groups: StateGroups,
         loads: bool,
         saves: bool,
         lookup_deadline_s: float,
@@ -87,12 +92,19 @@ class SchedulerSide:
         self._sessions = sessions
         self._on_answer = on_answer
         self._describe = describe
-        self._block_tokens = block_tokens
+        self._block_tokens = groups.block_tokens
+        self._groups = groups
+        self._group_orders: GroupOrders | None = None
         self._loads, self._saves = loads, saves
         self._lookup_deadline_s, self._rules = lookup_deadline_s, rules
         self._beside: list[LoadOrder] = []
         self._requests: dict[str, _Tracked] = {}
         self._ended: list[str] = []
+
+    def use_rule(self, skipped: Skipped) -> None:
+        """Take vLLM's rule for what its groups need, once it has made its managers: see `groups`."""
+        if not self._groups.is_plain:
+            self._group_orders = GroupOrders(self._groups, skipped)
 
     def matched_tokens(self, request: Any, computed_tokens: int) -> tuple[int, bool]:
         """Return how many tokens are worth loading beyond the `computed_tokens` in vLLM's own prefix cache, and whether
@@ -102,9 +114,12 @@ class SchedulerSide:
         most = restorable_at_most(request.num_tokens, self._block_tokens)
         if tracked.extras is None or not self._loads or request.skip_reading_prefix_cache or not most:
             return 0, False
+        local = tracked.local_blocks = computed_tokens // self._block_tokens
+        tracked.local_tokens = computed_tokens
+        if self._group_orders is not None:
+            return self._matched_groups(tracked, self._group_orders, most)
         found = self._lookup(self._prefix(tracked, most))
         tracked.stored_blocks, tracked.tiers, tracked.reached_tokens = found.blocks, found.tiers, 0
-        local = tracked.local_blocks = computed_tokens // self._block_tokens
         blocks = loadable_blocks(found, most, self._rules.beside_deadline_s)
         if blocks <= local or tracked.tried_at == request.num_preemptions:  # what failed once is computed
             return 0, False
@@ -115,19 +130,46 @@ class SchedulerSide:
         tracked.is_beside = bool(chosen.blocks) and chosen.wait_s > self._rules.beside_s
         return max((local + chosen.blocks) * self._block_tokens - computed_tokens, 0), tracked.is_beside
 
-    def admitted(self, request: Any, external_tokens: int, block_ids: Sequence[int]) -> None:
-        """Note that vLLM gave the request its pool blocks. The first step loads `external_tokens` into them, or a load
-        beside the steps begins now.
+    def _matched_groups(self, tracked: _Tracked, orders: GroupOrders, most: int) -> tuple[int, bool]:
+        """Answer as `matched_tokens`: of several groups a boundary is loaded that suits all, or nothing."""
+        surveyed = self._survey(self._prefix(tracked, most), most)
+        leading = [next((at for at, here in enumerate(each) if not here), most) for each in surveyed.present]
+        stays = [group.stays for group in self._groups.groups]
+        tracked.groups = GroupsOfRequest([each if kept else 0 for each, kept in zip(leading, stays, strict=True)])
+        local, skipped = tracked.local_blocks, orders.skipped
+        found = surveyed.found(local, most, skipped)
+        tracked.tiers, tracked.reached_tokens, tracked.stored_blocks = found.tiers, 0, found.blocks
+        blocks = surveyed.reach(local, loadable_blocks(found, most, self._rules.beside_deadline_s), skipped)
+        if blocks <= local or tracked.tried_at == tracked.request.num_preemptions:
+            return 0, False
+        hit = self._hit(found, local, blocks, tracked.request.num_tokens)
+        choice = self._rules.choice
+        chosen = choice.choose(hit, all_or_none=True) if choice is not None else all_of(hit)
+        tracked.loading, tracked.is_beside = (hit, chosen), bool(chosen.blocks)
+        return max((local + chosen.blocks) * self._block_tokens - tracked.local_tokens, 0), tracked.is_beside
+
+    def admitted(self, request: Any, external_tokens: int, tables: Sequence[Sequence[int]]) -> None:
+        """Note that vLLM gave the request its pool blocks, `tables` of each of its groups. The first step loads
+        `external_tokens` into them, or a load beside the steps begins now.
         """
         tracked = self._track(request)
         tracked.external_tokens = external_tokens
         if not external_tokens:
             return
         tracked.tried_at = request.num_preemptions
-        if tracked.is_beside:
+        if tracked.groups is not None and self._group_orders is not None:
+            last = (tracked.local_tokens + external_tokens) // self._block_tokens
+            self._beside += self._group_orders.loads(
+                request.request_id, self._prefix(tracked, last), tables, tracked.local_tokens, self._load_s(tracked)
+            )
+            for group in self._groups.groups:
+                if not group.stays:
+                    tracked.groups.stored[group.number] = last
+            tracked.external_tokens, tracked.reached_tokens = 0, last * self._block_tokens
+        elif tracked.is_beside:
             first = tracked.local_blocks
             last = first + external_tokens // self._block_tokens
-            self._beside.append(self._load_order(tracked, first, last, tuple(block_ids[first:last])))
+            self._beside.append(self._load_order(tracked, first, last, tuple(tables[0][first:last])))
             tracked.external_tokens = 0
             tracked.reached_tokens = last * self._block_tokens
 
@@ -141,7 +183,8 @@ class SchedulerSide:
             hit, chosen = tracked.loading
             tracked.loading = None
             if choice is not None:
-                choice.observe_load(hit, chosen, load.blocks, load.seconds)
+                is_whole = tracked.groups is not None and load.blocks > 0
+                choice.observe_load(hit, chosen, chosen.blocks if is_whole else load.blocks, load.seconds)
         if choice is not None and report.tokens:
             first = report.attended / report.tokens - report.tokens / 2
             choice.observe_compute(first, report.tokens, report.compute_s)
@@ -196,14 +239,17 @@ class SchedulerSide:
         # With several ranks the load of one may fail, and spoil what all of them compute in this step: a rank knows of
         # its own failures only. What rests on blocks that are being loaded is then ordered by the next step.
         loading = {block for order in loads for block in order.block_ids} if len(self._sessions) > 1 else set()
-        saves = []
+        saves: list[SaveOrder] = []
+        released: list[int] = []
         for tracked, computed_tokens in fills:
-            order = self._save_order(tracked, output, computed_tokens, loading)
-            if order is not None:
-                saves.append(order)
+            if tracked.groups is not None and self._group_orders is not None:
+                released += self._group_orders.released(tracked.groups, computed_tokens)
+            saves += self._save_orders(tracked, output, computed_tokens, loading)
         ended = [*self._ended, *self._preempted()]
         beside, self._ended, self._beside = tuple(self._beside), [], []
-        return StepOrders(tuple(loads), tuple(saves), tuple(ended), beside, step_tokens, attended, decodes)
+        return StepOrders(
+            tuple(loads), tuple(saves), tuple(ended), beside, step_tokens, attended, decodes, tuple(released)
+        )
 
     def _track(self, request: Any) -> _Tracked:
         tracked = self._requests.get(request.request_id)
@@ -211,6 +257,8 @@ class SchedulerSide:
             described = self._describe(request)
             extras = described if isinstance(described, Extras) else None
             tracked = _Tracked(request, extras, preemptions=request.num_preemptions)
+            if self._group_orders is not None:
+                tracked.groups = GroupsOfRequest([0] * len(self._groups.groups))
             self._requests[request.request_id] = tracked
         return tracked
 
@@ -229,6 +277,21 @@ class SchedulerSide:
                 break
         return shortest or Lookup()
 
+    def _survey(self, prefix: RequestPrefix, most: int) -> Survey:
+        """Return what all ranks' shards have of each group."""
+        answers = []
+        for session in self._sessions:
+            of_shard = [Lookup() for _ in self._groups.groups]
+            for group in self._groups.groups:
+                named = address(session, prefix, group=group.number)
+                if named is not None:
+                    with suppress(KVStoreError):  # as in `_lookup`
+                        of_shard[group.number] = session.lookup(**named, deadline_s=self._lookup_deadline_s)
+                if group.stays and not of_shard[group.number].blocks:
+                    break
+            answers.append(of_shard)
+        return survey(self._groups, answers or [[Lookup() for _ in self._groups.groups]], most)
+
     def _hit(self, found: Lookup, first: int, last: int, tokens: int) -> Hit:
         size = self._block_tokens
         return hit_of(
@@ -236,29 +299,44 @@ class SchedulerSide:
         )
 
     def _load_order(self, tracked: _Tracked, first: int, last: int, block_ids: tuple[int, ...]) -> LoadOrder:
+        prefix, deadline_s = self._prefix(tracked, last), self._load_s(tracked)
+        return LoadOrder(tracked.request.request_id, prefix, first, block_ids, deadline_s)
+
+    def _load_s(self, tracked: _Tracked) -> float:
         rules = self._rules
         deadline_s = rules.beside_deadline_s if tracked.is_beside else rules.deadline_s
-        if tracked.loading is not None:
-            deadline_s = min(deadline_s, tracked.loading[1].deadline_s)
-        return LoadOrder(tracked.request.request_id, self._prefix(tracked, last), first, block_ids, deadline_s)
+        return deadline_s if tracked.loading is None else min(deadline_s, tracked.loading[1].deadline_s)
 
-    def _save_order(self, tracked: _Tracked, output: Any, computed_tokens: int, loading: set[int]) -> SaveOrder | None:
+    def _save_orders(
+        self, tracked: _Tracked, output: Any, computed_tokens: int, loading: set[Place]
+    ) -> Sequence[SaveOrder]:
         if not self._saves:
-            return None
+            return ()
         if computed_tokens < tracked.reached_tokens:  # a load failed; what was computed on top is computed again
             tracked.stored_blocks = min(tracked.stored_blocks, computed_tokens // self._block_tokens)
+            if tracked.groups is not None:
+                tracked.groups.taken_back(computed_tokens // self._block_tokens)
         tracked.reached_tokens = computed_tokens
         request_id = tracked.request.request_id
         guessed = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
         filled_tokens = computed_tokens + output.num_scheduled_tokens[request_id] - guessed
-        full = min(filled_tokens, len(tracked.request.all_token_ids)) // self._block_tokens
+        end = min(filled_tokens, len(tracked.request.all_token_ids))
+        full = end // self._block_tokens
+        if tracked.groups is not None and self._group_orders is not None:
+            if full <= min(tracked.groups.stored):
+                return ()
+            tracked.stored_blocks = max(tracked.stored_blocks, full)
+            state = output.kv_connector_block_state
+            tables, offers = state.get_block_ids(request_id), state.boundary_state_offloads.get(request_id, ())
+            prefix_of = partial(self._prefix, tracked)
+            return list(self._group_orders.saves(request_id, tracked.groups, end, tables, offers, prefix_of))
         if full <= tracked.stored_blocks:
-            return None
+            return ()
         block_ids = _block_ids(output, request_id)[:full]
         if not loading.isdisjoint(block_ids):
-            return None
+            return ()
         first, tracked.stored_blocks = tracked.stored_blocks, full
-        return SaveOrder(request_id, self._prefix(tracked, full), first, block_ids)
+        return (SaveOrder(request_id, self._prefix(tracked, full), first, block_ids),)
 
     def _preempted(self) -> Iterator[str]:
         for request_id, tracked in self._requests.items():
@@ -287,8 +365,6 @@ def _decodes(request: Any, computed_tokens: int) -> bool:
 
 
 def _block_ids(output: Any, request_id: str) -> tuple[int, ...]:
-    """Return the pool blocks of a request in this step. There is one cache group: `connector` refuses models with
-    more.
-    """
+    """Return the pool blocks of a request in this step, of an engine with one group."""
     groups = output.kv_connector_block_state.get_block_ids(request_id)
     return tuple(groups[0])

@@ -27,6 +27,8 @@ _KINDS: dict[str, SpecKind] = {
     "ChunkedLocalAttentionSpec": "sliding",
     "MambaSpec": "recurrent",
 }
+WITHOUT_HYBRID = "--disable-hybrid-kv-cache-manager, if the model runs with it, or use KVStoreTier"
+_DIVIDED = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "MambaSpec")
 _OTHER_INPUT = ("CrossAttentionSpec", "EncoderOnlyAttentionSpec")
 
 
@@ -34,6 +36,19 @@ def specs_in(spec: Any) -> list[Any]:
     """Return the specifications of a group's layers: one, or all in a UniformTypeKVCacheSpecs."""
     inside = getattr(spec, "kv_cache_specs", None)
     return list(inside.values()) if isinstance(inside, dict) else [spec]
+
+
+def unserved_spec(kv_cache_config: Any) -> str:
+    """Return why the connector, which divides the state of layers into blocks itself, cannot serve an engine; "" if it
+    can.
+    """
+    if unknown := unknown_spec(kv_cache_config):
+        return unknown
+    for group in kv_cache_config.kv_cache_groups:
+        name = type(group.kv_cache_spec).__name__
+        if name not in _DIVIDED:
+            return f"{group.layer_names[0]} keeps {name}, which this connector cannot divide: set {WITHOUT_HYBRID}"
+    return ""
 
 
 def all_specs(kv_cache_config: Any) -> Iterator[Any]:

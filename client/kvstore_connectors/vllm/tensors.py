@@ -2,9 +2,9 @@
 
 The module chooses between the two, gathers and scatters whole blocks in host memory, and owns the transfers of a pool
 on a device. It refuses tensors whose bytes it cannot name. A storage block is a pool block of every layer, layers in
-order. The module never looks inside a block: vLLM's CPU kernels pack keys and values in an order of their own
-instruction set, so no slice of a block means anything elsewhere (the fingerprint names the order). torch is imported on
-first use.
+order; where vLLM has several groups, of every layer of one of the store's. The module never looks inside a block:
+vLLM's CPU kernels pack keys and values in an order of their own instruction set, so no slice of a block means anything
+elsewhere (the fingerprint names the order). torch is imported on first use.
 
 On a device vLLM 0.32 and 0.33 show the cache of each layer as [block, head, token, content] (`KVCacheLayout`); in
 memory layers, blocks, heads and tokens may come in another order. A block's bytes are stored in their order in memory,
@@ -45,7 +45,9 @@ from kvstore_client.lease import Lease
 from kvstore_client.memory import Bytes
 from kvstore_client.session import Session
 from kvstore_connectors.moments import HostMoment, LayerProgress
+from kvstore_connectors.vllm.groups import StateGroup, StateGroups
 from kvstore_connectors.vllm.model import refused_backends
+from kvstore_connectors.vllm.orders import Place
 from kvstore_connectors.vllm.pages import Pages
 
 if TYPE_CHECKING:
@@ -76,19 +78,23 @@ def kv_tensors(
     vllm_config: Any,
     kv_cache_config: Any,
     *,
+    groups: StateGroups | None = None,
     stream_of: Callable[[int], int] = current_stream,
     budget: LinkBudget | None = None,
 ) -> KVTensors:
-    """Return the caches of the only group's layers, in its order. `budget` limits copies on a device. Raises ValueError
-    with a sentence.
+    """Return the caches of all groups' layers, in their order; `groups`: None if vLLM has one group. `budget` limits
+    copies on a device. Raises ValueError with a sentence.
     """
     group, blocks = kv_cache_config.kv_cache_groups[0], kv_cache_config.num_blocks
+    if groups is not None and not groups.is_plain:
+        first, *others = [_host_pool(kv_caches, each, blocks) for each in groups.groups]
+        first.others = others
+        return KVTensors(None, lambda session: first)
     tensors = _of_layers("KV cache", kv_caches, group.layer_names)
     page_bytes = group.kv_cache_spec.page_size_bytes
     if not tensors[0].is_cuda:
         layers = PagedLayers([_byte_view(tensor, blocks, page_bytes) for tensor in tensors])
-        if len({tensor.data_ptr() for tensor in tensors}) != len(tensors):
-            raise ValueError("layers share KV memory, which is not supported")
+        _check_apart(tensors)
         return KVTensors(None, lambda session: layers)
     attention = _of_layers("attention", vllm_config.compilation_config.static_forward_context, group.layer_names)
     refused = refused_backends({layer.get_attn_backend().get_name() for layer in attention})
@@ -100,6 +106,26 @@ def kv_tensors(
     return KVTensors(index, lambda session: DevicePages(session.device, pool, stream, budget))
 
 
+def _host_pool(kv_caches: Mapping[str, torch.Tensor], group: StateGroup, blocks: int) -> PagedLayers:
+    """Return the pool of one of several groups: the pieces of each layer follow each other, layer by layer."""
+    layers, slots = list[Bytes](), list[int]()
+    for number, names in enumerate(group.layers):
+        tensors = _of_layers("KV cache", kv_caches, names)
+        _check_apart(tensors)
+        for tensor in tensors:
+            if tensor.is_cuda:
+                raise ValueError("several kinds of KV cache are copied in host memory only")
+            view = _byte_view(tensor, blocks, group.page_bytes)
+            layers += [view] * group.pieces
+            slots += range(number * group.pieces, (number + 1) * group.pieces)
+    return PagedLayers(layers, slots)
+
+
+def _check_apart(tensors: Sequence[torch.Tensor]) -> None:
+    if len({tensor.data_ptr() for tensor in tensors}) != len(tensors):
+        raise ValueError("layers share KV memory, which is not supported")
+
+
 def _of_layers(what: str, by_name: Mapping[str, Any], names: Sequence[str]) -> list[Any]:
     missing = [name for name in names if name not in by_name]
     if missing:
@@ -108,49 +134,63 @@ def _of_layers(what: str, by_name: Mapping[str, Any], names: Sequence[str]) -> l
 
 
 def _byte_view(tensor: torch.Tensor, blocks: int, page_bytes: int) -> Any:
-    """Return uint8[blocks, page_bytes], sharing vLLM's memory."""
+    """Return uint8[blocks, page_bytes], sharing vLLM's memory, without the padding behind each state."""
     import torch
 
-    expected = blocks * page_bytes
-    if not tensor.is_contiguous() or tensor.nbytes != expected:
+    is_padded = tensor.shape[0] == blocks and tensor[0].is_contiguous()
+    if tensor.nbytes != blocks * page_bytes or not (tensor.is_contiguous() or is_padded):
         raise ValueError(
-            f"the KV cache of a layer is not one contiguous run of {expected} bytes, a layout that this vLLM is not "
-            "known to use on CPUs"
+            f"a block of a layer's KV cache is not one run of {page_bytes} bytes, a layout that this vLLM is not known "
+            "to use on CPUs"
         )
     return tensor.view(blocks, -1).view(torch.uint8).numpy()
 
 
 class PagedLayers:
-    """The pool in host memory. `layers`: uint8[num_blocks, page_bytes] views of vLLM's tensors, all of one shape.
-    Implements `Pages`.
+    """The pool in host memory. `layers`: uint8[num_blocks, page_bytes] views of vLLM's tensors, all of one shape. Where
+    a block of the store takes several pool blocks, `slots` has for each of `layers` which id of a place it takes, and
+    one layer may come several times. Implements `Pages`.
     """
 
     is_on_device = False
 
-    def __init__(self, layers: Sequence[Bytes]) -> None:
+    def __init__(self, layers: Sequence[Bytes], slots: Sequence[int] | None = None) -> None:
         if not layers or len({layer.shape for layer in layers}) != 1 or layers[0].ndim != 2:
             raise ValueError(f"layers of one shape are needed, got {sorted({layer.shape for layer in layers})}")
-        self._layers = tuple(layers)
+        self._layers, self._slots = tuple(layers), slots
+        self.others: Sequence[PagedLayers] = ()
         self.blocks, self._page_bytes = layers[0].shape
         self.block_bytes = len(layers) * self._page_bytes
 
     def now(self) -> HostMoment:
         return HostMoment(time.perf_counter())
 
-    def load(self, sources: Sequence[tuple[Lease, Sequence[int]]], after: HostMoment) -> HostLoad:
+    def of(self, group: int) -> PagedLayers:
+        return self.others[group - 1] if group else self
+
+    def load(self, sources: Sequence[tuple[Lease, Sequence[Place]]], after: HostMoment) -> HostLoad:
         return HostLoad(self, sources)
 
-    def gather(self, block_id: int, destination: Bytes) -> None:
-        """Copy a pool block of all layers to uint8[block_bytes]."""
+    def gather(self, block_id: Place, destination: Bytes) -> None:
+        """Copy a block of all layers to uint8[block_bytes]; a pool block that is not there is zeros."""
         start = 0
-        for layer in self._layers:
-            np.copyto(destination[start : start + self._page_bytes], layer[block_id])
+        for number, layer in enumerate(self._layers):
+            source = self._id(block_id, number)
+            np.copyto(destination[start : start + self._page_bytes], 0 if source is None else layer[source])
             start += self._page_bytes
 
-    def scatter(self, source: Bytes, block_id: int, layer: int) -> None:
-        """Copy one layer of `source` into a pool block."""
-        start = layer * self._page_bytes
-        np.copyto(self._layers[layer][block_id], source[start : start + self._page_bytes])
+    def scatter(self, source: Bytes, block_id: Place, layer: int) -> None:
+        """Copy one layer of `source` into a pool block, if it is there."""
+        start, target = layer * self._page_bytes, self._id(block_id, layer)
+        if target is not None:
+            np.copyto(self._layers[layer][target], source[start : start + self._page_bytes])
+
+    def _id(self, place: Place, layer: int) -> int | None:
+        """Return the pool block of a layer. Block 0 of a table is no block: never read, never written."""
+        if isinstance(place, int):
+            return place
+        assert self._slots is not None
+        return place[self._slots[layer]] or None
 
     def decoding(self, is_decoding: bool) -> None:
         """Do nothing: copies in host memory use no link."""
@@ -171,7 +211,7 @@ class HostLoad:
     read. Implements `BlockLoad`.
     """
 
-    def __init__(self, pool: PagedLayers, sources: Sequence[tuple[Lease, Sequence[int]]]) -> None:
+    def __init__(self, pool: PagedLayers, sources: Sequence[tuple[Lease, Sequence[Place]]]) -> None:
         self._pool = pool
         self._copies = [(held.payload(at), block_id) for held, ids in sources for at, block_id in enumerate(ids)]
         self._progress = LayerProgress()
@@ -269,12 +309,16 @@ class DevicePages:
     def now(self) -> DeviceMoment:
         return DeviceMoment(self._device, self._stream())
 
-    def load(self, sources: Sequence[tuple[Lease, Sequence[int]]], after: DeviceMoment) -> DeviceLoad:
-        leases = [(lease, 0, block_ids) for lease, block_ids in sources]
+    def of(self, group: int) -> DevicePages:
+        assert not group, "a device has pools of one group"
+        return self
+
+    def load(self, sources: Sequence[tuple[Lease, Sequence[Place]]], after: DeviceMoment) -> DeviceLoad:
+        leases = [(lease, 0, [_one(place) for place in places]) for lease, places in sources]
         return DeviceLoad(self.loads.load_all(leases, after=after.event, keep=after), self._stream)
 
-    def gather(self, block_id: int, destination: Bytes) -> None:
-        finish = self.stores.payload_of(block_id)(destination)
+    def gather(self, block_id: Place, destination: Bytes) -> None:
+        finish = self.stores.payload_of(_one(block_id))(destination)
         if finish is not None:
             finish()
 
@@ -286,6 +330,11 @@ class DevicePages:
 
     def close(self) -> None:
         self._transfers.close()
+
+
+def _one(place: Place) -> int:
+    assert isinstance(place, int), "a device has pools of one group"
+    return place
 
 
 class DeviceLoad:

@@ -18,12 +18,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import groupby
 
 from kvstore_client.lease import Lease
 from kvstore_client.session import Session
 from kvstore_connectors.moments import Moment
 from kvstore_connectors.vllm.identity import address
-from kvstore_connectors.vllm.orders import LoadOrder, LoadReport, SaveOrder, StepOrders, StepReport
+from kvstore_connectors.vllm.orders import LoadOrder, LoadReport, Place, SaveOrder, StepOrders, StepReport
 from kvstore_connectors.vllm.pages import BlockLoad, Pages
 from kvstore_connectors.vllm.saver import Saver
 from kvstore_proto.errors import KVStoreError
@@ -65,7 +66,8 @@ class WorkerSide:
         self._reuse_wait_s = reuse_wait_s
         self._say = say
         self._load: Load | None = None  # of this step
-        self._failed: set[int] = set()
+        self._failed: set[Place] = set()
+        self._failed_requests: set[str] = set()
         self._reports: list[LoadReport] = []
         self._beside = 0  # loads under way beside steps
         self._ended: list[Load] = []  # of those
@@ -77,8 +79,8 @@ class WorkerSide:
     def before_step(self, orders: StepOrders) -> None:
         """Prepare a step before it writes anything into the pool."""
         self._pages.decoding(bool(orders.decodes))
-        if self._saver is not None and orders.ended:
-            self._saver.let_go(orders.ended, self._reuse_wait_s)
+        if self._saver is not None and (orders.ended or orders.released):
+            self._saver.let_go(orders.ended, self._reuse_wait_s, orders.released)
         self._step = (orders, self._pages.now())
 
     def load(self, loads: Sequence[LoadOrder]) -> None:
@@ -92,10 +94,10 @@ class WorkerSide:
 
     def load_beside(self, orders: Sequence[LoadOrder]) -> None:
         """Begin to restore blocks for requests that wait; `take_ended` names the requests whose load has ended."""
-        for order in orders:
+        for _, of_request in groupby(orders, lambda order: order.request_id):
             with self._changed:
                 self._beside += 1
-            Load(self._session, self._pages, [order], say=self._say, on_end=self._beside_ended).start()
+            Load(self._session, self._pages, list(of_request), say=self._say, on_end=self._beside_ended).start()
 
     def save(self, saves: Sequence[SaveOrder]) -> None:
         """Let the filled blocks of a step be stored, after its forward."""
@@ -128,6 +130,13 @@ class WorkerSide:
         """Return the pool blocks whose load failed; vLLM computes them, and the tokens behind them, again."""
         self._end_load()
         failed, self._failed = self._failed, set()
+        return {block for block in failed if isinstance(block, int)}
+
+    def take_failed_requests(self) -> set[str]:
+        """Return the requests whose load failed, of models in which vLLM takes all of a load back. Call it after
+        `take_ended`.
+        """
+        failed, self._failed_requests = self._failed_requests, set()
         return failed
 
     def take_report(self) -> StepReport | None:
@@ -164,12 +173,19 @@ class WorkerSide:
 
     def _count(self, load: Load, seconds: float) -> None:
         failed = load.failed()
-        self._failed |= failed
+        if any(isinstance(place, tuple) for place in failed):
+            self._failed_requests.add(load.orders[0].request_id)
+        else:
+            self._failed |= failed
         self.counts.failed_blocks += len(failed)
         self.counts.load_s += seconds
         wanted = sum(len(order.block_ids) for order in load.orders)
+        self.counts.loaded_blocks += sum(load.join())
+        if len({order.group for order in load.orders}) > 1:
+            request_id = load.orders[0].request_id
+            self._reports.append(LoadReport(request_id, 0 if failed else wanted, seconds))
+            return
         for order, loaded in zip(load.orders, load.join(), strict=True):
-            self.counts.loaded_blocks += loaded
             share_s = seconds * len(order.block_ids) / max(wanted, 1)
             self._reports.append(LoadReport(order.request_id, loaded, share_s))
 
@@ -246,8 +262,8 @@ class Load:
         self.waited_s += time.perf_counter() - started
         return self._loaded
 
-    def failed(self) -> set[int]:
-        """Return the pool blocks that were not loaded. Call it after the load has ended."""
+    def failed(self) -> set[Place]:
+        """Return the places that were not loaded. Call it after the load has ended."""
         ends = zip(self.orders, self._loaded, strict=True)
         return {block for order, loaded in ends for block in order.block_ids[loaded:]}
 
@@ -266,7 +282,7 @@ class Load:
         self._on_end(self)
 
     def _leased(self, order: LoadOrder, held: ExitStack) -> Lease | None:
-        named = address(self._session, order.prefix, order.first_block)
+        named = address(self._session, order.prefix, order.first_block, order.group)
         if named is None:  # degraded
             return None
         wanted = len(order.block_ids)
@@ -278,16 +294,17 @@ class Load:
             0 if lease is None else min(len(lease), len(order.block_ids))
             for order, lease in zip(self.orders, leases, strict=True)
         ]
-        sources = [
-            (lease, order.block_ids[:count])
-            for order, lease, count in zip(self.orders, leases, counts, strict=True)
-            if lease is not None and count
-        ]
-        if not sources:
-            return counts
-        copies = self._pages.load(sources, self._after)
-        with self._changed:
-            self._copies = copies
-            self._changed.notify_all()
-        copies.finish()
+        for group in dict.fromkeys(order.group for order in self.orders):
+            sources = [
+                (lease, order.block_ids[:count])
+                for order, lease, count in zip(self.orders, leases, counts, strict=True)
+                if lease is not None and count and order.group == group
+            ]
+            if not sources:
+                continue
+            copies = self._pages.of(group).load(sources, self._after)
+            with self._changed:
+                self._copies = copies
+                self._changed.notify_all()
+            copies.finish()
         return [count if lease is not None and lease.valid else 0 for lease, count in zip(leases, counts, strict=True)]

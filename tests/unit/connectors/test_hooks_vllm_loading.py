@@ -22,7 +22,7 @@ from kvstore_connectors.vllm.worker import Load, WorkerSide
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.identity import BlockKeys, pack_tokens
 from kvstore_restore.choice import LoadChoice
-from tests.reference.vllm_records import BLOCK_TOKENS, HeldBlocks, KeyedStore, Step, request
+from tests.reference.vllm_records import BLOCK_TOKENS, HeldBlocks, KeyedStore, Step, plain_groups, request
 
 TOKENS = list(range(1, 23))
 TABLE = [10, 11, 12, 13, 14, 15]
@@ -34,8 +34,8 @@ class SlowStore(KeyedStore):
 
     load_s: tuple[float, ...] = ()
 
-    def lookup(self, tokens: Any = None, *, keys: BlockKeys | None = None, deadline_s: float | None = None) -> Lookup:
-        found = super().lookup(tokens, keys=keys, deadline_s=deadline_s)
+    def lookup(self, tokens: Any = None, *, keys: BlockKeys | None = None, **asked: Any) -> Lookup:
+        found = super().lookup(tokens, keys=keys, **asked)
         load_s = self.load_s[: found.blocks]
         return replace(found, load_s=load_s, estimated_load_s=sum(load_s), tiers=("nvme",) * found.blocks)
 
@@ -50,7 +50,7 @@ def scheduler(load_s: tuple[float, ...], token_s: float | None) -> tuple[Schedul
         for tokens in (5, 10, 20, 40) * 5:
             choice.observe_compute(0, tokens, token_s * tokens)
     side = SchedulerSide(
-        [store], lambda asked: describe_extras(asked, hashed_items=True), block_tokens=BLOCK_TOKENS, loads=True,
+        [store], lambda asked: describe_extras(asked, hashed_items=True), groups=plain_groups(), loads=True,
         saves=True, lookup_deadline_s=0.05, rules=LoadRules(choice, block_bytes=8),
     )  # fmt: skip
     return side, choice
@@ -78,7 +78,7 @@ def test_what_is_computed_though_it_is_stored_is_not_stored_again() -> None:
     side, _ = scheduler((0.2,) * 5, 0.01)
     asked = request("r", TOKENS)
     assert side.matched_tokens(asked, 0) == (0, False)
-    side.admitted(asked, 0, TABLE)
+    side.admitted(asked, 0, [TABLE])
     assert side.orders(Step(new={"r": (0, 22)}, tables={"r": TABLE}).output()).saves == ()
 
 
@@ -86,12 +86,12 @@ def test_a_load_beside_the_steps_is_ordered_once_and_its_request_is_computed_beh
     side, _ = scheduler((0.1,) * 5, 1.0)
     asked = request("r", TOKENS)
     assert side.matched_tokens(asked, 4) == (16, True)
-    side.admitted(asked, 16, TABLE)
+    side.admitted(asked, 16, [TABLE])
     orders = side.orders(Step().output())
     (order,) = orders.beside
     assert (order.first_block, order.block_ids, orders.loads) == (1, (11, 12, 13, 14), ())
     assert 0.4 < order.deadline_s <= 10.0
-    side.admitted(asked, 0, TABLE)  # vLLM's second call, once the load has ended
+    side.admitted(asked, 0, [TABLE])  # vLLM's second call, once the load has ended
     after = side.orders(Step(new={"r": (20, 2)}, tables={"r": TABLE}).output())
     assert (after.beside, after.loads, after.saves) == ((), (), ())
     assert pickle.loads(pickle.dumps(orders)) == orders
@@ -101,10 +101,10 @@ def test_blocks_that_did_not_come_are_computed_and_not_asked_for_again() -> None
     side, _ = scheduler((0.1,) * 5, 1.0)
     asked = request("r", TOKENS)
     side.matched_tokens(asked, 0)
-    side.admitted(asked, 20, TABLE)
+    side.admitted(asked, 20, [TABLE])
     side.orders(Step().output())
     assert side.matched_tokens(asked, 0) == (0, False), "nothing came, and vLLM asks again"
-    side.admitted(asked, 0, TABLE)
+    side.admitted(asked, 0, [TABLE])
     assert side.orders(Step(new={"r": (0, 22)}, tables={"r": TABLE}).output()).saves == (), "the store has them"
 
 
@@ -112,7 +112,7 @@ def test_reports_teach_the_choice() -> None:
     side, choice = scheduler((0.1,) * 5, 1.0)
     asked = request("r", TOKENS)
     side.matched_tokens(asked, 0)
-    side.admitted(asked, 20, TABLE)
+    side.admitted(asked, 20, [TABLE])
     before_s = choice.compute_s(0, 1000)
     for _ in range(20):
         side.learn(StepReport(tokens=1000, attended=500_000.0, compute_s=0.1))

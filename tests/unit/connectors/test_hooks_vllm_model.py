@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvstore_connectors.vllm.identity import Extras, Item
@@ -22,15 +23,11 @@ from kvstore_connectors.vllm.model import (
     refused_backends,
     weights_digest,
 )
-from tests.reference.vllm_records import image, request
+from tests.reference.vllm_records import group_spec, image, request
 
 
 class FullAttentionSpec(SimpleNamespace):
     """Named as vLLM's, which the hook recognises by its name."""
-
-
-class SlidingWindowSpec(SimpleNamespace):
-    pass
 
 
 def configuration() -> tuple[Any, Any]:
@@ -66,6 +63,30 @@ def test_a_block_has_every_layer_of_its_tokens() -> None:
     assert (made.block_tokens, made.engine_block_tokens, made.kv_dtype, made.key_hash) == (
         128, 128, "bfloat16", "blake2b",
     )  # fmt: skip
+
+
+def test_several_groups_are_in_the_fingerprint_with_what_each_needs() -> None:
+    config = configuration()
+    plain = fingerprint(config)
+    another(config, "SlidingWindowSpec", page_size_bytes=1024)
+    another(
+        config, "MambaSpec", mamba_cache_mode="align", shapes=((3,), (5, 2)), dtypes=(np.dtype("i2"), np.dtype("f4"))
+    )
+    config[1].kv_cache_groups[0].kv_cache_spec.head_size_v = 64
+    assert refusal(*config) == ""
+    made = fingerprint(config)
+    assert [(group.kind, group.window_tokens, len(group.layers)) for group in made.groups] == [
+        ("full", 0, 30), ("sliding", 256, 1), ("recurrent", 0, 1),
+    ]  # fmt: skip
+    assert [made.payload_bytes(number) for number in range(3)] == [plain.payload_bytes(), 1024, 46]
+    assert made.digest() != plain.digest() and '"hybrid_manager":true' in made.layout
+
+
+def test_latent_blocks_are_served_in_host_memory_and_said_to_be_latent() -> None:
+    config = configuration()
+    latent(config)
+    assert refusal(*config) == ""
+    assert [group.kind for group in fingerprint(config).groups] == ["latent"]
 
 
 def test_the_path_of_a_model_is_not_in_the_digest() -> None:
@@ -128,13 +149,34 @@ REFUSED: dict[str, Callable[[tuple[Any, Any]], None]] = {
     "in a nvfp4 KV cache": lambda c: on_cuda(c, cache_dtype="nvfp4"),
     "an order of their own": lambda c: on_cuda(c, num_head_slots=6),
     "unset --enable-sleep-mode": lambda c: on_cuda(c, sleeps=True),
-    "2 kinds of KV cache": lambda c: c[1].kv_cache_groups.append(c[1].kv_cache_groups[0]),
-    "SlidingWindowSpec": lambda c: setattr(c[1].kv_cache_groups[0], "kv_cache_spec", SlidingWindowSpec()),
+    "ChunkedLocalAttentionSpec, which this connector cannot divide: set --disable-hybrid": lambda c: another(
+        c, "ChunkedLocalAttentionSpec"
+    ),
+    "depends on another input than the tokens": lambda c: another(c, "CrossAttentionSpec"),
+    "several kinds of state (full and sliding), which this connector copies in host memory only: set --disable-hybrid"
+    "-kv-cache-manager": lambda c: (on_cuda(c), another(c, "SlidingWindowSpec")),
+    "keep MLAAttentionSpec caches, which this connector copies in host": lambda c: (on_cuda(c), latent(c)),
+    "guesses tokens": lambda c: (
+        another(c, "SlidingWindowSpec"),
+        setattr(c[0], "speculative_config", SimpleNamespace()),
+    ),
+    "set --enable-prefix-caching": lambda c: another(c, "MambaSpec", mamba_cache_mode="none"),
+    "blocks of 1920 tokens": lambda c: another(c, "SlidingWindowSpec", block_size=960),
     "pipeline parallelism": lambda c: setattr(c[0].parallel_config, "pipeline_parallel_size", 2),
     "context parallelism": lambda c: setattr(c[0].parallel_config, "decode_context_parallel_size", 2),
     "calculate_kv_scales": lambda c: setattr(c[0].cache_config, "calculate_kv_scales", True),
     "smaller --block-size": lambda c: setattr(spec_of(c), "block_size", 1024),
 }
+
+
+def another(config: tuple[Any, Any], name: str, **fields: Any) -> None:
+    """A second group, whose specification is of this class of vLLM's."""
+    spec = group_spec(name, **({"block_size": 128, "sliding_window": 256, "dtype": "torch.bfloat16"} | fields))
+    config[1].kv_cache_groups.append(SimpleNamespace(kv_cache_spec=spec, layer_names=["layer.30"]))
+
+
+def latent(config: tuple[Any, Any]) -> None:
+    config[1].kv_cache_groups[0].kv_cache_spec = group_spec("MLAAttentionSpec", **vars(spec_of(config)))
 
 
 @pytest.mark.parametrize("words", REFUSED)
