@@ -55,6 +55,7 @@ def main() -> None:
         answer = {
             "wall_s": wall_s,
             "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+            "logprobs": [_logprobs(output.outputs[0]) for output in outputs],
             "cached": [output.num_cached_tokens for output in outputs],
             "finish": [output.outputs[0].finish_reason for output in outputs],
             "ttft_s": [_ttft_s(output) for output in outputs],
@@ -64,6 +65,12 @@ def main() -> None:
     shut_down = getattr(llm.llm_engine.engine_core, "shutdown", None)
     if shut_down is not None:
         shut_down()
+
+
+def _logprobs(completion: Any) -> list[float]:
+    """Of the tokens of the answer; [] unless the request asked for them."""
+    found = zip(completion.token_ids, completion.logprobs or (), strict=False)
+    return [float(of_place[token].logprob) for token, of_place in found]
 
 
 def _preemptions(llm: Any) -> int:

@@ -27,6 +27,7 @@ class Answer:
 
     wall_s: float
     tokens: list[list[int]]
+    logprobs: list[list[float]]
     cached: list[int]
     finish: list[str]
     ttft_s: list[float | None]
