@@ -7,8 +7,8 @@ that take over part of a conversation. Both stores have as much DRAM, and load a
   the agents store, a tmpfs of that size (ours has `nvme.capacity` below it); then with room for all. The file tier has
   no limit to set and removes nothing: once as it is, once beside a cleaner, which removes the least used files in time.
 - Damage, with room for all: one bit is flipped in each of 1,000 blocks at rest (100 with --quick). A block counts as
-  served wrong where the engine used it; an answer as wrong where its token or its log probability is not the one that
-  vLLM computes behind as many cached tokens.
+  served wrong where the first token behind it, or that token's log probability, is not what vLLM computes behind as
+  many cached tokens. Most low bits of float32 do not show there.
 
 vLLM refuses its offloading on CPUs: a plain copy in host memory stands in the place of its device copy
 (tests/vllm/host_spec.py); all else is vLLM's. By its default it keeps windows at few places of a prompt
@@ -44,6 +44,7 @@ from support.vllm_engine import EngineDied, EngineProcess
 from rivals.environments import CannotSetUp, with_tmpfs
 from rivals.vllm_stores import MIB, FileTier, Opened, Ours, Store, flip, settled
 
+LOG = "engine.log"
 AGENTS = (32, 10)  # in all, and at work at a time
 BLOCK_TOKENS, VOCABULARY, POOL_TOKENS = 128, 8000, 8192
 SMALL_SHARE = 0.4  # of what the agents store, that the small disk holds
@@ -68,7 +69,6 @@ class Found:
     first_token_s: list[float] = field(default_factory=list)
     disk_bytes: int = 0
     served_wrong: int = 0
-    wrong_answers: int = 0
 
     @property
     def first_token_ms(self) -> float:
@@ -112,16 +112,17 @@ class Comparison:
                 answer = engine.ask([prompt], 1)
                 found.hit_tokens += answer.cached[0]
                 found.first_token_s.append(answer.ttft_s[0] or 0.0)
+            if "KV load failure" in (self.folder / LOG).read_text(errors="replace"):
+                raise RuntimeError(f"{store.name}: loads failed, and vLLM counts their tokens as cached all the same")
             after = _answered(engine, [*flipped, *intact]) if damages else []
         outcomes = [(cached, answer == known.get(cached)) for (cached, answer), known in zip(after, right, strict=True)]
         if outcomes[len(flipped) :] != [(BLOCK_TOKENS, True)] * len(intact):
             raise RuntimeError(f"{store.name}: intact blocks are not served, or not answered as computed")
-        found.served_wrong = sum(cached > 0 for cached, _ in outcomes[: len(flipped)])
-        found.wrong_answers = sum(not is_right for _, is_right in outcomes)
+        found.served_wrong = sum(not is_right for _, is_right in outcomes)
         asked = sum(map(len, self.agents.after))
         progress(
             f"{store.name}: {found.hit_tokens} of {asked} tokens hit, {found.first_token_ms:.1f} ms, "
-            f"{found.disk_bytes / MIB:.0f} MiB; damaged: {found.served_wrong} served, {found.wrong_answers} wrong"
+            f"{found.disk_bytes / MIB:.0f} MiB; of {len(flipped)} damaged blocks {found.served_wrong} served wrong"
         )
         return found
 
@@ -134,8 +135,7 @@ class Comparison:
                 "kv_cache_memory_bytes": POOL_TOKENS * TOKEN_BYTES[self.model],
                 **(self.tier_options if isinstance(store, FileTier) else {}),
             }  # fmt: skip
-            log = self.folder / "engine.log"
-            with EngineProcess(log, python=str(vllm_engine.PYTHON), **given) as engine:
+            with EngineProcess(self.folder / LOG, python=str(vllm_engine.PYTHON), **given) as engine:
                 yield engine, opened
 
 
@@ -166,8 +166,6 @@ def measure(quick: bool, model: str, retention: str, small_disk: Path) -> list[R
         Row("hit_tokens_vs_fs_with_room", ours.hit_tokens, "tokens", hits[2], "file tier"),
         Row("wrong_bytes_served", ours.served_wrong, "blocks", flips, "damaged", AT_MOST, 0.0),
         Row("wrong_bytes_served_fs", theirs.served_wrong, "blocks", flips, "damaged"),
-        Row("wrong_answers", ours.wrong_answers, "answers", flips, "damaged", AT_MOST, 0.0),
-        Row("wrong_answers_fs", theirs.wrong_answers, "answers", flips, "damaged"),
         within("disk_bytes", ours_small.disk_bytes / MIB, "MiB", small / MIB),
         Row("disk_bytes_fs", theirs.disk_bytes / MIB, "MiB", small / MIB, "that limit"),
         Row("first_token_vs_fs", ours.first_token_ms, "ms", theirs.first_token_ms, "file tier"),
