@@ -105,6 +105,16 @@ def in_network_namespace(command: Sequence[str | Path]) -> Sequence[str | Path]:
     )
 
 
+def with_tmpfs(command: Sequence[str | Path], directory: Path, nbytes: int) -> Sequence[str | Path]:
+    """`command` where a tmpfs of `nbytes` is mounted on `directory`, which ends with it. Raises CannotSetUp."""
+    script = 'mount -t tmpfs -o "size=$0" tmpfs "$1" && shift && exec "$@"'
+    for start in (["unshare", "--mount"], ["unshare", "--map-root-user", "--mount"]):
+        wrapped = [*start, "--", "sh", "-c", script, str(nbytes), str(directory)]
+        if _works([*wrapped, "true"]):
+            return [*wrapped, *command]
+    raise CannotSetUp("no file system can be mounted: run as root, or allow unprivileged user namespaces")
+
+
 def _works(command: list[str]) -> bool:
     try:
         return subprocess.run(command, capture_output=True, check=False).returncode == 0

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 
 from tests.reference.benchmark_scripts import BENCHMARKS, importable
@@ -52,7 +56,7 @@ def load(name: str) -> ModuleType:
     return importlib.import_module(name)
 
 
-@pytest.mark.parametrize("name", ["rivals.lmcache", "rivals.values", "many_clients", "degraded"])
+@pytest.mark.parametrize("name", ["rivals.lmcache", "rivals.values", "rivals.vllm_fs", "many_clients", "degraded"])
 def test_a_benchmark_loads_without_its_rival_installed(name: str) -> None:
     load(name)
 
@@ -216,3 +220,60 @@ def test_a_batch_that_is_not_the_one_put_is_found_out(monkeypatch: pytest.Monkey
     batch.target[3, 4096] ^= 1
     with pytest.raises(RuntimeError, match="batch 1"):
         batch.check(1)
+
+
+def test_agents_share_beginnings_that_end_anywhere_and_go_on() -> None:
+    agents = load("support.traces").agents_of(12, 4, 500)
+
+    def shared(left: list[int], right: list[int]) -> int:
+        return next((at for at, pair in enumerate(zip(left, right, strict=False)) if pair[0] != pair[1]), len(left))
+
+    best = [max(shared(earlier, prompt) for earlier in agents.before) for prompt in agents.after]
+    assert len(agents.after) == 6 and all(any(p[: len(e)] == e for e in agents.before) for p in agents.after[:4])
+    assert min(best) >= 250 and len({tokens % 128 for tokens in best}) > 2
+    assert load("support.traces").Agents([[1, 2, 3, 4, 5], [1, 2, 9, 9]], []).distinct_blocks(2) == 3
+
+
+def test_one_bit_of_each_block_stored_between_two_times_is_flipped_and_ours_finds_it(tmp_path: Path) -> None:
+    stores, stored = load("rivals.vllm_stores"), load("torture_runs.stored_directory")
+    transfers = importlib.import_module("kvstore_tiers.testing.transfers")
+    payload = np.arange(5000, dtype=np.uint8)
+    with closing(stored.NvmeTier.open(tmp_path / "nvme", 4 << 20, slab_bytes=256 << 10, io_threads=1)) as tier:
+        for number, created_ns in enumerate((10, 20, 29, 30), 1):
+            header = stored.StoredBlock(number, stored.TENANTS[0], [payload]).header()
+            assert transfers.put(tier, replace(header, created_ns=created_ns), payload) is not None
+    ours = stores.Ours(tmp_path / "state").blocks(tmp_path, 20, 30)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.slab")}
+
+    stores.flip(ours)
+
+    assert [end - start for ((_, start, end),) in ours] == [5000, 5000]
+    changed = [
+        (old ^ new).bit_count()
+        for path, raw in before.items()
+        for old, new in zip(raw, path.read_bytes(), strict=True)
+        if old != new
+    ]
+    assert changed == [1, 1]
+    with closing(stored.NvmeTier.open(tmp_path / "nvme", 4 << 20, slab_bytes=256 << 10, io_threads=1)) as tier:
+        read = {header.created_ns: transfers.get(tier, slot, header.key, 5000) for slot, header in tier.recover()}
+    assert {created_ns: outcome.ok for created_ns, (outcome, _) in read.items()} == {
+        10: True,
+        20: False,
+        29: False,
+        30: True,
+    }
+
+
+def test_files_of_a_block_are_one_place_each_and_the_least_used_files_leave_first(tmp_path: Path) -> None:
+    stores = load("rivals.vllm_stores")
+    for at, name in enumerate(("aa_g0/1", "aa_g1/1", "ab_g0/2", "ac_g0/3")):
+        (tmp_path / f"{name}.bin").parent.mkdir()
+        (tmp_path / f"{name}.bin").write_bytes(bytes(100))
+        os.utime(tmp_path / f"{name}.bin", (at, at))
+
+    blocks = stores.FileTier().blocks(tmp_path, 0, 3_000_000_000)
+    stores.remove_unused(tmp_path.rglob("*.bin"), 150)
+
+    assert [[path.parent.name for path, _, _ in places] for places in blocks] == [["aa_g0", "aa_g1"], ["ab_g0"]]
+    assert sorted(path.stem for path in tmp_path.rglob("*.bin")) == ["2", "3"]

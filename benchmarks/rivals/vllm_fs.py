@@ -1,0 +1,217 @@
+"""kvstored beside vLLM's own offloading with its file tier, in vLLM on CPUs, after a restart of engine and store.
+
+A small model with random weights, the same prompts, one engine at a time: agents with one system prompt, and others
+that take over part of a conversation. Both stores have as much DRAM, and load all that they find.
+
+- Hits after the restart: the next turn of every agent at work, and agents that begin. On a disk of two fifths of what
+  the agents store, a tmpfs of that size (ours has `nvme.capacity` below it); then with room for all. The file tier has
+  no limit to set and removes nothing: once as it is, once beside a cleaner, which removes the least used files in time.
+- Damage, with room for all: one bit is flipped in each of 1,000 blocks at rest (100 with --quick). A block counts as
+  served wrong where the first token behind it, or that token's log probability, is not what vLLM computes behind as
+  many cached tokens. Most low bits of float32 do not show there.
+
+vLLM refuses its offloading on CPUs: a plain copy in host memory stands in the place of its device copy
+(tests/vllm/host_spec.py); all else is vLLM's. By its default it keeps windows at few places of a prompt
+(`--retention default`); here at all. Needs .venv-vllm (`make test-vllm`), and to be root or to have user namespaces.
+
+    python benchmarks/rivals/vllm_fs.py --quick
+    python benchmarks/rivals/vllm_fs.py --model sliding --json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from support import vllm_engine
+from support.report import AT_LEAST, AT_MOST, Row, median, parser_of, printed, progress, within
+from support.traces import Agents, agents_of
+from support.vllm_engine import EngineDied, EngineProcess
+
+from rivals.environments import CannotSetUp, with_tmpfs
+from rivals.vllm_stores import MIB, FileTier, Opened, Ours, Store, flip, settled
+
+LOG = "engine.log"
+AGENTS = (32, 10)  # in all, and at work at a time
+BLOCK_TOKENS, VOCABULARY, POOL_TOKENS = 128, 8000, 8192
+SMALL_SHARE = 0.4  # of what the agents store, that the small disk holds
+SMALL_DISK = "KVSTORED_SMALL_DISK"  # where it is mounted, for the process that was started beneath it
+BATCH = 20  # prompts whose blocks vLLM's own pool holds together
+LAYERS = {"dense": ["full_attention"] * 2, "sliding": ["sliding_attention"] * 5 + ["full_attention"]}
+TOKEN_BYTES = {model: 2 * 128 * 4 * len(layers) for model, layers in LAYERS.items()}  # K and V in float32
+MODEL = {
+    "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_size": 128, "intermediate_size": 256,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 128, "query_pre_attn_scalar": 128,
+    "vocab_size": VOCABULARY, "max_position_embeddings": 8192, "sliding_window": 256, "rms_norm_eps": 1e-6,
+    "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True, "attention_bias": False,
+    "torch_dtype": "float32", "bos_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+
+
+@dataclass
+class Found:
+    """What a store did after the restart. `disk_bytes`: what it took of the disk before it."""
+
+    hit_tokens: int = 0
+    first_token_s: list[float] = field(default_factory=list)
+    disk_bytes: int = 0
+    served_wrong: int = 0
+
+    @property
+    def first_token_ms(self) -> float:
+        return median(self.first_token_s) * 1e3
+
+
+@dataclass
+class Comparison:
+    """One model, the prompts of agents, and the prompts whose blocks are damaged: a block and a little each."""
+
+    model: str
+    folder: Path
+    agents: Agents
+    flipped: list[list[int]]
+    intact: list[list[int]]
+    tier_options: dict[str, Any]
+
+    def found(self, store: Store, disk: Path, room: int, *, damages: bool) -> Found:
+        """Ask what came before the restart, restart, and ask what comes next. `room`: bytes of the disk. Raises
+        RuntimeError where intact blocks are not served, or are answered otherwise than computed ones."""
+        shutil.rmtree(disk, ignore_errors=True)
+        disk.mkdir()
+        found = Found()
+        flipped, intact = (self.flipped, self.intact) if damages else ([], [])
+        with self._serving(store, disk, room) as (engine, opened):
+            for prompt in self.agents.before:
+                engine.ask([prompt], 1)
+            since_ns = settled(opened)
+            right = _right(engine, flipped)
+            until_ns = settled(opened)
+            right += _right(engine, intact)
+            settled(opened)
+        found.disk_bytes = sum(path.stat().st_blocks * 512 for path in disk.rglob("*") if path.is_file())
+        blocks = store.blocks(disk, since_ns, until_ns)
+        if len(blocks) != len(flipped):
+            raise RuntimeError(f"{store.name} stored {len(blocks)} of {len(flipped)} blocks")
+        flip(blocks)
+        with self._serving(store, disk, room) as (engine, _):
+            _answered(engine, [self.intact[0][::-1]])  # first use
+            for prompt in self.agents.after:
+                answer = engine.ask([prompt], 1)
+                found.hit_tokens += answer.cached[0]
+                found.first_token_s.append(answer.ttft_s[0] or 0.0)
+            if "KV load failure" in (self.folder / LOG).read_text(errors="replace"):
+                raise RuntimeError(f"{store.name}: loads failed, and vLLM counts their tokens as cached all the same")
+            after = _answered(engine, [*flipped, *intact]) if damages else []
+        outcomes = [(cached, answer == known.get(cached)) for (cached, answer), known in zip(after, right, strict=True)]
+        if outcomes[len(flipped) :] != [(BLOCK_TOKENS, True)] * len(intact):
+            raise RuntimeError(f"{store.name}: intact blocks are not served, or not answered as computed")
+        found.served_wrong = sum(not is_right for _, is_right in outcomes)
+        asked = sum(map(len, self.agents.after))
+        progress(
+            f"{store.name}: {found.hit_tokens} of {asked} tokens hit, {found.first_token_ms:.1f} ms, "
+            f"{found.disk_bytes / MIB:.0f} MiB; of {len(flipped)} damaged blocks {found.served_wrong} served wrong"
+        )
+        return found
+
+    @contextmanager
+    def _serving(self, store: Store, disk: Path, room: int) -> Iterator[tuple[EngineProcess, Opened]]:
+        with store.opened(disk, room) as opened:
+            given = {
+                "model": str(self.folder), "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "float32",
+                "seed": 0, "max_num_seqs": 1, "max_model_len": 4096, "transfer": opened.transfer,
+                "kv_cache_memory_bytes": POOL_TOKENS * TOKEN_BYTES[self.model],
+                **(self.tier_options if isinstance(store, FileTier) else {}),
+            }  # fmt: skip
+            with EngineProcess(self.folder / LOG, python=str(vllm_engine.PYTHON), **given) as engine:
+                yield engine, opened
+
+
+def measure(quick: bool, model: str, retention: str, small_disk: Path) -> list[Row]:
+    draw = np.random.default_rng(2)
+    one_block = [[int(token) for token in draw.integers(2, VOCABULARY, BLOCK_TOKENS + 8)] for _ in range(1020)]
+    with tempfile.TemporaryDirectory(prefix="kvfs-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        layers = {"num_hidden_layers": len(LAYERS[model]), "layer_types": LAYERS[model]}
+        (folder / "config.json").write_text(json.dumps(MODEL | layers))
+        compared = Comparison(
+            model, folder, agents_of(*AGENTS, VOCABULARY), one_block[20 : 120 if quick else None], one_block[:20],
+            {"prefix_cache_retention_interval": None} if retention == "none" else {},
+        )  # fmt: skip
+        large, small = 4 << 30, shutil.disk_usage(small_disk).total
+        full, cleaned, ours_small = (
+            compared.found(store, small_disk / "disk", small - MIB, damages=False)
+            for store in (FileTier(), FileTier(is_cleaned=True), Ours(folder / "state-small"))
+        )
+        theirs, ours = (
+            compared.found(store, folder / "disk", large, damages=True)
+            for store in (FileTier(), Ours(folder / "state"))
+        )
+    flips, hits = len(compared.flipped), [max(each.hit_tokens, 1) for each in (full, cleaned, theirs)]
+    return [
+        Row("hit_tokens_vs_fs", ours_small.hit_tokens, "tokens", hits[0], "file tier", AT_LEAST, 1.5),
+        Row("hit_tokens_vs_fs_cleaned", ours_small.hit_tokens, "tokens", hits[1], "beside a cleaner"),
+        Row("hit_tokens_vs_fs_with_room", ours.hit_tokens, "tokens", hits[2], "file tier"),
+        Row("wrong_bytes_served", ours.served_wrong, "blocks", flips, "damaged", AT_MOST, 0.0),
+        Row("wrong_bytes_served_fs", theirs.served_wrong, "blocks", flips, "damaged"),
+        within("disk_bytes", ours_small.disk_bytes / MIB, "MiB", small / MIB),
+        Row("disk_bytes_fs", theirs.disk_bytes / MIB, "MiB", small / MIB, "that limit"),
+        Row("first_token_vs_fs", ours.first_token_ms, "ms", theirs.first_token_ms, "file tier"),
+    ]
+
+
+def main() -> int:
+    parser = parser_of(__doc__ or "", "a tenth of the damage")
+    parser.add_argument("--model", choices=TOKEN_BYTES, default="dense", help="sliding: five windowed layers to a full")
+    parser.add_argument("--retention", choices=("none", "default"), default="none", help="of windows, by the file tier")
+    options = parser.parse_args()
+    try:
+        if SMALL_DISK not in os.environ:
+            return _beneath_small_disk(options.model)
+        if not vllm_engine.PYTHON.exists():
+            raise CannotSetUp(f"there is no {vllm_engine.PYTHON}: make test-vllm makes it, or set KVSTORED_VLLM_PYTHON")
+        rows = measure(options.quick, options.model, options.retention, Path(os.environ[SMALL_DISK]))
+    except (CannotSetUp, EngineDied, RuntimeError) as error:
+        progress(f"vllm_fs: FAILED, {error}")
+        return 2
+    return printed(rows, as_json=options.json)
+
+
+def _beneath_small_disk(model: str) -> int:
+    """Run this program again where the small disk is mounted."""
+    blocks = agents_of(*AGENTS, VOCABULARY).distinct_blocks(BLOCK_TOKENS)
+    nbytes = int(SMALL_SHARE * blocks * BLOCK_TOKENS * TOKEN_BYTES[model]) // MIB * MIB
+    with tempfile.TemporaryDirectory(prefix="kvfs-small-") as name:
+        command = with_tmpfs([sys.executable, *sys.argv], Path(name), nbytes)
+        return subprocess.run(command, env={**os.environ, SMALL_DISK: name}, check=False).returncode
+
+
+def _answered(engine: EngineProcess, prompts: Sequence[list[int]]) -> list[tuple[int, Any]]:
+    """Return of each prompt how many tokens were cached; and the first token, with its log probability."""
+    answer = engine.ask(prompts, 1, sampling={"logprobs": 0})
+    return list(zip(answer.cached, zip(answer.tokens, answer.logprobs, strict=True), strict=True))
+
+
+def _right(engine: EngineProcess, prompts: Sequence[list[int]]) -> list[dict[int, Any]]:
+    """Return the answers that vLLM computes: to each prompt by how much was cached, nothing and then its block."""
+    known = []
+    for first in range(0, len(prompts), BATCH):
+        twice = [_answered(engine, prompts[first : first + BATCH]) for _ in range(2)]
+        known += [dict(outcomes) for outcomes in zip(*twice, strict=True)]
+    return known
+
+
+if __name__ == "__main__":
+    sys.exit(main())
