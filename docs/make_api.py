@@ -28,10 +28,12 @@ MODULES = {  # module -> its public names, in the order of the page
         "PutReceipt",
         "PutTerms",
         "Lookup",
+        "ResumePoint",
         "Prefetched",
         "Statistics",
         "Fingerprint",
         "LayerGroup",
+        "StatePart",
         "BlockKeys",
         "KVStoreError",
         "ErrorKind",
@@ -75,7 +77,8 @@ def _member(name: str, member: object) -> Iterator[str]:
 
 
 def _public(cls: type) -> Iterator[tuple[str, object]]:
-    for attribute, value in vars(cls).items():
+    ours = [each for each in reversed(cls.__mro__) if each.__module__.startswith("kvstore_")]
+    for attribute, value in {name: value for each in ours for name, value in vars(each).items()}.items():
         if not attribute.startswith("_") and (inspect.isroutine(value) or isinstance(value, property)):
             yield attribute, value
 

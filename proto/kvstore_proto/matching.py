@@ -23,8 +23,8 @@ def match_of(kind: str) -> pb.Match.ValueType:
 def boundaries(present: Sequence[bool], match: int, window_blocks: int) -> int:
     """Return the boundaries at which a group can resume; `match` is a `Match` of the wire.
 
-    prefix: those of the leading run. window: those whose last `window_blocks` blocks are all present, or all blocks
-    where there are fewer. exact: those right behind a block that is present. An unknown match counts as prefix.
+    prefix: every boundary in the leading run. window: where the last `window_blocks` blocks before it are present, or
+    all blocks if there are fewer. exact: right behind each block that is present. An unknown match counts as prefix.
     """
     if match not in (pb.MATCH_EXACT, pb.MATCH_WINDOW):
         return (2 << (present.index(False) if False in present else len(present))) - 1

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvstore_client import Fingerprint, LayerGroup, Session, aio
+from kvstore_client import Fingerprint, LayerGroup, Session, StatePart, aio
 from kvstore_connectors.load import Prompt, lease_by_choice
 from tests.reference.conversations import holds, model, payloads_of, put_conversation, tokens_of
 from tests.reference.running_daemon import RunningDaemon, eventually, running_daemon
@@ -134,7 +134,7 @@ def test_layer_groups_reach_the_end(daemon: RunningDaemon) -> None:
 @pytest.mark.parametrize(("kind", "window"), [("recurrent", 0), ("sliding", 20 * 64)])
 def test_other_rules_than_the_leading_run_look_at_all_of_it(daemon: RunningDaemon, kind: str, window: int) -> None:
     """A snapshot stands alone, and a window may span two messages: nothing is stored before them."""
-    group = LayerGroup(0, kind, window, (0,), 16)
+    group = LayerGroup(0, kind, window, (0,), parts=(StatePart("state", "f32", (4,)),))
     with daemon.connect(Fingerprint(kind, kind, groups=(group,))) as session:
         keys = session.keys(TOKENS)
         assert keys is not None

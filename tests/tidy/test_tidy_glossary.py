@@ -126,7 +126,7 @@ def _api_names() -> Iterator[str]:
 
 
 def _verbs_and_results() -> set[str]:
-    methods = (name for name in vars(kvstore_client.Session) if not name.startswith("_"))
+    methods = (name for name in dir(kvstore_client.Session) if not name.startswith("_"))
     callables = {name for name in methods if callable(getattr(kvstore_client.Session, name))}
     requests = {field.name for field in wire.Request.DESCRIPTOR.oneofs_by_name["op"].fields}
     return callables | requests | _subcommands() | set(kvstore_client.__all__)

@@ -224,13 +224,11 @@ class ResidencyView:
         """Return whether the copy in `tier` may be evicted now: it is RESIDENT and unpinned, and has no child in this
         tier that needs it. The slowest tier cannot demote: there the block also needs another copy, or no such child in
         any tier."""
-        copies = self.copies[tier]
+        copies, rows = self.copies[tier], self.rows
         if copies.state[row] != _RESIDENT or row in self.pins:
             return False
-        if copies.kids[row]:
-            return self.stands_alone(row)
-        last = tier == len(self.copies) - 1
-        return not (last and self.rows.links[row] and self.rows.mask[row] == ONLY[tier]) or self.stands_alone(row)
+        is_last = rows.links[row] and tier == len(self.copies) - 1 and rows.mask[row] == ONLY[tier]
+        return not (copies.kids[row] or is_last) or self.kind_window[rows.kind[row]] > 0
 
     def policy_may_name(self, row: int, tier: int) -> bool:
         """Return whether a policy may name the copy in `tier` as its victim: the copy may be evicted, and the block's
@@ -270,8 +268,8 @@ class ResidencyView:
         return self.kind_window[self.rows.kind[row]] > 0
 
     def dependents(self, row: int, tier: int | None = None) -> int:
-        """Return the number of child rows that are of no use without the block; with `tier`, only of those that have a
-        copy in `tier`."""
+        """Return the number of child rows that are of no use without the block; with `tier`, of child rows with a copy
+        in `tier`."""
         children = self.children(row, tier)
         return 0 if children and self.stands_alone(row) else children
 

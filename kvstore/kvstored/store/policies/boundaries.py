@@ -1,10 +1,10 @@
 """The blocks of windowed and recurrent layer groups that no boundary needs at which a request is likely to resume.
 
-Such a boundary is the end of what was stored of a prompt, and a block that several chains continue: there another
-prompt has branched. A sliding window needs its last blocks before it, a recurrent group the one with the state. The
-blocks before those are *spent*: they have a priority below all that users can give, so they leave a full tier first,
-whatever policy orders the others (`ranked`), and stay as long as there is room. A block that a user gave a priority
-keeps that.
+A request is likely to resume at the end of what was stored of a prompt, and at a block that several chains continue:
+there another prompt has branched. A sliding window needs the last blocks before that boundary, a recurrent group the
+one with the state. All other blocks of these groups are *spent*: they have a priority below all that users can give,
+leave a full tier first, whatever policy orders the others (`ranked`), and stay while there is room. A block that a user
+gave a priority keeps it.
 
 Nothing is done for blocks of groups that need all of a chain.
 """
