@@ -20,11 +20,11 @@ Order = Literal["front", "back"]
 
 @dataclass(slots=True, eq=False)
 class Fetch:
-    """One lookup with the lease that it got. Once `done`, `lease` is on the leading blocks that are mapped, for the engine to release, or None
-    with the `failure`. If some are not mapped, `tiers` has the tier of each resident block, and `estimated_load_s`
-    the daemon's estimate for mapping them, in seconds. `due_s`: when the answer is due, unless it waits for a
-    thread. Where windowed layers have blocks of their own, `lease` ends where both can resume, `window` is on their
-    blocks there, from number `window_first` on, and without both there is the `reason`.
+    """One lookup with the lease that it got. Once `done`, `lease` is on the leading blocks that are mapped, for the
+    engine to release, or None with the `failure`. If some are not mapped, `tiers` has the tier of each resident block,
+    and `estimated_load_s` the daemon's estimate for mapping them, in seconds. `due_s`: when the answer is due, unless
+    it waits for a thread. Where windowed layers have blocks of their own, `lease` ends where both can resume, `window`
+    is on their blocks there, from number `window_first` on, and without both there is the `reason`.
     """
 
     begun_s: float
