@@ -37,7 +37,7 @@ from typing import Any
 from support.report import progress
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from kvstore_engine.server.chat import Message
+from kvstore_engine.server.chat import ChatMessage
 from kvstore_engine.template import ChatTemplate, TemplateError
 from tests.reference.make_gguf import TinyModel, write_model  # needs the line above
 
@@ -63,7 +63,7 @@ def compare(
     """
     messages, tools = conversation
     try:
-        given = [Message.model_validate(message).for_template() for message in messages]
+        given = [ChatMessage.model_validate(message).for_template() for message in messages]
         prompt = template.render(given, tools=tools)
     except TemplateError as error:
         if not all(references.values()):

@@ -35,9 +35,9 @@ from study.families import FAMILIES, trace_of
 from study.sources import cases_of
 from support.report import progress
 
+from kvstore_simulator.hit_value import DEFAULT_MODEL, hit_value, models
 from kvstore_simulator.replay import Replay, ReplaySettings
 from kvstore_simulator.trace import Trace, TraceError
-from kvstore_simulator.worth import DEFAULT_MODEL, models, worth
 from kvstored.policy_names import BEST, LRU, resolve
 
 CLASSICAL = (LRU, "lfu-ttl", "gdsf", "s3-fifo", "arc")
@@ -98,7 +98,7 @@ def _replayed(trace: Trace, policy: str, capacity: float) -> Hits:
 
 def _worth(trace: Trace, hits: Hits) -> tuple[float, float]:
     """Hit ratio and share of compute saved."""
-    found = worth(trace, hits, models()[DEFAULT_MODEL])
+    found = hit_value(trace, hits, models()[DEFAULT_MODEL])
     return found.hit_ratio, found.compute_saved_ratio
 
 

@@ -23,9 +23,9 @@ from typing import Any
 
 import numpy as np
 
-from kvstore_predictor.base import Predictor, Request
+from kvstore_predictor.base import Predictor, PredictorRequest
 from kvstore_predictor.ensemble import Ensemble
-from kvstore_predictor.learned import Learned
+from kvstore_predictor.learned import LearnedPredictor
 from kvstore_predictor.markov import Markov
 from kvstore_predictor.session_return import SessionReturn
 from kvstore_simulator.judging import judge
@@ -95,7 +95,7 @@ def memory_mb(name: str, blocks: int) -> float:
     chance, before = random.Random(1), _resident_bytes()
     predictor = PREDICTORS[name]()
     for at in range(blocks // 16):
-        predictor.requested(Request(at % 4, [chance.randbytes(16) for _ in range(16)], at), at * 0.01)
+        predictor.requested(PredictorRequest(at % 4, [chance.randbytes(16) for _ in range(16)], at), at * 0.01)
     return (_resident_bytes() - before) / 1e6
 
 
@@ -131,8 +131,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{trace.name}: {name}, {memory:.1f} MB")
             _print(figures)
         if given.model is not None:
-            print(f"{trace.name}: {Learned.name}, {given.model.name}")
-            _print(judged(trace, Learned(read_model(given.model)), given.learn, given.questions))
+            print(f"{trace.name}: {LearnedPredictor.name}, {given.model.name}")
+            _print(judged(trace, LearnedPredictor(read_model(given.model)), given.learn, given.questions))
     return 0
 
 

@@ -30,13 +30,13 @@ from support.report import AT_LEAST, Row, parser_of, printed, progress, within
 
 from kvstore_client import KVStoreError, Session
 from kvstore_proto.identity import KEY_BYTES
-from kvstored.state.keeper import INTERVAL_S
+from kvstored.state.saver import INTERVAL_S
 from kvstored.store.blocks.usage import ROW, hashes_of
 from kvstored.telemetry import Counters
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.reference.state import entries
-from tests.reference.state_at_scale import CHAIN, index_of, keeper_of, status_kib, timed, use
+from tests.reference.state_at_scale import CHAIN, index_of, saver_of, status_kib, timed, use
 
 PAYLOAD_BYTES = 4096
 SLOT_BYTES = PAYLOAD_BYTES + 4096
@@ -53,25 +53,25 @@ def shown(name: str, value: float, unit: str) -> Row:
 async def at_scale(blocks: int, directory: Path, turns: int) -> list[Row]:
     residency, chance = index_of(blocks), np.random.default_rng(2)
     counters, rows = Counters(), []
-    keeper = keeper_of(residency, directory, counters)
-    await keeper.restore()
-    await keeper.save()
+    saver = saver_of(residency, directory, counters)
+    await saver.restore()
+    await saver.save()
     for load in LOADS:
         forgotten, longest, written = 0.0, 0.0, 0
         for _ in range(turns):
             use(residency, load, chance)
             counters.add("acquires")
-            took_s, longest_s = await timed(keeper.save())
-            forgotten, longest = max(forgotten, keeper.pause_s + took_s), max(longest, longest_s)
-            written = max(written, keeper.written_bytes)
+            took_s, longest_s = await timed(saver.save())
+            forgotten, longest = max(forgotten, saver.pause_s + took_s), max(longest, longest_s)
+            written = max(written, saver.written_bytes)
         rows.append(within(f"forgotten_{load}", forgotten, "s", INTERVAL_S + 1.5))
         rows.append(shown(f"longest_wait_{load}", longest * 1e3, "ms"))
         rows.append(shown(f"written_{load}", written / 2**20, "MiB"))
-    pid = keeper.process.pid
+    pid = saver.process.pid
     for name in ("RssAnon", "RssFile"):
         rows.append(shown(f"process_{name}", status_kib(pid, name) / 1024, "MiB"))
     os.kill(pid, signal.SIGKILL)
-    after = keeper_of(residency, directory, counters)
+    after = saver_of(residency, directory, counters)
     np.frombuffer(residency.rows.accesses, np.uint16)[:] = 0
     took_s, longest_s = await timed(after.restore())
     known = int((np.frombuffer(residency.rows.accesses, np.uint16) > 0).sum())

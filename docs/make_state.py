@@ -11,8 +11,8 @@ from kvstored.lifetime.instance import OLD_FILES, OLD_VERSION
 from kvstored.state.databases import FORMAT
 from kvstored.state.databases import page as databases
 from kvstored.state.environment import ASIDE, NEW, PREFIX, SUFFIX
-from kvstored.state.keeper import INTERVAL_S, REWRITE_S
 from kvstored.state.process import DEATHS, DEATHS_IN_S
+from kvstored.state.saver import INTERVAL_S, REWRITE_S
 from kvstored.state.terms import MARK, START_S
 
 TARGET = Path(__file__).with_name("state-directory.md")

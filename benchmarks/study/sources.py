@@ -27,10 +27,10 @@ import kvstore_predictor
 import kvstore_simulator
 import kvstored
 from kvstore_simulator.hints import NO_HINTS, parse_hints
+from kvstore_simulator.hit_value import hit_value, models
 from kvstore_simulator.readers import ReadOptions, read_trace
 from kvstore_simulator.replay import Replay, ReplaySettings
 from kvstore_simulator.trace import Op, Trace, TraceError
-from kvstore_simulator.worth import models, worth
 from study import oracle
 
 Record = dict[str, Any]
@@ -105,7 +105,7 @@ def run(job: Job) -> Record:
     if isinstance(replay.policy, oracle.WithForesight):
         replay.policy.know(oracle.foresee(trace, job.draw), job.knowledge)
     result = replay.run()
-    values = {name: worth(trace, result.hits, model) for name, model in models().items()}
+    values = {name: hit_value(trace, result.hits, model) for name, model in models().items()}
     value = next(iter(values.values()))
     return {
         "key": job.key, "trace": job.case.trace, "group": job.case.group, "part": job.case.part,
@@ -125,7 +125,7 @@ def _unbounded(case: Case) -> float:
     if not np.any(trace.ops != Op.REQUEST):
         return round(1 - trace.distinct_blocks / trace.accesses, 6)
     result = Replay(trace, ReplaySettings("lru", trace.distinct_blocks)).run()
-    return round(worth(trace, result.hits, next(iter(models().values()))).hit_ratio, 6)
+    return round(hit_value(trace, result.hits, next(iter(models().values()))).hit_ratio, 6)
 
 
 @lru_cache(maxsize=1)

@@ -18,7 +18,7 @@ from kvstore_console import page as markup
 from kvstore_console.axes import Unit, log_axis
 from kvstore_console.charts import Curve, line_chart, merged
 from kvstore_console.table import render_table
-from kvstore_simulator.worth import DEFAULT_MODEL
+from kvstore_simulator.hit_value import DEFAULT_MODEL
 from study.sources import HINTS, OURS, SEEDS, Record
 
 _WORDS = {True: "met", False: "MISSED", None: "-"}

@@ -1,8 +1,9 @@
 """An empty stream echo: the daemon's kind of server and the client's kind of stream, with no logic between them.
 
 The server (a child process) hands each message back as the bytes it came in; a request and its response share the
-number of `request_id`, so the client's own `Stream` takes the echo for an answer. What remains is the sockets, the
-waking of threads and, on a gRPC stream, gRPC: the least that any call on this kind of stream can cost on this machine.
+number of `request_id`, so the client's own `RequestStream` takes the echo for an answer. What remains is the sockets,
+the waking of threads and, on a gRPC stream, gRPC: the least that any call on this kind of stream can cost on this
+machine.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any, Literal
 
 import grpc
 
-from kvstore_client.stream import Stream
+from kvstore_client.stream import RequestStream
 from kvstore_client.transport.base import Transport
 from kvstore_client.transport.direct import DirectTransport
 from kvstore_client.transport.over_grpc import METHOD, GrpcTransport
@@ -36,7 +37,7 @@ class EchoClient:
 
     def __init__(self, transport: Transport) -> None:
         health = SimpleNamespace(answered=lambda: None, stream_ended=lambda reason: None)
-        self._stream = Stream(transport, health, deque())  # type: ignore[arg-type]  # the part that a stream calls
+        self._stream = RequestStream(transport, health, deque())  # type: ignore[arg-type]  # the part that a stream calls
 
     def ping(self) -> None:
         answer = self._stream.submit(wire.Request(ping=wire.Ping())).wait(10.0)

@@ -15,7 +15,7 @@ import numpy as np
 
 from kvstore_client import Session
 from kvstore_client.device import DeviceMemory, DevicePool, DeviceTransfers, PoolPart
-from kvstore_client.device.crossover import WAYS, Crossover
+from kvstore_client.device.crossover import WAYS, CopyCrossover
 from kvstore_client.device.gather import GatherKernel
 from kvstore_client.memory import Bytes
 from kvstore_client.payload import FillSlot, Finish
@@ -52,7 +52,7 @@ def client_gather(device: int, sizes: Sizes) -> Answer:
     except CompileError as error:
         return Answer(None, f"there is no kernel: {error}")
     is_right = np.array_equal(np.frombuffer(stored, np.uint8), np.frombuffer(filled, np.uint8))
-    limits = Crossover(memory).settled()
+    limits = CopyCrossover(memory).settled()
     figures = {f"{way}, KiB at most": limits.get(way, 0) / 1024 for way in WAYS}
     said = ", ".join(f"{way} {limits.get(way, 0) >> 10} KiB" for way in WAYS)
     note = f"; the arena is registered writable, since {why}" if why else ""
@@ -71,7 +71,7 @@ def client_pool(device: int, sizes: Sizes) -> Answer:
         pages = random.Random(0).sample(range(0, 2 * blocks, 2), blocks)
         _, host = pinned(driver, nbytes)
         with DeviceTransfers(session.device, _pool(at, sizes.layers, 2 * blocks)) as transfers:
-            transfers.means.crossover.settled()
+            transfers.resources.crossover.settled()
             session.put(tokens_of(1, blocks), payloads=kept)
             load_s = min(_loads_s(session, transfers, pages, sizes.rounds))
             known(f"load {nbytes / load_s / 1e9:.1f} GB/s", {"load GB/s": nbytes / load_s / 1e9})

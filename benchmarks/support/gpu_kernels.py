@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvstore_engine.kernels.cuda.attention import Crossover, KernelRows, PagedAttention
+from kvstore_engine.kernels.cuda.attention import AttentionCrossover, KernelRows, PagedAttention
 from kvstore_engine.kernels.cuda.blocks import BlockMover, BlockRuns
 from kvstore_engine.kernels.cuda.crossover import least_rows, pass_ratios
 from kvstore_engine.kernels.cuda.device import CacheWindow, Device
@@ -145,7 +145,7 @@ def crossover(card: Card, batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64), c
     )  # fmt: skip
     first = least_rows(ratios)
     measured = case.attention.blocks_per_multiprocessor(first) if first else math.inf
-    default = Crossover().blocks_per_multiprocessor
+    default = AttentionCrossover().blocks_per_multiprocessor
     says = (
         f"V1 against V2 by batch ({', '.join(curve)}): V1 from {measured:.1f} blocks a multiprocessor on "
         f"(default {default}); us of both: {', '.join(times)}"

@@ -107,19 +107,19 @@ def arrays(device: int, sizes: Sizes) -> Answer:
     """K and V of each layer of leased blocks: where the driver reads them, and as each library takes them, they are the
     bytes that were stored."""
     with resident(device, sizes) as (session, block_bytes):
-        doors = {"the driver": partial(_by_driver, session), **_library_doors(device)}
+        readers = {"the driver": partial(_by_driver, session), **_library_readers(device)}
         stored = np.stack(payloads(sizes.blocks, block_bytes)).reshape(sizes.blocks, LAYERS, 2, -1)
-        wrong, compared = dict.fromkeys(doors, 0), 0
+        wrong, compared = dict.fromkeys(readers, 0), 0
         with session.get(tokens_of(1, sizes.blocks)) as lease:
             for block_number, layer, pair in np.ndindex(len(lease), LAYERS, 2):
                 array, compared = lease.array(block_number, layer, kind="v" if pair else "k"), compared + 1
-                for name, take in doors.items():
+                for name, take in readers.items():
                     taken = np.ascontiguousarray(take(array)).view(np.uint8).reshape(-1)
                     wrong[name] += not np.array_equal(taken, stored[block_number, layer, pair])
     figures: dict[str, float] = {f"wrong by {name}": float(count) for name, count in wrong.items()}
     each = ", ".join(f"{count} by {name}" for name, count in wrong.items())
     says = f"of {compared} arrays of {stored[0, 0, 0].nbytes >> 10} KiB are wrong: {each}"
-    if len(doors) > 1 or any(wrong.values()):
+    if len(readers) > 1 or any(wrong.values()):
         return Answer(not any(wrong.values()), says, figures)
     missing = "torch for CUDA and CuPy are not installed: pip install '.[cuda]' (or cuda12, torch)"
     return Answer(None, f"{says}; {missing}", figures)
@@ -131,25 +131,25 @@ def _by_driver(session: Session, array: LeaseArray) -> Bytes:
     return copy
 
 
-def _library_doors(device: int) -> dict[str, Callable[[LeaseArray], Any]]:
+def _library_readers(device: int) -> dict[str, Callable[[LeaseArray], Any]]:
     """The ways into libraries that are here and find the device; each gives a copy in host memory."""
-    doors: dict[str, Callable[[LeaseArray], Any]] = {}
+    readers: dict[str, Callable[[LeaseArray], Any]] = {}
     with contextlib.suppress(ImportError):
         import torch
 
         if torch.cuda.is_available():
             where = f"cuda:{device}"
-            doors["torch.from_dlpack"] = lambda array: torch.from_dlpack(array).cpu().numpy()
-            doors["torch.as_tensor"] = lambda array: torch.as_tensor(array, device=where).cpu().numpy()
+            readers["torch.from_dlpack"] = lambda array: torch.from_dlpack(array).cpu().numpy()
+            readers["torch.as_tensor"] = lambda array: torch.as_tensor(array, device=where).cpu().numpy()
     with contextlib.suppress(ImportError):
         import cupy
 
         with contextlib.suppress(cupy.cuda.runtime.CUDARuntimeError):  # a driver that it cannot use
             cupy.cuda.Device(device).use()
             cupy.zeros(1)
-            doors["cupy.asarray"] = lambda array: cupy.asnumpy(cupy.asarray(array))
-            doors["cupy.from_dlpack"] = lambda array: cupy.asnumpy(cupy.from_dlpack(array))
-    return doors
+            readers["cupy.asarray"] = lambda array: cupy.asnumpy(cupy.asarray(array))
+            readers["cupy.from_dlpack"] = lambda array: cupy.asnumpy(cupy.from_dlpack(array))
+    return readers
 
 
 def worker_kills(device: int, sizes: Sizes) -> Answer:

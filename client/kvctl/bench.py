@@ -61,7 +61,7 @@ def bench(directory: Path, arguments: argparse.Namespace, *, clock: Callable[[],
         open_session(directory, BENCH, arguments.timeout, staging_bytes=STAGING_BYTES) as session,
     ):
         try:
-            run = _Run(session, arguments, clock, progress)
+            run = _BenchmarkRun(session, arguments, clock, progress)
         except MemoryError:
             raise CommandError(
                 FAILED, "bench: not enough memory for its own buffers; use fewer or smaller blocks"
@@ -82,7 +82,7 @@ def bench(directory: Path, arguments: argparse.Namespace, *, clock: Callable[[],
     return Output("\n".join([text, *(f"warning: {warning}" for warning in warnings)]), reply)
 
 
-class _Run:
+class _BenchmarkRun:
     """One run of bench: its blocks, its buffers, and the blocks it has stored so far."""
 
     def __init__(

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 
 from kvctl.show import budget_line, by_bytes
-from kvctl.snapshot import Past, Snapshot, hit_ratios
+from kvctl.snapshot import DaemonSnapshot, SampleHistory, hit_ratios
 from kvstore_console.terminal import Line, bar, plain_line, sparkline
 from kvstore_console.units import human_bytes, human_count, human_seconds
 from kvstore_proto.v1 import admin_pb2 as wire
@@ -24,13 +24,13 @@ _ORDER = ("lookup", "acquire", "release", "store", "prefetch", "touch", "ping")
 _STATES = {"serving": "green", "ok": "green", "draining": "yellow", "full": "yellow", "shrunk": "yellow"}
 
 
-def render(shot: Snapshot, *, width: int, height: int, clock: str, note: str = "") -> list[Line]:
+def render(shot: DaemonSnapshot, *, width: int, height: int, clock: str, note: str = "") -> list[Line]:
     """Return the lines of the whole screen. `height` 0: as many lines as needed."""
     width = max(width, MIN_WIDTH)
-    past = shot.past
-    above = [_head(shot, width, clock, note), _tiers(shot, past, width), _hits(shot, past, width)]
-    above.append(_lanes(shot, past, width))
-    verbs, tenants = _verbs(past, width), _tenants(shot, past, width)
+    samples = shot.samples
+    above = [_head(shot, width, clock, note), _tiers(shot, samples, width), _hits(shot, samples, width)]
+    above.append(_lanes(shot, samples, width))
+    verbs, tenants = _verbs(samples, width), _tenants(shot, samples, width)
     warnings = [plain_line(f"warning: {warning}", "yellow") for warning in shot.status.warnings]
     lines = _joined([*above, verbs, tenants, warnings], plain_line(""))
     if not height or len(lines) <= height:
@@ -59,7 +59,7 @@ def _cut_rows(lines: list[Line], room: int) -> list[Line]:
     return [*lines[: room - 1], hidden]
 
 
-def _head(shot: Snapshot, width: int, clock: str, note: str) -> list[Line]:
+def _head(shot: DaemonSnapshot, width: int, clock: str, note: str) -> list[Line]:
     status = shot.status
     first = Line().add("kvstored ", "bold").add(status.version, "bold").add("  ")
     first.add(status.state, _STATES.get(status.state, "red"))
@@ -78,7 +78,7 @@ def _head(shot: Snapshot, width: int, clock: str, note: str) -> list[Line]:
     return [first, second]
 
 
-def _tiers(shot: Snapshot, past: Past, width: int) -> list[Line]:
+def _tiers(shot: DaemonSnapshot, samples: SampleHistory, width: int) -> list[Line]:
     bar_width = width - 54
     heading = f"{'TIER':6}{'OCCUPANCY':{bar_width + 21}}{'HITS/s':>7}{'READ/s':>10}{'WRITE/s':>10}"
     lines = [plain_line(heading, "dim")]
@@ -90,9 +90,9 @@ def _tiers(shot: Snapshot, past: Past, width: int) -> list[Line]:
             .add(bar(share, bar_width), "blue" if tier.state in ("ok", "") else "red")
         )
         line.add(f"{share:5.0%} of {human_bytes(tier.capacity_bytes):>10}  ")
-        line.add(f"{_rate(past, 'tier', tier.name, 'hits'):>7}")
+        line.add(f"{_rate(samples, 'tier', tier.name, 'hits'):>7}")
         for name in ("read_bytes", "written_bytes"):
-            line.add(f"{_short_bytes(past.rate_lately('tier', tier.name, name, NOW_S)):>10}")
+            line.add(f"{_short_bytes(samples.rate_lately('tier', tier.name, name, NOW_S)):>10}")
         lines.append(line)
         if tier.state not in ("ok", ""):
             lines.append(plain_line(f"      is {tier.state}", _STATES.get(tier.state, "red")))
@@ -102,22 +102,22 @@ def _tiers(shot: Snapshot, past: Past, width: int) -> list[Line]:
     return lines
 
 
-def _budget_style(shot: Snapshot) -> str:
+def _budget_style(shot: DaemonSnapshot) -> str:
     budget = shot.status.endurance
     if not budget.bytes_per_day:
         return "dim"
     return "yellow" if budget.scarce else ""
 
 
-def _hits(shot: Snapshot, past: Past, width: int) -> list[Line]:
-    causes = past.subjects("miss")
-    lately = past.lately("daemon", "", "acquired_blocks", LATELY_S)
-    missed = {cause: past.lately("miss", cause, "blocks", LATELY_S) for cause in causes}
+def _hits(shot: DaemonSnapshot, samples: SampleHistory, width: int) -> list[Line]:
+    causes = samples.subjects("miss")
+    lately = samples.lately("daemon", "", "acquired_blocks", LATELY_S)
+    missed = {cause: samples.lately("miss", cause, "blocks", LATELY_S) for cause in causes}
     lines = [plain_line("HITS", "dim")]
     lines.append(_ratio("last 10 s", lately, sum(missed.values()), width))
     total = shot.status.counters.get("acquired_blocks", 0)
-    lines.append(_ratio("in all", total, sum(past.misses.values()), width))
-    lines.append(Line().add(f"{'a minute':11}", "dim").add(sparkline(hit_ratios(past), width - 11, top=1.0), "cyan"))
+    lines.append(_ratio("in all", total, sum(samples.misses.values()), width))
+    lines.append(Line().add(f"{'a minute':11}", "dim").add(sparkline(hit_ratios(samples), width - 11, top=1.0), "cyan"))
     why = [f"{cause.replace('_', ' ')} {human_count(round(count))}" for cause, count in missed.items() if count]
     lines.append(Line().add(f"{'missed for':11}", "dim").add(", ".join(why) or "nothing in the last 10 s"))
     return lines
@@ -134,40 +134,40 @@ def _ratio(label: str, served: float, missed: float, width: int) -> Line:
     return line.add(f"  {human_count(round(served))} of {human_count(round(asked))} blocks")
 
 
-def _lanes(shot: Snapshot, past: Past, width: int) -> list[Line]:
+def _lanes(shot: DaemonSnapshot, samples: SampleHistory, width: int) -> list[Line]:
     if not shot.status.lanes:
         return []
     lines = [plain_line(f"{'LANE':12}{'QUEUED':>7}{'NOW':>12}{'MOVED':>11}{'REFUSED':>9}  A MINUTE", "dim")]
     for lane in shot.status.lanes:
         waiting = lane.queued + lane.in_flight
         line = Line().add(f"{lane.name:12}", "bold").add(f"{human_count(waiting):>7}", "yellow" if waiting else "")
-        line.add(f"{_short_bytes(past.rate_lately('lane', lane.name, 'moved_bytes', NOW_S)) + '/s':>12}")
+        line.add(f"{_short_bytes(samples.rate_lately('lane', lane.name, 'moved_bytes', NOW_S)) + '/s':>12}")
         line.add(f"{human_bytes(lane.moved_bytes):>11}")
         line.add(f"{human_count(lane.refused):>9}", "red" if lane.refused else "").add("  ")
-        lines.append(line.add(sparkline(past.rates("lane", lane.name, "moved_bytes"), width - 53), "cyan"))
+        lines.append(line.add(sparkline(samples.rates("lane", lane.name, "moved_bytes"), width - 53), "cyan"))
     return lines
 
 
-def _verbs(past: Past, width: int) -> list[Line]:
-    verbs = sorted(past.subjects("verb"), key=lambda verb: _ORDER.index(verb) if verb in _ORDER else len(_ORDER))
+def _verbs(samples: SampleHistory, width: int) -> list[Line]:
+    verbs = sorted(samples.subjects("verb"), key=lambda verb: _ORDER.index(verb) if verb in _ORDER else len(_ORDER))
     lines = [plain_line(f"{'REQUEST':12}{'A SECOND':>9}{'P50':>10}{'P99':>11}{'WORST':>9}  A MINUTE", "dim")]
     for verb in verbs:
-        line = Line().add(f"{verb:12}", "bold").add(f"{_rate(past, 'verb', verb, 'requests'):>9}")
-        line.add(f"{_time(past.middle_lately('verb', verb, 'p50_us', LATELY_S)):>10}")
-        line.add(f"{_time(past.worst_lately('verb', verb, 'p99_us', LATELY_S)):>11}")
-        line.add(f"{_time(past.worst_lately('verb', verb, 'p99_us', MINUTE_S)):>9}").add("  ")
-        lines.append(line.add(sparkline(past.rates("verb", verb, "requests"), width - 53), "cyan"))
+        line = Line().add(f"{verb:12}", "bold").add(f"{_rate(samples, 'verb', verb, 'requests'):>9}")
+        line.add(f"{_time(samples.middle_lately('verb', verb, 'p50_us', LATELY_S)):>10}")
+        line.add(f"{_time(samples.worst_lately('verb', verb, 'p99_us', LATELY_S)):>11}")
+        line.add(f"{_time(samples.worst_lately('verb', verb, 'p99_us', MINUTE_S)):>9}").add("  ")
+        lines.append(line.add(sparkline(samples.rates("verb", verb, "requests"), width - 53), "cyan"))
     return lines if verbs else []
 
 
-def _tenants(shot: Snapshot, past: Past, width: int) -> list[Line]:
+def _tenants(shot: DaemonSnapshot, samples: SampleHistory, width: int) -> list[Line]:
     tenants = sorted(shot.tenants.tenants, key=lambda tenant: -(tenant.host_bytes + tenant.nvme_bytes))
     name_width = max(12, width - 68)
     heading = f"{'TENANT':{name_width}}{'CLIENTS':>8}{'BLOCKS':>11}{'HOST':>11}{'NVME':>11}{'HITS':>7}{'LAST 10 s':>11}"
     lines = [plain_line(heading, "dim")]
     for tenant in tenants:
         line = _holder(tenant.name, tenant, name_width, "bold")
-        recent = [past.lately("tenant", tenant.name, name, LATELY_S) for name in ("hit_blocks", "missed_blocks")]
+        recent = [samples.lately("tenant", tenant.name, name, LATELY_S) for name in ("hit_blocks", "missed_blocks")]
         lines.append(line.add(f"{_share(*recent):>11}"))
         lines += [_holder(f" /{account.name}", account, name_width, "") for account in by_bytes(tenant.accounts)]
     return lines if tenants else []
@@ -180,8 +180,8 @@ def _holder(name: str, holder: wire.TenantStatus | wire.AccountStatus, name_widt
     return line.add(f"{_share(holder.hit_blocks, holder.missed_blocks):>7}")
 
 
-def _rate(past: Past, scope: str, subject: str, name: str) -> str:
-    rate = past.rate_lately(scope, subject, name, NOW_S)
+def _rate(samples: SampleHistory, scope: str, subject: str, name: str) -> str:
+    rate = samples.rate_lately(scope, subject, name, NOW_S)
     return f"{rate:.1f}" if 0 < rate < 10 else human_count(round(rate))
 
 

@@ -19,10 +19,10 @@ from pathlib import Path
 from kvctl.connection import AdminSocket
 from kvctl.output import FAILED, USAGE, CommandError, Output
 from kvctl.show import TIER_HEADINGS, by_bytes, tier_cells
-from kvctl.snapshot import Past, Snapshot, hit_ratios, take
+from kvctl.snapshot import DaemonSnapshot, SampleHistory, hit_ratios, take_snapshot
 from kvstore_console import axes
 from kvstore_console import page as markup
-from kvstore_console.history import Series, history_chart
+from kvstore_console.history import ChartSeries, history_chart
 from kvstore_console.page import charts, html_table, pairs, section
 from kvstore_console.terminal import known
 from kvstore_console.units import human_bytes, human_count, human_seconds, human_share
@@ -45,10 +45,10 @@ def report(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
     to_stdout = arguments.output == "-"
     if to_stdout and arguments.json:
         raise CommandError(USAGE, "report --json says on standard output what it did: name a file for the page")
-    shot = take(admin, since_s=0.0, settings=True)
+    shot = take_snapshot(admin, since_s=0.0, settings=True)
     coarse_s = max(shot.history.resolutions_s)
     coarse = admin.call("History", wire.HistoryRequest(resolution_s=coarse_s), wire.HistoryReply)
-    html = document(shot, Past(coarse)).encode()
+    html = document(shot, SampleHistory(coarse)).encode()
     path = Path(arguments.output)
     if to_stdout:
         sys.stdout.buffer.write(html)
@@ -65,10 +65,10 @@ def report(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
     return Output(f"wrote {path} ({human_bytes(len(html))}): {counts}", reply, aside=to_stdout)
 
 
-def document(shot: Snapshot, coarse: Past) -> str:
+def document(shot: DaemonSnapshot, coarse: SampleHistory) -> str:
     """Return the page. `coarse` are the samples that go back furthest."""
     status = shot.status
-    fine = shot.past
+    fine = shot.samples
     body = [markup.tiles(_facts(shot))]
     body += [markup.warning(f"The daemon warns: {warning}") for warning in status.warnings]
     body.append(section(_period(fine), charts(_charts(fine))))
@@ -87,10 +87,10 @@ def document(shot: Snapshot, coarse: Past) -> str:
     return markup.page(f"kvstored {status.version}", subtitle, body, "Made by kvctl report. Times are local.")
 
 
-def _facts(shot: Snapshot) -> list[tuple[str, str]]:
-    status, past = shot.status, shot.past
+def _facts(shot: DaemonSnapshot) -> list[tuple[str, str]]:
+    status, samples = shot.status, shot.samples
     served = status.counters.get("acquired_blocks", 0)
-    requested = served + sum(past.misses.values())
+    requested = served + sum(samples.misses.values())
     return [
         (human_share(served, requested), f"of {human_count(requested)} requested blocks were served"),
         (human_count(status.blocks), "blocks stored"),
@@ -103,74 +103,86 @@ def _facts(shot: Snapshot) -> list[tuple[str, str]]:
     ]
 
 
-def _charts(past: Past) -> list[str]:
-    def draw(title: str, note: str, unit: axes.Unit, series: Sequence[Series], *, is_stacked: bool = False) -> str:
-        return history_chart(title, note, unit, past.at_s, series, is_stacked=is_stacked)
+def _charts(samples: SampleHistory) -> list[str]:
+    def draw(title: str, note: str, unit: axes.Unit, series: Sequence[ChartSeries], *, is_stacked: bool = False) -> str:
+        return history_chart(title, note, unit, samples.at_s, series, is_stacked=is_stacked)
 
-    verbs = [verb for verb in _TIMED if verb in past.subjects("verb")]
-    hits = [Series(f"from {tier}", past.rates("tier", tier, "hits")) for tier in past.subjects("tier")]
-    misses = [Series(cause.replace("_", " "), past.rates("miss", cause, "blocks")) for cause in past.subjects("miss")]
-    refused = [
-        Series(name.removesuffix("_blocks").replace("_", " "), past.rates("daemon", "", name)) for name in _REFUSED_PUTS
+    verbs = [verb for verb in _TIMED if verb in samples.subjects("verb")]
+    hits = [ChartSeries(f"from {tier}", samples.rates("tier", tier, "hits")) for tier in samples.subjects("tier")]
+    misses = [
+        ChartSeries(cause.replace("_", " "), samples.rates("miss", cause, "blocks"))
+        for cause in samples.subjects("miss")
     ]
-    moved = [Series("stored by clients", past.rates("daemon", "", "stored_bytes"))]
-    moved += [Series(f"lane {lane}", past.rates("lane", lane, "moved_bytes")) for lane in past.subjects("lane")]
-    queued = [Series(lane, past.values("lane", lane, "queued"), is_peak=True) for lane in past.subjects("lane")]
-    requests = [Series(verb, past.rates("verb", verb, "requests")) for verb in verbs]
-    held = [Series(name, past.values("daemon", "", name), is_peak=True) for name in ("clients", "leases")]
+    refused = [
+        ChartSeries(name.removesuffix("_blocks").replace("_", " "), samples.rates("daemon", "", name))
+        for name in _REFUSED_PUTS
+    ]
+    moved = [ChartSeries("stored by clients", samples.rates("daemon", "", "stored_bytes"))]
+    moved += [
+        ChartSeries(f"lane {lane}", samples.rates("lane", lane, "moved_bytes")) for lane in samples.subjects("lane")
+    ]
+    queued = [
+        ChartSeries(lane, samples.values("lane", lane, "queued"), is_peak=True) for lane in samples.subjects("lane")
+    ]
+    requests = [ChartSeries(verb, samples.rates("verb", verb, "requests")) for verb in verbs]
+    held = [ChartSeries(name, samples.values("daemon", "", name), is_peak=True) for name in ("clients", "leases")]
     memory = [
-        Series("daemon", past.values("daemon", "", "rss_bytes")),
-        Series("limbo", past.values("daemon", "", "limbo_bytes")),
+        ChartSeries("daemon", samples.values("daemon", "", "rss_bytes")),
+        ChartSeries("limbo", samples.values("daemon", "", "limbo_bytes")),
     ]
     latency = "in the daemon, by verb; log scale"
     return [
         *(
-            draw(f"Occupancy of {tier}", "blocks by tenant", axes.BYTES, _occupancy(past, tier), is_stacked=True)
-            for tier in past.subjects("tier")
+            draw(f"Occupancy of {tier}", "blocks by tenant", axes.BYTES, _occupancy(samples, tier), is_stacked=True)
+            for tier in samples.subjects("tier")
         ),
-        draw("Hit ratio", "share of requested blocks", axes.PERCENT, [Series("blocks served", hit_ratios(past))]),
+        draw(
+            "Hit ratio", "share of requested blocks", axes.PERCENT, [ChartSeries("blocks served", hit_ratios(samples))]
+        ),
         draw("Hits by tier", "blocks a second", axes.COUNT_A_SECOND, hits, is_stacked=True),
         draw("Misses by cause", "blocks a second", axes.COUNT_A_SECOND, misses, is_stacked=True),
         draw("Puts refused", "blocks a second, by reason", axes.COUNT_A_SECOND, refused, is_stacked=True),
         draw("Movement", "by lane", axes.BYTES_A_SECOND, moved),
         draw("Waiting in lanes", "blocks queued or in flight", axes.COUNT, queued),
         draw("Requests", "by verb", axes.COUNT_A_SECOND, requests),
-        draw("Latency, median", latency, axes.LATENCY, _latencies(past, verbs, "p50_us")),
-        draw("Latency, p99", latency, axes.LATENCY, _latencies(past, verbs, "p99_us")),
+        draw("Latency, median", latency, axes.LATENCY, _latencies(samples, verbs, "p50_us")),
+        draw("Latency, p99", latency, axes.LATENCY, _latencies(samples, verbs, "p99_us")),
         draw("Clients and leases", "", axes.COUNT, held),
         draw("Memory outside the tiers", "resident, and bytes in limbo", axes.BYTES, memory),
     ]
 
 
-def _latencies(past: Past, verbs: Sequence[str], name: str) -> list[Series]:
+def _latencies(samples: SampleHistory, verbs: Sequence[str], name: str) -> list[ChartSeries]:
     return [
-        Series(verb, [value / 1e6 for value in past.values("verb", verb, name)], is_peak=name == "p99_us")
+        ChartSeries(verb, [value / 1e6 for value in samples.values("verb", verb, name)], is_peak=name == "p99_us")
         for verb in verbs
     ]
 
 
-def _occupancy(past: Past, tier: str) -> list[Series]:
+def _occupancy(samples: SampleHistory, tier: str) -> list[ChartSeries]:
     """Return the bytes that each tenant holds in `tier`, the bytes used in all, and the capacity."""
-    tenants = [Series(tenant, past.values("tenant", tenant, f"{tier}_bytes")) for tenant in past.subjects("tenant")]
+    tenants = [
+        ChartSeries(tenant, samples.values("tenant", tenant, f"{tier}_bytes")) for tenant in samples.subjects("tenant")
+    ]
     return [
         *(series for series in tenants if any(known(series.values))),  # only tenants that had a block here
-        Series("used in all", past.values("tier", tier, "used_bytes"), mark="outline"),
-        Series("capacity", past.values("tier", tier, "capacity_bytes"), mark="limit"),
+        ChartSeries("used in all", samples.values("tier", tier, "used_bytes"), mark="outline"),
+        ChartSeries("capacity", samples.values("tier", tier, "capacity_bytes"), mark="limit"),
     ]
 
 
-def _period(past: Past) -> str:
-    if not len(past):
+def _period(samples: SampleHistory) -> str:
+    if not len(samples):
         return "Lately"
-    return f"The last {human_seconds(sum(past.span_s))}, in samples of {past.resolution_s} s"
+    return f"The last {human_seconds(sum(samples.span_s))}, in samples of {samples.resolution_s} s"
 
 
-def _tiers(shot: Snapshot) -> str:
+def _tiers(shot: DaemonSnapshot) -> str:
     rows = [[*tier_cells(tier), human_count(tier.quarantined_blocks)] for tier in shot.tiers.tiers]
     return html_table(_TIERS, rows)
 
 
-def _tenants(shot: Snapshot) -> str:
+def _tenants(shot: DaemonSnapshot) -> str:
     rows = []
     for tenant in shot.tenants.tenants:
         rows.append(_tenant_row(tenant.name, _models(tenant.fingerprints), human_bytes(tenant.limbo_bytes), tenant))
@@ -192,11 +204,11 @@ def _models(names: Sequence[str]) -> str:
     return "\n".join([*names[:_MODELS_SHOWN], *more]) or "none"
 
 
-def _misses(past: Past) -> str:
-    total = sum(past.misses.values())
+def _misses(samples: SampleHistory) -> str:
+    total = sum(samples.misses.values())
     rows = [
         [cause.replace("_", " "), human_count(blocks), human_share(blocks, total)]
-        for cause, blocks in sorted(past.misses.items(), key=lambda item: -item[1])
+        for cause, blocks in sorted(samples.misses.items(), key=lambda item: -item[1])
     ]
     return html_table(("cause", ">blocks", ">share"), rows)
 

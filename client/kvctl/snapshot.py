@@ -19,7 +19,7 @@ Values = list[float]
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class DaemonSnapshot:
     """The replies of one moment, unchanged."""
 
     status: wire.StatusReply
@@ -28,8 +28,8 @@ class Snapshot:
     history: wire.HistoryReply
 
     @property
-    def past(self) -> Past:
-        return Past(self.history)
+    def samples(self) -> SampleHistory:
+        return SampleHistory(self.history)
 
     def document(self) -> dict[str, Any]:
         """Return the document for --json; unknown values are null, since JSON has no NaN."""
@@ -41,10 +41,12 @@ class Snapshot:
         }
 
 
-def take(admin: AdminSocket, *, since_s: float, settings: bool = False, resolution_s: int = 0) -> Snapshot:
+def take_snapshot(
+    admin: AdminSocket, *, since_s: float, settings: bool = False, resolution_s: int = 0
+) -> DaemonSnapshot:
     """Make four calls, and return their replies as a snapshot. Raises CommandError."""
     request = wire.HistoryRequest(resolution_s=resolution_s, since_s=since_s, settings=settings)
-    return Snapshot(
+    return DaemonSnapshot(
         admin.call("Status", wire.StatusRequest(), wire.StatusReply),
         admin.call("Tiers", wire.TiersRequest(), wire.TiersReply),
         admin.call("Tenants", wire.TenantsRequest(), wire.TenantsReply),
@@ -60,7 +62,7 @@ def without_nan(value: Any) -> Any:
     return None if isinstance(value, float) and math.isnan(value) else value
 
 
-class Past:
+class SampleHistory:
     """The samples of one resolution, oldest first."""
 
     def __init__(self, reply: wire.HistoryReply) -> None:
@@ -113,11 +115,11 @@ class Past:
         return next(index for index, at_s in enumerate(self.at_s) if at_s > since_s + 1e-3)
 
 
-def hit_ratios(past: Past) -> list[float]:
+def hit_ratios(samples: SampleHistory) -> list[float]:
     """Return for each sample the share of the requested blocks that was served; NaN without a request."""
-    served = past.values("daemon", "", "acquired_blocks")
-    missed = [0.0] * len(past)
-    for cause in past.subjects("miss"):
-        counts = past.values("miss", cause, "blocks")
+    served = samples.values("daemon", "", "acquired_blocks")
+    missed = [0.0] * len(samples)
+    for cause in samples.subjects("miss"):
+        counts = samples.values("miss", cause, "blocks")
         missed = [sum_ + (0.0 if math.isnan(count) else count) for sum_, count in zip(missed, counts, strict=True)]
     return [hit / (hit + miss) if hit + miss > 0 else math.nan for hit, miss in zip(served, missed, strict=True)]

@@ -25,7 +25,7 @@ from typing import Any, TextIO
 from kvctl.connection import AdminSocket
 from kvctl.dashboard import render
 from kvctl.output import CommandError, Output
-from kvctl.snapshot import Snapshot, take
+from kvctl.snapshot import DaemonSnapshot, take_snapshot
 from kvstore_console.terminal import Line, is_terminal, plain_line, size_of, wants_colour
 
 SHOWN_S = 60.0
@@ -37,7 +37,7 @@ _QUIT_KEYS = {"q", "Q", "\x1b", "\x03"}
 def top(directory: Path, arguments: argparse.Namespace) -> Output:
     """Show frames until the user leaves, or one frame without a terminal. Raises CommandError."""
     with AdminSocket(directory, arguments.timeout) as admin:
-        shot = take(admin, since_s=SHOWN_S)
+        shot = take_snapshot(admin, since_s=SHOWN_S)
     if not (arguments.once or arguments.json):
         if is_terminal(sys.stdout):
             shot = _Live(directory, arguments, shot).run()
@@ -51,13 +51,13 @@ def top(directory: Path, arguments: argparse.Namespace) -> Output:
 class _Live:
     """The display loop. The last frame is left in the terminal's history when it ends."""
 
-    def __init__(self, directory: Path, arguments: argparse.Namespace, shot: Snapshot) -> None:
+    def __init__(self, directory: Path, arguments: argparse.Namespace, shot: DaemonSnapshot) -> None:
         self._directory = directory
         self._timeout_s: float = arguments.timeout
         self._interval_s: float = arguments.interval
         self._shot = shot
 
-    def run(self) -> Snapshot:
+    def run(self) -> DaemonSnapshot:
         with contextlib.suppress(KeyboardInterrupt), Screen() as screen:
             while not self._watch(screen):
                 pass
@@ -69,7 +69,7 @@ class _Live:
             with AdminSocket(self._directory, self._timeout_s) as admin:
                 while True:
                     began_s = time.monotonic()
-                    self._shot = take(admin, since_s=SHOWN_S)
+                    self._shot = take_snapshot(admin, since_s=SHOWN_S)
                     self._draw(screen)
                     if screen.wait(max(0.05, self._interval_s - (time.monotonic() - began_s))):
                         return True

@@ -55,7 +55,7 @@ _pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
 )
 
 
-class Holder(Protocol):
+class ArraySource(Protocol):
     """A lease, or a slot that a put fills."""
 
     def hold(self) -> object:
@@ -98,7 +98,7 @@ class LeaseArray:
         numbers: Numbers,
         address: int,
         memory: object,
-        lease: Holder,
+        lease: ArraySource,
         *,
         readonly: bool,
         device: int | None = None,

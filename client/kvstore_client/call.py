@@ -22,7 +22,7 @@ Late = Callable[[wire.Response], None]
 """Called with an answer that arrives after its call was abandoned."""
 
 
-class Health(Protocol):
+class StreamHealth(Protocol):
     """The reports of streams and calls to a connection. Called from any thread."""
 
     def answered(self) -> None:
@@ -46,7 +46,7 @@ class CallStream(Protocol):
     """The interface of a stream for the calls that it carries."""
 
     @property
-    def health(self) -> Health: ...
+    def health(self) -> StreamHealth: ...
     @property
     def ended(self) -> str:
         """The reason why it has ended; "" while it has not."""

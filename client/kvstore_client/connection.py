@@ -18,18 +18,18 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from kvstore_client.call import CallStream, Health
+from kvstore_client.call import CallStream, StreamHealth
 from kvstore_client.daemon_session import ClientOptions, DaemonSession, open_daemon_session
 from kvstore_client.errors import ConnectError, invalid
 
-OpenSession = Callable[[ClientOptions, float, Health, DaemonSession | None], DaemonSession]
+OpenSession = Callable[[ClientOptions, float, StreamHealth, DaemonSession | None], DaemonSession]
 """(options, timeout_s, health, former) -> DaemonSession, or raises ConnectError."""
 Wait = Callable[[threading.Event, float], bool]
 """Wait for an event or a delay, whichever is first; True when the event came."""
 
 
 class Connection:
-    """The connection, an implementation of `Health`. Tests inject `open_session`, `wait` and `rng`."""
+    """The connection, an implementation of `StreamHealth`. Tests inject `open_session`, `wait` and `rng`."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Connection:
         self._retrying = False
         self._closing = threading.Event()
         self._pid = os.getpid()
-        self._past_traffic = (0, 0)
+        self._closed_traffic = (0, 0)
         self.reconnects = 0
         self.timeouts = 0
         self.last_error = ""
@@ -96,8 +96,8 @@ class Connection:
             "timeouts": self.timeouts,
             "reconnects": self.reconnects,
             "last_error": self.last_error,
-            "grpc_message_bytes": self._past_traffic[0] + now[0],
-            "grpc_payload_bytes": self._past_traffic[1] + now[1],
+            "grpc_message_bytes": self._closed_traffic[0] + now[0],
+            "grpc_payload_bytes": self._closed_traffic[1] + now[1],
         }
 
     def close(self) -> None:
@@ -189,8 +189,8 @@ class Connection:
         daemon = self._open(self.options, self._connect_timeout_s, self, former)
         with self._lock:
             if former is not None:
-                past, last = self._past_traffic, former.traffic_bytes()
-                self._past_traffic = (past[0] + last[0], past[1] + last[1])
+                past, last = self._closed_traffic, former.traffic_bytes()
+                self._closed_traffic = (past[0] + last[0], past[1] + last[1])
             self._daemon = daemon
             self._healthy = not daemon.stream.ended
             self._breaker.answered()

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from kvstore_client.anchors import give_back_dropped
 from kvstore_client.arenas import Arenas, WritableArenas, prefault_all
-from kvstore_client.call import Call, Health, Late
+from kvstore_client.call import Call, Late, StreamHealth
 from kvstore_client.errors import ConnectError
 from kvstore_client.handshake import PROTOCOL_VERSION, Handshake, open_handshake
 from kvstore_client.keys import KeyChains
@@ -29,8 +29,8 @@ from kvstore_client.memory import Bytes, map_read_write
 from kvstore_client.paths import DATA_SOCKET, HANDSHAKE_SOCKET
 from kvstore_client.results import REASON_DEADLINE
 from kvstore_client.slot_requests import SlotRequests
-from kvstore_client.staging import Staging
-from kvstore_client.stream import Stream
+from kvstore_client.staging import ClientStaging
+from kvstore_client.stream import RequestStream
 from kvstore_client.transport.base import Transport
 from kvstore_client.transport.direct import DirectTransport
 from kvstore_proto.fingerprint import Fingerprint
@@ -76,7 +76,7 @@ class DaemonSession:
         self,
         handshake: Handshake,
         options: ClientOptions,
-        health: Health,
+        health: StreamHealth,
         *,
         timeout_s: float,
         former: DaemonSession | None = None,
@@ -95,7 +95,7 @@ class DaemonSession:
         self._carried: frozenset[int] = frozenset()  # those of the session before
         self._successor: DaemonSession | None = None
         self._dead = False
-        self._past_traffic = (0, 0)
+        self._closed_traffic = (0, 0)
         self.deadline_s = options.deadline_s
         self.tenant = welcome.tenant
         self.max_keys = welcome.max_keys or _DEFAULT_MAX_KEYS
@@ -116,10 +116,10 @@ class DaemonSession:
             self.device_arenas = DeviceArenas(handshake, options.device)
         self.writable = WritableArenas(handshake, welcome.writable_arena_ids, is_offered=welcome.put_in_place)
         self.slots = SlotRequests(self.begin, self._call_later)
-        self.staging: Staging | None = None  # also None when the daemon had no room to grant any
+        self.staging: ClientStaging | None = None  # also None when the daemon had no room to grant any
         staging_fd = handshake.take_staging()
         if staging_fd >= 0:
-            self.staging = Staging(map_read_write(staging_fd, welcome.staging_bytes))
+            self.staging = ClientStaging(map_read_write(staging_fd, welcome.staging_bytes))
         stream = self._open_stream(timeout_s)
         if stream is None:
             raise ConnectError("the daemon shook hands, but no stream could be opened in time")
@@ -226,13 +226,13 @@ class DaemonSession:
         if stream is None:
             return False
         total = self.traffic_bytes()
-        self.stream, self._past_traffic = stream, total
+        self.stream, self._closed_traffic = stream, total
         self.slots.give_back_ahead()
         return True
 
     def traffic_bytes(self) -> tuple[int, int]:
         """Return the bytes of the streams' messages, and of opaque payload inside them."""
-        messages, payloads = self._past_traffic
+        messages, payloads = self._closed_traffic
         return messages + self.stream.message_bytes, payloads + self.stream.payload_bytes
 
     def close(self) -> None:
@@ -253,13 +253,13 @@ class DaemonSession:
             return {}
         return {arena_id: self.arenas.mapped[arena_id] for arena_id in welcome.arena_ids & self.arenas.mapped.keys()}
 
-    def _open_stream(self, timeout_s: float) -> Stream | None:
+    def _open_stream(self, timeout_s: float) -> RequestStream | None:
         """Return a new stream; None if the daemon hands none over in time, or if this process has no descriptor or
         thread left for one.
         """
         try:
             transport = self._open_transport(timeout_s)
-            return None if transport is None else Stream(transport, self._health, self._unreleased)
+            return None if transport is None else RequestStream(transport, self._health, self._unreleased)
         except (OSError, RuntimeError):
             return None
 
@@ -273,7 +273,7 @@ class DaemonSession:
 
 
 def open_daemon_session(
-    options: ClientOptions, timeout_s: float, health: Health, former: DaemonSession | None = None
+    options: ClientOptions, timeout_s: float, health: StreamHealth, former: DaemonSession | None = None
 ) -> DaemonSession:
     """Do the handshake, map staging, open the stream, and ping once through it; then take over from `former`. Raises
     ConnectError.

@@ -20,7 +20,7 @@ from kvstore_client.keys import Chain
 from kvstore_client.lease import Lease, LeasedBlock, joined, mismatch
 from kvstore_client.lease_stream import LeaseStream, Order, Rest
 from kvstore_client.memory import Bytes, populate
-from kvstore_client.prefix import Prefix
+from kvstore_client.prefix import KeyedPrefix
 from kvstore_client.requests import lookup
 from kvstore_client.results import (
     REASON_LATE,
@@ -28,7 +28,7 @@ from kvstore_client.results import (
     REASON_NO_DAEMON,
     REASON_THROTTLED,
     REASON_VERIFY_FAILED,
-    Counters,
+    ClientCounters,
     miss_reason,
 )
 from kvstore_proto.arena import ALIGNMENT_BYTES, DEVICE_ARENAS, HEADER_BYTES, slot_bytes
@@ -45,8 +45,8 @@ GRANT_SHARE = 0.5  # of what is left of it is for chunks of a device; the rest, 
 
 
 def get(
-    prefix: Prefix,
-    counters: Counters,
+    prefix: KeyedPrefix,
+    counters: ClientCounters,
     deadline_s: float,
     *,
     verify: bool,
@@ -89,8 +89,8 @@ def _kept(parts: list[Lease]) -> list[Lease]:
 
 
 def lease_stream(
-    prefix: Prefix,
-    counters: Counters,
+    prefix: KeyedPrefix,
+    counters: ClientCounters,
     deadline_s: float,
     order: Order,
     on_close: Callable[[int, int], None],
@@ -137,8 +137,8 @@ class Get:
 
     def __init__(
         self,
-        prefix: Prefix,
-        counters: Counters,
+        prefix: KeyedPrefix,
+        counters: ClientCounters,
         deadline_s: float,
         *,
         verify: bool,

@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from kvstore_client.call import Call
 from kvstore_client.memory import Bytes
-from kvstore_client.put_part import Message, PutPart, SlotRun
+from kvstore_client.put_part import PutPart, SlotRun, StoreMessage
 from kvstore_client.slot_requests import Granted, SlotSize
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import kvstore_pb2 as wire
@@ -205,7 +205,7 @@ class InPlacePut(PutPart):
         while self._sent:
             self._collect()
 
-    def _take(self, message: Message, call: Call, response: wire.Response) -> None:
+    def _take(self, message: StoreMessage, call: Call, response: wire.Response) -> None:
         if response.HasField("error"):
             self._reserved[message.reservation].left += 1  # it may have taken nothing
         answer = call.judge(response)

@@ -32,7 +32,7 @@ class LeasedRun(NamedTuple):
     lease: Lease
 
 
-class Piece(Protocol):
+class PrefixPiece(Protocol):
     """A piece of a prefix, from its block `first` on: it sends the request and makes leases of the answers."""
 
     @property
@@ -56,7 +56,7 @@ class Rest(NamedTuple):
     """
 
     first: int
-    following: Sequence[Piece]
+    following: Sequence[PrefixPiece]
     expected: Lookup
 
 
@@ -73,7 +73,7 @@ class LeaseStream:
 
     def __init__(
         self,
-        source: Piece | None,
+        source: PrefixPiece | None,
         call: Call | None,
         group: LayerGroup,
         deadline_s: float,

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Self
 from kvstore_client.arguments import seconds
 from kvstore_client.connection import Connection
 from kvstore_client.errors import invalid
-from kvstore_client.prefix import Prefix, prefix_of
-from kvstore_client.results import Counters, Statistics
+from kvstore_client.prefix import KeyedPrefix, prefix_of
+from kvstore_client.results import ClientCounters, Statistics
 from kvstore_proto.identity import BlockKeys
 from kvstore_proto.token_ids import TokenIds
 from kvstore_proto.v1 import kvstore_pb2 as wire
@@ -26,7 +26,7 @@ class OpenSession:
         self, connection: Connection, *, prefault: bool = False, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._connection = connection
-        self._counters = Counters()
+        self._counters = ClientCounters()
         self._deadline_s = connection.options.deadline_s
         self._prefault = prefault
         self._clock = clock
@@ -100,7 +100,7 @@ class OpenSession:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _prefix(self, tokens: TokenIds | None, keys: BlockKeys | None, group_id: int | None) -> Prefix | None:
+    def _prefix(self, tokens: TokenIds | None, keys: BlockKeys | None, group_id: int | None) -> KeyedPrefix | None:
         return prefix_of(self._connection, tokens, keys, group_id)
 
     def _deadline(self, deadline_s: float | None) -> float:

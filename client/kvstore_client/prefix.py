@@ -18,7 +18,7 @@ from kvstore_proto.v1 import kvstore_pb2 as wire
 
 
 @dataclass(frozen=True, slots=True)
-class Prefix:
+class KeyedPrefix:
     """The full blocks of one layer group. `chain` has their keys, and their token ids if the caller gave tokens."""
 
     daemon: DaemonSession
@@ -29,7 +29,7 @@ class Prefix:
     def __len__(self) -> int:
         return len(self.chain)
 
-    def pieces(self) -> Iterator[tuple[int, Prefix]]:
+    def pieces(self) -> Iterator[tuple[int, KeyedPrefix]]:
         """Cut the prefix into pieces that one request may name each; yield the number of its first block, and the
         piece.
         """
@@ -40,18 +40,18 @@ class Prefix:
         for first in range(0, len(self), most):
             yield first, self.tail(first).head(most)
 
-    def tail(self, first_block: int) -> Prefix:
+    def tail(self, first_block: int) -> KeyedPrefix:
         """Return the blocks from `first_block` on."""
         chain = self.chain.part(first_block, len(self) - first_block)
-        return Prefix(self.daemon, self.fingerprint, self.group, chain)
+        return KeyedPrefix(self.daemon, self.fingerprint, self.group, chain)
 
-    def head(self, max_blocks: int | None) -> Prefix:
+    def head(self, max_blocks: int | None) -> KeyedPrefix:
         """Return the first `max_blocks` blocks; all of them for None."""
         chain = self.chain
         if max_blocks is None or max_blocks >= len(chain):
             return self
         head = replace(chain, keys=chain.keys[: max(max_blocks, 0)])
-        return Prefix(self.daemon, self.fingerprint, self.group, head)
+        return KeyedPrefix(self.daemon, self.fingerprint, self.group, head)
 
     def key_set(self, keys: BlockKeys) -> wire.KeySet:
         """Return some of the keys with the matching rule of their layer group."""
@@ -67,7 +67,7 @@ class Prefix:
 
 def prefix_of(
     connection: Connection, tokens: TokenIds | None, keys: BlockKeys | None, group_id: int | None
-) -> Prefix | None:
+) -> KeyedPrefix | None:
     """Return the blocks that a call names by `tokens` or `keys`; None while degraded. Raises KVStoreError(INVALID)."""
     fingerprint = connection.options.fingerprint
     group, daemon_session = group_of(fingerprint, group_id), connection.current()
@@ -75,7 +75,7 @@ def prefix_of(
         packed_or_keys(tokens, keys)
         return None
     chain = daemon_session.chains.chain(tokens, keys, group.group_id)
-    return Prefix(daemon_session, fingerprint, group, chain)
+    return KeyedPrefix(daemon_session, fingerprint, group, chain)
 
 
 def group_of(fingerprint: Fingerprint, group_id: int | None) -> LayerGroup:

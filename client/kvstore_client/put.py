@@ -18,10 +18,10 @@ from kvstore_client.call import Call, Late
 from kvstore_client.daemon_session import DaemonSession
 from kvstore_client.errors import invalid
 from kvstore_client.in_place import InPlacePut
-from kvstore_client.put_part import SEND_EVERY_S, Message, PutPart, SlotRun
+from kvstore_client.put_part import SEND_EVERY_S, PutPart, SlotRun, StoreMessage
 from kvstore_client.receipt import THROTTLED, PutOrder, PutReceipt
 from kvstore_client.results import REASON_DEADLINE, REASON_NO_DAEMON
-from kvstore_client.staging import Staging, Use
+from kvstore_client.staging import ClientStaging, Use
 from kvstore_proto.arena import ALIGNMENT_BYTES
 from kvstore_proto.lookup_index import ABSENT, UNKNOWN
 from kvstore_proto.v1 import kvstore_pb2 as wire
@@ -121,7 +121,7 @@ class PendingOutcomes:
 class StagedPut(PutPart):
     """The blocks of a put that go through the staging memory. Call `run()` once."""
 
-    _staging: Staging
+    _staging: ClientStaging
     _pending: PendingOutcomes = field(default_factory=PendingOutcomes, init=False)
     _messages: int = field(default=0, init=False)  # sent so far
     _is_starved: bool = field(default=False, init=False)
@@ -161,7 +161,7 @@ class StagedPut(PutPart):
 
     # Answers
 
-    def _take(self, message: Message, call: Call, response: wire.Response) -> None:
+    def _take(self, message: StoreMessage, call: Call, response: wire.Response) -> None:
         is_still_read = response.HasField("error") and response.error.kind != wire.ERROR_KIND_THROTTLED
         if is_still_read:  # perhaps: it may be the stream's end, which says nothing of its bytes
             self._staging.leave_unanswered(message.use)
@@ -185,10 +185,10 @@ class StagedPut(PutPart):
             if not is_still_read:
                 self._staging.end(message.use)
 
-    def _unanswered(self, message: Message) -> Late:
+    def _unanswered(self, message: StoreMessage) -> Late:
         return self._staging.leave_unanswered(message.use)
 
-    def _send_again(self, message: Message, positions: Sequence[int], delay_s: float) -> None:
+    def _send_again(self, message: StoreMessage, positions: Sequence[int], delay_s: float) -> None:
         for position in reversed(positions):
             block, extent = message.blocks[position], message.extents[position]
             self._believed.discard(block)

@@ -30,7 +30,7 @@ SEND_EVERY_S = 0.001
 
 
 @dataclass(slots=True, eq=False)
-class Message:
+class StoreMessage:
     """One Store message of a put. `blocks`: indices into the receipt. `pages`: the page of each block in the staging
     memory of `loan`, or among the slots of `reservation`; 0 when the block is not written. `extents`: the extent of
     staging memory of each block. `call` is set once the message is sent.
@@ -78,8 +78,8 @@ class PutPart(ABC):
     _deadline: float
     _clock: Callable[[], float]
     _written: dict[int, tuple[int, Extent]] = field(default_factory=dict, init=False)  # to be sent again, and its page
-    _unsent: Message = field(default_factory=Message, init=False)
-    _sent: deque[Message] = field(default_factory=deque, init=False)
+    _unsent: StoreMessage = field(default_factory=StoreMessage, init=False)
+    _sent: deque[StoreMessage] = field(default_factory=deque, init=False)
 
     run_bytes: ClassVar = 8 * 2**20
     last_bytes: ClassVar = 0
@@ -114,7 +114,7 @@ class PutPart(ABC):
                     break
         return bool(message.blocks)
 
-    def _write_run(self, writer: PayloadWriter, message: Message, last: int) -> bool:
+    def _write_run(self, writer: PayloadWriter, message: StoreMessage, last: int) -> bool:
         """Write the next blocks into consecutive slots. Return False when there is no room for one block, or no time
         for all of them."""
         run = self._take_run(self._run_length(message, last))
@@ -136,7 +136,7 @@ class PutPart(ABC):
             self._leave_unwritten(run, run.slots - written)
         return True
 
-    def _run_length(self, message: Message, last: int) -> int:
+    def _run_length(self, message: StoreMessage, last: int) -> int:
         """Return how many of the next blocks are consecutive and have to be written."""
         most = min(max(self.run_bytes // self._slot_bytes, 1), self._daemon.max_keys - len(message.blocks))
         if last < len(self._todo):
@@ -161,7 +161,7 @@ class PutPart(ABC):
         return
 
     def _send(self) -> None:
-        message, self._unsent = self._unsent, Message()
+        message, self._unsent = self._unsent, StoreMessage()
         body = self._order.store(message.blocks, message.pages, loan=message.loan, reservation=message.reservation)
         self._sent.append(message)  # first: from here on its bytes are the daemon's until it answers
         message.call = self._daemon.begin(wire.Request(store=body), self._deadline - self._clock())
@@ -186,15 +186,15 @@ class PutPart(ABC):
             self._take(message, message.call, response)
 
     @abstractmethod
-    def _take(self, message: Message, call: Call, response: wire.Response) -> None:
+    def _take(self, message: StoreMessage, call: Call, response: wire.Response) -> None:
         """Process the answer to `message`. Raises KVStoreError when the daemon finds the message wrong."""
 
-    def _unanswered(self, message: Message) -> Late | None:
+    def _unanswered(self, message: StoreMessage) -> Late | None:
         """Return the receiver of an answer to `message` that comes after the thread has stopped waiting; None when
         there is none."""
         return None
 
-    def _enter(self, message: Message, call: Call, answer: wire.Response, again: Collection[int]) -> None:
+    def _enter(self, message: StoreMessage, call: Call, answer: wire.Response, again: Collection[int]) -> None:
         """Enter an answer into the receipt, except for the positions `again`, which another request decides."""
         decided = [-1 if position in again else block for position, block in enumerate(message.blocks)]
         self._receipt.record(call, answer, decided)

@@ -16,7 +16,7 @@ from kvstore_client import lookup_index
 from kvstore_client.arguments import UINT32_MAX, count, number_between, one_of
 from kvstore_client.daemon_session import DaemonSession
 from kvstore_client.errors import invalid
-from kvstore_client.prefix import Prefix
+from kvstore_client.prefix import KeyedPrefix
 from kvstore_client.results import (
     REASON_LIMIT,
     REASON_NO_DAEMON,
@@ -86,7 +86,7 @@ class Expectation:
             yield ended, keys[len(keys) - most :]
 
 
-def send_hint(prefix: Prefix, expected: Expectation) -> int:
+def send_hint(prefix: KeyedPrefix, expected: Expectation) -> int:
     """Return how many leading blocks of the prefix the daemon has, after sending the hint; 0 without an answer."""
     known, most = 0, prefix.daemon.max_keys
     for part, keys in expected.parts(prefix.chain.keys, most):
@@ -101,7 +101,7 @@ def send_hint(prefix: Prefix, expected: Expectation) -> int:
     return known if len(prefix) <= most else lookup(prefix, prefix.daemon.deadline_s).blocks
 
 
-def send_prefetch(prefix: Prefix, in_s: float, budget_bytes: int) -> Prefetched:
+def send_prefetch(prefix: KeyedPrefix, in_s: float, budget_bytes: int) -> Prefetched:
     """Send a prefetch, see `Session.prefetch`. If an answer is missing, return the answers so far."""
     resident = scheduled = 0
     in_ms = int(in_s * 1000)
@@ -125,7 +125,7 @@ def send_prefetch(prefix: Prefix, in_s: float, budget_bytes: int) -> Prefetched:
     return Prefetched(resident, scheduled)
 
 
-def send_touch(prefix: Prefix, terms: Terms = NO_TERMS) -> int:
+def send_touch(prefix: KeyedPrefix, terms: Terms = NO_TERMS) -> int:
     """Set the terms of the leading blocks of `prefix` that the daemon has, and return how many that are. A request
     without an answer ends the count."""
     asked = wire.Terms(**terms._asdict())
@@ -172,7 +172,7 @@ def explain(
     return whole
 
 
-def delete(prefix: Prefix, deadline_s: float, *, clock: Callable[[], float] = time.monotonic) -> Deleted:
+def delete(prefix: KeyedPrefix, deadline_s: float, *, clock: Callable[[], float] = time.monotonic) -> Deleted:
     """Delete from the end, so that no request leaves a hole. Stop at the first request without an answer."""
     daemon, keys = prefix.daemon, prefix.chain.keys
     total, until = Deleted(), clock() + deadline_s
@@ -192,7 +192,7 @@ def delete(prefix: Prefix, deadline_s: float, *, clock: Callable[[], float] = ti
     return total
 
 
-def lookup(prefix: Prefix, deadline_s: float, *, clock: Callable[[], float] = time.monotonic) -> Lookup:
+def lookup(prefix: KeyedPrefix, deadline_s: float, *, clock: Callable[[], float] = time.monotonic) -> Lookup:
     """Return the daemon's answer about a prefix, from several requests if it has more keys than one may name."""
     parts, failure, until = list[wire.Presence](), "", clock() + deadline_s
     match = match_of(prefix.group.kind)
@@ -210,7 +210,7 @@ def lookup(prefix: Prefix, deadline_s: float, *, clock: Callable[[], float] = ti
     return _joined(prefix, parts, failure)
 
 
-def lookups(prefixes: Sequence[Prefix], deadline_s: float) -> list[Lookup]:
+def lookups(prefixes: Sequence[KeyedPrefix], deadline_s: float) -> list[Lookup]:
     """Return the daemon's answers about the prefixes of several layer groups, from one request: together they have no
     more keys than one may name.
     """
@@ -222,7 +222,7 @@ def lookups(prefixes: Sequence[Prefix], deadline_s: float) -> list[Lookup]:
     return [_joined(prefix, sets[place : place + 1]) for place, prefix in enumerate(prefixes)]
 
 
-def _joined(prefix: Prefix, parts: Sequence[wire.Presence], failure: str = "") -> Lookup:
+def _joined(prefix: KeyedPrefix, parts: Sequence[wire.Presence], failure: str = "") -> Lookup:
     """Return one answer about a prefix from those about its pieces, the leading ones if there was a `failure`."""
     blocks, reason, tiers, load_s = 0, "", list[str](), list[float]()
     for number, found in enumerate(parts):
@@ -249,7 +249,7 @@ def _joined(prefix: Prefix, parts: Sequence[wire.Presence], failure: str = "") -
     )
 
 
-def probe(prefix: Prefix, *, may_wait: bool) -> Lookup:
+def probe(prefix: KeyedPrefix, *, may_wait: bool) -> Lookup:
     """Return the lookup index's answer about a prefix."""
     index = prefix.daemon.index.get(may_wait=may_wait)
     found = lookup_index.probe(index, prefix.chain.keys, prefix.fingerprint, prefix.group)

@@ -126,7 +126,7 @@ class Statistics:
     last_error: str = ""
 
 
-class Counters:
+class ClientCounters:
     """Named integer counters; `add` and `read` are atomic as a whole."""
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from kvstore_client.connection import Connection
 from kvstore_client.errors import invalid
-from kvstore_client.prefix import Prefix, prefix_of
+from kvstore_client.prefix import KeyedPrefix, prefix_of
 from kvstore_client.requests import lookup, lookups, probe
 from kvstore_client.results import (
     MISS_REASONS,
@@ -32,7 +32,7 @@ _ANSWERED = (*MISS_REASONS, REASON_ABSENT, REASON_UNKNOWN)
 KeysByGroup = Mapping[int, BlockKeys]
 
 
-def prefixes_of(connection: Connection, tokens: TokenIds | None, keys: KeysByGroup | None) -> list[Prefix] | None:
+def prefixes_of(connection: Connection, tokens: TokenIds | None, keys: KeysByGroup | None) -> list[KeyedPrefix] | None:
     """Return the blocks of every layer group; None while degraded. Raises KVStoreError(INVALID), also for `keys` that
     lack a group or have not as many for each.
     """
@@ -47,7 +47,7 @@ def prefixes_of(connection: Connection, tokens: TokenIds | None, keys: KeysByGro
 
 
 def resume_point(
-    prefixes: Sequence[Prefix], deadline_s: float, *, clock: Callable[[], float] = time.monotonic
+    prefixes: Sequence[KeyedPrefix], deadline_s: float, *, clock: Callable[[], float] = time.monotonic
 ) -> ResumePoint:
     """Return the longest boundary at which all groups can resume, by the daemon's answer."""
     until = clock() + deadline_s
@@ -68,7 +68,7 @@ def resume_point(
     return replace(point, reason=reason)
 
 
-def probed_point(prefixes: Sequence[Prefix]) -> ResumePoint:
+def probed_point(prefixes: Sequence[KeyedPrefix]) -> ResumePoint:
     """Return the longest boundary at which all groups can resume, by the lookup index: see `Session.probe`."""
     if not len(prefixes[0]):
         return _short(prefixes[0])
@@ -82,11 +82,11 @@ def probed_point(prefixes: Sequence[Prefix]) -> ResumePoint:
     return replace(point, reason=REASON_ABSENT if is_sure else REASON_UNKNOWN)
 
 
-def _short(prefix: Prefix) -> ResumePoint:
+def _short(prefix: KeyedPrefix) -> ResumePoint:
     return ResumePoint(reason=REASON_SHORT if 0 < prefix.chain.prompt_tokens < prefix.fingerprint.block_tokens else "")
 
 
-def _one_by_one(prefixes: Sequence[Prefix], until: float, clock: Callable[[], float]) -> list[Lookup]:
+def _one_by_one(prefixes: Sequence[KeyedPrefix], until: float, clock: Callable[[], float]) -> list[Lookup]:
     most, answers = len(prefixes[0]), list[Lookup]()
     for prefix in prefixes:
         answers.append(lookup(prefix.head(most), max(until - clock(), 0.001), clock=clock))
@@ -94,7 +94,7 @@ def _one_by_one(prefixes: Sequence[Prefix], until: float, clock: Callable[[], fl
     return answers
 
 
-def _common(prefixes: Sequence[Prefix], answers: Sequence[Lookup]) -> tuple[ResumePoint, tuple[int, int] | None]:
+def _common(prefixes: Sequence[KeyedPrefix], answers: Sequence[Lookup]) -> tuple[ResumePoint, tuple[int, int] | None]:
     """Return the common point without the reason for its end; and where it was ended by a group that lacks a block, the
     position of that group and the number of the block.
     """

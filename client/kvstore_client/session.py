@@ -18,7 +18,7 @@ from kvstore_client.lease import Lease
 from kvstore_client.lease_stream import ORDERS, LayerStreams, LeaseStream, Order, no_leases
 from kvstore_client.open_session import OpenSession
 from kvstore_client.payload import Payload, payload_list
-from kvstore_client.prefix import Prefix, group_of
+from kvstore_client.prefix import KeyedPrefix, group_of
 from kvstore_client.put import put
 from kvstore_client.receipt import DURABILITY_MODES, STORED, PutOrder, PutReceipt, payload_bytes_of
 from kvstore_client.requests import Expectation, NextStep
@@ -327,7 +327,7 @@ class Session(OpenSession):
         daemon = self._connection.current()
         return None if daemon is None else requests.explain(daemon, request, timeout_s, clock=self._clock)
 
-    def _probe(self, prefix: Prefix | None, *, may_wait: bool) -> Lookup:
+    def _probe(self, prefix: KeyedPrefix | None, *, may_wait: bool) -> Lookup:
         found = Lookup(reason=REASON_NO_DAEMON) if prefix is None else requests.probe(prefix, may_wait=may_wait)
         self._counters.add(probes=1, probes_unknown=int(found.reason == REASON_UNKNOWN))
         return found

@@ -39,7 +39,7 @@ class Use:
     is_over: bool = False
 
 
-class Staging:
+class ClientStaging:
     """The staging memory of one client, which the daemon reads. `memory` is mapped to write; `loan` is 0 before
     `obtain`.
     """

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from kvstore_client.call import Call, Health, Late
+from kvstore_client.call import Call, Late, StreamHealth
 from kvstore_client.transport.base import Transport
 from kvstore_proto.v1 import kvstore_pb2 as wire
 
@@ -29,13 +29,13 @@ _MAX_RELEASES_A_MESSAGE = 1024
 _PENDING = wire.DURABILITY_PENDING
 
 
-class Stream:
+class RequestStream:
     """A stream of calls. `health` receives every answer and the end of the stream, unless `close` was called.
 
     `unreleased` holds lease ids to give back; it outlives the stream.
     """
 
-    def __init__(self, transport: Transport, health: Health, unreleased: deque[int]) -> None:
+    def __init__(self, transport: Transport, health: StreamHealth, unreleased: deque[int]) -> None:
         self._lock = threading.Lock()
         self._waiting: dict[int, Call] = {}
         self._followers: dict[Call, None] = {}  # calls whose threads wait and do not read

@@ -28,7 +28,7 @@ from kvstore_client.entry import connect
 from kvstore_client.paths import costs_file
 from kvstore_client.session import Session
 from kvstore_connectors.llama_state import SavedState, StateUnsupported, assemble_state, parse_state
-from kvstore_connectors.load import Leased, Prompt, lease_by_choice
+from kvstore_connectors.load import Leased, PromptToLoad, lease_by_choice
 from kvstore_connectors.weight_files import WeightFiles, mappings_now, process_began, why_unknown
 from kvstore_proto.errors import KVStoreError
 from kvstore_proto.fingerprint import Fingerprint, LayerGroup
@@ -157,14 +157,14 @@ class KVStoreLlamaCache(BaseLlamaCache):  # type: ignore[misc]  # llama_cpp has 
                 raise KeyError(_changed(changed))
             if blocks * self._block_tokens <= held:
                 raise KeyError("the model itself holds as much of this prompt")
-            self._bring(Prompt(tokens, len(tokens), blocks, held // self._block_tokens), held)
+            self._bring(PromptToLoad(tokens, len(tokens), blocks, held // self._block_tokens), held)
         except KVStoreError as error:  # a closed session, a request that the daemon refuses
             raise KeyError(f"the store refused: {error}") from None
         finally:
             self._prompts.start()
         return _Current(self._llm)
 
-    def _bring(self, prompt: Prompt, held: int) -> None:
+    def _bring(self, prompt: PromptToLoad, held: int) -> None:
         """Load blocks into the model, which holds `held` tokens. Raises KeyError if no longer prefix is stored, or none
         is worth loading.
         """

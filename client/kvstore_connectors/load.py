@@ -25,7 +25,7 @@ REASON_COMPUTED = "computing is faster than loading"
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class PromptToLoad:
     """A prompt to load. `tokens` is hashable, as `Session.get` takes it; of its `blocks` leading blocks the engine
     holds `held`. All of `count` tokens will be held or computed, at least one of them computed.
     """
@@ -60,7 +60,12 @@ class Leased:
 
 @contextmanager
 def lease_by_choice(
-    session: Session, prompt: Prompt, choice: LoadChoice | None, *, block_bytes: int, deadline_s: float | None = None
+    session: Session,
+    prompt: PromptToLoad,
+    choice: LoadChoice | None,
+    *,
+    block_bytes: int,
+    deadline_s: float | None = None,
 ) -> Iterator[Leased]:
     """Yield the leased blocks. `choice`: None loads all that is stored. `deadline_s` bounds the first question, in
     seconds (default: the session's); it ends earlier if computing everything is known to take less.
@@ -120,7 +125,7 @@ class LeasedGroups:
 
 @contextmanager
 def lease_groups_by_choice(
-    session: Session, prompt: Prompt, choice: LoadChoice | None, *, deadline_s: float | None = None
+    session: Session, prompt: PromptToLoad, choice: LoadChoice | None, *, deadline_s: float | None = None
 ) -> Iterator[LeasedGroups]:
     """Yield what a resume needs at the longest boundary that suits every layer group, if loading all of it is worth it.
     For the parameters see `lease_by_choice`.
@@ -173,14 +178,14 @@ def _groups_of(session: Session) -> Sequence[LayerGroup]:
     return session.fingerprint.groups
 
 
-def _lease_of(session: Session, prompt: Prompt, group: LayerGroup, blocks: range, left_s: float) -> Lease:
+def _lease_of(session: Session, prompt: PromptToLoad, group: LayerGroup, blocks: range, left_s: float) -> Lease:
     return session.get(
         prompt.tokens, group=group.group_id, first_block=blocks.start, max_blocks=len(blocks), deadline_s=left_s
     )
 
 
 def _hit_of_groups(
-    session: Session, prompt: Prompt, point: ResumePoint, wanted: Sequence[tuple[LayerGroup, range]]
+    session: Session, prompt: PromptToLoad, point: ResumePoint, wanted: Sequence[tuple[LayerGroup, range]]
 ) -> Hit:
     blocks = point.blocks - prompt.held
     nbytes = sum(len(each) * session.fingerprint.payload_bytes(group.group_id) for group, each in wanted)
@@ -191,7 +196,7 @@ def _hit_of_groups(
     return Hit([tier] * blocks, [each_s] * blocks, session.block_tokens, nbytes // blocks, count, first)
 
 
-def _hit(prompt: Prompt, mapped: int, stored: int, load_s: float, session: Session, block_bytes: int) -> Hit:
+def _hit(prompt: PromptToLoad, mapped: int, stored: int, load_s: float, session: Session, block_bytes: int) -> Hit:
     """Return the hit for the choice. The daemon gives one time for all blocks that are not mapped, so each gets an
     equal part.
     """

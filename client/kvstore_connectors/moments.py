@@ -71,7 +71,7 @@ class LayerProgress:
             self._changed.wait_for(lambda: self._done > layer or self._has_ended)
 
 
-class ComputeTimes:
+class ModelCallTimes:
     """A report of the times of a model's calls to `choice`, as soon as they are known; None: nothing is learned.
 
     A device may still be computing when its call returns: then the time is asked for at the next call, never waited

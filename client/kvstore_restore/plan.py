@@ -22,7 +22,7 @@ ERROR = 0.2  # of the costs of computing or of loading, which are estimates
 
 
 @dataclass(frozen=True, slots=True)
-class Prefix:
+class StoredPrefix:
     """A stored prefix: for each chunk the tier that it is in. The chunks have `chunk_tokens` tokens and `chunk_bytes`
     bytes each; the first one begins at position `first`. ValueError for sizes below 1.
 
@@ -58,7 +58,7 @@ class Prefix:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RestorePlan:
     """Compute `whole` leading chunks and load the rest."""
 
     axis: Axis
@@ -66,7 +66,7 @@ class Plan:
     whole: int
 
 
-def plan(prefix: Prefix, costs: RestoreCosts, *, error: float = ERROR) -> Plan:
+def plan(prefix: StoredPrefix, costs: RestoreCosts, *, error: float = ERROR) -> RestorePlan:
     """Return the plan that is predicted to finish first.
 
     Computing and loading at once must be better than the better single path, by more than it could lose to that path if
@@ -87,9 +87,9 @@ def plan(prefix: Prefix, costs: RestoreCosts, *, error: float = ERROR) -> Plan:
     return best if worst_of_both <= worst_of_single else single
 
 
-def plans_by_axis(prefix: Prefix, costs: RestoreCosts) -> dict[Axis, Plan]:
+def plans_by_axis(prefix: StoredPrefix, costs: RestoreCosts) -> dict[Axis, RestorePlan]:
     """Return the best plan that loads, that computes, and that does both."""
-    found: dict[Axis, Plan] = {}
+    found: dict[Axis, RestorePlan] = {}
     for each in _plans(prefix, costs):
         known = found.get(each.axis)
         if known is None or each.finish_s < known.finish_s:
@@ -97,7 +97,7 @@ def plans_by_axis(prefix: Prefix, costs: RestoreCosts) -> dict[Axis, Plan]:
     return found
 
 
-def _plans(prefix: Prefix, costs: RestoreCosts) -> Iterator[Plan]:
+def _plans(prefix: StoredPrefix, costs: RestoreCosts) -> Iterator[RestorePlan]:
     chunks, finish = len(prefix.tiers), costs.contention.finish_s
     computed = [0.0]
     for chunk in range(chunks):
@@ -107,13 +107,13 @@ def _plans(prefix: Prefix, costs: RestoreCosts) -> Iterator[Plan]:
         tier = prefix.tiers[chunk]
         loaded.append({**loaded[-1], tier: loaded[-1][tier] + prefix.load_s(chunk, costs)})
     loaded = [prefix.with_inputs(loads, whole, costs) for whole, loads in enumerate(reversed(loaded))]
-    yield Plan("load", _slowest(loaded[0]), 0)
-    yield Plan("compute", finish(computed[chunks], _slowest(loaded[chunks])), chunks)
+    yield RestorePlan("load", _slowest(loaded[0]), 0)
+    yield RestorePlan("compute", finish(computed[chunks], _slowest(loaded[chunks])), chunks)
     for whole in range(1, chunks):
-        yield Plan("tokens", finish(computed[whole], _slowest(loaded[whole])), whole)
+        yield RestorePlan("tokens", finish(computed[whole], _slowest(loaded[whole])), whole)
 
 
-def _met_s(prefix: Prefix, costs: RestoreCosts) -> float:
+def _met_s(prefix: StoredPrefix, costs: RestoreCosts) -> float:
     """Return the predicted seconds until all is done if neither stops before they meet, as happens if wrong costs are
     believed.
     """
@@ -141,5 +141,5 @@ def _slowest(links: dict[str, float]) -> float:
     return max(links.values(), default=0.0)
 
 
-def _finish(each: Plan) -> float:
+def _finish(each: RestorePlan) -> float:
     return each.finish_s

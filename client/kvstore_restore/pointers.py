@@ -24,7 +24,7 @@ def turn(chunks: int, waited_s: float) -> float:
     return chunks - _AGEING_CHUNKS_S * waited_s
 
 
-class State(Enum):
+class ChunkState(Enum):
     """The state of a chunk. LOST: it cannot be loaded."""
 
     STORED = "stored"
@@ -41,7 +41,7 @@ class Pointers:
     def __init__(
         self, chunks: int, *, overtakes: Callable[[int], bool] = lambda chunk: True, loads: bool = True
     ) -> None:
-        self._states = [State.STORED if loads else State.LOST] * chunks
+        self._states = [ChunkState.STORED if loads else ChunkState.LOST] * chunks
         self._overtakes = overtakes
         self._is_cancelled = False
         self.head = 0  # leading chunks that are present
@@ -53,14 +53,14 @@ class Pointers:
         """True if all chunks are present, or the restoration was cancelled."""
         return self._is_cancelled or not self.left
 
-    def state(self, chunk: int) -> State:
+    def state(self, chunk: int) -> ChunkState:
         return self._states[chunk]
 
     def stored(self, first: int = 0) -> list[int]:
         """Return the chunks from `first` on that could still be loaded, first ones first."""
         if self.is_done:
             return []
-        return [at for at in range(max(self.head, first), len(self._states)) if self._states[at] is State.STORED]
+        return [at for at in range(max(self.head, first), len(self._states)) if self._states[at] is ChunkState.STORED]
 
     def computable(self, most: int) -> range:
         """Return at most `most` chunks, from the first missing one on, that one step might compute now."""
@@ -86,8 +86,8 @@ class Pointers:
 
     def lose(self, chunk: int) -> None:
         """Mark `chunk` as lost, so that it is computed: it has vanished, is corrupt, or its load stalls."""
-        if self._states[chunk] is State.STORED:
-            self._states[chunk] = State.LOST
+        if self._states[chunk] is ChunkState.STORED:
+            self._states[chunk] = ChunkState.LOST
 
     def lose_all(self) -> None:
         """Mark all chunks as lost: nothing can be loaded any longer."""
@@ -100,14 +100,14 @@ class Pointers:
 
     def _may_compute(self, chunk: int) -> bool:
         state = self._states[chunk]
-        return state is State.LOST or (state is State.STORED and self._overtakes(chunk))
+        return state is ChunkState.LOST or (state is ChunkState.STORED and self._overtakes(chunk))
 
     def _present(self, chunk: int) -> bool:
-        if self._is_cancelled or self._states[chunk] is State.PRESENT:
+        if self._is_cancelled or self._states[chunk] is ChunkState.PRESENT:
             self.wasted += not self._is_cancelled
             return False
-        self._states[chunk] = State.PRESENT
+        self._states[chunk] = ChunkState.PRESENT
         self.left -= 1
-        while self.head < len(self._states) and self._states[self.head] is State.PRESENT:
+        while self.head < len(self._states) and self._states[self.head] is ChunkState.PRESENT:
             self.head += 1
         return True

@@ -60,10 +60,10 @@ class Namespaces:
     def add(self, number: int) -> Place:
         """A namespace that lasts as long as a process of ours in it."""
         address, name = f"{_NET}.{number}", f"namespace{number}"
-        keeper = self._children.start(name, ["unshare", "--net", "sleep", "infinity"])
-        ours, theirs = os.readlink("/proc/self/ns/net"), f"/proc/{keeper.pid}/ns/net"
+        namespace = self._children.start(name, ["unshare", "--net", "sleep", "infinity"])
+        ours, theirs = os.readlink("/proc/self/ns/net"), f"/proc/{namespace.pid}/ns/net"
         self._children.wait_until(name, lambda: os.readlink(theirs) != ours)
-        _ip("link", "add", f"node{number}", "type", "veth", "peer", "name", "eth0", "netns", str(keeper.pid))
+        _ip("link", "add", f"node{number}", "type", "veth", "peer", "name", "eth0", "netns", str(namespace.pid))
         _ip("link", "set", f"node{number}", "master", _BRIDGE, "up")
         place = Place(address, ("nsenter", f"--net={theirs}", "--"))
         _ip("link", "set", "lo", "up", prefix=place.prefix)

@@ -25,7 +25,7 @@ from kvstore_engine.errors import OperationError, UsageError
 from kvstore_engine.generation import Generation, Prompt, Timings
 from kvstore_engine.graph import SequenceSlice
 from kvstore_engine.graph.plan import BLOCK_TOKENS
-from kvstore_engine.restore.copies import BlockCopies
+from kvstore_engine.restore.copies import PoolCopies
 from kvstore_engine.restore.record import RestorationRecord, RestoreReport, StoreReport
 from kvstore_engine.restore.session import KvSession
 from kvstore_engine.tokenizer import Tokenizer
@@ -59,7 +59,7 @@ class Generator:
         executor: Compute,
         context: int,
         session: KvSession | None = None,
-        copies: BlockCopies | None = None,
+        copies: PoolCopies | None = None,
         costs: LearnedCosts | None = None,
         stages: StagedPrompts | None = None,
         observer: Observer | None = None,

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvstore_engine.executors import DeviceName, PoolSetup, StepExecutor, StepSizes
     from kvstore_engine.model.config import ModelConfig
     from kvstore_engine.pool import BlockPool
-    from kvstore_engine.restore.copies import BlockCopies
+    from kvstore_engine.restore.copies import PoolCopies
     from kvstore_engine.stages.pipeline import Pipeline
     from kvstore_engine.stages.prompts import StagedPrompts
     from kvstore_proto.fingerprint import Fingerprint
@@ -155,7 +155,7 @@ class _Store:
     """
 
     session: KvSession | None = None
-    copies: "BlockCopies | None" = None
+    copies: "PoolCopies | None" = None
     stages: "StagedPrompts | None" = None
     costs: LearnedCosts = field(default_factory=LearnedCosts)
 

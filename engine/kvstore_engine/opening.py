@@ -20,7 +20,7 @@ from kvstore_engine.gguf import GGUFFile
 if TYPE_CHECKING:
     from kvstore_engine.model.weights import Model
     from kvstore_engine.pool import BlockPool
-    from kvstore_engine.restore.copies import BlockCopies
+    from kvstore_engine.restore.copies import PoolCopies
     from kvstore_engine.stages.pipeline import Pipeline
 
 
@@ -55,9 +55,7 @@ def open_executor(
 
 
 @contextlib.contextmanager
-def open_copies(
-    executor: StepExecutor | Pipeline, device: DeviceName, store_rate: Rate = AUTO
-) -> Iterator[BlockCopies]:
+def open_copies(executor: StepExecutor | Pipeline, device: DeviceName, store_rate: Rate = AUTO) -> Iterator[PoolCopies]:
     """Yield the copies between blocks of the daemon and the pool of `executor`, which is on `device`, until the block
     ends; on a GPU that decodes, at `store_rate`. Connect the sessions with its `device`, and close the engine
     before.
@@ -70,9 +68,9 @@ def open_copies(
         with open_torch_copies(executor, store_rate) as copies:
             yield copies
         return
-    from kvstore_engine.restore.copies import HostCopies
+    from kvstore_engine.restore.copies import HostPoolCopies
 
-    yield HostCopies(executor.pool)
+    yield HostPoolCopies(executor.pool)
 
 
 @contextlib.contextmanager

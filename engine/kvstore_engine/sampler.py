@@ -45,7 +45,7 @@ class SamplingSettings:
         return self.temperature == 0 or self.top_k == 1 or self.top_p == 0
 
 
-class Sampler:
+class TokenSampler:
     """The sampler of one request: settings and a stream of random numbers."""
 
     def __init__(self, settings: SamplingSettings) -> None:

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from operator import attrgetter
 
-from kvstore_simulator.hints import Hints, made_up
+from kvstore_simulator.hints import HintOptions, made_up
 from kvstore_simulator.trace import Op, RecordedHint, Trace
 from kvstored.store.blocks import ResidencyView
-from kvstored.store.policies import ChainHint, Listens, Policy, RequestContext, deliver_hint
+from kvstored.store.policies import ChainHint, EvictionPolicy, Listens, RequestContext, deliver_hint
 
 FIRST_TOKEN_NS = 500_000_000  # a trace says when requests begin; when they end is taken from the length of the answer
 ANSWER_TOKEN_NS = 20_000_000
@@ -22,7 +22,12 @@ class EngineReports:
     """The reports of a replay. `tenant_of` maps a tenant of the trace to its number in residency."""
 
     def __init__(
-        self, trace: Trace, hints: Hints, policy: Listens, residency: ResidencyView, tenant_of: Callable[[int], int]
+        self,
+        trace: Trace,
+        hints: HintOptions,
+        policy: Listens,
+        residency: ResidencyView,
+        tenant_of: Callable[[int], int],
     ) -> None:
         self._trace = trace
         self._policy = policy
@@ -82,7 +87,12 @@ def hints_before(trace: Trace, request: int) -> Sequence[RecordedHint]:
 
 
 def replay_hint(
-    recorded: RecordedHint, trace: Trace, tenant: int, residency: ResidencyView, policies: Sequence[Policy], now_ns: int
+    recorded: RecordedHint,
+    trace: Trace,
+    tenant: int,
+    residency: ResidencyView,
+    policies: Sequence[EvictionPolicy],
+    now_ns: int,
 ) -> None:
     """Deliver a recorded hint as the daemon does."""
     due_ns = None if recorded.due_in_ns is None else now_ns + recorded.due_in_ns

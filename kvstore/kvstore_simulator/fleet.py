@@ -19,12 +19,12 @@ from typing import Any
 
 import numpy as np
 
-from kvstore_simulator.node import Node, visit_of
+from kvstore_simulator.node import Node, simulated_request
 from kvstore_simulator.node_settings import ORCHESTRATED, NodeSettings
 from kvstore_simulator.simulated_remote import RemoteSpec, SharedObjects
+from kvstore_simulator.simulated_request import SimulatedRequest
 from kvstore_simulator.trace import Trace
 from kvstore_simulator.virtual_time import VirtualLoop, run_virtual
-from kvstore_simulator.visit import Visit
 from kvstored.clock import NS_PER_S, ManualClock
 
 RANDOM, STICKY, EVENTS = "random", "sticky", "events"
@@ -46,45 +46,46 @@ class Router:
         self._nodes = nodes
         self._random = random.Random(seed)
         self._turns: dict[tuple[int, bytes], int] = {}  # where the request that ended with this block was served
-        self._queues: list[list[tuple[Visit, float]]] = [[] for _ in nodes]  # with the seconds that it will take
+        # with the seconds that it will take
+        self._queues: list[list[tuple[SimulatedRequest, float]]] = [[] for _ in nodes]
 
-    def choose(self, visit: Visit) -> Node:
-        number = self._choose(visit)
-        for key in visit.keys[1:][-_ENDS:]:  # many conversations share the first block
-            self._turns[visit.tenant, key] = number
+    def choose(self, request: SimulatedRequest) -> Node:
+        number = self._choose(request)
+        for key in request.keys[1:][-_ENDS:]:  # many conversations share the first block
+            self._turns[request.tenant, key] = number
         return self._nodes[number]
 
-    def _at_random(self, visit: Visit) -> int:
+    def _at_random(self, request: SimulatedRequest) -> int:
         return self._random.randrange(len(self._nodes))
 
-    def _sticky(self, visit: Visit) -> int:
+    def _sticky(self, request: SimulatedRequest) -> int:
         """Return the node that served the turn before; a new conversation gets a random node."""
-        for key in reversed(visit.keys):
-            number = self._turns.get((visit.tenant, key))
+        for key in reversed(request.keys):
+            number = self._turns.get((request.tenant, key))
             if number is not None:
                 return number
-        return self._at_random(visit)
+        return self._at_random(request)
 
-    def _by_events(self, visit: Visit) -> int:
+    def _by_events(self, request: SimulatedRequest) -> int:
         costs = []
         for number, node in enumerate(self._nodes):
-            seconds = self._seconds(node, visit)
+            seconds = self._seconds(node, request)
             costs.append((QUEUED * self._queue_s(number) + seconds, self._random.random(), number, seconds))
         _, _, number, seconds = min(costs)
-        self._queues[number].append((visit, seconds))
+        self._queues[number].append((request, seconds))
         return number
 
     def _queue_s(self, number: int) -> float:
         left = self._queues[number] = [each for each in self._queues[number] if not each[0].is_served]
         return sum(seconds for _, seconds in left)
 
-    def _seconds(self, node: Node, visit: Visit) -> float:
+    def _seconds(self, node: Node, request: SimulatedRequest) -> float:
         """Return the seconds that computing the rest of the prompt takes on `node`."""
-        here = node.pool.leading(visit.tenant, visit.keys)
+        here = node.pool.leading(request.tenant, request.keys)
         if node.store is not None:
-            here = max(here, node.store.local_blocks(visit.tenant, visit.keys))
-        restored = min(here * node.trace.block_tokens, visit.tokens - 1)
-        return node.settings.machine.prefill_s(node.settings.model, restored, visit.tokens)
+            here = max(here, node.store.local_blocks(request.tenant, request.keys))
+        restored = min(here * node.trace.block_tokens, request.tokens - 1)
+        return node.settings.machine.prefill_s(node.settings.model, restored, request.tokens)
 
 
 ONE = "one node"
@@ -130,17 +131,17 @@ class FleetStudy:
     def _row(self, label: str, each: Sequence[NodeSettings], routing: str, progress: Progress) -> dict[str, Any]:
         began = time.perf_counter()
         nodes = self._serve(each, routing, lambda done: progress(label, done, self.trace.requests))
-        visits = [visit for node in nodes for visit in node.served.visits if visit.number >= self.count_from]
-        served = [visit for visit in visits if visit.is_served]
+        requests = [request for node in nodes for request in node.served.requests if request.number >= self.count_from]
+        served = [request for request in requests if request.is_served]
         if not served:
             raise ValueError("no request of this trace could be served: more devices, or --tiers engine=SIZE")
         store = nodes[0].store
         assert store is not None
-        wanted = sum(visit.blocks for visit in served)
-        hits = {"engine": sum(visit.in_pool for visit in served)}
-        hits |= {name: sum(visit.found[at] for visit in served) for at, name in enumerate(store.names)}
-        found, recomputed = sum(hits.values()), sum(visit.recomputed for visit in served)
-        seconds = np.array([visit.ttft_ns for visit in served]) / NS_PER_S
+        wanted = sum(request.blocks for request in served)
+        hits = {"engine": sum(request.in_pool for request in served)}
+        hits |= {name: sum(request.found[at] for request in served) for at, name in enumerate(store.names)}
+        found, recomputed = sum(hits.values()), sum(request.recomputed for request in served)
+        seconds = np.array([request.ttft_ns for request in served]) / NS_PER_S
         busiest = max(node.served.compute_busy_s for node in nodes)
         return {
             "mode": "fleet", "routing": label, "nodes": len(nodes), "requests": len(served),
@@ -170,8 +171,8 @@ class FleetStudy:
                     await asyncio.sleep(max(0, due_ns - clock.monotonic_ns()) / NS_PER_S)
                     blocks = trace.blocks[trace.starts[at] : trace.starts[at + 1]].tolist()
                     if 0 < len(blocks) <= self._most_blocks:
-                        visit = visit_of(trace, at, blocks, clock.monotonic_ns())
-                        (nodes[0] if router is None else router.choose(visit)).accept(visit)
+                        request = simulated_request(trace, at, blocks, clock.monotonic_ns())
+                        (nodes[0] if router is None else router.choose(request)).accept(request)
                     if at % 16 == 0:
                         progress(at)
                 for node in nodes:

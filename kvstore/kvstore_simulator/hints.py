@@ -34,7 +34,7 @@ _FORM = (
 
 
 @dataclass(frozen=True, slots=True)
-class Hints:
+class HintOptions:
     """The options of made-up hints. `will_continue_auc`, `tool_call_auc`, `pause_noise`: None turns that hint off;
     `queue_s`: 0 turns it off.
     """
@@ -46,10 +46,10 @@ class Hints:
     pause_noise: float | None = None
 
 
-NO_HINTS = Hints()
+NO_HINTS = HintOptions()
 
 
-def parse_hints(text: str, seed: int) -> Hints:
+def parse_hints(text: str, seed: int) -> HintOptions:
     """Return the hints that `text` describes. Raises ValueError with one line."""
     auc, tool_auc, queue_s, noise = None, None, 0.0, None
     for part in text.split(","):
@@ -68,10 +68,10 @@ def parse_hints(text: str, seed: int) -> Hints:
             noise = number
         else:
             raise ValueError(f"--hints {part.strip()!r}: takes {_FORM}")
-    return Hints(auc, queue_s, seed, tool_auc, noise)
+    return HintOptions(auc, queue_s, seed, tool_auc, noise)
 
 
-def made_up(trace: Trace, hints: Hints) -> list[ChainHint | None]:
+def made_up(trace: Trace, hints: HintOptions) -> list[ChainHint | None]:
     """Return for each request the hint at its end; None throughout without such hints. `due_ns` counts from the first
     request.
 
@@ -99,7 +99,7 @@ def made_up(trace: Trace, hints: Hints) -> list[ChainHint | None]:
 
 
 def _due(
-    trace: Trace, goes_on: npt.NDArray[np.bool_], following: npt.NDArray[np.int64], hints: Hints
+    trace: Trace, goes_on: npt.NDArray[np.bool_], following: npt.NDArray[np.int64], hints: HintOptions
 ) -> list[int | None]:
     since_ns = trace.times_ns - trace.times_ns[0]
     pause_ns = since_ns[np.minimum(following, trace.requests - 1)] - since_ns

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvstore_predictor.base import Hint, NextStep, Predictor, Request
+from kvstore_predictor.base import Hint, NextStep, Predictor, PredictorRequest
 from kvstore_simulator.engine_reports import ANSWER_TOKEN_NS
 from kvstore_simulator.trace import Op, Trace
 from kvstored.clock import NS_PER_MS, NS_PER_S
@@ -32,7 +32,7 @@ Floats = npt.NDArray[np.float64]
 Progress = Callable[[int, int], None]
 
 
-class Uses:
+class RequestTimes:
     """The times at which each block of a trace is requested."""
 
     def __init__(self, trace: Trace) -> None:
@@ -59,7 +59,7 @@ class Uses:
         return at < len(times) and float(times[at]) <= now_s + horizon_s
 
 
-class Event(NamedTuple):
+class PredictorEvent(NamedTuple):
     """An event that a predictor receives, `now_s` seconds after the first request. `said` passes it on; None marks a
     time to ask for guesses.
     """
@@ -68,28 +68,28 @@ class Event(NamedTuple):
     said: Callable[[Predictor], None] | None
 
 
-def events(trace: Trace, ask_s: list[float]) -> Iterator[Event]:
+def events(trace: Trace, ask_s: list[float]) -> Iterator[PredictorEvent]:
     """Yield requests, answers, hints, and the times `ask_s`, in the order of time; a question comes before the events
     at its time.
     """
     keys = [trace.key(block) for block in range(trace.distinct_blocks)]
     first_ns = int(trace.times_ns[0])
-    found = [(now_s, 0, Event(now_s, None)) for now_s in ask_s]
+    found = [(now_s, 0, PredictorEvent(now_s, None)) for now_s in ask_s]
     for at in range(trace.requests):
         if trace.ops[at] == Op.PUT:
             continue
         tokens, now_s = int(trace.output_tokens[at]), (int(trace.times_ns[at]) - first_ns) / NS_PER_S
-        found.append((now_s, 2, Event(now_s, _requested(trace, keys, at, now_s))))
+        found.append((now_s, 2, PredictorEvent(now_s, _requested(trace, keys, at, now_s))))
         if tokens:
             end_s = now_s + tokens * ANSWER_TOKEN_NS / NS_PER_S
-            found.append((end_s, 1, Event(end_s, _answered(at, tokens, end_s))))
+            found.append((end_s, 1, PredictorEvent(end_s, _answered(at, tokens, end_s))))
     for hint in trace.hints:
         if hint.block >= 0:
             now_s = max(0.0, (hint.time_ns - first_ns) / NS_PER_S)
             due_s = None if hint.due_in_ns is None else now_s + hint.due_in_ns / NS_PER_S
             step = NextStep(hint.next_step) if hint.next_step in set(NextStep) else NextStep.UNSPECIFIED
             said = Hint(hint.will_continue, due_s, step, hint.answer_tokens)
-            found.append((now_s, 3, Event(now_s, _hinted(hint.tenant, keys[hint.block], said, now_s))))
+            found.append((now_s, 3, PredictorEvent(now_s, _hinted(hint.tenant, keys[hint.block], said, now_s))))
     found.sort(key=lambda each: each[:2])
     return (event for _, _, event in found)
 
@@ -98,7 +98,9 @@ def _requested(trace: Trace, keys: list[bytes], at: int, now_s: float) -> Callab
     def say(predictor: Predictor) -> None:
         asked = [keys[block] for block in trace.blocks[trace.starts[at] : trace.starts[at + 1]].tolist()]
         kind = trace.kind_names[trace.kinds[at]]
-        predictor.requested(Request(int(trace.tenants[at]), asked, at, int(trace.input_tokens[at]), kind), now_s)
+        predictor.requested(
+            PredictorRequest(int(trace.tenants[at]), asked, at, int(trace.input_tokens[at]), kind), now_s
+        )
 
     return say
 
@@ -143,7 +145,7 @@ def judge(
     """Return by horizon how good the predictor's guesses were on the requests from share `learn` on. A horizon that
     ends after the trace does is not asked for.
     """
-    uses = Uses(trace)
+    uses = RequestTimes(trace)
     seen = {horizon_s: Judged() for horizon_s in HORIZONS_S}
     ask_s = question_times(trace, learn, 1.0, questions)
     last_s = (int(trace.times_ns[-1]) - int(trace.times_ns[0])) / NS_PER_S

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstore_console.units import human_bytes, parse_size
-from kvstore_simulator.worth import ELEMENT_BYTES, Model
+from kvstore_simulator.hit_value import ELEMENT_BYTES, ModelSize
 
 PROFILES = ("h100", "h200", "cpu-only")
 MEDIA = ("sram", "hbm", "dram", "cxl", "nvme", "remote")  # fastest first
@@ -45,7 +45,7 @@ class MediumSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Compute:
+class ComputeSpec:
     """The compute of a machine. `efficiency`: the share of `flops_per_s` that a prefill reaches. One pass over the
     weights serves `chunk_tokens` tokens.
     """
@@ -63,7 +63,7 @@ class Machine:
     """
 
     name: str
-    compute: Compute
+    compute: ComputeSpec
     engine_tier: str
     engine_bytes: int
     reserve: float
@@ -83,7 +83,7 @@ class Machine:
         """Return the medium that holds the store's tier `tier`."""
         return replace(self.media[HBM], name=GPU) if tier == GPU else self.media[tier]
 
-    def pool_bytes(self, model: Model) -> int:
+    def pool_bytes(self, model: ModelSize) -> int:
         """Return the bytes for blocks in the engine's memory, beside the weights. Raises ValueError if there are
         none.
         """
@@ -97,7 +97,7 @@ class Machine:
             )
         return left_bytes
 
-    def streamed_bytes(self, model: Model, first: int, last: int, *, least_passes: float = 1.0) -> float:
+    def streamed_bytes(self, model: ModelSize, first: int, last: int, *, least_passes: float = 1.0) -> float:
         """Return the bytes that computing tokens `first` up to `last` moves from the engine's memory into SRAM.
 
         The weights are read once a pass. The K/V of the context are read once for as many queries as fit half of SRAM
@@ -110,7 +110,7 @@ class Machine:
         context = (first + last) / 2
         return passes * model.weight_bytes + tokens / rows * context * model.kv_bytes_per_token
 
-    def prefill_s(self, model: Model, first: int, last: int, *, least_passes: float = 1.0) -> float:
+    def prefill_s(self, model: ModelSize, first: int, last: int, *, least_passes: float = 1.0) -> float:
         """Return the seconds to compute tokens `first` up to `last` of a prompt whose K/V up to `first` is there."""
         if last <= first:
             return 0.0
@@ -168,7 +168,7 @@ def _machine(name: str, table: dict[str, Any]) -> Machine:
     _keys("[engine]", engine, _RATES | {"reserve"})
     reserve = _number("engine.reserve", engine.pop("reserve"), most=0.99)
     engine_bytes = media[where].capacity_bytes if given is None else _size("engine.capacity", given)
-    made = Compute(
+    made = ComputeSpec(
         _number("compute.flops_per_s", compute["flops_per_s"], least=1.0),
         _number("compute.efficiency", compute["efficiency"], least=1e-6, most=1.0),
         _number("compute.overhead_s", compute["overhead_s"]),

@@ -19,12 +19,12 @@ from kvstore_simulator.hints import made_up
 from kvstore_simulator.machine import ENGINE
 from kvstore_simulator.node_settings import NodeSettings, ServingPlan
 from kvstore_simulator.node_store import EnginePool, NodeStore
-from kvstore_simulator.simulated_tiers import Medium
+from kvstore_simulator.simulated_request import Served, SimulatedRequest
+from kvstore_simulator.simulated_tiers import SimulatedMedium
 from kvstore_simulator.trace import Op, Trace
 from kvstore_simulator.virtual_time import VirtualLoop, run_virtual
-from kvstore_simulator.visit import Served, Visit
 from kvstored.clock import NS_PER_MS, NS_PER_S, ManualClock
-from kvstored.store.policies import ChainHint, Policy
+from kvstored.store.policies import ChainHint, EvictionPolicy
 
 RACE_TOKENS = 512  # computed at once before looking again what has been loaded meanwhile
 TICK_S = 0.5  # the daemon's maintenance looks five times as often; nothing that it watches needs that here
@@ -44,10 +44,10 @@ def serve_trace(trace: Trace, settings: NodeSettings, plan: ServingPlan, progres
     return run_virtual(clock, run)
 
 
-def visit_of(trace: Trace, at: int, blocks: Sequence[int], now_ns: int) -> Visit:
+def simulated_request(trace: Trace, at: int, blocks: Sequence[int], now_ns: int) -> SimulatedRequest:
     """Return request number `at` of the trace, which asks for `blocks`."""
     tokens = int(trace.input_tokens[at]) or len(blocks) * trace.block_tokens
-    return Visit(
+    return SimulatedRequest(
         at, int(trace.tenants[at]), [trace.key(block) for block in blocks], tokens, Op(int(trace.ops[at])),
         now_ns, trace.kind_names[trace.kinds[at]], int(trace.output_tokens[at]),
     )  # fmt: skip
@@ -61,8 +61,8 @@ class Node:
     ) -> None:
         self.trace, self.settings, self.plan, self.clock = trace, settings, plan, clock
         block_bytes = settings.model.kv_bytes_per_token * trace.block_tokens
-        self.link = Medium(settings.machine.link)
-        self.media = [self.link, *(Medium(settings.machine.medium(name)) for name, _ in settings.tiers)]
+        self.link = SimulatedMedium(settings.machine.link)
+        self.media = [self.link, *(SimulatedMedium(settings.machine.medium(name)) for name, _ in settings.tiers)]
         self.store: NodeStore | None = None
         if plan.has_store:
             self.store = NodeStore(settings, block_bytes, loop, clock, self.media, trace)
@@ -72,7 +72,7 @@ class Node:
         self.served = Served()
         self._hints = made_up(trace, settings.hints)
         self._loop = loop
-        self._queue: deque[Visit] = deque()
+        self._queue: deque[SimulatedRequest] = deque()
         self._waiting = 0  # requests in it
         self._arrived = asyncio.Event()
         self._is_over = False
@@ -109,14 +109,14 @@ class Node:
             blocks = trace.blocks[trace.starts[at] : trace.starts[at + 1]].tolist()
             if not blocks:
                 continue
-            self.accept(visit_of(trace, at, blocks, self._now_ns()))
+            self.accept(simulated_request(trace, at, blocks, self._now_ns()))
         self.end()
 
-    def accept(self, visit: Visit) -> None:
+    def accept(self, request: SimulatedRequest) -> None:
         """Accept a request that has arrived."""
-        self._queue.append(visit)
-        if visit.op is not Op.PUT:
-            self._expect(visit)
+        self._queue.append(request)
+        if request.op is not Op.PUT:
+            self._expect(request)
         self._arrived.set()
 
     def end(self) -> None:
@@ -124,30 +124,30 @@ class Node:
         self._is_over = True
         self._arrived.set()
 
-    def _expect(self, visit: Visit) -> None:
+    def _expect(self, request: SimulatedRequest) -> None:
         """Report a request that has entered the queue. (A recorded put waits in it for the requests before it: they
         computed the blocks that it stores.)
         """
-        self.served.visits.append(visit)
+        self.served.requests.append(request)
         self._waiting += 1
         self.served.largest_queue = max(self.served.largest_queue, self._waiting)
         if self.plan.prefetches and self.store is not None:
-            self._tasks.create_task(self._stage(visit))
+            self._tasks.create_task(self._stage(request))
             self._call_next()
 
-    async def _stage(self, visit: Visit) -> None:
+    async def _stage(self, request: SimulatedRequest) -> None:
         """Prepare a request before its turn: its blocks in slower tiers move up, and when it is next in line all its
         blocks move to the engine.
         """
         assert self.store is not None
-        self.store.prefetch(visit, self.pool.leading(visit.tenant, visit.keys))
-        await visit.is_near.wait()
-        if visit.rows is None and not visit.is_served and visit.blocks <= self.pool.capacity_blocks:
-            await self._begin_loading(visit)
+        self.store.prefetch(request, self.pool.leading(request.tenant, request.keys))
+        await request.is_near.wait()
+        if request.rows is None and not request.is_served and request.blocks <= self.pool.capacity_blocks:
+            await self._begin_loading(request)
 
     def _call_next(self) -> None:
         """Let the next request in line load its blocks while another one computes."""
-        following = next((visit for visit in self._queue if visit.op is not Op.PUT), None)
+        following = next((request for request in self._queue if request.op is not Op.PUT), None)
         if self._has_begun and following is not None:
             following.is_near.set()
 
@@ -161,126 +161,128 @@ class Node:
                     return
                 self._arrived.clear()
                 await self._arrived.wait()
-            visit = self._queue.popleft()
-            if visit.op is Op.PUT:
-                self._put(visit)
+            request = self._queue.popleft()
+            if request.op is Op.PUT:
+                self._put(request)
                 continue
             self._waiting -= 1
             self._has_begun = False
-            await self._serve(visit)
-            visit.is_near.set()  # served or not, nothing of it waits any longer
+            await self._serve(request)
+            request.is_near.set()  # served or not, nothing of it waits any longer
             done += 1
             if done % 16 == 0:
-                progress(visit.number, self.trace.requests)
+                progress(request.number, self.trace.requests)
 
-    async def _serve(self, visit: Visit) -> None:
-        if visit.blocks > self.pool.capacity_blocks:
+    async def _serve(self, request: SimulatedRequest) -> None:
+        if request.blocks > self.pool.capacity_blocks:
             self.served.refused += 1
             return
-        while visit.rows is None and not await self._begin_loading(visit):
+        while request.rows is None and not await self._begin_loading(request):
             await asyncio.wait(self._puts, return_when=asyncio.FIRST_COMPLETED)  # they hold what room there is
-        visit.begin_ns = self._now_ns()
+        request.begin_ns = self._now_ns()
         self._has_begun = True
         self._call_next()
-        await self._restore(visit)
-        await self._compute(visit)
-        visit.end_ns = self._now_ns()
+        await self._restore(request)
+        await self._compute(request)
+        request.end_ns = self._now_ns()
         if self.store is not None:
-            await self.store.end_get(visit)
-        if self.store is None or visit.op is Op.GET:
-            self._let_go(visit)
-            self._report_answer(visit)
+            await self.store.end_get(request)
+        if self.store is None or request.op is Op.GET:
+            self._let_go(request)
+            self._report_answer(request)
         else:
-            self._put(visit)
+            self._put(request)
 
-    async def _begin_loading(self, visit: Visit) -> bool:
+    async def _begin_loading(self, request: SimulatedRequest) -> bool:
         """Reserve room in the engine's memory and ask the store for its blocks; return False if there is no room
         now.
         """
-        held = self.pool.hold(visit.tenant, visit.keys, self._now_ns())
+        held = self.pool.hold(request.tenant, request.keys, self._now_ns())
         if held is None:
             return False
-        visit.in_pool, visit.rows = held
-        visit.ready = [True] * visit.in_pool
+        request.in_pool, request.rows = held
+        request.ready = [True] * request.in_pool
         if self.store is not None:
-            await self.store.begin_get(visit, partial(self._copy, visit))
+            await self.store.begin_get(request, partial(self._copy, request))
         return True
 
-    def _copy(self, visit: Visit, mapped: int, on_device: int) -> None:
+    def _copy(self, request: SimulatedRequest, mapped: int, on_device: int) -> None:
         """Copy readable blocks to the engine: as they arrive, or later all at once."""
         if self.plan.overlaps and self.store is not None:
-            visit.copied_ns = max(visit.copied_ns, self.store.copy(mapped, on_device))
+            request.copied_ns = max(request.copied_ns, self.store.copy(mapped, on_device))
 
-    async def _restore(self, visit: Visit) -> None:
+    async def _restore(self, request: SimulatedRequest) -> None:
         """Wait until every stored block is mapped, computed, or given up."""
         if self.plan.weighs:
-            await self._race(visit)
-        elif not all(visit.ready) and self.store is not None:
-            await self._ready_by(visit, 0, len(visit.ready), self._now_ns() + round(self.store.wait_s * NS_PER_S))
-        visit.is_loading = False
-        here = next((at for at, ready in enumerate(visit.ready) if not ready), len(visit.ready))
-        visit.given_up = len(visit.ready) - here
-        visit.recomputed += visit.given_up
-        visit.ready = visit.ready[:here]
-        if not self.plan.overlaps and self.store is not None and here > visit.in_pool:
-            copied = here - visit.in_pool - (visit.recomputed - visit.given_up)
-            on_device = sum(at < here for at in visit.on_device)
+            await self._race(request)
+        elif not all(request.ready) and self.store is not None:
+            await self._ready_by(request, 0, len(request.ready), self._now_ns() + round(self.store.wait_s * NS_PER_S))
+        request.is_loading = False
+        here = next((at for at, ready in enumerate(request.ready) if not ready), len(request.ready))
+        request.given_up = len(request.ready) - here
+        request.recomputed += request.given_up
+        request.ready = request.ready[:here]
+        if not self.plan.overlaps and self.store is not None and here > request.in_pool:
+            copied = here - request.in_pool - (request.recomputed - request.given_up)
+            on_device = sum(at < here for at in request.on_device)
             await self._until(self.store.copy(copied - on_device, on_device))
 
-    async def _race(self, visit: Visit) -> None:
+    async def _race(self, request: SimulatedRequest) -> None:
         """Compute missing blocks from the head, while loading proceeds from the tail, until the two meet."""
         size = self.trace.block_tokens
         step = max(1, RACE_TOKENS // size)
-        at, end = 0, len(visit.ready)
+        at, end = 0, len(request.ready)
         while True:
-            while at < end and visit.ready[at]:
+            while at < end and request.ready[at]:
                 at += 1
             if at == end:
                 return
             last = min(at + step, end)
-            seconds = self._seconds(at * size, min(last * size, visit.tokens), least_passes=0.0)
+            seconds = self._seconds(at * size, min(last * size, request.tokens), least_passes=0.0)
             began_ns = self._now_ns()
             computed_ns = began_ns + round(seconds * NS_PER_S)
-            if not await self._ready_by(visit, at, last, computed_ns):
+            if not await self._ready_by(request, at, last, computed_ns):
                 await self._until(computed_ns)
-                self._stream(at * size, min(last * size, visit.tokens), least_passes=0.0)
-                visit.recomputed += sum(not ready for ready in visit.ready[at:last])
-                visit.ready[at:last] = [True] * (last - at)
+                self._stream(at * size, min(last * size, request.tokens), least_passes=0.0)
+                request.recomputed += sum(not ready for ready in request.ready[at:last])
+                request.ready[at:last] = [True] * (last - at)
             # What was computed of blocks that came in time after all (some of their layers) is of use where the rest
             # of them has to be computed in the end.
             raced_s = (self._now_ns() - began_ns) / NS_PER_S
-            visit.raced_s += raced_s
+            request.raced_s += raced_s
             self.served.compute_busy_s += raced_s
 
-    async def _ready_by(self, visit: Visit, first: int, last: int, deadline_ns: int) -> bool:
+    async def _ready_by(self, request: SimulatedRequest, first: int, last: int, deadline_ns: int) -> bool:
         """Wait until blocks `first` up to `last` are mapped; return False if that takes longer than the deadline."""
         try:
             async with asyncio.timeout_at(deadline_ns / NS_PER_S):
-                while visit.is_loading and not all(visit.ready[first:last]):
-                    visit.changed.clear()
-                    await visit.changed.wait()
+                while request.is_loading and not all(request.ready[first:last]):
+                    request.changed.clear()
+                    await request.changed.wait()
         except TimeoutError:
             pass
-        return all(visit.ready[first:last])
+        return all(request.ready[first:last])
 
-    async def _compute(self, visit: Visit) -> None:
+    async def _compute(self, request: SimulatedRequest) -> None:
         """Compute the rest of the prompt. Its last token is always computed, since it makes the first token of the
         answer.
         """
-        size, most = self.trace.block_tokens, visit.tokens - 1
-        restored = min(len(visit.ready) * size, most)
-        seconds = self._seconds(restored, visit.tokens)
-        visit.prefill_ns = round(self._seconds(min(restored + visit.given_up * size, most), visit.tokens) * NS_PER_S)
-        visit.overhead_ns = round(self.settings.machine.compute.overhead_s * NS_PER_S)
-        self._stream(restored, visit.tokens)
-        await self._until(self._now_ns() + visit.overhead_ns)
-        copying_s = max(0, visit.copied_ns - self._now_ns()) / NS_PER_S
+        size, most = self.trace.block_tokens, request.tokens - 1
+        restored = min(len(request.ready) * size, most)
+        seconds = self._seconds(restored, request.tokens)
+        request.prefill_ns = round(
+            self._seconds(min(restored + request.given_up * size, most), request.tokens) * NS_PER_S
+        )
+        request.overhead_ns = round(self.settings.machine.compute.overhead_s * NS_PER_S)
+        self._stream(restored, request.tokens)
+        await self._until(self._now_ns() + request.overhead_ns)
+        copying_s = max(0, request.copied_ns - self._now_ns()) / NS_PER_S
         taken_s = overlapped_s(copying_s, seconds, self.settings.model.layers)
         if self.plan.weighs and copying_s:
-            again_s = self._seconds(min(visit.in_pool * size, most), restored, least_passes=0.0) - visit.raced_s
+            again_s = self._seconds(min(request.in_pool * size, most), restored, least_passes=0.0) - request.raced_s
             if seconds + again_s < taken_s:
-                self._stream(min((visit.in_pool + visit.recomputed) * size, most), restored, least_passes=0.0)
-                visit.recomputed = len(visit.ready) - visit.in_pool
+                self._stream(min((request.in_pool + request.recomputed) * size, most), restored, least_passes=0.0)
+                request.recomputed = len(request.ready) - request.in_pool
                 taken_s = seconds = seconds + max(0.0, again_s)
         self.served.compute_busy_s += seconds
         await self._until(self._now_ns() + round(taken_s * NS_PER_S))
@@ -295,38 +297,38 @@ class Node:
 
     # Afterwards
 
-    def _put(self, visit: Visit) -> None:
+    def _put(self, request: SimulatedRequest) -> None:
         if self.store is None:
             return
 
         async def put(store: NodeStore) -> None:
             try:
-                await store.put(visit, writes_behind=self.plan.writes_behind)
+                await store.put(request, writes_behind=self.plan.writes_behind)
             finally:
-                self._let_go(visit)
-            self._report_answer(visit)
+                self._let_go(request)
+            self._report_answer(request)
 
         task = self._tasks.create_task(put(self.store))
         self._puts.add(task)
         task.add_done_callback(self._puts.discard)
 
-    def _let_go(self, visit: Visit) -> None:
+    def _let_go(self, request: SimulatedRequest) -> None:
         """Release the room of a request's blocks in the engine."""
-        rows, visit.rows = visit.rows, None
+        rows, request.rows = request.rows, None
         if rows is not None:
             self.pool.release(rows)
 
-    def _report_answer(self, visit: Visit) -> None:
+    def _report_answer(self, request: SimulatedRequest) -> None:
         """Report the answer to the store when it has been written, with the engine's expectation; the engine has stored
         the prompt before.
         """
         store = self.store
-        if store is None or visit.op is Op.PUT:
+        if store is None or request.op is Op.PUT:
             return
-        answered_ns = max(self._now_ns(), visit.end_ns + visit.answer_tokens * ANSWER_TOKEN_NS)
-        if visit.answer_tokens:
-            self._loop.at_ns(answered_ns, store.answered, visit)
-        hint = self._hints[visit.number]
+        answered_ns = max(self._now_ns(), request.end_ns + request.answer_tokens * ANSWER_TOKEN_NS)
+        if request.answer_tokens:
+            self._loop.at_ns(answered_ns, store.answered, request)
+        hint = self._hints[request.number]
         if hint is None or hint == ChainHint():
             return
         due_in_ms = None
@@ -337,7 +339,7 @@ class Node:
                 if hint == ChainHint():
                     return
                 due_in_ms = None
-        self._loop.at_ns(answered_ns, store.hint, visit, hint, due_in_ms)
+        self._loop.at_ns(answered_ns, store.hint, request, hint, due_in_ms)
 
     # Time
 
@@ -352,7 +354,7 @@ class Node:
             await asyncio.sleep(step_s)
 
     def _sample(self) -> None:
-        held: list[tuple[str, Policy]] = [(ENGINE, self.pool.policy)]
+        held: list[tuple[str, EvictionPolicy]] = [(ENGINE, self.pool.policy)]
         if self.store is not None:
             held += zip(self.store.names, self.store.store.policies, strict=True)
         self.served.sample(held, self._now_ns())

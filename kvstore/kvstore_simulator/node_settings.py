@@ -14,15 +14,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kvstore_predictor.base import Predictor
-from kvstore_simulator.hints import NO_HINTS, Hints
+from kvstore_simulator.hints import NO_HINTS, HintOptions
+from kvstore_simulator.hit_value import ModelSize
 from kvstore_simulator.machine import GPU, Machine
 from kvstore_simulator.policies import address_of
 from kvstore_simulator.simulated_remote import SharedObjects
 from kvstore_simulator.trace import Trace
-from kvstore_simulator.worth import Model
 from kvstored.config import Config, load_config
 from kvstored.config.tiers import GpuSection, MemorySection, TierSection
-from kvstored.config.tiers import Machine as Host
+from kvstored.config.tiers import MachineSizes as Host
 from kvstored.policy_names import ALWAYS
 from kvstored.store.blocks.index import DEFAULT_GHOST_KEYS
 
@@ -72,7 +72,7 @@ class NodeSettings:
     """
 
     machine: Machine
-    model: Model
+    model: ModelSize
     tiers: tuple[tuple[str, int], ...]
     pool_bytes: int
     policy: str
@@ -82,7 +82,7 @@ class NodeSettings:
     speed: float = 1.0
     keep_worth: float = 0.0
     policy_below: str | None = None  # of the second tier; None: the daemon's default
-    hints: Hints = NO_HINTS
+    hints: HintOptions = NO_HINTS
     predictor: MakePredictor | None = None  # None: nothing is predicted
     remote: SharedObjects | None = None  # what this node shares with others
     gpu: Mapping[str, str] = field(default_factory=dict)

@@ -17,10 +17,10 @@ from kvstore_proto.identity import KEY_BYTES, NO_PARENT
 from kvstore_simulator.machine import GPU
 from kvstore_simulator.node_settings import NodeSettings, config_of
 from kvstore_simulator.simulated_remote import SimulatedRemoteTier
-from kvstore_simulator.simulated_tiers import Medium, SimulatedGpuTier, SimulatedLane, SimulatedTier
+from kvstore_simulator.simulated_request import SimulatedRequest
+from kvstore_simulator.simulated_tiers import SimulatedGpuTier, SimulatedLane, SimulatedMedium, SimulatedTier
 from kvstore_simulator.trace import Trace
 from kvstore_simulator.virtual_time import VirtualLoop
-from kvstore_simulator.visit import Visit
 from kvstore_tiers.base import Slot
 from kvstore_tiers.segments import MemoryKind, Segment
 from kvstored.clients.tenants import Tenant
@@ -35,7 +35,7 @@ from kvstored.store.assembly import Store
 from kvstored.store.blocks import Residency
 from kvstored.store.operations import Client, Operations
 from kvstored.store.operations.durability import DurabilityMode
-from kvstored.store.operations.records import Acquired, GetRequest, LeasedRun, Offer, Outlook
+from kvstored.store.operations.records import Acquired, GetRequest, GrantedRun, Offer, Outlook
 from kvstored.store.policies import ChainHint, RequestContext, create
 from kvstored.store.residency import make_residency
 from kvstored.store.transfer.admission import RemoteWrites
@@ -146,7 +146,7 @@ def offer_of(keys: Sequence[bytes], payload_bytes: int) -> Offer:
 
 
 Arrived = Callable[[int, int], None]  # blocks in host memory, and on the device
-Answers = AsyncGenerator[Outlook | LeasedRun | Acquired, None]
+Answers = AsyncGenerator[Outlook | GrantedRun | Acquired, None]
 _PATIENT_MS = 3_600_000  # the node decides how long it waits
 _SETTLE_S = 3600.0
 _TICKS_OF_MAINTENANCE = 5  # of the daemon, for one of a node's
@@ -163,7 +163,7 @@ class NodeStore:
         block_bytes: int,
         loop: VirtualLoop,
         clock: ManualClock,
-        media: Sequence[Medium],
+        media: Sequence[SimulatedMedium],
         trace: Trace,
     ) -> None:
         link, *more = media
@@ -201,7 +201,7 @@ class NodeStore:
         ]
 
     def _make_tiers(
-        self, first: Medium, rest: Sequence[Medium], sections: Sequence[TierSection]
+        self, first: SimulatedMedium, rest: Sequence[SimulatedMedium], sections: Sequence[TierSection]
     ) -> list[SimulatedTier]:
         """Return the mapped tier on `first`, and the tiers below it on `rest`."""
         host, *below = sections
@@ -227,14 +227,19 @@ class NodeStore:
         return tiers
 
     def _make_gpu(
-        self, section: TierSection, medium: Medium, link: Medium, host: Medium, below: SimulatedTier | None
+        self,
+        section: TierSection,
+        medium: SimulatedMedium,
+        link: SimulatedMedium,
+        host: SimulatedMedium,
+        below: SimulatedTier | None,
     ) -> SimulatedTier:
         """Return the GPU tier. `below`: the slowest tier, if blocks may come from its files past DRAM."""
         reads_files = isinstance(section, GpuSection) and section.from_nvme != OFF
         nvme = below.medium if reads_files and below is not None and below.info.lends_files else None
         tier = SimulatedGpuTier(section.name, medium, section.capacity_bytes, self._loop, link, host, nvme)
         self._from_gpu = tier.to_engine
-        self.lanes += [tier.to_engine, tier.up, tier.down, *([tier.straight] if tier.straight else [])]
+        self.lanes += [tier.to_engine, tier.up, tier.down, *([tier.nvme_to_gpu] if tier.nvme_to_gpu else [])]
         return tier
 
     @property
@@ -251,53 +256,55 @@ class NodeStore:
 
     # Getting
 
-    def prefetch(self, visit: Visit, in_pool: int) -> None:
+    def prefetch(self, request: SimulatedRequest, in_pool: int) -> None:
         """Start to move blocks in slower tiers up, the last block first; no request waits for it. The first `in_pool`
         blocks are with the engine.
         """
         residency, promoter = self.store.residency, self.store.promoter
         mask, readable = residency.rows.mask, residency.readable(residency.exported)
-        rows = residency.find_keys(self._clients[visit.tenant].tenant_id, visit.keys)
+        rows = residency.find_keys(self._clients[request.tenant].tenant_id, request.keys)
         rows = promoter.reachable_run(rows)
         for position in range(len(rows) - 1, in_pool - 1, -1):
             if not mask[rows[position]] & readable:
                 source = residency.fastest(rows[position])
                 if not promoter.prefetch(rows[position]):
                     break
-                visit.fetched[position] = source
+                request.fetched[position] = source
 
-    async def begin_get(self, visit: Visit, arrived: Arrived) -> None:
+    async def begin_get(self, request: SimulatedRequest, arrived: Arrived) -> None:
         """Lease the stored blocks of the chain beyond the engine's own blocks, the last first. `arrived` is called with
         the number of blocks that became readable in host and in device memory, now and later; `visit.ready` says
         which.
         """
         wanted = GetRequest(
-            b"".join(visit.keys), _PATIENT_MS, _PATIENT_MS, from_back=True,
-            context=RequestContext(visit.number, visit.tokens, visit.kind, bool(visit.answer_tokens)),
+            b"".join(request.keys), _PATIENT_MS, _PATIENT_MS, from_back=True,
+            context=RequestContext(request.number, request.tokens, request.kind, bool(request.answer_tokens)),
         )  # fmt: skip
-        answers = self._operations.get.acquire_in_order(self._clients[visit.tenant], wanted, visit.in_pool)
+        answers = self._operations.get.acquire_in_order(self._clients[request.tenant], wanted, request.in_pool)
         expected = await anext(answers)
         assert isinstance(expected, Outlook)
-        residency, below = self.store.residency, list(enumerate(expected.tiers))[visit.in_pool :]
-        visit.on_device = self._on_device(visit, len(expected.tiers))
-        sources = Counter(visit.on_device.get(position, visit.fetched.get(position, tier)) for position, tier in below)
-        visit.found = [sources[tier] for tier in range(len(self.tiers))]
-        visit.ready = [True] * visit.in_pool
-        visit.ready += [tier == residency.mapped or position in visit.on_device for position, tier in below]
-        mapped = sum(visit.ready) - visit.in_pool - len(visit.on_device)
-        if mapped or visit.on_device:
-            arrived(mapped, len(visit.on_device))
-        visit.is_loading = True
-        visit.answers = answers
-        visit.loading = asyncio.create_task(self._load(visit, answers, arrived))
+        residency, below = self.store.residency, list(enumerate(expected.tiers))[request.in_pool :]
+        request.on_device = self._on_device(request, len(expected.tiers))
+        sources = Counter(
+            request.on_device.get(position, request.fetched.get(position, tier)) for position, tier in below
+        )
+        request.found = [sources[tier] for tier in range(len(self.tiers))]
+        request.ready = [True] * request.in_pool
+        request.ready += [tier == residency.mapped or position in request.on_device for position, tier in below]
+        mapped = sum(request.ready) - request.in_pool - len(request.on_device)
+        if mapped or request.on_device:
+            arrived(mapped, len(request.on_device))
+        request.is_loading = True
+        request.answers = answers
+        request.loading = asyncio.create_task(self._load(request, answers, arrived))
 
-    def _on_device(self, visit: Visit, blocks: int) -> dict[int, int]:
+    def _on_device(self, request: SimulatedRequest, blocks: int) -> dict[int, int]:
         """Return the tier of each block that the engine reads in the device's memory, by position."""
         residency = self.store.residency
         if not residency.exported:
             return {}
-        rows = residency.find_keys(self._clients[visit.tenant].tenant_id, visit.keys[:blocks])
-        return self._device_tiers({at: row for at, row in enumerate(rows) if at >= visit.in_pool})
+        rows = residency.find_keys(self._clients[request.tenant].tenant_id, request.keys[:blocks])
+        return self._device_tiers({at: row for at, row in enumerate(rows) if at >= request.in_pool})
 
     def _device_tiers(self, rows: Mapping[int, int]) -> dict[int, int]:
         """Return the tier of each block of `rows` that is in the device's memory, by position."""
@@ -316,47 +323,47 @@ class NodeStore:
                 ends_ns.append(lane.send(blocks * self.slot_bytes, now_ns).end_ns)
         return max(ends_ns)
 
-    async def _load(self, visit: Visit, answers: Answers, arrived: Arrived) -> None:
+    async def _load(self, request: SimulatedRequest, answers: Answers, arrived: Arrived) -> None:
         async for answer in answers:
-            if isinstance(answer, LeasedRun):
-                visit.leases.append(answer.lease_id)
+            if isinstance(answer, GrantedRun):
+                request.leases.append(answer.lease_id)
                 run = range(answer.first, answer.first + len(answer.rows))
                 # What was computed meanwhile is not copied to the engine.
-                fresh = [at for at in run if not visit.ready[at]] if visit.is_loading else []
+                fresh = [at for at in run if not request.ready[at]] if request.is_loading else []
                 for at in fresh:
-                    visit.ready[at] = True
+                    request.ready[at] = True
                 if fresh:
-                    straight = self._device_tiers({at: answer.rows[at - answer.first] for at in fresh})
-                    visit.on_device |= straight
-                    arrived(len(fresh) - len(straight), len(straight))
-                    visit.changed.set()
-        visit.is_loading = False
-        visit.changed.set()
+                    to_device = self._device_tiers({at: answer.rows[at - answer.first] for at in fresh})
+                    request.on_device |= to_device
+                    arrived(len(fresh) - len(to_device), len(to_device))
+                    request.changed.set()
+        request.is_loading = False
+        request.changed.set()
 
-    async def end_get(self, visit: Visit) -> None:
+    async def end_get(self, request: SimulatedRequest) -> None:
         """Release the leased blocks, which the engine has copied: all of them may be evicted."""
-        if visit.loading is not None and visit.answers is not None:
-            visit.loading.cancel()
-            await asyncio.wait([visit.loading])
-            await visit.answers.aclose()
-        self._operations.get.release(self._clients[visit.tenant], visit.leases)
-        visit.leases.clear()
+        if request.loading is not None and request.answers is not None:
+            request.loading.cancel()
+            await asyncio.wait([request.loading])
+            await request.answers.aclose()
+        self._operations.get.release(self._clients[request.tenant], request.leases)
+        request.leases.clear()
 
-    def answered(self, visit: Visit) -> None:
+    def answered(self, request: SimulatedRequest) -> None:
         """Report that the request has ended."""
-        self.store.feed.answered(visit.number, visit.answer_tokens, self._clock.monotonic_ns())
+        self.store.feed.answered(request.number, request.answer_tokens, self._clock.monotonic_ns())
 
-    def hint(self, visit: Visit, hint: ChainHint, due_in_ms: int | None) -> None:
+    def hint(self, request: SimulatedRequest, hint: ChainHint, due_in_ms: int | None) -> None:
         """Report the engine's expectation of the chain of a request that has ended."""
-        self._operations.hints.hint(self._clients[visit.tenant], visit.keys, hint, due_in_ms)
+        self._operations.hints.hint(self._clients[request.tenant], request.keys, hint, due_in_ms)
 
     # Putting
 
-    async def put(self, visit: Visit, *, writes_behind: bool) -> None:
+    async def put(self, request: SimulatedRequest, *, writes_behind: bool) -> None:
         """Store the blocks of the chain that are not stored, and return when they are readable."""
         mode = DurabilityMode.BATCH if writes_behind else DurabilityMode.NONE
-        offer = offer_of(visit.keys, self._block_bytes)
-        async with aclosing(self._operations.put.store(self._clients[visit.tenant], offer, mode)) as answers:
+        offer = offer_of(request.keys, self._block_bytes)
+        async with aclosing(self._operations.put.store(self._clients[request.tenant], offer, mode)) as answers:
             await anext(answers)
 
     # Time

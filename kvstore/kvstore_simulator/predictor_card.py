@@ -77,6 +77,6 @@ def card(traces: Sequence[Trace], trained: Trained) -> dict[str, Any]:
         },
         "features": list(COLUMNS),
         "trees": trees,
-        "calibration": dict(zip(("offset", "factor"), trained.arrays["straight"].tolist(), strict=True)),
+        "calibration": dict(zip(("offset", "factor"), trained.arrays["calibration"].tolist(), strict=True)),
         "held_out": rows_of({"learned": trained.learned, "session-return": trained.plain}),
     }  # fmt: skip

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvstore_predictor.base import Array, Guess, Piece, Predictor, Request
+from kvstore_predictor.base import Array, Guess, Piece, Predictor, PredictorRequest
 from kvstore_simulator.trace import Op, Trace
 from kvstored.store.prefetch.guarded_predictor import create_predictor
 
@@ -51,7 +51,7 @@ class Oracle(Predictor):
             is_read = trace.ops[at] != Op.PUT
             self._wanted.append((trace.key(int(blocks[known - 1])), known) if known and is_read else None)
 
-    def requested(self, request: Request, now_s: float) -> None:
+    def requested(self, request: PredictorRequest, now_s: float) -> None:
         """Do nothing: the oracle knew of the request."""
 
     def guesses(self, now_s: float, horizon_s: float, limit: int) -> list[Guess]:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from kvstore_proto.identity import NO_PARENT
 from kvstore_simulator.engine_reports import EngineReports, hints_before, replay_hint
-from kvstore_simulator.hints import NO_HINTS, Hints
+from kvstore_simulator.hints import NO_HINTS, HintOptions
 from kvstore_simulator.policies import create
 from kvstore_simulator.policies.clairvoyant import Clairvoyant, next_uses
 from kvstore_simulator.trace import Op, Trace
@@ -30,7 +30,15 @@ from kvstored.policy_names import ALWAYS
 from kvstored.store.blocks import Residency
 from kvstored.store.blocks.index import DEFAULT_GHOST_KEYS
 from kvstored.store.idle import idle_rows
-from kvstored.store.policies import Learns, Listens, Policy, PolicySettings, RequestContext, Weighs, create_admission
+from kvstored.store.policies import (
+    EvictionPolicy,
+    Learns,
+    Listens,
+    PolicySettings,
+    RequestContext,
+    Weighs,
+    create_admission,
+)
 from kvstored.store.prefetch.feed import MISSING_MAX
 from kvstored.store.remote import ComputeTimes
 from kvstored.tier_set import TierSet
@@ -55,7 +63,7 @@ class ReplaySettings:
     ttl_s: float | None = None
     ghost_keys: int = DEFAULT_GHOST_KEYS
     block_bytes: int = 1
-    hints: Hints = NO_HINTS
+    hints: HintOptions = NO_HINTS
     keep_worth: float = 0.0
 
 
@@ -86,7 +94,7 @@ class Replay:
         self._idle_look_ns = 0  # no copy is idle for too long before
         self._uses: list[int] = []
         if settings.policy == Clairvoyant.name:
-            self.policy: Policy = Clairvoyant(self.residency, TIER, wanted)
+            self.policy: EvictionPolicy = Clairvoyant(self.residency, TIER, wanted)
             self.residency.listen(TIER, self.policy)
             self._uses = next_uses(trace).tolist()
         else:
@@ -270,7 +278,7 @@ class Replay:
                     self._take(row, Cause.EXPIRED, now_ns)
                     self._expired += 1
             self._idle_look_ns = min(now_ns, self._oldest_use_ns()) + self._ttl_ns
-        while isinstance(self.policy, Weighs) and (rows := self.policy.worth_little(now_ns, _EXPIRED_AT_ONCE)):
+        while isinstance(self.policy, Weighs) and (rows := self.policy.below_keep_worth(now_ns, _EXPIRED_AT_ONCE)):
             for row in rows:
                 self._take(row, Cause.EXPIRED, now_ns)
             self._expired += len(rows)

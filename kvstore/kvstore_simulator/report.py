@@ -63,7 +63,7 @@ def _has(rows: Sequence[Row]) -> tuple[bool, bool]:
     return any("cost" in row for row in rows), any(row["evictions"].get("expired") for row in rows)
 
 
-def reuse_table(curves: Sequence[reuse.Curve]) -> str:
+def reuse_table(curves: Sequence[reuse.MissRatioCurve]) -> str:
     """Return a table of each group's LRU miss ratio at every fourth point of its curve."""
     if not curves:
         return ""
@@ -91,7 +91,7 @@ def as_csv(rows: Sequence[Row]) -> str:
     return out.getvalue()
 
 
-def curve_name(curve: reuse.Curve) -> str:
+def curve_name(curve: reuse.MissRatioCurve) -> str:
     if curve.tenant is not None:
         return f"tenant {curve.tenant}"
     return "all" if curve.kind is None else f"type {curve.kind}"
@@ -133,7 +133,7 @@ def _cells(row: dict[str, Any], tiers: Sequence[str]) -> list[str]:
 _BOUNDS = (UNBOUNDED, Clairvoyant.name)
 
 
-def study_page(title: str, subtitle: str, rows: Sequence[Row], found: Sequence[reuse.Curve]) -> str:
+def study_page(title: str, subtitle: str, rows: Sequence[Row], found: Sequence[reuse.MissRatioCurve]) -> str:
     """Return the whole document."""
     figures = [
         _figure("Hit ratio", "share of looked-up blocks", _curves(rows, "hit_ratio")),

@@ -20,7 +20,7 @@ _POINTS = 24
 
 
 @dataclass(frozen=True, slots=True)
-class Curve:
+class MissRatioCurve:
     """A curve for one group's block accesses: `miss_ratio[i]` is LRU's at `capacity_blocks[i]`."""
 
     tenant: int | None
@@ -64,7 +64,7 @@ def reuse_distances(trace: Trace) -> npt.NDArray[np.int64]:
     return found
 
 
-def curves(trace: Trace, distances: npt.NDArray[np.int64], count_from: int = 0) -> list[Curve]:
+def curves(trace: Trace, distances: npt.NDArray[np.int64], count_from: int = 0) -> list[MissRatioCurve]:
     """Return the curve of all accesses from request `count_from` on, then one curve for each tenant and for each type,
     if there are several. Puts look nothing up.
     """
@@ -83,12 +83,12 @@ def curves(trace: Trace, distances: npt.NDArray[np.int64], count_from: int = 0) 
     return made
 
 
-def _curve(trace: Trace, distances: npt.NDArray[np.int64], tenant: int | None, kind: str | None) -> Curve:
+def _curve(trace: Trace, distances: npt.NDArray[np.int64], tenant: int | None, kind: str | None) -> MissRatioCurve:
     known = np.sort(distances[distances != NEVER])
     points = np.unique(np.geomspace(1, trace.distinct_blocks, _POINTS).round().astype(np.int64))
     hits = np.searchsorted(known, points, side="left")
     total = max(1, len(distances))
-    return Curve(
+    return MissRatioCurve(
         tenant, kind, len(distances), len(distances) - len(known),
         int(known[len(known) // 2]) if len(known) else None,
         points.tolist(), [round(1 - int(hit) / total, 6) for hit in hits],

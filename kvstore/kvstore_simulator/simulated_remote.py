@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from kvstore_proto.arena import HEADER_BYTES, BlockHeader
 from kvstore_simulator.machine import MediumSpec
-from kvstore_simulator.simulated_tiers import Medium, SimulatedLane, SimulatedTier
+from kvstore_simulator.simulated_tiers import SimulatedLane, SimulatedMedium, SimulatedTier
 from kvstore_simulator.virtual_time import VirtualLoop
 from kvstore_tiers.base import Completion, MemoryKind, Outcome, OutcomeKind, Segment, Slot, TierInfo
 from kvstored.clock import NS_PER_S
@@ -44,7 +44,9 @@ class SharedObjects:
     def __init__(self, spec: RemoteSpec, seed: int) -> None:
         self.spec = spec
         rate = spec.bytes_per_s
-        self.medium = Medium(MediumSpec(NAME, spec.capacity_bytes, rate, rate, spec.latency_s, _PARALLEL, True))
+        self.medium = SimulatedMedium(
+            MediumSpec(NAME, spec.capacity_bytes, rate, rate, spec.latency_s, _PARALLEL, True)
+        )
         self.objects: OrderedDict[bytes, int] = OrderedDict()  # payload bytes
         self._used_bytes = 0
         self._random = random.Random(seed)
@@ -73,7 +75,7 @@ class SimulatedRemoteTier(SimulatedTier):
     into.
     """
 
-    def __init__(self, shared: SharedObjects, loop: VirtualLoop, first: Medium) -> None:
+    def __init__(self, shared: SharedObjects, loop: VirtualLoop, first: SimulatedMedium) -> None:
         top = first.spec.name
         self.up = SimulatedLane(f"{NAME}\N{RIGHTWARDS ARROW}{top}", shared.medium, first)
         self.down = SimulatedLane(f"{top}\N{RIGHTWARDS ARROW}{NAME}", first, shared.medium)

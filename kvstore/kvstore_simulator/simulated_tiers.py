@@ -61,7 +61,7 @@ class Pipe:
         self.busy_ns += self.took_ns(nbytes)
 
 
-class Medium:
+class SimulatedMedium:
     """One medium of a machine, with a queue for each direction, or one for both."""
 
     def __init__(self, spec: MediumSpec) -> None:
@@ -92,8 +92,8 @@ class SimulatedLane:
     """A lane from one medium to another. `moved` has (end, bytes) of each transfer, for plots."""
 
     name: str
-    source: Medium
-    target: Medium
+    source: SimulatedMedium
+    target: SimulatedMedium
     nbytes: int = 0
     transfers: int = 0
     waited_ns: int = 0
@@ -131,7 +131,7 @@ class SimulatedTier(Tier):
     def __init__(
         self,
         name: str,
-        medium: Medium,
+        medium: SimulatedMedium,
         capacity_bytes: int,
         loop: VirtualLoop,
         coming: SimulatedLane,
@@ -239,26 +239,26 @@ class SimulatedGpuTier(SimulatedTier):
     def __init__(
         self,
         name: str,
-        medium: Medium,
+        medium: SimulatedMedium,
         capacity_bytes: int,
         loop: VirtualLoop,
-        link: Medium,
-        host: Medium,
-        nvme: Medium | None = None,
+        link: SimulatedMedium,
+        host: SimulatedMedium,
+        nvme: SimulatedMedium | None = None,
     ) -> None:
         top = host.spec.name
         self.up = SimulatedLane(f"{GPU}\N{RIGHTWARDS ARROW}{top}", link, host)
         self.down = SimulatedLane(f"{top}\N{RIGHTWARDS ARROW}{GPU}", host, link)
         self.to_engine = SimulatedLane(f"{GPU}\N{RIGHTWARDS ARROW}{ENGINE}", medium, medium)
-        self.straight: SimulatedLane | None = None
+        self.nvme_to_gpu: SimulatedLane | None = None
         if nvme is not None:
-            self.straight = SimulatedLane(f"{nvme.spec.name}\N{RIGHTWARDS ARROW}{GPU}", nvme, link)
+            self.nvme_to_gpu = SimulatedLane(f"{nvme.spec.name}\N{RIGHTWARDS ARROW}{GPU}", nvme, link)
         super().__init__(name, medium, capacity_bytes, loop, self.down, self.up, MemoryKind.DEVICE)
         self.info = TierInfo(name, GPU, MemoryKind.DEVICE, is_exported=True, loads_files=nvme is not None)
         self._slots = SingleSlots(capacity_bytes, DEVICE_ARENAS)
 
     def loader(self, slot: Slot, expect_key: bytes) -> Load:
-        lane = self.straight
+        lane = self.nvme_to_gpu
         if lane is None:
             return super().loader(slot, expect_key)
 

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from kvstore_simulator.hints import NO_HINTS, Hints
+from kvstore_simulator.hints import NO_HINTS, HintOptions
+from kvstore_simulator.hit_value import ModelSize, Prices, hit_value, money
 from kvstore_simulator.policies.clairvoyant import Clairvoyant
 from kvstore_simulator.replay import Replay, ReplayResult, ReplaySettings
 from kvstore_simulator.trace import Trace
-from kvstore_simulator.worth import Model, Prices, money, worth
 from kvstored.policy_names import ALWAYS, LRU
 from kvstored.store.policies import resolve
 
@@ -34,12 +34,12 @@ class Study:
     capacities: tuple[float, ...]
     policies: tuple[str, ...]
     admissions: tuple[str, ...]
-    model: Model
+    model: ModelSize
     ttl_s: float | None = None
     ghost_keys: int = 65_536
     count_from: int = 0
     prices: Prices | None = None
-    hints: Hints = NO_HINTS
+    hints: HintOptions = NO_HINTS
     keep_worth: float = 0.0
 
     def rows(self, progress: Progress) -> Iterator[Row]:
@@ -69,7 +69,7 @@ class Study:
 
     def _report(self, policy: str, result: ReplayResult) -> Row:
         trace, settings = self.trace, result.settings
-        value = worth(trace, result.hits, self.model, self.count_from)
+        value = hit_value(trace, result.hits, self.model, self.count_from)
         block_bytes = self.model.kv_bytes_per_token * trace.block_tokens
         hours = float(trace.times_ns[-1] - trace.times_ns[self.count_from]) / _NS_PER_HOUR
         held = float(result.held_block_s[self.count_from + 1 :].sum()) / (3600 * hours) if hours else 0.0

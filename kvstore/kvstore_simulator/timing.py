@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from kvstore_simulator.hit_value import ModelSize, served_hit_value
 from kvstore_simulator.machine import ENGINE, Machine
 from kvstore_simulator.node import Node, serve_trace
 from kvstore_simulator.node_settings import (
@@ -24,9 +25,8 @@ from kvstore_simulator.node_settings import (
     NodeSettings,
     ServingPlan,
 )
+from kvstore_simulator.simulated_request import Sample, SimulatedRequest
 from kvstore_simulator.trace import Trace
-from kvstore_simulator.visit import Sample, Visit
-from kvstore_simulator.worth import Model, worth_of_served
 from kvstored.clock import NS_PER_S
 from kvstored.policy_names import ALWAYS, LRU
 from kvstored.store.blocks.index import DEFAULT_GHOST_KEYS
@@ -70,7 +70,7 @@ class TimingStudy:
     trace: Trace
     machine: Machine
     devices: int
-    model: Model
+    model: ModelSize
     tiers: tuple[tuple[str, int], ...]
     pool_bytes: int
     policies: tuple[str, ...]
@@ -116,16 +116,18 @@ class TimingStudy:
         began = time.perf_counter()
         node = serve_trace(self.trace, settings, plan, lambda done, total: progress(label, done, total))
         seconds = time.perf_counter() - began
-        visits = [visit for visit in node.served.visits if visit.is_served and visit.number >= self.count_from]
-        if not visits and not node.served.refused:
+        requests = [
+            request for request in node.served.requests if request.is_served and request.number >= self.count_from
+        ]
+        if not requests and not node.served.refused:
             raise ValueError("nothing in this trace looks anything up: it has puts alone")
-        if not visits:
+        if not requests:
             raise ValueError(
                 f"no request fits the engine's memory of {node.pool.capacity_blocks:,} blocks: more devices, or "
                 "--tiers engine=SIZE"
             )
-        row = self._row(plan, policy, admission, node, visits) | {"seconds": round(seconds, 3)}
-        quantiles = np.quantile([visit.ttft_ns / NS_PER_S for visit in visits], np.linspace(0, 1, _QUANTILES + 1))
+        row = self._row(plan, policy, admission, node, requests) | {"seconds": round(seconds, 3)}
+        quantiles = np.quantile([request.ttft_ns / NS_PER_S for request in requests], np.linspace(0, 1, _QUANTILES + 1))
         slice_s, traffic = self._traffic(node)
         timed = Timed(
             row, [round(value, 6) for value in quantiles.tolist()], node.served.samples, slice_s, traffic
@@ -137,9 +139,11 @@ class TimingStudy:
             row["speedup"] = self._speedup(row)
         return timed
 
-    def _row(self, plan: ServingPlan, policy: str, admission: str, node: Node, visits: Sequence[Visit]) -> Row:
+    def _row(
+        self, plan: ServingPlan, policy: str, admission: str, node: Node, requests: Sequence[SimulatedRequest]
+    ) -> Row:
         trace, served = self.trace, node.served
-        value = worth_of_served(visits, trace.block_tokens, self.model)
+        value = served_hit_value(requests, trace.block_tokens, self.model)
         slots = sum(nbytes for _, nbytes in node.settings.tiers) // self._slot_bytes(node) if plan.has_store else 0
         return {
             "mode": "timing",
@@ -153,17 +157,17 @@ class TimingStudy:
             "capacity_fraction": round(slots / trace.distinct_blocks, 6),
             "engine_blocks": node.pool.capacity_blocks,
             "distinct_blocks": trace.distinct_blocks,
-            "requests": len(visits),
+            "requests": len(requests),
             "refused": served.refused,
             "block_accesses": value.block_accesses,
             "hits": value.hits,
             "hit_ratio": round(value.hit_ratio, 6),
-            "hits_by_tier": self._hits_by_tier(node, visits),
-            "recomputed_blocks": sum(visit.recomputed for visit in visits),
+            "hits_by_tier": self._hits_by_tier(node, requests),
+            "recomputed_blocks": sum(request.recomputed for request in requests),
             "compute_saved_ratio": round(value.compute_saved_ratio, 6),
-            "ttft_s": _spread([visit.ttft_ns for visit in visits]),
-            "queue_s": _spread([visit.queued_ns for visit in visits]),
-            "exposed_s": _spread([visit.exposed_ns for visit in visits]),
+            "ttft_s": _spread([request.ttft_ns for request in requests]),
+            "queue_s": _spread([request.queued_ns for request in requests]),
+            "exposed_s": _spread([request.exposed_ns for request in requests]),
             "largest_queue": served.largest_queue,
             "bytes_by_lane": self._lanes(node),
             "bytes_by_tier": self._tiers(node),
@@ -189,11 +193,11 @@ class TimingStudy:
             "exposed_against_without": round(row["exposed_s"]["mean"] / max(without["exposed_s"]["mean"], 1e-9), 4),
         }  # fmt: skip
 
-    def _hits_by_tier(self, node: Node, visits: Sequence[Visit]) -> dict[str, int]:
+    def _hits_by_tier(self, node: Node, requests: Sequence[SimulatedRequest]) -> dict[str, int]:
         """Return where stored blocks were found, even if they were computed again in the end."""
-        found = {ENGINE: sum(visit.in_pool for visit in visits)} | {name: 0 for name, _ in self.tiers}
+        found = {ENGINE: sum(request.in_pool for request in requests)} | {name: 0 for name, _ in self.tiers}
         for position, (name, _) in enumerate(node.settings.tiers):
-            found[name] = sum(visit.found[position] for visit in visits if visit.found)
+            found[name] = sum(request.found[position] for request in requests if request.found)
         return found
 
     def _lanes(self, node: Node) -> dict[str, int]:

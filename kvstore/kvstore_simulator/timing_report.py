@@ -13,14 +13,14 @@ from kvstore_console.table import render_table
 from kvstore_console.units import human_bytes, human_seconds
 from kvstore_simulator.machine import ENGINE, GPU
 from kvstore_simulator.report import policy_of
+from kvstore_simulator.simulated_request import Sample
 from kvstore_simulator.timing import Row, Timed
-from kvstore_simulator.visit import Sample
 
 _SHOWN = ("hot", "warm", "cold")
 _BUSY = 0.95  # from here on time to first token is mostly queueing
 
 
-def keeper(row: Row) -> str:
+def row_policy(row: Row) -> str:
     """Return the policy and admission of the row's store, which distinguish rows of one plan."""
     if not row["capacity_blocks"]:
         return "-"
@@ -53,7 +53,7 @@ def latency_table(rows: Sequence[Row]) -> str:
     ]  # fmt: skip
     lines = [
         [
-            row["plan"], keeper(row), *times(row), human_seconds(row["queue_s"]["mean"]),
+            row["plan"], row_policy(row), *times(row), human_seconds(row["queue_s"]["mean"]),
             human_seconds(row["exposed_s"]["mean"]), human_seconds(row["exposed_s"]["p99"]),
             *(f"{row['hits_by_tier'][tier] / row['block_accesses']:.4f}" for tier in tiers),
             f"{row['recomputed_blocks']:,}", f"{row['utilisation']['compute']:.0%}",
@@ -92,7 +92,7 @@ def traffic_table(rows: Sequence[Row]) -> str:
             wait_s = row["wait_by_lane_s"].get(lane)
             busy = max((row["utilisation"].get(medium, 0.0) for medium in _media_of(lane)), default=0.0)
             shown = ["-", "-"] if wait_s is None else [human_seconds(wait_s), f"{busy:.0%}"]
-            lines.append([row["plan"], keeper(row), lane, human_bytes(nbytes), *shown])
+            lines.append([row["plan"], row_policy(row), lane, human_bytes(nbytes), *shown])
     return render_table(("PLAN", "POLICY", "LANE", ">BYTES", ">MEAN WAIT", ">BUSIER END BUSY"), lines)
 
 
@@ -114,7 +114,7 @@ def residency_table(results: Sequence[Timed]) -> str:
             held = [sample.hot + sample.warm + sample.cold for sample in samples]
             total = sum(held) or 1
             lines.append([
-                result.row["plan"], keeper(result.row), tier, f"{sum(held) / len(held):,.0f}", f"{held[-1]:,}",
+                result.row["plan"], row_policy(result.row), tier, f"{sum(held) / len(held):,.0f}", f"{held[-1]:,}",
                 *(f"{sum(getattr(sample, each) for sample in samples) / total:.0%}" for each in _SHOWN),
             ])  # fmt: skip
     return render_table(("PLAN", "POLICY", "TIER", ">BLOCKS, MEAN", ">AT THE END", ">HOT", ">WARM", ">COLD"), lines)
@@ -168,7 +168,7 @@ def timing_page(title: str, subtitle: str, results: Sequence[Timed]) -> str:
 
 def _name(result: Timed) -> str:
     row = result.row
-    return f"{row['plan']}, {keeper(row)}" if row["capacity_blocks"] else str(row["plan"])
+    return f"{row['plan']}, {row_policy(row)}" if row["capacity_blocks"] else str(row["plan"])
 
 
 def _first_token(results: Sequence[Timed]) -> str:
@@ -250,5 +250,5 @@ def _time_axis(last_s: float) -> Axis:
 def _row(result: Timed) -> list[str]:
     row = result.row
     queue, exposed = (human_seconds(row[part]["mean"]) for part in ("queue_s", "exposed_s"))
-    return [row["plan"], keeper(row), *times(row), queue, exposed, f"{row['hit_ratio']:.4f}",
+    return [row["plan"], row_policy(row), *times(row), queue, exposed, f"{row['hit_ratio']:.4f}",
             f"{row['recomputed_blocks']:,}"]  # fmt: skip

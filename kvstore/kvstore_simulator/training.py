@@ -25,11 +25,11 @@ import numpy as np
 
 from kvstore_predictor.ages import Floats
 from kvstore_predictor.base import Array, Predictor
-from kvstore_predictor.learned import Learned
+from kvstore_predictor.learned import LearnedPredictor
 from kvstore_predictor.return_trees import COLUMNS, LEAST, SESSION_RETURN, VERSION, ReturnTrees, without_trees
 from kvstore_predictor.session_return import SessionReturn
 from kvstore_proto.version import pip_install
-from kvstore_simulator.judging import ALL, Judged, Uses, events, judge_all, question_times
+from kvstore_simulator.judging import ALL, Judged, RequestTimes, events, judge_all, question_times
 from kvstore_simulator.trace import Trace
 
 EXTRA = "learned"
@@ -107,10 +107,10 @@ def _work(out: Connection, first: Examples, second: Examples) -> None:
     if gain.mean() * len(gain) ** 0.5 < gain.std():
         kept = 0
     trees = [estimator.tree_ for estimator in boosted.estimators_[:kept, 0]]
-    out.send(_arrays(trees, _straight(stages[kept], second.came), first.rows))
+    out.send(_arrays(trees, _calibrate(stages[kept], second.came), first.rows))
 
 
-def _arrays(trees: list[Any], straight: Floats, rows: Array) -> dict[str, Array]:
+def _arrays(trees: list[Any], calibration: Floats, rows: Array) -> dict[str, Array]:
     roots = np.cumsum([0, *(tree.node_count for tree in trees)])[:-1].astype(np.int32)
     parts: dict[str, list[Array]] = {name: [] for name in ("column", "threshold", "left", "right", "value")}
     for root, tree in zip(roots.tolist(), trees, strict=True):
@@ -126,7 +126,7 @@ def _arrays(trees: list[Any], straight: Floats, rows: Array) -> dict[str, Array]
     low, high = rows.min(axis=0), rows.max(axis=0)
     margin = _MARGIN * (high - low) + np.float32(LEAST)
     return {
-        "version": np.array(VERSION), "columns": np.array(COLUMNS), **nodes, "roots": roots, "straight": straight,
+        "version": np.array(VERSION), "columns": np.array(COLUMNS), **nodes, "roots": roots, "calibration": calibration,
         "low": (low - margin).astype(np.float32), "high": (high + margin).astype(np.float32),
     }  # fmt: skip
 
@@ -136,7 +136,7 @@ def _losses(odds: Floats, came: Array) -> Floats:
     return found
 
 
-def _straight(odds: Floats, came: Array) -> Floats:
+def _calibrate(odds: Floats, came: Array) -> Floats:
     """Return the offset and factor of log odds with the least loss, by Newton's method."""
     start = np.array([0.0, 1.0])
     found, columns = start.copy(), np.stack([np.ones_like(odds), odds], axis=1)
@@ -188,14 +188,14 @@ def train(traces: Sequence[Trace], progress: Progress) -> Trained:
         )
     arrays = fitted(first, second, lambda done, total: progress("fitting", done, total))
     model = ReturnTrees(arrays)
-    makers: tuple[Callable[[], Predictor], ...] = (lambda: Learned(model), SessionReturn)
+    makers: tuple[Callable[[], Predictor], ...] = (lambda: LearnedPredictor(model), SessionReturn)
     learned, plain = (judge_all(traces, make, CHOSEN, JUDGING, progress) for make in makers)
     return Trained(arrays, len(first.came), len(second.came), returned, learned, plain)
 
 
 def _rows_of(trace: Trace, progress: Progress) -> tuple[Examples, Examples]:
     """Return the examples of the first and of the second part of the recording."""
-    predictor, uses, chance = Learned(without_trees()), Uses(trace), random.Random(0)
+    predictor, uses, chance = LearnedPredictor(without_trees()), RequestTimes(trace), random.Random(0)
     ask_s = question_times(trace, 0.02, CHOSEN, QUESTIONS)
     times_s = (trace.times_ns - trace.times_ns[0]) / 1e9
     ends_s = [float(times_s[min(int(trace.requests * part), trace.requests - 1)]) for part in (FITTED, CHOSEN)]

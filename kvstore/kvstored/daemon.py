@@ -24,17 +24,17 @@ from kvstore_tiers.nvme.slab_file import discard_older
 from kvstore_tiers.nvme.tier import NvmeTier
 from kvstored import __version__
 from kvstored.admin.explain import Explain
-from kvstored.admin.lifetime import Lifetime, Phase, State
+from kvstored.admin.lifetime import DaemonState, Lifetime, Phase
 from kvstored.admin.live_settings import LiveSettings, LiveTenants
 from kvstored.admin.reload import Reload
-from kvstored.admin.sampler import Sampler
-from kvstored.admin.views import Parts, Views
+from kvstored.admin.sampler import MetricsSampler
+from kvstored.admin.views import DaemonParts, Views
 from kvstored.clients.arena_grants import ArenaGrants
 from kvstored.clients.certificates import Certificates
 from kvstored.clients.handshake import HandshakeServer
 from kvstored.clients.lookup_index import LookupIndexes
 from kvstored.clients.reception import Reception
-from kvstored.clients.sessions import Sessions
+from kvstored.clients.sessions import ClientSessions
 from kvstored.clients.shares import TenantShares
 from kvstored.clients.staging import StagingPool
 from kvstored.clients.tenants.tokens import load_tokens
@@ -52,12 +52,12 @@ from kvstored.lifetime.instance import (
     make_state_dir,
 )
 from kvstored.lifetime.notify import notify
-from kvstored.lifetime.warm import KeeperError
+from kvstored.lifetime.warm import HolderError
 from kvstored.lifetime.warm.node_memory import NodeMemory
 from kvstored.listening import Control, Services, listen
 from kvstored.process import end_without_order, since_process_start_s
 from kvstored.rpc.direct_stream import DirectStreams
-from kvstored.rpc.health import Health
+from kvstored.rpc.health import HealthService
 from kvstored.rpc.requests import StreamServices
 from kvstored.rpc.unary import SERVICE
 from kvstored.rpc.verbs import Verbs
@@ -69,7 +69,7 @@ from kvstored.storage import NodeStorage, open_storage
 from kvstored.store.assembly import Store
 from kvstored.store.degraded.memory import MemoryWatch
 from kvstored.store.operations import Operations
-from kvstored.store.operations.put import Put
+from kvstored.store.operations.put import Puts
 from kvstored.store.transfer.resize import HostSizer, SlabsBack, TierResize
 from kvstored.telemetry import DeletionLog, Latencies, RecentMisses
 
@@ -117,7 +117,7 @@ class Daemon:
         """Do everything up to serving. Raises StartupError, leaving nothing behind."""
         try:
             await self._start()
-        except (SocketError, DirectoryError, AlreadyRunning, StateDirectoryError, KeeperError, ValueError) as error:
+        except (SocketError, DirectoryError, AlreadyRunning, StateDirectoryError, HolderError, ValueError) as error:
             raise StartupError(str(error)) from None
         except OSError as error:
             raise StartupError(f"{error.strerror or error}: {error.filename or 'while starting'}") from None
@@ -139,7 +139,7 @@ class Daemon:
             config, self._clock, self.memory, phase, stack, state, early_scan, new_secret=self._new_secret
         )
         self.store = store = self._storage.store
-        await self._storage.keeper.terms.restore_before_serving()
+        await self._storage.saver.terms.restore_before_serving()
         files = SocketFiles(partial(prepare_directory, places.socket_dir, places.socket_group), time.monotonic)
         services = make_services(self._storage, self.memory, phase, files, stack)
         self._handshake = services.handshake
@@ -150,7 +150,7 @@ class Daemon:
         )
         await listen(services, control, lifetime, files, stack)
         start_tasks(services, self._storage, self.memory, stack)
-        phase.state = State.SERVING
+        phase.state = DaemonState.SERVING
         gc.freeze()  # what start-up made lives as long as the daemon: collections need not walk it
         gc.enable()  # `kvstored serve` begins without
         phase.ready_after_s = since_process_start_s()
@@ -186,14 +186,14 @@ class Daemon:
             "stopping, as %s asked, with %d blocks: %s",
             self.asked_by, len(store.residency), self.memory.after_stop(),
         )  # fmt: skip
-        self._phase.state = State.STOPPING
+        self._phase.state = DaemonState.STOPPING
         self._handshake.accepting = False
         if store.writeback is not None:
             store.write_again()  # of damage that no tick has seen
             await store.writeback.flush(STOP_GRACE_S)
 
 
-async def settle(store: Store, put: Put) -> None:
+async def settle(store: Store, put: Puts) -> None:
     """End pending puts, write waiting blocks, and leave no transfer in flight. No client is connected any more."""
     await put.finish()
     if store.writeback is not None:
@@ -221,9 +221,9 @@ def make_services(
     shares = TenantShares(tenants, store.residency, store.policies, store.retention)
     index_bytes = config.host.staging_bytes // INDEX_SHARE if config.index.slots else 0
     staging = StagingPool(config.host.staging_bytes - index_bytes, limits.staging_per_client_bytes)
-    sessions = Sessions(store, tenants, shares, staging, former, memory.last_session_id)
-    parts, latencies = Parts(store, tenants, sessions, storage.unsaved), Latencies()
-    sampler = Sampler(parts, latencies)
+    sessions = ClientSessions(store, tenants, shares, staging, former, memory.last_session_id)
+    parts, latencies = DaemonParts(store, tenants, sessions, storage.unsaved), Latencies()
+    sampler = MetricsSampler(parts, latencies)
     sizer = _host_sizer(store, stack)
     host_resize = TierResize(store.host.info.name, store.host, store.room, sizer.give_back)
     stack.push_async_callback(host_resize.close)
@@ -232,9 +232,9 @@ def make_services(
 
     def is_idle() -> bool:
         """Return whether no bytes move: then the daemon does its maintenance."""
-        return not store.completions.outstanding and phase.state is State.SERVING
+        return not store.completions.outstanding and phase.state is DaemonState.SERVING
 
-    integrity = Integrity(store, is_idle, storage.keeper)
+    integrity = Integrity(store, is_idle, storage.saver)
     views = Views(parts, phase, maintenance, integrity)
     misses = RecentMisses(limits.misses_per_tenant, clock)
     explain = Explain(views, misses)
@@ -251,7 +251,7 @@ def make_services(
     handshake = HandshakeServer(config.daemon.socket_dir / "handshake.sock", reception, limits)
     return Services(
         phase, views, explain, sampler, latencies, maintenance, integrity, host_resize, operations.delete, answering,
-        streams, sessions, shares, handshake, storage.keeper,
+        streams, sessions, shares, handshake, storage.saver,
     )  # fmt: skip
 
 
@@ -282,18 +282,20 @@ def make_control(
     live_tenants = LiveTenants(tenants, store.residency, services.shares, services.handshake, tokens)
     reload = Reload(config, read, LiveSettings(store, resizes, live_tenants, certificates))
     served = (SERVICE, "kvstore.v1.KVStore", "kvstore.v1.Admin")
-    return Control(reload, tokens, certificates, Health(services.phase, served, store.modes, store.residency.tiers))
+    return Control(
+        reload, tokens, certificates, HealthService(services.phase, served, store.modes, store.residency.tiers)
+    )
 
 
 def start_tasks(services: Services, storage: NodeStorage, memory: NodeMemory, stack: AsyncExitStack) -> None:
     """Start the tasks that run until `stack` ends them."""
     maintenance, phase = services.maintenance, services.phase
-    runs = {"maintenance": maintenance.run, "tenants": storage.tenants.keyring.run, "state": storage.keeper.run}
-    runs["terms"] = storage.keeper.terms.run
+    runs = {"maintenance": maintenance.run, "tenants": storage.tenants.keyring.run, "state": storage.saver.run}
+    runs["terms"] = storage.saver.terms.run
     if memory.warm is not None:
         runs["warm restart"] = memory.warm.run
     if storage.store.config.host.prefault:
-        runs["prefault"] = lambda: maintenance.prefault(lambda: phase.state is not State.STOPPING)
+        runs["prefault"] = lambda: maintenance.prefault(lambda: phase.state is not DaemonState.STOPPING)
     for name, run in (runs | services.integrity.tasks()).items():
         stack.push_async_callback(_cancel, asyncio.create_task(_run(name, run), name=name))
 

@@ -19,7 +19,7 @@ from kvstore_proto.v1 import kvstore_pb2_grpc
 from kvstored.admin.accounts import add_accounts
 from kvstored.admin.block_list import BlockList
 from kvstored.admin.block_totals import BlockTotals
-from kvstored.admin.drop import Drop
+from kvstored.admin.drop import OperatorDrop
 from kvstored.admin.explain import Explain
 from kvstored.admin.history import history
 from kvstored.admin.lifetime import Lifetime, Phase
@@ -27,13 +27,13 @@ from kvstored.admin.predictor import predictor
 from kvstored.admin.quarantine import Quarantine
 from kvstored.admin.reload import Reload
 from kvstored.admin.rename import RenameTenant
-from kvstored.admin.sampler import Sampler
+from kvstored.admin.sampler import MetricsSampler
 from kvstored.admin.settings import settings
 from kvstored.admin.state import state
 from kvstored.admin.views import Views
 from kvstored.clients.certificates import Certificates
 from kvstored.clients.handshake import HandshakeServer
-from kvstored.clients.sessions import Sessions
+from kvstored.clients.sessions import ClientSessions
 from kvstored.clients.shares import TenantShares
 from kvstored.clients.tenants import ourselves
 from kvstored.clients.tenants.tokens import Tokens, names_in
@@ -43,14 +43,14 @@ from kvstored.rpc.admin import Call, serve_admin
 from kvstored.rpc.callers import Callers
 from kvstored.rpc.direct_stream import DirectStreams
 from kvstored.rpc.grpc_socket import bind_grpc
-from kvstored.rpc.health import Health
+from kvstored.rpc.health import HealthService
 from kvstored.rpc.requests import StreamServices
 from kvstored.rpc.session_stream import SessionService
-from kvstored.rpc.unary import CallLimit, UnaryDoors, UnaryService
+from kvstored.rpc.unary import CallLimit, UnaryListeners, UnaryService
 from kvstored.rpc.verbs.inline import InlineCalls
 from kvstored.socket_files import SocketFiles, serve_grpc, start_server
 from kvstored.sockets import clear_stale, listen_seqpacket, open_to_group, restrict_to_admins
-from kvstored.state.keeper import StateKeeper
+from kvstored.state.saver import StateSaver
 from kvstored.store.operations.delete import Delete
 from kvstored.store.transfer.resize import TierResize
 from kvstored.telemetry import Latencies
@@ -65,7 +65,7 @@ class Services:
     phase: Phase
     views: Views
     explain: Explain
-    sampler: Sampler
+    sampler: MetricsSampler
     latencies: Latencies
     maintenance: Maintenance
     integrity: Integrity
@@ -73,10 +73,10 @@ class Services:
     delete: Delete
     answering: StreamServices
     streams: DirectStreams
-    sessions: Sessions
+    sessions: ClientSessions
     shares: TenantShares
     handshake: HandshakeServer
-    state: StateKeeper
+    state: StateSaver
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Control:
     reload: Reload
     tokens: Tokens | None
     certificates: Certificates | None
-    health: Health
+    health: HealthService
 
 
 async def listen(
@@ -140,7 +140,7 @@ def _operators_calls(services: Services, control: Control, lifetime: Lifetime) -
     views, reload, parts = services.views, control.reload, services.views.parts
     store, tenants = parts.store, parts.tenants
     tokens_file = store.config.unary.tokens_in_use
-    drop, quarantine, blocks = Drop(store, tenants), Quarantine(store, tenants), BlockList(views)
+    drop, quarantine, blocks = OperatorDrop(store, tenants), Quarantine(store, tenants), BlockList(views)
     rename = RenameTenant(tenants, store.residency, drop, services.handshake, lambda: names_in(tokens_file))
     return {
         "Status": lambda _: views.status(),
@@ -165,11 +165,11 @@ def _operators_calls(services: Services, control: Control, lifetime: Lifetime) -
     }
 
 
-async def _once_named(keeper: StateKeeper, call: Call, request: Any) -> Any:
+async def _once_named(saver: StateSaver, call: Call, request: Any) -> Any:
     """Answer a call that names tenants or fingerprints once their names are read, or cannot be."""
     with suppress(TimeoutError):
         async with asyncio.timeout(NAMES_S):
-            await keeper.was_tried.wait()
+            await saver.was_tried.wait()
     return await call(request)
 
 
@@ -185,9 +185,9 @@ async def _listen_to_unary(
     def service(callers: Callers) -> UnaryService:
         return UnaryService(calls, callers, services.sessions, services.phase, limit, max_keys)
 
-    doors = UnaryDoors(
+    listeners = UnaryListeners(
         config, service, lambda: tenants.resolve(ourselves()), control.tokens, control.certificates, control.health
     )
-    await serve_grpc(files, path, partial(doors.bind_local, path), lambda _path: None, stack)
+    await serve_grpc(files, path, partial(listeners.bind_local, path), lambda _path: None, stack)
     if config.listen:
-        await start_server(doors.bind_remote(), stack)
+        await start_server(listeners.bind_remote(), stack)

@@ -19,7 +19,7 @@ from kvstore_tiers.base import Tier
 from kvstore_tiers.host import HostTier
 from kvstore_tiers.nvme.directory import TierDirectory
 from kvstore_tiers.nvme.early_scan import EarlyRecordScan
-from kvstored.admin.lifetime import Phase, State
+from kvstored.admin.lifetime import DaemonState, Phase
 from kvstored.clients.tenants import TenantDirectory
 from kvstored.clients.tenants.keyring import Keyring
 from kvstored.clients.tenants.reach import follow_users
@@ -33,8 +33,8 @@ from kvstored.lifetime.recovery import drop_blocks, recover_blocks
 from kvstored.lifetime.warm import FormerClients
 from kvstored.lifetime.warm.ledger import CHUNKS_A_TIER
 from kvstored.lifetime.warm.node_memory import NodeMemory
-from kvstored.state.keeper import StateKeeper
 from kvstored.state.process import StateProcess
+from kvstored.state.saver import StateSaver
 from kvstored.state.terms import TermsKeeper
 from kvstored.store.assembly import Store
 from kvstored.store.residency import make_residency
@@ -53,7 +53,7 @@ class NodeStorage:
     store: Store
     former: FormerClients | None
     state: StateProcess
-    keeper: StateKeeper
+    saver: StateSaver
     unsaved: Unsaved
 
 
@@ -91,22 +91,22 @@ def open_storage(
         stack.callback(former.close)
         phase.on_change.append(partial(_keep_leases, former, memory))
     terms = TermsKeeper(state, store.retention, unsaved, state_dir)
-    keeper = StateKeeper(state, store, tenants, unsaved, config.daemon.state_rate_bytes, terms)
-    stack.push_async_callback(keeper.save, is_last=True)
+    saver = StateSaver(state, store, tenants, unsaved, config.daemon.state_rate_bytes, terms)
+    stack.push_async_callback(saver.save, is_last=True)
     stack.push_async_callback(store.endurance.close)
     try:
         follow_users(tenants, residency, names_in(config.unary.tokens_in_use))
     except OSError as error:
         cost = "what users stored does not follow them to tenants that are newly listed, until a restart"
         unsaved.failed(keyring.path, error, cost)
-    return NodeStorage(tenants, store, former, state, keeper, unsaved)
+    return NodeStorage(tenants, store, former, state, saver, unsaved)
 
 
-def _keep_leases(former: FormerClients, memory: NodeMemory, state: State) -> None:
+def _keep_leases(former: FormerClients, memory: NodeMemory, state: DaemonState) -> None:
     """Let a client that leaves while the daemon stops find its leases at the next process, if that process has the
     memory.
     """
-    former.keeps_leases = state is State.STOPPING and not memory.is_forgotten
+    former.keeps_leases = state is DaemonState.STOPPING and not memory.is_forgotten
 
 
 def open_tiers(config: Config, memory: NodeMemory, mapped: Tier, start: Start, stack: AsyncExitStack) -> list[Tier]:

@@ -35,7 +35,7 @@ class NextStep(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class PredictorRequest:
     """One request: `keys` of its blocks (16 bytes each), head first. 0 and "": not known. `number` names it in
     `answered`.
     """
@@ -88,7 +88,7 @@ class Predictor(ABC):
     name: str
 
     @abstractmethod
-    def requested(self, request: Request, now_s: float) -> None:
+    def requested(self, request: PredictorRequest, now_s: float) -> None:
         """Note that a request for these blocks has arrived, whether or not they are stored."""
 
     def answered(self, number: int, output_tokens: int, now_s: float) -> None:  # noqa: B027  # optional

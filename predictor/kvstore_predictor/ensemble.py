@@ -17,7 +17,7 @@ from itertools import islice
 import numpy as np
 
 from kvstore_predictor.ages import Floats
-from kvstore_predictor.base import Array, Guess, Hint, Piece, Predictor, Request, within
+from kvstore_predictor.base import Array, Guess, Hint, Piece, Predictor, PredictorRequest, within
 from kvstore_predictor.generations import Generations
 from kvstore_predictor.markov import Markov
 from kvstore_predictor.questions import HORIZONS_S, Name, OpenQuestions, nearest
@@ -65,7 +65,7 @@ class Ensemble(Predictor):
         self._below: Generations[Name, tuple[bytes, int]] = Generations(_FOLLOWED)  # and how many have followed that
         self._requests = self._asked = 0
 
-    def requested(self, request: Request, now_s: float) -> None:
+    def requested(self, request: PredictorRequest, now_s: float) -> None:
         if not request.keys:
             return
         for question in self._questions.over(now_s):
@@ -101,7 +101,7 @@ class Ensemble(Predictor):
 
     # Questions of its own
 
-    def _seen(self, request: Request) -> None:
+    def _seen(self, request: PredictorRequest) -> None:
         """Mark the awaited chains that the request uses."""
         tenant, keys = request.tenant, request.keys
         looked_at = reversed(keys) if len(keys) <= LOOKED_BACK else islice(reversed(keys), LOOKED_BACK)

@@ -19,7 +19,7 @@ AWAITED = -1  # may be known later: as long as it is not, the step above stands 
 CHANCES, NEXT_STEPS = 5, 4  # how many values a hint has
 
 
-class Expectation(Protocol):
+class HintFeatures(Protocol):
     """An engine's expectation about a chain, as in a `Hint`: None and 0 mean not given."""
 
     @property
@@ -82,7 +82,7 @@ def with_answer(features: Features, output_tokens: int) -> Features:
     return Features(*features[:4], 1 + bisect_right(_ANSWER_TOKENS, output_tokens), *features[5:])  # often called
 
 
-def with_hint(features: Features, hint: Expectation) -> Features:
+def with_hint(features: Features, hint: HintFeatures) -> Features:
     """Return the features with a hint added; the parts that the hint leaves out stay unchanged."""
     chance, next_step = features.chance, features.next_step
     if hint.will_continue is not None:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from kvstore_predictor.ages import Floats
-from kvstore_predictor.base import Array, Guess, Hint, Piece, Predictor, Request, within
+from kvstore_predictor.base import Array, Guess, Hint, Piece, Predictor, PredictorRequest, within
 from kvstore_predictor.questions import HORIZONS_S, OpenQuestions, nearest
 from kvstore_predictor.return_trees import LEAST, ChainRows, ReturnTrees
 from kvstore_predictor.session_return import SessionReturn
@@ -37,7 +37,7 @@ class _Question:
         self.is_gone = np.zeros(len(slots), np.bool_)  # deleted
 
 
-class Learned(Predictor):
+class LearnedPredictor(Predictor):
     """The predictor that mixes session-return with a learned model."""
 
     name = "learned"
@@ -53,7 +53,7 @@ class Learned(Predictor):
         self._questions: OpenQuestions[_Question] = OpenQuestions(_OPEN)
         self._requests = self._asked = 0
 
-    def requested(self, request: Request, now_s: float) -> None:
+    def requested(self, request: PredictorRequest, now_s: float) -> None:
         if not request.keys:
             return
         for question in self._questions.over(now_s):

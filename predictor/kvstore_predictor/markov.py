@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore_predictor.ages import Floats
-from kvstore_predictor.base import Array, Guess, Piece, Predictor, Request, parts
+from kvstore_predictor.base import Array, Guess, Piece, Predictor, PredictorRequest, parts
 from kvstore_predictor.generations import Generations
 
 ORDER = 3
@@ -185,7 +185,7 @@ class Markov(Predictor):
         self._numbers = 0
         self._successors = Successors(4 * documents_max)
 
-    def requested(self, request: Request, now_s: float) -> None:
+    def requested(self, request: PredictorRequest, now_s: float) -> None:
         keys, tenant, marks = request.keys, request.tenant, self._marks
         if not keys:
             return

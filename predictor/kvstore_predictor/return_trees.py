@@ -134,8 +134,8 @@ class ReturnTrees:
         )
         self._value, self._roots = _array(arrays, "value", np.float64, 1), _array(arrays, "roots", np.int32, 1)
         self._low, self._high = (_array(arrays, name, np.float32, 1) for name in ("low", "high"))
-        self._straight = _array(arrays, "straight", np.float64, 1)
-        if any((np.abs(each) > LARGEST).any() for each in (self._value, self._straight)):
+        self._calibration = _array(arrays, "calibration", np.float64, 1)
+        if any((np.abs(each) > LARGEST).any() for each in (self._value, self._calibration)):
             raise ValueError("its values or its calibration are too large")
         self._depth = self._checked_depth()
         self.digest = hashlib.sha256(b"".join(each.tobytes() for each in self.as_arrays().values())).digest()
@@ -146,13 +146,13 @@ class ReturnTrees:
 
     def as_arrays(self) -> dict[str, Array]:
         """Return the arrays. `column` to `value` have an entry for each node of all trees; a leaf is its own child.
-        `roots`: each tree's first node. `straight`: offset and factor of the calibration. `low`, `high`: the range
+        `roots`: each tree's first node. `calibration`: offset and factor of the calibration. `low`, `high`: the range
         of each column in training.
         """
         return {
             "version": np.array(VERSION), "columns": np.array(COLUMNS), "column": self._column,
             "threshold": self._threshold, "left": self._left, "right": self._right, "value": self._value,
-            "roots": self._roots, "straight": self._straight, "low": self._low, "high": self._high,
+            "roots": self._roots, "calibration": self._calibration, "low": self._low, "high": self._high,
         }  # fmt: skip
 
     def knows(self, rows: Floats) -> Array:
@@ -162,7 +162,7 @@ class ReturnTrees:
 
     def chances(self, rows: Floats) -> Floats:
         """Return the chance of a return, by row."""
-        offset, factor = self._straight
+        offset, factor = self._calibration
         odds = offset + factor * np.concatenate(
             [np.empty(0), *(self._odds(rows[first : first + _AT_ONCE]) for first in range(0, len(rows), _AT_ONCE))]
         )
@@ -185,7 +185,7 @@ class ReturnTrees:
             raise ValueError(f"it has {nodes} nodes and {len(self._roots)} trees, over {NODES_MAX} or {TREES_MAX}")
         if {len(each) for each in (self._column, self._threshold, self._left, self._right)} != {nodes}:
             raise ValueError("its nodes do not fit together")
-        if len(self._straight) != 2 or {len(self._low), len(self._high)} != {len(COLUMNS)}:
+        if len(self._calibration) != 2 or {len(self._low), len(self._high)} != {len(COLUMNS)}:
             raise ValueError("its calibration or its ranges do not fit")
         places = (self._left, nodes), (self._right, nodes), (self._roots, nodes), (self._column, len(COLUMNS))
         if any(((each < 0) | (each >= end)).any() for each, end in places):
@@ -204,7 +204,7 @@ def without_trees() -> ReturnTrees:
     ends = {"low": -np.inf, "high": np.inf}
     return ReturnTrees({
         "version": np.array(VERSION), "columns": np.array(COLUMNS), "value": np.empty(0),
-        "roots": np.empty(0, np.int32), "straight": np.array([0.0, 1.0]),
+        "roots": np.empty(0, np.int32), "calibration": np.array([0.0, 1.0]),
         **{name: np.empty(0, kind) for name, kind in _NODES.items()},
         **{name: np.full(len(COLUMNS), end, np.float32) for name, end in ends.items()},
     })  # fmt: skip

@@ -17,12 +17,12 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from kvstore_predictor.ages import BINS, END_S, Floats, Ints, age_of, at_age, chance, cumulative
-from kvstore_predictor.base import Array, Guess, Hint, NextStep, Piece, Predictor, Request, State, parts
+from kvstore_predictor.base import Array, Guess, Hint, NextStep, Piece, Predictor, PredictorRequest, State, parts
 from kvstore_predictor.features import Features, begun, continued, with_answer, with_hint
 from kvstore_predictor.hazards import KINDS, STEP, HazardTables, Ladder, ladders_of
 from kvstore_predictor.learning import Learner
 from kvstore_predictor.prior import shipped
-from kvstore_predictor.sessions import Sessions
+from kvstore_predictor.sessions import AwaitedReturns
 
 _ORDER = ("kind", "new_blocks", "length", "turn", "answer")  # of the table that starts empty
 _GAP_MIN_S = 0.5
@@ -47,14 +47,14 @@ class SessionReturn(Predictor):
     name = "session-return"
 
     def __init__(self, requests_max: int = 1 << 16) -> None:
-        self.sessions = Sessions(requests_max)
+        self.sessions = AwaitedReturns(requests_max)
         self.learning = Learner(self.sessions, starting_ladders(), ranked=False)
         self.features: list[Features | None] = [None] * self.sessions.slots
         self._running: dict[int, tuple[int, bytes]] = {}  # requests whose answer is awaited: slot and last key
 
     # Events
 
-    def requested(self, request: Request, now_s: float) -> None:
+    def requested(self, request: PredictorRequest, now_s: float) -> None:
         keys, tenant, tokens = request.keys, request.tenant, request.prompt_tokens or -1
         if not keys:
             return
@@ -207,7 +207,7 @@ MARK = np.dtype([("tenant", "i8"), ("key", "V16"), ("is_shared", "?")])
 _NO_KEY = bytes(16)
 
 
-def exported(sessions: Sessions, features: Sequence[Features | None], tables: HazardTables) -> Iterator[Piece]:
+def exported(sessions: AwaitedReturns, features: Sequence[Features | None], tables: HazardTables) -> Iterator[Piece]:
     """Yield the learned state, without requests whose answer is awaited; chains in the order of their last use."""
     about = json.dumps({"format": FORMAT, "orders": tables.orders}).encode()
     yield "about", np.frombuffer(about, np.uint8)
@@ -224,7 +224,7 @@ def exported(sessions: Sessions, features: Sequence[Features | None], tables: Ha
     yield from tables.copied()
 
 
-def _chains(sessions: Sessions, features: Sequence[Features | None], slots: Sequence[int]) -> Array:
+def _chains(sessions: AwaitedReturns, features: Sequence[Features | None], slots: Sequence[int]) -> Array:
     chains = np.zeros(len(slots), CHAIN)
     above = [sessions.above[slot] for slot in slots]
     chains["last"] = np.frombuffer(b"".join(sessions.last[slot] or _NO_KEY for slot in slots), "V16")
@@ -237,7 +237,7 @@ def _chains(sessions: Sessions, features: Sequence[Features | None], slots: Sequ
     return chains
 
 
-def restored(state: State, slots: int, later_s: float) -> tuple[Sessions, list[Features | None], Learner]:
+def restored(state: State, slots: int, later_s: float) -> tuple[AwaitedReturns, list[Features | None], Learner]:
     """Return the contents of `state`, with room for `slots` chains, the last ones, on a clock `later_s` ahead. Raises
     ValueError for a state that this version cannot use.
     """
@@ -247,7 +247,7 @@ def restored(state: State, slots: int, later_s: float) -> tuple[Sessions, list[F
         marks = state.get("marks", np.empty(0, MARK))
         if about["format"] != FORMAT or (steps.dtype, chains.dtype, marks.dtype) != (STEP, CHAIN, MARK):
             raise ValueError("the state of another version")
-        sessions = Sessions(slots)
+        sessions = AwaitedReturns(slots)
         learning = Learner(sessions, ladders_of(about["orders"], steps), ranked=False)
         learning.restore(state["numbers"].tolist())
         tables, cells = learning.tables, [Features(*each) for each in state["cells"].tolist()[KINDS:]]
@@ -262,7 +262,7 @@ def restored(state: State, slots: int, later_s: float) -> tuple[Sessions, list[F
 
 
 def _restore_chains(
-    sessions: Sessions, chains: Array, features: Sequence[Features], tables: HazardTables, later_s: float
+    sessions: AwaitedReturns, chains: Array, features: Sequence[Features], tables: HazardTables, later_s: float
 ) -> None:
     for name in _COLUMNS:
         column = getattr(sessions, name)

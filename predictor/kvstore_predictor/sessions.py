@@ -43,7 +43,7 @@ class _Names:
         return bool(self.marks.get(key) or self.old_marks.get(key))
 
 
-class Sessions:
+class AwaitedReturns:
     """The sessions whose next request is awaited, as columns by slot. `live`: a return is awaited. `tokens`: tokens of
     prompt and answer, -1 if not known; `answer`: the answer's part of them. `bin`: the age bin up to which its age has
     been counted. `due_s`: a request will use it then; 0: none.

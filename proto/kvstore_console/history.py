@@ -15,7 +15,7 @@ _POINTER_COLUMNS = 80
 
 
 @dataclass(frozen=True, slots=True)
-class Series:
+class ChartSeries:
     """One value for each sample, NaN where there is none. `mark`: the mark of its `Curve`. `is_peak`: neighbours are
     thinned to their highest value instead of their mean.
     """
@@ -27,7 +27,7 @@ class Series:
 
 
 def history_chart(
-    title: str, note: str, unit: Unit, at_s: Sequence[float], series: Sequence[Series], *, is_stacked: bool = False
+    title: str, note: str, unit: Unit, at_s: Sequence[float], series: Sequence[ChartSeries], *, is_stacked: bool = False
 ) -> str:
     """Return a chart of `series` over the wall times `at_s`, in seconds. `is_stacked` draws them as areas on top of
     each other, below the series with a mark.
@@ -45,7 +45,7 @@ def history_chart(
     return draw(title, note, curves, x, y, over=columns(x, at_s[::stride], texts))
 
 
-def _moment(at_s: Sequence[float], series: Sequence[Series], unit: Unit, first: int, stride: int) -> str:
+def _moment(at_s: Sequence[float], series: Sequence[ChartSeries], unit: Unit, first: int, stride: int) -> str:
     """Return the values of all series at the sample in the middle of a stride, one line each."""
     at = min(first + stride // 2, len(at_s) - 1)
     values = [(each.label, each.values[at]) for each in series]
@@ -62,7 +62,7 @@ def _edges(curves: Sequence[Curve]) -> list[Curve]:
     return [Curve("", below), *(curve for curve in curves if curve.mark)]
 
 
-def _thinned(at_s: Sequence[float], series: Sequence[Series]) -> tuple[Sequence[float], Sequence[Series]]:
+def _thinned(at_s: Sequence[float], series: Sequence[ChartSeries]) -> tuple[Sequence[float], Sequence[ChartSeries]]:
     """Return at most `MAX_POINTS` samples: neighbours are averaged; a series of peaks keeps the highest."""
     stride = math.ceil(len(at_s) / MAX_POINTS)
     if stride <= 1:

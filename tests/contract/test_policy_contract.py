@@ -7,7 +7,7 @@ import pytest
 from kvstore_simulator.policies import POLICIES, create
 from kvstored.lifecycle import Cause
 from kvstored.store.policies import POLICIES as DAEMON
-from kvstored.store.policies import WITH_WORTH, Policy, PolicySettings, ResidencyClass, Share, Weighs
+from kvstored.store.policies import WITH_WORTH, EvictionPolicy, PolicySettings, ResidencyClass, Share, Weighs
 from tests.reference.blocks import BLOCK_BYTES, Shelf, key
 from tests.reference.policies import trust_at_once, victims
 
@@ -20,7 +20,7 @@ def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def evict_all(shelf: Shelf, policy: Policy, *, tenant: int | None = None) -> list[int]:
+def evict_all(shelf: Shelf, policy: EvictionPolicy, *, tenant: int | None = None) -> list[int]:
     """Evict until nothing may leave; the rows in order. Removal by choice crashes unless it is leaf-first."""
     order: list[int] = []
     while (row := policy.next_victim(shelf.now_ns, tenant=tenant)) >= 0:
@@ -247,8 +247,8 @@ def test_what_is_kept_by_worth_leaves_leaves_first(name: str) -> None:
     pinned = shelf.chain(5, 6)
     shelf.residency.pin(pinned[-1])
     left = 0
-    while isinstance(policy, Weighs) and (found := policy.worth_little(S, 10)):
-        assert found == policy.worth_little(S, 10), "asking changes nothing"
+    while isinstance(policy, Weighs) and (found := policy.below_keep_worth(S, 10)):
+        assert found == policy.below_keep_worth(S, 10), "asking changes nothing"
         for row in found:
             shelf.residency.remove(row, Cause.EXPIRED, S)
         left += len(found)
@@ -256,7 +256,7 @@ def test_what_is_kept_by_worth_leaves_leaves_first(name: str) -> None:
     assert policy.next_victim(S) == (-1 if name in WITH_WORTH else rows[0][-1])
     assert isinstance(policy, Weighs) == (name in WITH_WORTH)
     if isinstance(policy, Weighs):
-        assert policy.worth(pinned[0], S) is not None
+        assert policy.expected_uses_per_hour(pinned[0], S) is not None
 
 
 @pytest.mark.parametrize("kind", ["policy", "admission"])

@@ -9,9 +9,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from kvstore_predictor.base import Array, Guess, Hint, Predictor, Request
+from kvstore_predictor.base import Array, Guess, Hint, Predictor, PredictorRequest
 from kvstore_predictor.ensemble import Ensemble
-from kvstore_predictor.learned import Learned
+from kvstore_predictor.learned import LearnedPredictor
 from kvstore_predictor.markov import Markov
 from kvstore_predictor.return_trees import without_trees
 from kvstore_predictor.session_return import SessionReturn
@@ -21,8 +21,8 @@ PREDICTORS: dict[str, Callable[[], Predictor]] = {
     SessionReturn.name: SessionReturn,
     Markov.name: Markov,
     Ensemble.name: Ensemble,
-    "learned, without trees": lambda: Learned(without_trees()),
-    Learned.name: lambda: Learned(small_trees()),
+    "learned, without trees": lambda: LearnedPredictor(without_trees()),
+    LearnedPredictor.name: lambda: LearnedPredictor(small_trees()),
 }
 
 
@@ -44,7 +44,7 @@ def drive(predictor: Predictor, *, requests: int = 600, tenants: int = 3, seed: 
         tenant, session = chance.choice(sorted(lengths))
         lengths[tenant, session] += chance.randint(0, 2)
         keys = [key(tenant, session, block) for block in range(lengths[tenant, session])]
-        predictor.requested(Request(tenant, keys, number, 512 * len(keys)), now_s)
+        predictor.requested(PredictorRequest(tenant, keys, number, 512 * len(keys)), now_s)
         if number % 3 == 0:
             predictor.answered(number, chance.randint(1, 600), now_s)
         if number % 7 == 0:
@@ -109,8 +109,8 @@ def test_equal_keys_of_two_tenants_are_two_chains(make: Callable[[], Predictor])
     predictor = make()
     for turn in range(6):
         keys = [key(0, 0, block) for block in range(4 + turn)]
-        predictor.requested(Request(1, keys), 10.0 + 4 * turn)
-    predictor.requested(Request(2, [key(0, 0, block) for block in range(10)]), 31.0)
+        predictor.requested(PredictorRequest(1, keys), 10.0 + 4 * turn)
+    predictor.requested(PredictorRequest(2, [key(0, 0, block) for block in range(10)]), 31.0)
     predictor.forget(1, None)
     assert {each.tenant for each in ask(predictor, 32.0)} <= {2}
 
@@ -151,8 +151,8 @@ def test_it_goes_on_from_a_state(make: Callable[[], Predictor]) -> None:
     assert {(each.tenant, each.key) for each in found} == set(chances)
     assert np.mean([abs(chances[each.tenant, each.key] - each.probability) for each in found]) < 0.1
     keys = [key(0, 0, block) for block in range(5)]
-    first.requested(Request(0, keys), now_s + 51.0)
-    second.requested(Request(0, keys), now_s + 51.0)
+    first.requested(PredictorRequest(0, keys), now_s + 51.0)
+    second.requested(PredictorRequest(0, keys), now_s + 51.0)
     assert ask(first, now_s + 52.0) == ask(second, now_s + 52.0)
 
 
@@ -207,7 +207,7 @@ def test_the_clock_is_not_read(make: Callable[[], Predictor], monkeypatch: pytes
 
 def test_an_empty_request_is_none(make: Callable[[], Predictor]) -> None:
     predictor = make()
-    predictor.requested(Request(0, []), 1.0)
+    predictor.requested(PredictorRequest(0, []), 1.0)
     predictor.answered(99, 10, 2.0)
     predictor.hinted(0, bytes(16), Hint(will_continue=1.0), 3.0)
     assert ask(predictor, 4.0) == []

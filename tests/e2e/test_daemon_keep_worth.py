@@ -76,7 +76,7 @@ def test_by_worth_what_is_not_stays_volatile_and_says_why() -> None:
         daemon.ask(lambda store: trust_at_once(store.policies[HOST]))
         daemon.clock.advance(ns=5_000_000_000)
         # The look at all chains that is due at this time, so that the next one comes when the clock has moved.
-        daemon.ask(lambda store: store.policies[HOST].worth_little(store.clock.monotonic_ns(), 1))
+        daemon.ask(lambda store: store.policies[HOST].below_keep_worth(store.clock.monotonic_ns(), 1))
         tokens = tokens_of(60, 2)
         receipt = session.put(tokens, payloads=payloads_of(60, 2, MODEL), wait="settled")
         assert list(receipt.durability) == ["volatile"] * 2

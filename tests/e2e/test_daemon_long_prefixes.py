@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvstore_client import Fingerprint, LayerGroup, Session, StatePart, aio
-from kvstore_connectors.load import Prompt, lease_by_choice
+from kvstore_connectors.load import PromptToLoad, lease_by_choice
 from tests.reference.conversations import holds, model, payloads_of, put_conversation, tokens_of
 from tests.reference.running_daemon import RunningDaemon, eventually, running_daemon
 
@@ -104,7 +104,7 @@ def test_what_is_not_mapped_is_counted_to_the_end(daemon: RunningDaemon, session
     session.get(TOKENS, max_blocks=20).release()
     with session.get(TOKENS, promote=False) as lease:
         assert (len(lease), lease.resident_blocks) == (20, BLOCKS) and lease.estimated_load_s > 0
-    prompt = Prompt(TOKENS, BLOCKS * 64 + 1, BLOCKS)
+    prompt = PromptToLoad(TOKENS, BLOCKS * 64 + 1, BLOCKS)
     with lease_by_choice(session, prompt, None, block_bytes=MODEL.payload_bytes(), deadline_s=20.0) as leased:
         assert leased.blocks == BLOCKS and holds(leased.lease, PAYLOADS)
 

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvstore_proto.v1 import admin_pb2 as pb
-from kvstored.admin.metrics import Snapshot, families
+from kvstored.admin.metrics import MetricsSnapshot, families
 from kvstored.admin.sampler import NAMED_TENANTS, OTHER_TENANTS
 from kvstored.telemetry.counters import COUNTERS
 from tests.reference.conversations import put_conversation, tokens_of
@@ -103,7 +103,7 @@ def test_many_tenants_add_no_series() -> None:
     tenants = pb.TenantsReply()
     for number in range(NAMED_TENANTS + 3):
         tenants.tenants.add(name=f"t{number}", blocks=1, lookups=2)
-    snapshot = Snapshot(pb.StatusReply(), pb.TiersReply(), tenants, {}, {})
+    snapshot = MetricsSnapshot(pb.StatusReply(), pb.TiersReply(), tenants, {}, {})
     [blocks] = [family for family in families(snapshot) if family.name == "kvstored_tenant_blocks"]
     by_tenant = {sample.labels["tenant"]: sample.value for sample in blocks.samples}
     assert len(by_tenant) == NAMED_TENANTS + 1 and by_tenant[OTHER_TENANTS] == 3

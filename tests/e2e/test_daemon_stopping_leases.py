@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstore_proto.v1 import kvstore_pb2 as pb
-from kvstored.admin.lifetime import State
+from kvstored.admin.lifetime import DaemonState
 from kvstored.store.assembly import Store
 from tests.reference.clocked_daemon import ClockedDaemon, clocked_daemon
 from tests.reference.conversations import model, put_conversation, tokens_of
@@ -19,7 +19,7 @@ def leases_in(store: Store) -> int:
     return len(store.leases)
 
 
-def leases_of_one_who_left(daemon: ClockedDaemon, state: State) -> int:
+def leases_of_one_who_left(daemon: ClockedDaemon, state: DaemonState) -> int:
     """Return how many leases stand after a client with one has left the daemon in this state."""
 
     with daemon.connect() as session:
@@ -33,8 +33,10 @@ def leases_of_one_who_left(daemon: ClockedDaemon, state: State) -> int:
     return daemon.ask(leases_in)
 
 
-@pytest.mark.parametrize(("state", "leases"), [(State.SERVING, 0), (State.DRAINING, 0), (State.STOPPING, 1)])
-def test_leases_are_kept_from_the_moment_that_a_stop_is_ordered(state: State, leases: int) -> None:
+@pytest.mark.parametrize(
+    ("state", "leases"), [(DaemonState.SERVING, 0), (DaemonState.DRAINING, 0), (DaemonState.STOPPING, 1)]
+)
+def test_leases_are_kept_from_the_moment_that_a_stop_is_ordered(state: DaemonState, leases: int) -> None:
     with clocked_daemon("host.warm_restart=holder", "nvme.enabled=false") as daemon:
         try:
             assert leases_of_one_who_left(daemon, state) == leases

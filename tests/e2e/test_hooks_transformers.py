@@ -23,8 +23,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kvstore_client import Lease, Session
 from kvstore_connectors.transformers import KVStoreCache, kvstore_session
-from kvstore_connectors.transformers.copies import Span
-from kvstore_connectors.transformers.host_copies import HostCopies
+from kvstore_connectors.transformers.copies import TokenSpan
+from kvstore_connectors.transformers.host_copies import HostTensorCopies
 from kvstore_connectors.transformers.state import BLOCK_TOKENS
 from kvstore_proto.errors import KVStoreError
 
@@ -266,12 +266,12 @@ def test_nothing_is_restored_ahead_for_a_model_that_it_does_not_fit(
         assert_same_state(cache, plain)
 
 
-class EndedCopies(HostCopies):
+class EndedCopies(HostTensorCopies):
     """Copies that put what is in the lease's memory after its end beside the model."""
 
     least_beside_bytes = 0
 
-    def start(self, lease: Lease, tensor: torch.Tensor, span: Span, held: ExitStack) -> Any:
+    def start(self, lease: Lease, tensor: torch.Tensor, span: TokenSpan, held: ExitStack) -> Any:
         held.pop_all().close()
         tensor[:, :, :, span.begin : span.end] = 7.0
         return self
@@ -290,10 +290,10 @@ def raises(error: type[BaseException]) -> Callable[..., None]:
     return hook
 
 
-@pytest.mark.parametrize("copies", [HostCopies(), EndedCopies()], ids=["restored", "lease ended"])
+@pytest.mark.parametrize("copies", [HostTensorCopies(), EndedCopies()], ids=["restored", "lease ended"])
 @pytest.mark.parametrize("held", [0, 40])
 def test_a_call_that_raised_leaves_what_was_held_before(
-    session: Session, model: PreTrainedModel, held: int, copies: HostCopies
+    session: Session, model: PreTrainedModel, held: int, copies: HostTensorCopies
 ) -> None:
     ids = prompt(130, seed=19)
     expected = stored(session, model, ids)

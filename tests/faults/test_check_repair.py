@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from kvstore_tiers.base import OutcomeKind, Slot
 from kvstore_tiers.nvme import DirectoryInUse, NvmeTier
-from kvstore_tiers.nvme.check import Kind, Severity, check_directory
+from kvstore_tiers.nvme.check import FindingKind, Severity, check_directory
 from kvstore_tiers.nvme.layout import RECORD_BYTES, SUPERBLOCK_BYTES, Superblock, read_superblock
 from kvstore_tiers.nvme.repair import repair_directory
 from kvstore_tiers.testing.transfers import block, finish, get, put
@@ -102,7 +102,7 @@ def repaired(directory: Path) -> set[int]:
     report = repair_directory(directory, verify_payloads=True)
     left = check_directory(directory, verify_payloads=True)
     assert left == [finding for finding, _ in report.left]
-    assert {finding.kind for finding in left} <= {Kind.PUT_ASIDE}
+    assert {finding.kind for finding in left} <= {FindingKind.PUT_ASIDE}
     again = repair_directory(directory, verify_payloads=True)
     assert again.done == [] and again.found == left
     return served(directory)
@@ -113,13 +113,13 @@ def test_a_sound_directory_has_only_notes(directory: Path) -> None:
     (directory / "shopping list").write_text("milk")
     notes = check_directory(directory, notes=True)
     assert {(note.severity, note.kind) for note in notes} == {
-        (Severity.NOTE, Kind.STRAY),
-        (Severity.NOTE, Kind.QUARANTINED),
-        (Severity.NOTE, Kind.ORPHANS),  # block 21 continues the one in quarantine, 101 one that never was
+        (Severity.NOTE, FindingKind.STRAY),
+        (Severity.NOTE, FindingKind.QUARANTINED),
+        (Severity.NOTE, FindingKind.ORPHANS),  # block 21 continues the one in quarantine, 101 one that never was
     }
-    (orphans,) = [note for note in notes if note.kind is Kind.ORPHANS]
+    (orphans,) = [note for note in notes if note.kind is FindingKind.ORPHANS]
     assert orphans.what.startswith(f"{20 + len(LARGE_NUMBERS)} blocks cannot be reached")
-    (quarantined,) = [note for note in notes if note.kind is Kind.QUARANTINED]
+    (quarantined,) = [note for note in notes if note.kind is FindingKind.QUARANTINED]
     assert (quarantined.slab, quarantined.slot) == (2, 4)
     report = repair_directory(directory, verify_payloads=True)
     assert (report.found, report.done, report.left) == ([], [], [])
@@ -183,19 +183,19 @@ def leave_temporaries(directory: Path) -> None:
     (directory / "format.new").write_text("")
 
 
-DAMAGES: dict[Callable[[Path], None], set[Kind]] = {
-    damage_record: {Kind.RECORD},
-    damage_payload: {Kind.PAYLOAD},
-    damage_header: {Kind.HEADER},
-    swap_slots: {Kind.HEADER},
-    truncate: {Kind.TRUNCATED, Kind.HEADER},
-    lengthen: {Kind.TOO_LONG},
-    lose_front_superblock: {Kind.SUPERBLOCK_COPY},
-    lose_both_superblocks: {Kind.SUPERBLOCK},
-    rename_slab: {Kind.WRONG_NUMBER},
-    copy_slab: {Kind.WRONG_NUMBER},
-    lose_format: {Kind.FORMAT_MISSING},
-    leave_temporaries: {Kind.UNFINISHED_SLAB, Kind.TEMPORARY},
+DAMAGES: dict[Callable[[Path], None], set[FindingKind]] = {
+    damage_record: {FindingKind.RECORD},
+    damage_payload: {FindingKind.PAYLOAD},
+    damage_header: {FindingKind.HEADER},
+    swap_slots: {FindingKind.HEADER},
+    truncate: {FindingKind.TRUNCATED, FindingKind.HEADER},
+    lengthen: {FindingKind.TOO_LONG},
+    lose_front_superblock: {FindingKind.SUPERBLOCK_COPY},
+    lose_both_superblocks: {FindingKind.SUPERBLOCK},
+    rename_slab: {FindingKind.WRONG_NUMBER},
+    copy_slab: {FindingKind.WRONG_NUMBER},
+    lose_format: {FindingKind.FORMAT_MISSING},
+    leave_temporaries: {FindingKind.UNFINISHED_SLAB, FindingKind.TEMPORARY},
 }
 KEEPS_ALL = {
     lengthen,
@@ -289,7 +289,7 @@ def test_a_dry_run_changes_nothing_and_says_what_a_run_does(directory: Path) -> 
 
 def test_a_smaller_capacity_is_held_by_repair(directory: Path) -> None:
     smaller = 1 << 20
-    assert Kind.CAPACITY in {finding.kind for finding in check_directory(directory, capacity_bytes=smaller)}
+    assert FindingKind.CAPACITY in {finding.kind for finding in check_directory(directory, capacity_bytes=smaller)}
     report = repair_directory(directory, capacity_bytes=smaller)
     assert report.left == [] and any("until the rest fits" in line for line in report.done)
     assert check_directory(directory, capacity_bytes=smaller, verify_payloads=True) == []

@@ -251,8 +251,8 @@ def test_a_medium_that_cannot_be_read_is_a_miss(daemon: RunningDaemon) -> None:
             assert holds(lease, payloads_of(1, BLOCKS, MODEL)), "a passing error loses nothing"
 
 
-@pytest.mark.parametrize(("keeper", "durability"), [("off", "always"), ("holder", "none")])
-def test_expiry_and_priority_outlive_a_crash_and_pins_do_not(keeper: str, durability: str) -> None:
+@pytest.mark.parametrize(("holder", "durability"), [("off", "always"), ("holder", "none")])
+def test_expiry_and_priority_outlive_a_crash_and_pins_do_not(holder: str, durability: str) -> None:
     def shown(daemon: RunningDaemon) -> set[tuple[bool, int, bool]]:
         listed = daemon.ask("Blocks", pb.BlocksRequest()).blocks
         return {(3500 < block.expires_in_s <= 3600, block.priority, bool(block.pinned_by)) for block in listed}
@@ -264,7 +264,7 @@ def test_expiry_and_priority_outlive_a_crash_and_pins_do_not(keeper: str, durabi
         )
         assert receipt.stored_blocks == BLOCKS
 
-    with running_daemon(f"host.warm_restart={keeper}") as daemon:
+    with running_daemon(f"host.warm_restart={holder}") as daemon:
         with daemon.connect(MODEL) as session:
             put(session, 1, ttl=3600, priority=-2, pin="a")
             put(session, 2)

@@ -107,7 +107,7 @@ def test_ctrl_c_gives_the_memory_back_and_the_service_stays(
     assert found(daemon) == 0
 
 
-def test_without_the_service_the_next_keeper_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_service_the_next_holder_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An older systemd in whose unit the store is all there is: the daemon says that a stop loses DRAM."""
     monkeypatch.setenv("KVSTORED_HOLDER", str(tmp_path / "nothing" / "holder.sock"))
     config = tmp_path / "k.toml"

@@ -20,7 +20,7 @@ from kvstore_client import Session
 from kvstore_proto.arena import HEADER_BYTES
 from kvstore_proto.v1 import admin_pb2 as pb
 from kvstore_tiers.child_processes import send_packet
-from kvstored.lifetime.warm.keepers import HOLDER_SOCKET
+from kvstored.lifetime.warm.holders import HOLDER_SOCKET
 from tests.reference import state
 from tests.reference.conversations import found_blocks, holds, model, payloads_of, put_conversation, tokens_of
 from tests.reference.held_memory import held_memory, holder_pid

@@ -24,7 +24,7 @@ from kvstore_engine.graph import SequenceSlice
 from kvstore_engine.model.config import ModelConfig
 from kvstore_engine.model.weights import load_model
 from kvstore_engine.pool import BlockPool
-from kvstore_engine.worker import RemoteExecutor, StepFailed, WorkerNotice
+from kvstore_engine.worker import EngineWorkerNotice, RemoteExecutor, StepFailed
 from kvstore_engine.worker.memory import SharedMemory
 from kvstore_engine.worker.patience import StepPatience
 from tests.reference.make_gguf import TinyModel, write_model
@@ -40,7 +40,7 @@ class _Setting:
     path: Path
     pool: BlockPool
     executor: RemoteExecutor
-    notices: list[WorkerNotice] = field(default_factory=list)
+    notices: list[EngineWorkerNotice] = field(default_factory=list)
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +193,7 @@ def test_a_worker_that_hangs_is_killed(setting: _Setting) -> None:
     os.kill(executor.pid, signal.SIGSTOP)
     executor._patience = _Impatient()
 
-    def patient(notice: WorkerNotice) -> None:
+    def patient(notice: EngineWorkerNotice) -> None:
         executor._patience = StepPatience(_PATIENCE_S)
 
     executor._on_notice = patient

@@ -9,7 +9,7 @@ import pytest
 
 from kvstore_tiers.nvme import NvmeTier
 from kvstore_tiers.nvme.check import bytes_used, check_directory
-from kvstore_tiers.nvme.check_slab import Kind
+from kvstore_tiers.nvme.check_slab import FindingKind
 from kvstore_tiers.nvme.directory import TierDirectory
 from kvstore_tiers.nvme.layout import SUPERBLOCK_BYTES
 from kvstore_tiers.nvme.repair import repair_directory
@@ -45,7 +45,7 @@ def test_a_capacity_that_holds_costs_no_slab(directory: Path) -> None:
         capacity_bytes = bytes_used(opened) + 4096
     (directory / "format").unlink()
     assert {finding.kind for finding in check_directory(directory, capacity_bytes=capacity_bytes)} == {
-        Kind.FORMAT_MISSING
+        FindingKind.FORMAT_MISSING
     }
     slabs = sorted((directory / "slabs").iterdir())
     report = repair_directory(directory, capacity_bytes=capacity_bytes)

@@ -13,7 +13,7 @@ import pytest
 from kvstore_tiers.base import OutcomeKind
 from kvstore_tiers.nvme import DirectoryUnusable, NvmeTier
 from kvstore_tiers.nvme.check import check_directory
-from kvstore_tiers.nvme.check_slab import Kind
+from kvstore_tiers.nvme.check_slab import FindingKind
 from kvstore_tiers.nvme.layout import RECORD_BYTES, SUPERBLOCK_BYTES
 from kvstore_tiers.nvme.repair import repair_directory
 from kvstore_tiers.nvme.slab_file import find_superblock
@@ -91,7 +91,7 @@ def last_page(directory: Path) -> int:
 @pytest.mark.parametrize("which", ["front", "end"])
 def test_a_superblock_that_cannot_be_read_is_taken_from_its_copy(directory: Path, bad: BadPages, which: str) -> None:
     bad.pages = {0 if which == "front" else last_page(directory)}
-    assert {finding.kind for finding in check_directory(directory)} == {Kind.SUPERBLOCK_COPY}
+    assert {finding.kind for finding in check_directory(directory)} == {FindingKind.SUPERBLOCK_COPY}
     with closing(open_tier(directory)) as tier:
         assert recovered(tier) == set(NUMBERS)
     assert not bad.pages, "it was written again"
@@ -138,8 +138,8 @@ def test_a_record_that_becomes_unreadable_does_not_stop_commits(directory: Path,
         assert not bad.pages
 
 
-@pytest.mark.parametrize(("page", "kind"), [(0, Kind.HEADER), (1, Kind.PAYLOAD)])
-def test_a_slot_that_cannot_be_read_is_a_finding(directory: Path, bad: BadPages, page: int, kind: Kind) -> None:
+@pytest.mark.parametrize(("page", "kind"), [(0, FindingKind.HEADER), (1, FindingKind.PAYLOAD)])
+def test_a_slot_that_cannot_be_read_is_a_finding(directory: Path, bad: BadPages, page: int, kind: FindingKind) -> None:
     superblock = find_superblock(directory / "slabs" / "00000001.slab")
     assert not isinstance(superblock, str)
     bad.pages = {superblock.slot_offset(3) // PAGE_BYTES + page}

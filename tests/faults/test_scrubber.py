@@ -17,7 +17,7 @@ from kvstore_proto.v1 import admin_pb2 as pb
 from kvstore_tiers.nvme import NvmeTier
 from kvstore_tiers.testing.transfers import block, finish, put
 from kvstored.health.scrub import worker
-from kvstored.health.scrub.slab_reader import SlabReader, Visit
+from kvstored.health.scrub.slab_reader import SlabReader, SlotReading
 from kvstored.health.scrub.worker import Pace, Position, position_of
 from tests.reference.conversations import model, payloads_of, serves_whole, tokens_of
 from tests.reference.damage import flip_on_disk, flip_record
@@ -131,9 +131,9 @@ def test_no_false_alarm_beside_a_tier_that_writes(tmp_path: Path) -> None:
             nonlocal visits
             while not stop.is_set():
                 for slab in sorted((tmp_path / "slabs").glob("*.slab")):
-                    for visit in SlabReader(slab, int(slab.stem), lambda nbytes: None).visits(0):
+                    for reading in SlabReader(slab, int(slab.stem), lambda nbytes: None).readings(0):
                         visits += 1
-                        assert visit.suspect is None, visit
+                        assert reading.suspect is None, reading
 
         failed: list[BaseException] = []
 
@@ -173,8 +173,8 @@ def test_each_kind_of_damage_is_suspect(tmp_path: Path, offset: int) -> None:
         byte = file.read(1)[0]
         file.seek(slots[1].offset + offset)
         file.write(bytes([byte ^ 1]))
-    visits = list(SlabReader(slab, 1, lambda nbytes: None).visits(0))
-    suspects = [visit.suspect for visit in visits if visit.suspect is not None]
+    visits = list(SlabReader(slab, 1, lambda nbytes: None).readings(0))
+    suspects = [reading.suspect for reading in visits if reading.suspect is not None]
     assert len(visits) == 3 and len(suspects) == 1
     assert (suspects[0].slot, suspects[0].offset, suspects[0].key) == (1, slots[1].offset, f"{2:032x}")
 
@@ -189,16 +189,16 @@ def test_a_pass_goes_on_where_the_last_process_stopped(tmp_path: Path, monkeypat
     places = [""]
 
     class Interrupted(worker.ScrubWorker):
-        def _note(self, visit: Visit) -> None:
-            super()._note(visit)
-            seen.append((visit.slab, visit.next_slot))
+        def _note(self, reading: SlotReading) -> None:
+            super()._note(reading)
+            seen.append((reading.slab, reading.next_slot))
             self._save()
             if len(seen) % 25 == 0:
-                raise worker.Ended
+                raise worker.InputClosed
 
     def wait_for_the_next_pass(seconds: float) -> None:
         if seconds > 1:
-            raise worker.Ended
+            raise worker.InputClosed
 
     def say(what: str, fields: dict[str, object]) -> None:
         said.append(what)
@@ -208,7 +208,7 @@ def test_a_pass_goes_on_where_the_last_process_stopped(tmp_path: Path, monkeypat
     monkeypatch.setattr(worker, "say", say)
     monkeypatch.setattr(worker, "pause", wait_for_the_next_pass)
     for _ in range(3):
-        with pytest.raises(worker.Ended):
+        with pytest.raises(worker.InputClosed):
             Interrupted(replace(settings, position=places[-1])).run()
     assert len(seen) == len(set(seen)) == 60, "every slot once, over three processes"
     assert said.count("pass") == 1

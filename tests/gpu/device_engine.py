@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from kvstore_client import Session
-from kvstore_client.device import CopyMeans, DeviceMemory, DevicePool, DeviceTransfers, LinkBudget
+from kvstore_client.device import CopyResources, DeviceMemory, DevicePool, DeviceTransfers, LinkBudget
 from tests.reference.conversations import LAYERS, payloads_of, tokens_of
 
 PAGES = 48
@@ -57,7 +57,7 @@ class EmulatedEngine:
         if command == "registered":
             return {"pieces": self._registered()}
         if command == "crossover":
-            return dict(self.transfers.means.crossover.settled())
+            return dict(self.transfers.resources.crossover.settled())
         if command == "load-captured":
             return self._captured(*numbers)
         if command == "store-beside-a-load":
@@ -100,7 +100,7 @@ class EmulatedEngine:
             self.device.call("cuStreamBeginCapture", stream, modes.CU_STREAM_CAPTURE_MODE_GLOBAL)
         self.transfers.close()
         self.transfers = DeviceTransfers(self.device, self.pool)
-        self.transfers.means.crossover.settled()
+        self.transfers.resources.crossover.settled()
         assert self.transfers.registered.settle(30.0)
         found = self._load(number, self._random.sample(range(PAGES), blocks))
         with self.device.current():
@@ -113,7 +113,7 @@ class EmulatedEngine:
     def _store(self, number: int, pages: list[int], command: str) -> dict[str, Any]:
         """Write each layer on the engine's stream, an event behind it. "store-at-once" shows the last one alone;
         "store-decoding": the engine decodes meanwhile."""
-        self.transfers.means.decoding(command == "store-decoding")
+        self.transfers.resources.decoding(command == "store-decoding")
         for page, payload in zip(pages, payloads_of(number, len(pages), self.model), strict=True):
             self.layout[:, :, page] = payload.reshape(LAYERS, 2, -1)
         events: list[int] = []
@@ -139,8 +139,8 @@ class EmulatedEngine:
             changed.wait()
 
         budget = LinkBudget(1, clock=lambda: 0.0, wait=until_told)
-        means = CopyMeans(self.device, self.pool.block_bytes, budget=budget)
-        self.transfers = DeviceTransfers(self.device, self.pool, means=means)
+        means = CopyResources(self.device, self.pool.block_bytes, budget=budget)
+        self.transfers = DeviceTransfers(self.device, self.pool, resources=means)
         pages = self._random.sample(range(PAGES), 2 * blocks)
         means.decoding(True)
         budget.wait("stores", 1 << 30)

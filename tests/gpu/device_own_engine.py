@@ -38,12 +38,12 @@ from kvstore_engine.executors.logits import HostLogits, StepLogits
 from kvstore_engine.gguf import GGUFFile
 from kvstore_engine.graph import SequenceSlice
 from kvstore_engine.loaded_model import fingerprint_of
-from kvstore_engine.restore.copies import BlockLoad, HostCopies
+from kvstore_engine.restore.copies import HostPoolCopies, PoolLoad
 from kvstore_engine.restore.fingerprint import STORAGE_BLOCK_TOKENS
 from kvstore_engine.restore.session import KvLease, Payload
 from kvstore_engine.tokenizer import Tokenizer
 from kvstore_engine.torch_executor.attention import ReferenceAttention
-from kvstore_engine.torch_executor.device_copies import DeviceCopies, open_device_copies
+from kvstore_engine.torch_executor.device_copies import DevicePoolCopies, open_device_copies
 from kvstore_engine.torch_executor.executor import TorchExecutor
 from kvstore_engine.torch_executor.model import TorchModel
 from kvstore_engine.torch_executor.opening import new_pool
@@ -63,11 +63,11 @@ _GARBAGE = 0x7A  # of blocks that nothing has come to yet; a large number in eve
 class WatchedCopies:
     """The engine's copies; counts blocks that are read on the device, and can let a lease end under a load."""
 
-    def __init__(self, copies: DeviceCopies | HostCopies) -> None:
+    def __init__(self, copies: DevicePoolCopies | HostPoolCopies) -> None:
         self.copies, self.on_device, self.is_ending = copies, 0, False
-        self.steps_wait, self.device = copies.steps_wait, copies.device
+        self.steps_wait, self.device = copies.waits_by_layer, copies.device
 
-    def load(self, lease: KvLease, blocks: Sequence[tuple[int, list[int]]]) -> BlockLoad:
+    def load(self, lease: KvLease, blocks: Sequence[tuple[int, list[int]]]) -> PoolLoad:
         assert isinstance(lease, Lease)
         self.on_device += sum(bool(lease.device_address(block)) for block, _ in blocks)
         load = self.copies.load(lease, blocks)
@@ -99,7 +99,7 @@ class Engine:
         self.executor = stack.enter_context(TorchExecutor(*arguments, arrivals=cache.arrivals))
         opened = open_device_copies(0, self.pool, cache.arrivals, stream.address)
         device_copies = stack.enter_context(opened)
-        self.host = HostCopies(self.pool)
+        self.host = HostPoolCopies(self.pool)
         self.copies = WatchedCopies(device_copies or self.host)
         self.tokenizer = Tokenizer.from_metadata(file.metadata)
         fingerprint = fingerprint_of(file, model.config, self.tokenizer, self.pool, file.weights_digest(), CPU)
@@ -120,7 +120,7 @@ class Engine:
 
     def obey(self, command: str, *numbers: int) -> dict[str, Any]:
         if command == "register":
-            assert isinstance(self.copies.copies, DeviceCopies)
+            assert isinstance(self.copies.copies, DevicePoolCopies)
             return {"settled": self.copies.copies.settle(30.0)}
         number, count = numbers
         vocabulary = self.limits.vocabulary
@@ -162,7 +162,7 @@ class Engine:
 
     def _answer_and_store(self, number: int, tokens: npt.NDArray[np.int32]) -> dict[str, Any]:
         """The last step waits until a store waits for its rate, which has been spent."""
-        assert isinstance(self.copies.copies, DeviceCopies)
+        assert isinstance(self.copies.copies, DevicePoolCopies)
         budget, steps = self.copies.copies.budget, itertools.count(1)
         budget.decoding(True)
         assert budget.wait("stores", 1 << 40)
@@ -220,7 +220,7 @@ def main(socket_dir: str) -> None:
             command, *rest = json.loads(line)
             if command == "open":
                 engine = Engine(socket_dir, rest[0], stack)
-                print(json.dumps({"by the device": isinstance(engine.copies.copies, DeviceCopies)}), flush=True)
+                print(json.dumps({"by the device": isinstance(engine.copies.copies, DevicePoolCopies)}), flush=True)
                 continue
             assert engine is not None
             print(json.dumps(engine.obey(command, *rest)), flush=True)

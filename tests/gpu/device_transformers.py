@@ -26,8 +26,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kvstore_client import Lease, Session
 from kvstore_connectors.transformers import KVStoreCache, kvstore_session
-from kvstore_connectors.transformers.copies import Span
-from kvstore_connectors.transformers.device_copies import DeviceCopies, DeviceCopying, TorchStream
+from kvstore_connectors.transformers.copies import TokenSpan
+from kvstore_connectors.transformers.device_copies import DeviceCopying, DeviceTensorCopies, TorchStream
 from kvstore_connectors.transformers.layers import KVStack
 from kvstore_connectors.transformers.restore import Wanted, restore
 from kvstore_connectors.transformers.state import BLOCK_TOKENS, state_of
@@ -39,12 +39,12 @@ PLACE = torch.device("cpu") if IS_EMULATED else DEVICE  # of what the model comp
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
 
-class EndingCopies(DeviceCopies):
+class EndingCopies(DeviceTensorCopies):
     """Copies whose lease ends, with `is_ending`, while its blocks are copied."""
 
     is_ending = False
 
-    def start(self, lease: Lease, tensor: torch.Tensor, span: Span, held: ExitStack) -> DeviceCopying:
+    def start(self, lease: Lease, tensor: torch.Tensor, span: TokenSpan, held: ExitStack) -> DeviceCopying:
         copying = super().start(lease, tensor, span, held)
         if self.is_ending:
             lease.release()
@@ -147,7 +147,7 @@ class Engine:
             self.write(tensor, content)
         with ExitStack() as held:
             lease = held.enter_context(self.session.get(ids[0].to("cpu", torch.int32).numpy()))
-            is_valid = self.copies.start(lease, tensor, Span(0, tokens, BLOCK_TOKENS), held).finish()
+            is_valid = self.copies.start(lease, tensor, TokenSpan(0, tokens, BLOCK_TOKENS), held).finish()
         self.write.synchronize()
         stack.extend_to(tokens)
         states = [state for layer in stack.layers for state in (layer.keys, layer.values)]

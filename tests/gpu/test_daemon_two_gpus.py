@@ -10,7 +10,7 @@ from kvstore_proto.arena import DEVICE_ARENAS
 from kvstored.lifetime.warm.ledger import CHUNKS_A_TIER
 from tests.gpu.emulated import emulated_node
 from tests.gpu.test_daemon_gpu_first import BLOCKS
-from tests.gpu.test_daemon_gpu_straight import leave_on_nvme, running, straight_blocks
+from tests.gpu.test_daemon_gpu_promotion import leave_on_nvme, running, straight_blocks
 from tests.gpu.test_device_leases import DeviceClient, device_client
 from tests.reference.running_daemon import RunningDaemon, eventually
 

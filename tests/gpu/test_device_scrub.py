@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvstore_proto.arena import HEADER_BYTES
-from kvstore_tiers.gpu import GpuTier, WorkerSettings
+from kvstore_tiers.gpu import GpuTier, GpuWorkerSettings
 from kvstore_tiers.segments import view_at
 from kvstored.health.integrity import Integrity
 from kvstored.health.scrub.device_scrubber import DeviceScrubber
@@ -37,7 +37,7 @@ def compiler() -> None:
 def open_tier(node: dict[str, str], *, checks: bool = True) -> GpuTier:
     return GpuTier(
         CHUNK_BYTES, chunk_bytes=CHUNK_BYTES, bounce_bytes=CHUNK_BYTES, name="vram",
-        settings=WorkerSettings(variables=node, checks=checks),
+        settings=GpuWorkerSettings(variables=node, checks=checks),
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from kvstore_tiers.gpu.streams import _SHARED_BYTES, KERNEL, PROGRAM, THREADS, Argument
+from kvstore_tiers.gpu.streams import _SHARED_BYTES, KERNEL, PROGRAM, THREADS, ChecksumArgument
 from tests.cuda_shim.build import shim_library
 from tests.gpu.emulated import compiled
 from tests.gpu.test_emulated_driver import (
@@ -54,7 +54,7 @@ class Kernel:
     def launch(self, ranges: int | None = None, shared_bytes: int = _SHARED_BYTES) -> int:
         at = ctypes.c_uint64()
         self.driver.must("cuMemHostGetDevicePointer_v2", ctypes.byref(at), self.rows.pointer, 0)
-        argument = Argument(ranges or at.value, 1)
+        argument = ChecksumArgument(ranges or at.value, 1)
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
         return self.driver.call(
             "cuLaunchKernel", self.function, 1, 1, 1, THREADS, 1, 1, shared_bytes, self.driver.stream,

@@ -13,19 +13,19 @@ import pytest
 
 from kvstore_cuda.compiler import compile_program
 from kvstore_engine.kernels.cuda.attention import PagedAttention
-from kvstore_engine.kernels.cuda.program import CacheShape, Program
+from kvstore_engine.kernels.cuda.program import CacheShape, KernelProgram
 from tests.cuda_shim.build import shim_library
 from tests.cuda_shim.launcher import ShimLauncher
 from tests.gpu.emulated import compiled, emulated_node
 from tests.reference.nvrtc import need_nvrtc
 
-BLOCKS = Program.of("blocks.cu")
+BLOCKS = KernelProgram.of("blocks.cu")
 MOVE = """
 import ctypes, mmap
 import numpy as np
 from kvstore_engine.kernels.cuda.blocks import BlockMover, BlockRuns
 from kvstore_engine.kernels.cuda.device import Device
-from kvstore_engine.kernels.cuda.program import CudaError, Program
+from kvstore_engine.kernels.cuda.program import CudaError, KernelProgram
 from kvstore_cuda.copies import CopyRun, Runs
 from kvstore_cuda.device import CudaDevice
 
@@ -52,7 +52,7 @@ driver.copy(Runs.of([CopyRun(page.ctypes.data, at, 8 * BLOCK)]), "to host", stre
 driver.synchronize(stream)
 print(page[: 8 * BLOCK : BLOCK].tolist(), device.architecture, device.multiprocessors)
 try:
-    device.launch(Program.of("blocks.cu"), "kv_others", (1, 1, 1), ctypes.c_uint64(0))
+    device.launch(KernelProgram.of("blocks.cu"), "kv_others", (1, 1, 1), ctypes.c_uint64(0))
 except CudaError as error:
     print(error)
 device.close()

@@ -18,7 +18,7 @@ import pytest
 
 from kvstore_client.device import crossover, gather
 from kvstore_engine.kernels.cuda.attention import PagedAttention
-from kvstore_engine.kernels.cuda.program import Program
+from kvstore_engine.kernels.cuda.program import KernelProgram
 from kvstore_tiers.gpu.streams import PROGRAM
 from tests.cuda_shim.build import shim_library
 from tests.cuda_shim.launcher import ShimLauncher
@@ -87,7 +87,7 @@ def test_kills_are_questions() -> None:
 def test_questions_about_kernels_are_answered_by_launches_and_graphs_of_a_device(scripts: None) -> None:
     from support.gpu_kernels import BF16
 
-    programs = PagedAttention(ShimLauncher(), BF16).program, Program.of("blocks.cu")
+    programs = PagedAttention(ShimLauncher(), BF16).program, KernelProgram.of("blocks.cu")
     for program in programs:
         compiled(program)
     libraries = ":".join(str(shim_library(program)) for program in programs)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from kvstore_tiers.base import Tier
-from kvstore_tiers.gpu import GpuTier, WorkerSettings
+from kvstore_tiers.gpu import GpuTier, GpuWorkerSettings
 from kvstore_tiers.testing import TierContract, tier_state_machine
 from tests.gpu.emulated import emulated_node
 from tests.reference.examples import examples
@@ -25,7 +25,7 @@ class TestGpuTier(TierContract):
             capacity_bytes,
             chunk_bytes=CHUNK_BYTES,
             bounce_bytes=CHUNK_BYTES,
-            settings=WorkerSettings(variables=emulated_node()),
+            settings=GpuWorkerSettings(variables=emulated_node()),
         )
 
 
@@ -34,7 +34,7 @@ def make_tier() -> Tier:
         2 * CHUNK_BYTES,
         chunk_bytes=CHUNK_BYTES,
         bounce_bytes=CHUNK_BYTES,
-        settings=WorkerSettings(variables=emulated_node()),
+        settings=GpuWorkerSettings(variables=emulated_node()),
     )
 
 

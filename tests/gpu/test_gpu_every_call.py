@@ -23,7 +23,7 @@ import pytest
 from kvstore_console.units import human_bytes
 from kvstore_proto.arena import slot_bytes
 from kvstore_tiers.base import Completion, Outcome, OutcomeKind, Slot, TierState
-from kvstore_tiers.gpu import GpuTier, WorkerSettings
+from kvstore_tiers.gpu import GpuTier, GpuWorkerSettings
 from kvstore_tiers.host import HostTier
 from kvstore_tiers.nvme import NvmeTier
 from kvstore_tiers.segments import segment_of
@@ -56,7 +56,7 @@ class Bench:
     ) -> None:
         self.memory, self.calls = memory, Counter[str]()
         self.faults = faults
-        settings = WorkerSettings(
+        settings = GpuWorkerSettings(
             variables=variables,
             patience_s=PATIENCE_S,
             file_patience_s=PATIENCE_S,
@@ -325,6 +325,6 @@ def test_so_may_the_call_that_names_an_error(tmp_path: Path, path: Path, monkeyp
 def test_a_first_worker_that_does_not_start_is_an_error(tmp_path: Path, rule: str) -> None:
     control = tmp_path / "control"
     control.write_text(rule)
-    settings = WorkerSettings(variables=emulated_node(control=control), start_timeout_s=5.0)
+    settings = GpuWorkerSettings(variables=emulated_node(control=control), start_timeout_s=5.0)
     with pytest.raises(OSError, match="its worker"):
         GpuTier(CHUNK_BYTES, chunk_bytes=CHUNK_BYTES, settings=settings)

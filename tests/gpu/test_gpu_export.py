@@ -15,7 +15,7 @@ import pytest
 
 from kvstore_proto.arena import DEVICE_ARENAS, HEADER_BYTES, payload_checksum
 from kvstore_tiers.base import OutcomeKind
-from kvstore_tiers.gpu import GpuTier, WorkerSettings
+from kvstore_tiers.gpu import GpuTier, GpuWorkerSettings
 from kvstore_tiers.testing.transfers import block, get, put
 from tests.gpu.emulated import emulated_node
 
@@ -79,7 +79,7 @@ def contents(tier: GpuTier, node: dict[str, str], container: int, scratch: Path)
 def test_a_block_that_an_importer_forged_is_corrupt(tmp_path: Path, what: str) -> None:
     node = emulated_node()
     tier = GpuTier(
-        2 * CHUNK_BYTES, chunk_bytes=CHUNK_BYTES, bounce_bytes=CHUNK_BYTES, settings=WorkerSettings(variables=node)
+        2 * CHUNK_BYTES, chunk_bytes=CHUNK_BYTES, bounce_bytes=CHUNK_BYTES, settings=GpuWorkerSettings(variables=node)
     )
     with closing(tier):
         header, payload = block(1, PAYLOAD_BYTES)
@@ -100,7 +100,7 @@ def test_an_importer_finds_nothing_in_new_memory_that_was_there_before(tmp_path:
     """A driver need not clear the memory that it gives out: the emulated one fills it."""
     node = emulated_node()
     tier = GpuTier(
-        2 * CHUNK_BYTES, chunk_bytes=CHUNK_BYTES, bounce_bytes=CHUNK_BYTES, settings=WorkerSettings(variables=node)
+        2 * CHUNK_BYTES, chunk_bytes=CHUNK_BYTES, bounce_bytes=CHUNK_BYTES, settings=GpuWorkerSettings(variables=node)
     )
     with closing(tier):
         header, payload = block(1, PAYLOAD_BYTES)
@@ -113,7 +113,7 @@ def test_an_importer_finds_nothing_in_new_memory_that_was_there_before(tmp_path:
 
 def test_a_chunk_has_one_owner_and_a_number_that_no_other_memory_has() -> None:
     with closing(
-        GpuTier(2 * CHUNK_BYTES, chunk_bytes=CHUNK_BYTES, settings=WorkerSettings(variables=emulated_node()))
+        GpuTier(2 * CHUNK_BYTES, chunk_bytes=CHUNK_BYTES, settings=GpuWorkerSettings(variables=emulated_node()))
     ) as tier:
         first, second = tier.allocate(8192, "one"), tier.allocate(8192, "other")
         assert first is not None and second is not None and first.container != second.container

@@ -17,7 +17,7 @@ import pytest
 
 from kvstore_proto.arena import HEADER_BYTES, slot_bytes
 from kvstore_tiers.base import Completion, Outcome, OutcomeKind, Slot
-from kvstore_tiers.gpu import GpuTier, WorkerSettings
+from kvstore_tiers.gpu import GpuTier, GpuWorkerSettings
 from kvstore_tiers.nvme import NvmeTier
 from kvstore_tiers.testing.transfers import block, finish, finish_all, get
 from tests.gpu.emulated import emulated_node
@@ -35,7 +35,7 @@ PAYLOAD_BYTES = 1_400_000  # more than half of the bounce buffer: a range that i
 def open_tier(variables: dict[str, str], from_files: str = "auto", **settings: Any) -> GpuTier:
     return GpuTier(
         4 * CHUNK_BYTES, chunk_bytes=CHUNK_BYTES, bounce_bytes=CHUNK_BYTES,
-        settings=WorkerSettings(variables=variables, from_files=from_files, **settings),
+        settings=GpuWorkerSettings(variables=variables, from_files=from_files, **settings),
     )  # fmt: skip
 
 
@@ -214,7 +214,7 @@ def test_without_the_library_the_tier_says_which_extra_brings_it() -> None:
     with closing(open_tier(node)) as tier:
         message = tier.statistics().message
         assert "reads NVMe through host memory: " in message and "pip install '.[gds]'" in message
-    with closing(GpuTier(CHUNK_BYTES, chunk_bytes=CHUNK_BYTES, settings=WorkerSettings(variables=node))) as tier:
+    with closing(GpuTier(CHUNK_BYTES, chunk_bytes=CHUNK_BYTES, settings=GpuWorkerSettings(variables=node))) as tier:
         assert tier.statistics().message.endswith("reads NVMe through host memory"), "unless it is asked for"
     with closing(open_tier(node, from_files="off")) as tier:
         assert not tier.info.loads_files and "reads NVMe" not in tier.statistics().message

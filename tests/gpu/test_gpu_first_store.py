@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from kvstore_tiers.gpu import GpuTier, WorkerSettings
+from kvstore_tiers.gpu import GpuTier, GpuWorkerSettings
 from kvstored.store.operations.durability import DurabilityMode
 from tests.gpu.emulated import emulated_node
 from tests.reference.device_first import SMALL, must_hold, run_steps, settle, steps_of_stores
@@ -28,7 +28,7 @@ def open_tier() -> GpuTier:
         chunk_bytes=CHUNK_BYTES,
         bounce_bytes=CHUNK_BYTES,
         name="vram",
-        settings=WorkerSettings(variables=emulated_node()),
+        settings=GpuWorkerSettings(variables=emulated_node()),
     )
 
 

@@ -17,7 +17,7 @@ import pytest
 from kvstore_proto.arena import HEADER_BYTES, slot_bytes
 from kvstore_tiers.base import Completion, Outcome, OutcomeKind, Slot
 from kvstore_tiers.child_processes import receive_packet, send_packet
-from kvstore_tiers.gpu import GpuTier, WorkerSettings, wire
+from kvstore_tiers.gpu import GpuTier, GpuWorkerSettings, wire
 from kvstore_tiers.testing.transfers import block, finish, finish_all, get, put
 from tests.gpu.emulated import HostCopy, emulated_node, host_copies
 from tests.gpu.test_gpu_export import overwrite
@@ -36,7 +36,7 @@ def compiler() -> None:
 
 @contextmanager
 def opened(variables: dict[str, str], **settings: bool) -> Iterator[GpuTier]:
-    chosen = WorkerSettings(variables=variables, **settings)
+    chosen = GpuWorkerSettings(variables=variables, **settings)
     with closing(
         GpuTier(4 * CHUNK_BYTES, chunk_bytes=CHUNK_BYTES, bounce_bytes=CHUNK_BYTES, settings=chosen)
     ) as tier:  # fmt: skip
@@ -109,7 +109,7 @@ def test_neighbours_that_come_together_are_one_run(tmp_path: Path) -> None:
     packets = [wire.pack(wire.CREATE, number, CHUNK_BYTES) for number in (1, 2)]
     for number in range(8):  # the last one comes from elsewhere
         source = number * page if number < 7 else 100 * page
-        packets.append(wire.pack_transfer(wire.MOVE, number, [wire.Move(1, source, 2, number * page, page)]))
+        packets.append(wire.pack_transfer(wire.MOVE, number, [wire.ChunkMove(1, source, 2, number * page, page)]))
     own, others = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with own, others:
         for packet in packets:

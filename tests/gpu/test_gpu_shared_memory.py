@@ -16,7 +16,7 @@ import pytest
 
 from kvstore_proto.arena import HEADER_BYTES
 from kvstore_tiers.base import OutcomeKind
-from kvstore_tiers.gpu import GpuTier, WorkerSettings
+from kvstore_tiers.gpu import GpuTier, GpuWorkerSettings
 from kvstore_tiers.host import HostTier
 from kvstore_tiers.segments import segment_of
 from kvstore_tiers.testing.transfers import block, finish, put
@@ -43,7 +43,7 @@ class Pair:
         node = emulated_node(control=self.control, copies=self._log)
         self.gpu = GpuTier(
             4 * CHUNK_BYTES, chunk_bytes=CHUNK_BYTES, bounce_bytes=CHUNK_BYTES,
-            settings=WorkerSettings(variables=node | variables, patience_s=2.0, register_bytes=register_bytes),
+            settings=GpuWorkerSettings(variables=node | variables, patience_s=2.0, register_bytes=register_bytes),
         )  # fmt: skip
         self.host = HostTier(MIB, arena_bytes=MIB, mode="sealed" if sealed else "owned")
         self.header, self.payload = block(1, PAYLOAD_BYTES)

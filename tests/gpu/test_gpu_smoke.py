@@ -8,14 +8,16 @@ from contextlib import closing
 
 import numpy as np
 
-from kvstore_tiers.gpu import GpuTier, WorkerSettings
+from kvstore_tiers.gpu import GpuTier, GpuWorkerSettings
 from kvstore_tiers.testing.transfers import block, get, put
 from tests.gpu.emulated import emulated_node
 
 
 def test_a_block_outlives_the_worker() -> None:
     with closing(
-        GpuTier(4 << 20, chunk_bytes=2 << 20, bounce_bytes=2 << 20, settings=WorkerSettings(variables=emulated_node()))
+        GpuTier(
+            4 << 20, chunk_bytes=2 << 20, bounce_bytes=2 << 20, settings=GpuWorkerSettings(variables=emulated_node())
+        )
     ) as tier:
         header, payload = block(1, 50_000)
         slot = put(tier, header, payload)

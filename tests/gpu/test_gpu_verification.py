@@ -11,7 +11,7 @@ import pytest
 
 from kvstore_proto.arena import HEADER_BYTES, slot_bytes
 from kvstore_tiers.base import Outcome, OutcomeKind, Slot
-from kvstore_tiers.gpu import GpuTier, WorkerSettings
+from kvstore_tiers.gpu import GpuTier, GpuWorkerSettings
 from kvstore_tiers.host import HostTier
 from kvstore_tiers.segments import segment_of, view_at
 from kvstore_tiers.testing.transfers import block, finish, get, put
@@ -35,7 +35,7 @@ def compiler() -> None:
 def open_tier(variables: dict[str, str], **settings: Any) -> GpuTier:
     return GpuTier(
         2 * CHUNK_BYTES, chunk_bytes=CHUNK_BYTES, bounce_bytes=CHUNK_BYTES,
-        settings=WorkerSettings(variables=variables, **settings),
+        settings=GpuWorkerSettings(variables=variables, **settings),
     )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ import pytest
 
 from kvstore_proto.arena import slot_bytes
 from kvstore_tiers.base import Completion, OutcomeKind, Slot, TierState
-from kvstore_tiers.gpu import GpuTier, WorkerSettings
+from kvstore_tiers.gpu import GpuTier, GpuWorkerSettings
 from kvstore_tiers.gpu.link import DOWN
 from kvstore_tiers.host import HostTier
 from kvstore_tiers.segments import AlignedBuffer, segment_of
@@ -51,7 +51,7 @@ def order(control: Path, rules: str) -> None:
 def open_tier(control: Path | None = None, *, capacity_bytes: int = 4 * CHUNK_BYTES, **settings: Any) -> GpuTier:
     return GpuTier(
         capacity_bytes, chunk_bytes=CHUNK_BYTES, bounce_bytes=CHUNK_BYTES,
-        settings=WorkerSettings(variables=emulated_node(control=control), **settings),
+        settings=GpuWorkerSettings(variables=emulated_node(control=control), **settings),
     )  # fmt: skip
 
 
@@ -145,7 +145,7 @@ def test_a_worker_that_hangs_at_what_it_is_told_first_is_replaced(control: Path)
     """
     chunks = 100
     capacity_bytes, variables = chunks * CHUNK_BYTES, emulated_node(2 * chunks * CHUNK_BYTES, control)
-    settings = WorkerSettings(variables=variables, socket_bytes=1, patience_s=1.0)
+    settings = GpuWorkerSettings(variables=variables, socket_bytes=1, patience_s=1.0)
     with closing(GpuTier(capacity_bytes, chunk_bytes=CHUNK_BYTES, settings=settings)) as tier:
         for at in range(chunks - 1):
             assert tier.allocate(CHUNK_BYTES, f"owner{at}") is not None
@@ -265,14 +265,14 @@ def test_a_device_that_is_not_there_is_named() -> None:
             CHUNK_BYTES,
             device=7,
             chunk_bytes=CHUNK_BYTES,
-            settings=WorkerSettings(variables=emulated_node(must_emulate=True)),
+            settings=GpuWorkerSettings(variables=emulated_node(must_emulate=True)),
         )
 
 
 def test_a_machine_without_a_driver_is_named() -> None:
     variables = emulated_node(must_emulate=True) | {"LD_LIBRARY_PATH": ""}
     with pytest.raises(OSError, match=r"libcuda\.so\.1 cannot be loaded"):
-        GpuTier(CHUNK_BYTES, chunk_bytes=CHUNK_BYTES, settings=WorkerSettings(variables=variables))
+        GpuTier(CHUNK_BYTES, chunk_bytes=CHUNK_BYTES, settings=GpuWorkerSettings(variables=variables))
 
 
 def test_no_block_and_no_byte_is_lost_over_many_deaths(control: Path) -> None:
@@ -302,7 +302,10 @@ def test_no_device_memory_is_lost_when_workers_die() -> None:
     variables = emulated_node()
     before_bytes = free_bytes(variables=variables)
     tier = GpuTier(
-        4 * CHUNK_BYTES, chunk_bytes=CHUNK_BYTES, bounce_bytes=CHUNK_BYTES, settings=WorkerSettings(variables=variables)
+        4 * CHUNK_BYTES,
+        chunk_bytes=CHUNK_BYTES,
+        bounce_bytes=CHUNK_BYTES,
+        settings=GpuWorkerSettings(variables=variables),
     )
     slots: dict[int, Slot] = {}
     with closing(tier):

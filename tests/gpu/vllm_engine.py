@@ -16,8 +16,8 @@ import numpy as np
 from kvstore_client import Session
 from kvstore_connectors.vllm.orders import LoadOrder, RequestPrefix, SaveOrder, StepOrders
 from kvstore_connectors.vllm.saver import Saver
-from kvstore_connectors.vllm.tensors import DevicePages, device_pool, kv_tensors
-from kvstore_connectors.vllm.worker import WorkerSide
+from kvstore_connectors.vllm.tensors import VllmDevicePages, device_pool, kv_tensors
+from kvstore_connectors.vllm.worker import VllmWorkerSide
 from kvstore_proto.identity import pack_tokens
 from tests.gpu.device_engine import POOL_BYTES, allocate
 from tests.reference.conversations import LAYERS, TOKENS_A_BLOCK, model, payloads_of, tokens_of
@@ -67,10 +67,10 @@ class VllmWorker:
             given.tensors, given.vllm_config, given.kv_cache_config, stream_of=lambda device: int(self.stream)
         )
         pages = self.pages = tensors.pages(session)
-        assert isinstance(self.pages, DevicePages) and tensors.device == self.device.index
+        assert isinstance(self.pages, VllmDevicePages) and tensors.device == self.device.index
         self.said: list[str] = []
         self.saver = Saver(self.session, pages, deadline_s=PATIENCE_S, say=self.said.append)
-        self.side = WorkerSide(self.session, pages, self.saver, reuse_wait_s=PATIENCE_S, say=self.said.append)
+        self.side = VllmWorkerSide(self.session, pages, self.saver, reuse_wait_s=PATIENCE_S, say=self.said.append)
         self._random = random.Random(1)
         self._block_ids: list[int] = []
 

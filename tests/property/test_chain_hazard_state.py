@@ -86,7 +86,7 @@ class Store:
     def worths(self, rows: list[int]) -> list[float]:
         """Return the worths that the order of victims is made of, once it has been asked for."""
         follower = self.policy.follower
-        return [follower.candidates[0].worth(follower.book.owner[row], follower.now_s) for row in rows]
+        return [follower.candidates[0].value(follower.book.owner[row], follower.now_s) for row in rows]
 
 
 @settings(max_examples=examples(20), deadline=None)

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
 
-from kvstore_client.staging import Extent, Staging, Use
+from kvstore_client.staging import ClientStaging, Extent, Use
 from kvstore_proto.v1 import kvstore_pb2 as wire
 from tests.reference.examples import examples
 
@@ -44,7 +44,7 @@ class LoanMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.daemon: Any = Daemon()
-        self.staging = Staging(np.empty(PAGES * PAGE, np.uint8))
+        self.staging = ClientStaging(np.empty(PAGES * PAGE, np.uint8))
         assert self.staging.obtain(self.daemon, 1.0) == ""
         self.used: dict[Use, list[Extent]] = {}  # what the daemon may be reading
         self.renewing: list[Use] = []  # those that a renewal under way will free

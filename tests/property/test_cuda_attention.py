@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore_engine.kernels.cuda.attention import Crossover, KernelRows, PagedAttention
+from kvstore_engine.kernels.cuda.attention import AttentionCrossover, KernelRows, PagedAttention
 from kvstore_engine.kernels.cuda.program import CacheShape
 from kvstore_engine.kernels.layout import LayerAttention
 from kvstore_engine.kernels.reference import paged_attention
@@ -193,7 +193,7 @@ def test_a_quantised_cache_is_within_its_bound(shape: CacheShape) -> None:
 
 def test_the_version_follows_the_crossover() -> None:
     shape = CacheShape(32, 8, 128, 16)
-    attention = PagedAttention(ShimLauncher(multiprocessors=100), shape, crossover=Crossover(2.0))
+    attention = PagedAttention(ShimLauncher(multiprocessors=100), shape, crossover=AttentionCrossover(2.0))
     assert attention.version(1, 32768) == 2
     assert attention.version(25, 32768) == 1, "200 thread blocks fill 100 multiprocessors twice"
     assert attention.version(1, 512) == 1, "one partition"

@@ -9,7 +9,7 @@ import pytest
 import xxhash
 
 from kvstore_tiers.gpu import wire
-from kvstore_tiers.gpu.streams import _RANGE, _SHARED_BYTES, KERNEL, MOST_RANGES, PROGRAM, THREADS, Argument
+from kvstore_tiers.gpu.streams import _RANGE, _SHARED_BYTES, KERNEL, MOST_RANGES, PROGRAM, THREADS, ChecksumArgument
 from kvstore_tiers.gpu.worker import MAX_TOGETHER
 from tests.cuda_shim.launcher import placed, run_kernel
 
@@ -26,7 +26,7 @@ def checksums_of(ranges: list[np.ndarray], *, blocks: int, order: int) -> list[i
     rows = placed(np.zeros(len(ranges), _RANGE))
     rows["address"] = [each.ctypes.data for each in ranges]
     rows["nbytes"] = [each.nbytes for each in ranges]
-    argument = Argument(rows.ctypes.data, len(rows))
+    argument = ChecksumArgument(rows.ctypes.data, len(rows))
     options = {"threads": THREADS, "shared_bytes": _SHARED_BYTES, "order": order}
     run_kernel(PROGRAM, KERNEL, (blocks, 1, 1), argument, **options)
     return [int(each) for each in rows["sum"]]
@@ -59,7 +59,7 @@ def test_one_bit_changes_it(at: int) -> None:
 
 def test_what_a_worker_takes_together_fits_one_launch() -> None:
     assert MAX_TOGETHER * wire.MAX_CHECKED <= MOST_RANGES
-    pieces = [wire.Piece(1, 4096 * each, 0, 0, 4096) for each in range(wire.MAX_CHECKED + 1)]
+    pieces = [wire.RegionPiece(1, 4096 * each, 0, 0, 4096) for each in range(wire.MAX_CHECKED + 1)]
     with pytest.raises(ValueError, match="65 pieces do not fit"):
         wire.pack_transfer(wire.CHECK, 7, pieces)
     assert wire.unpack_transfer(wire.pack_transfer(wire.CHECK, 7, pieces[:-1])) == (7, pieces[:-1])
@@ -67,4 +67,4 @@ def test_what_a_worker_takes_together_fits_one_launch() -> None:
 
 
 def test_its_argument_has_the_size_that_the_kernel_reads() -> None:
-    assert ct.sizeof(Argument) == 16 and _RANGE.itemsize == 24
+    assert ct.sizeof(ChecksumArgument) == 16 and _RANGE.itemsize == 24

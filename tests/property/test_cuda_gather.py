@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvstore_client.device.gather import _RUN, BLOCKS, KERNEL, PROGRAM, THREADS, Argument
+from kvstore_client.device.gather import _RUN, BLOCKS, KERNEL, PROGRAM, THREADS, GatherArgument
 from tests.cuda_shim.launcher import placed, run_kernel
 
 LINE = 16
@@ -28,6 +28,6 @@ def test_each_run_is_copied_and_nothing_beside_it(order: int, blocks: int) -> No
         expected[at : at + nbytes] = source[other : other + nbytes]
         at += int(nbytes) + LINE
     run_kernel(
-        PROGRAM, KERNEL, (blocks, 1, 1), Argument(rows.ctypes.data, len(rows)), threads=THREADS, order=order
+        PROGRAM, KERNEL, (blocks, 1, 1), GatherArgument(rows.ctypes.data, len(rows)), threads=THREADS, order=order
     )  # fmt: skip
     assert np.array_equal(destination, expected)

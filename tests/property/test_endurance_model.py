@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvstored.clock import NS_PER_S
-from kvstored.store.endurance.budget import DAY_S, BurstBudget, Moment, SavedBudget, Verdict
+from kvstored.store.endurance.budget import DAY_S, BurstBudget, ClockReading, SavedBudget, WriteVerdict
 from tests.reference.examples import examples
 
 RATES = st.sampled_from([1 << 20, 16 << 20, 1 << 30])
@@ -28,8 +28,8 @@ class Budget(RuleBasedStateMachine):
         self.allotting: SavedBudget | None = None
         self.budget = BurstBudget(rate, None, self.moment())
 
-    def moment(self) -> Moment:
-        return Moment(self.now_ns, self.wall_ns, f"boot {self.boot}")
+    def moment(self) -> ClockReading:
+        return ClockReading(self.now_ns, self.wall_ns, f"boot {self.boot}")
 
     def come_back(self) -> None:
         self.allotting = None
@@ -45,13 +45,13 @@ class Budget(RuleBasedStateMachine):
     @rule(share=st.floats(0, 1.2))
     def spend(self, share: float) -> None:
         nbytes = int(self.rate * share)
-        if self.budget.spend(nbytes, self.now_ns) is Verdict.GRANTED:
+        if self.budget.spend(nbytes, self.now_ns) is WriteVerdict.GRANTED:
             self.spent_bytes += nbytes
 
     @rule(share=st.floats(0, 0.1))
     def spend_and_give_back(self, share: float) -> None:
         nbytes = int(self.rate * share)
-        if self.budget.spend(nbytes, self.now_ns) is Verdict.GRANTED:
+        if self.budget.spend(nbytes, self.now_ns) is WriteVerdict.GRANTED:
             self.budget.give_back(nbytes)
 
     @precondition(lambda self: self.allotting is None)

@@ -7,7 +7,7 @@ from copy import deepcopy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore_predictor.sessions import Sessions
+from kvstore_predictor.sessions import AwaitedReturns
 from tests.reference.examples import examples
 
 SLOTS = 6
@@ -20,7 +20,7 @@ def keys(session: int, blocks: list[int]) -> list[bytes]:
     ]
 
 
-def check_deletion(sessions: Sessions) -> None:
+def check_deletion(sessions: AwaitedReturns) -> None:
     """No chain is left under the name of a block that was deleted, be it its last or the one before."""
     names = [
         (sessions.tenant[slot], key)
@@ -43,7 +43,7 @@ def check_deletion(sessions: Sessions) -> None:
     )
 )
 def test_a_request_continues_the_last_of_its_session(steps: list[tuple[int, int, bool, int, bool]]) -> None:
-    sessions, fresh = Sessions(SLOTS), iter(range(1 << 30))
+    sessions, fresh = AwaitedReturns(SLOTS), iter(range(1 << 30))
     known: dict[tuple[int, int], list[int]] = {}  # by tenant and session: its blocks; the last used come last
     taken: dict[tuple[int, int], int] = {}
     for number, (tenant, session, replaces_last, more, forgets) in enumerate(steps):

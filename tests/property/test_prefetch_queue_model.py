@@ -5,13 +5,13 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstored.store.prefetch.queue import BURST_S, Block, Candidate, PrefetchQueue
+from kvstored.store.prefetch.queue import BURST_S, PrefetchCandidate, PrefetchQueue, UnmappedBlock
 
 RATE, AHEAD, LARGEST = 1000, 3000, 900
 
 
 @st.composite
-def candidates(draw: st.DrawFn) -> list[Candidate]:
+def candidates(draw: st.DrawFn) -> list[PrefetchCandidate]:
     """Return the candidates of a few tenants, over few tokens, so that chains share blocks; a tenant's tokens are its
     own.
     """
@@ -19,13 +19,13 @@ def candidates(draw: st.DrawFn) -> list[Candidate]:
     for number in range(draw(st.integers(0, 4))):
         tenant = draw(st.integers(0, 2))
         tokens = draw(st.lists(st.integers(0, 9), min_size=1, max_size=5, unique=True))
-        made = [Block(100 * tenant + token, 100 + 80 * token, 1 + token % 2, 0.01) for token in tokens]
+        made = [UnmappedBlock(100 * tenant + token, 100 + 80 * token, 1 + token % 2, 0.01) for token in tokens]
         due_s, probability = draw(st.floats(0, 20)), draw(st.floats(0.1, 1))
-        found.append(Candidate(tenant, bytes([tenant, number]), probability, due_s, due_s, due_s + 5, made))
+        found.append(PrefetchCandidate(tenant, bytes([tenant, number]), probability, due_s, due_s, due_s + 5, made))
     return found
 
 
-Step = tuple[str, list[Candidate], float, int]
+Step = tuple[str, list[PrefetchCandidate], float, int]
 STEPS = st.lists(
     st.tuples(st.sampled_from(("plan", "start", "start", "end")), candidates(), st.floats(0, 2), st.integers(0, 9)),
     max_size=40,
@@ -35,8 +35,8 @@ STEPS = st.lists(
 @given(STEPS)
 def test_the_queue_keeps_its_word(steps: list[Step]) -> None:
     queue = PrefetchQueue(RATE, AHEAD)
-    now_s, wanted = 0.0, dict[tuple[int, bytes], Candidate]()
-    under_way: dict[int, tuple[Block, tuple[int, bytes]]] = {}
+    now_s, wanted = 0.0, dict[tuple[int, bytes], PrefetchCandidate]()
+    under_way: dict[int, tuple[UnmappedBlock, tuple[int, bytes]]] = {}
     named = set[int]()  # as given up, once each
     spent = {1: 0, 2: 0}
     for what, planned, later_s, which in steps:

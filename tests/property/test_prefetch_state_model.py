@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore_predictor.base import Array, Hint, Predictor, Request
+from kvstore_predictor.base import Array, Hint, Predictor, PredictorRequest
 from kvstore_predictor.ensemble import Ensemble
 from kvstore_predictor.markov import Markov
 from kvstore_predictor.session_return import SessionReturn
@@ -41,7 +41,7 @@ def drive(predictor: Predictor, events: list[tuple[str, int, int, int, float]]) 
         now_s += pause_s
         keys = [key(tenant, session, block) for block in range(blocks)]
         if what == "request":
-            predictor.requested(Request(tenant, keys), now_s)
+            predictor.requested(PredictorRequest(tenant, keys), now_s)
             deleted.difference_update(keys)
         elif what == "hint":
             predictor.hinted(tenant, keys[-1], Hint(due_s=now_s + 10.0), now_s)

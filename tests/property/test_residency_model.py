@@ -12,7 +12,7 @@ from kvstore_proto.arena import BlockHeader
 from kvstore_proto.identity import NO_PARENT
 from kvstore_tiers.recovered import as_columns
 from kvstored.lifecycle import BY_CHOICE, Cause
-from kvstored.store.blocks import CyclicChainError, Kind
+from kvstored.store.blocks import CyclicChainError, RowKind
 from kvstored.store.blocks.adoption import adopt
 from kvstored.store.blocks.check import check
 from kvstored.store.blocks.columns import OF_BLOCKS, OF_COPIES, Column
@@ -118,7 +118,7 @@ class ResidencyAgainstModel(RuleBasedStateMachine):
             for tenant, number in names
         ]  # fmt: skip
         blocks = as_columns(zip(slots, headers, strict=True))
-        kinds = [Kind(origin.tenant[0], 7, origin.group) for origin in blocks.origins]
+        kinds = [RowKind(origin.tenant[0], 7, origin.group) for origin in blocks.origins]
         left_out = {names[position] for position in adopt(self.residency, tier, blocks, kinds, 1)}
         adopted = set(found) - set(self.blocks)
         while twisted := {

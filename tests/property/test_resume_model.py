@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore_client.keys import Chain
-from kvstore_client.prefix import Prefix
+from kvstore_client.prefix import KeyedPrefix
 from kvstore_client.resume import resume_point
 from kvstore_proto.fingerprint import Fingerprint, LayerGroup, StatePart
 from kvstore_proto.identity import NO_PARENT, BlockKeys
@@ -106,7 +106,7 @@ class Cases:
         keys = [self._stored(group, fate) for group, fate in zip(groups, fates, strict=True)]
         daemon: Any = self
         prefixes = [
-            Prefix(daemon, fingerprint, group, Chain(BlockKeys(b"".join(ours)), None, B, blocks * B))
+            KeyedPrefix(daemon, fingerprint, group, Chain(BlockKeys(b"".join(ours)), None, B, blocks * B))
             for group, ours in zip(groups, keys, strict=True)
         ]
         present = [[fate == "stored" for fate in of_group] for of_group in fates]

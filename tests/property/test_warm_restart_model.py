@@ -1,7 +1,7 @@
 """Many lives of a host tier, each ended by a kill somewhere, each taken over by the next, against a plain model.
 
-What is killed is this half of a daemon: arenas, ledger, keeper, residency and leases, of which nothing is closed or
-settled; what outlives it are the descriptors that the keeper had. A kill may come between any two calls of the keeper.
+What is killed is this half of a daemon: arenas, ledger, holder, residency and leases, of which nothing is closed or
+settled; what outlives it are the descriptors that the holder had. A kill may come between any two calls of the holder.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from kvstore_tiers.testing.transfers import finish, get
 from kvstored.clients.tenants import TenantDirectory
 from kvstored.clock import SystemClock
 from kvstored.lifecycle import Cause
+from kvstored.lifetime.warm.descriptor_holder import DescriptorHolder
 from kvstored.lifetime.warm.former_clients import FormerClients, start_ticks
-from kvstored.lifetime.warm.keeper import Keeper
 from kvstored.lifetime.warm.ledger import Ledger
 from kvstored.lifetime.warm.restart import LEDGER_NAME, WarmRestart
 from kvstored.store.blocks import Residency
@@ -84,7 +84,7 @@ class World:
     is_short: bool = False  # a process that had no room for all arenas was killed before it could say what it dropped
 
 
-class Keeping(Keeper):
+class Keeping(DescriptorHolder):
     """Keeps descriptors in the world; the process may be killed before or after any call."""
 
     name = "test"
@@ -122,14 +122,14 @@ class Life:
 
     def __init__(self, world: World, capacity: int, calls: int) -> None:
         self.world = world
-        self.keeper = Keeping(world)
-        kept = self.keeper.fetch()
+        self.holder = Keeping(world)
+        kept = self.holder.fetch()
         ledger_fd = kept.pop(LEDGER_NAME, None)
         self.ledger = Ledger(world.state_dir, ledger_fd)
         if ledger_fd is None:
-            self.keeper.keep(LEDGER_NAME, self.ledger.fd)
-        self.keeper.calls_left = calls
-        self.warm = WarmRestart(self.keeper, self.ledger, kept)
+            self.holder.keep(LEDGER_NAME, self.ledger.fd)
+        self.holder.calls_left = calls
+        self.warm = WarmRestart(self.holder, self.ledger, kept)
         self.arenas: list[Arena] = []
         self.tier = HostTier(
             capacity, arena_bytes=ARENA, witness=self.warm, first_number=self.ledger.next_arena, copy_threads=1
@@ -148,7 +148,7 @@ class Life:
 
     def end(self) -> None:
         """End as by a kill: the system closes descriptors and ends threads, and does nothing else."""
-        self.keeper.calls_left = -1
+        self.holder.calls_left = -1
         with suppress(RuntimeError):
             self.former.close()
         self.tier._transfers.close()
@@ -173,7 +173,7 @@ class Life:
         return row if row >= 0 and self.residency.has(row, HOST) else -1
 
     def held_bytes(self) -> int:
-        """Memory of all arenas that this process or the keeper has, by the kernel's account."""
+        """Memory of all arenas that this process or the holder has, by the kernel's account."""
         descriptors = [fd for name, fd in self.world.kept.items() if name != LEDGER_NAME]
         for arena in self.tier._arenas:
             each: Arena | None = arena

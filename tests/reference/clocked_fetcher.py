@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from kvstore_engine.restore.fetcher import Arrival, Fetch, Stream, look_up_window
+from kvstore_engine.restore.fetcher import ArrivedBlocks, BlockStream, Fetch, look_up_window
 from tests.reference.memory_session import MemoryLease, MemorySession
 from tests.reference.twin_compute import StepClock
 
@@ -36,7 +36,7 @@ class ClockedFetcher:
         self, clock: StepClock, chunk_s: float, faults: dict[int, Fault] | None = None, dies_s: float = float("inf")
     ) -> None:
         self._clock, self._chunk_s, self._faults, self._dies_s = clock, chunk_s, faults or {}, dies_s
-        self.open: dict[Stream, _Coming] = {}
+        self.open: dict[BlockStream, _Coming] = {}
         self.fetches: list[Fetch] = []
 
     def request(
@@ -54,7 +54,7 @@ class ClockedFetcher:
         self.fetches.append(fetch)
         return fetch
 
-    def stream(self, session: MemorySession, tokens: Any, *, max_blocks: int, deadline_s: float) -> Stream:
+    def stream(self, session: MemorySession, tokens: Any, *, max_blocks: int, deadline_s: float) -> BlockStream:
         source = session.get_stream(tokens, order="back", max_blocks=max_blocks, deadline_s=deadline_s)
         now = self._clock.now
         runs, at_s = [], now
@@ -66,24 +66,24 @@ class ClockedFetcher:
                 at_s = float("inf")
             if fault != "vanish" or is_mapped:
                 runs.append((at_s, run))
-        stream = Stream(now, tiers=source.tiers)
+        stream = BlockStream(now, tiers=source.tiers)
         self.open[stream] = _Coming(session, tokens, runs)
         self._pump()
         return stream
 
-    def take(self, stream: Stream) -> list[Arrival]:
+    def take(self, stream: BlockStream) -> list[ArrivedBlocks]:
         self._pump()
         arrived, stream.arrived = stream.arrived, []
         return arrived
 
-    def drop(self, dropped: Fetch | Stream) -> None:
+    def drop(self, dropped: Fetch | BlockStream) -> None:
         if isinstance(dropped, Fetch):
             dropped.close()
         elif (coming := self.open.pop(dropped, None)) is not None:
             for lease in coming.leases:
                 lease.released = True
 
-    def wait(self, awaited: Iterable[Fetch | Stream], timeout_s: float) -> None:
+    def wait(self, awaited: Iterable[Fetch | BlockStream], timeout_s: float) -> None:
         """Moves the clock to the next arrival, or by `timeout_s`."""
         self._pump()
         if any(each.has_news for each in awaited):
@@ -105,7 +105,7 @@ class ClockedFetcher:
                 lease = coming.session.grant(coming.tokens, run)
                 lease.valid = all(self._faults.get(block) != "lease ends" for block in run)
                 coming.leases.append(lease)
-                stream.arrived.append(Arrival(run.start, lease, at_s))
+                stream.arrived.append(ArrivedBlocks(run.start, lease, at_s))
             if now >= self._dies_s:
                 for lease in coming.leases:
                     lease.valid = False

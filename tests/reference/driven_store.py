@@ -14,7 +14,7 @@ from kvstored.clients.tenants import Tenant
 from kvstored.config.schema import TenantSection
 from kvstored.store.operations import Client, Operations
 from kvstored.store.operations.durability import DurabilityMode
-from kvstored.store.operations.records import Acquired, GetRequest, LeasedRun, Offer, Outlook, PutAnswer
+from kvstored.store.operations.records import Acquired, GetRequest, GrantedRun, Offer, Outlook, PutAnswer
 from kvstored.telemetry import DeletionLog
 from tests.reference.small_store import PAYLOAD_BYTES, SmallStore
 
@@ -82,19 +82,19 @@ class DrivenStore:
             self.operations.get.release(client, [held.run.lease_id])
         return held
 
-    async def stream(self, wanted: GetRequest, held: int = 0) -> tuple[Outlook, list[LeasedRun], Acquired]:
+    async def stream(self, wanted: GetRequest, held: int = 0) -> tuple[Outlook, list[GrantedRun], Acquired]:
         """All answers to a get in order."""
         answers = [answer async for answer in self.operations.get.acquire_in_order(self.client, wanted, held)]
         expected, *runs, end = answers
         assert isinstance(expected, Outlook) and isinstance(end, Acquired)
-        return expected, [run for run in runs if isinstance(run, LeasedRun)], end
+        return expected, [run for run in runs if isinstance(run, GrantedRun)], end
 
-    async def begin_stream(self, wanted: GetRequest) -> tuple[AsyncGenerator[object, None], LeasedRun]:
+    async def begin_stream(self, wanted: GetRequest) -> tuple[AsyncGenerator[object, None], GrantedRun]:
         """A get in order whose first run has come."""
         answers = self.operations.get.acquire_in_order(self.client, wanted)
         await anext(answers)
         first = await anext(answers)
-        assert isinstance(first, LeasedRun)
+        assert isinstance(first, GrantedRun)
         return answers, first
 
     async def put_on_nvme_alone(self, keys: Sequence[bytes]) -> None:

@@ -13,7 +13,7 @@ from kvstore_client.testing import (
     EngineSetting,
     KindsEngine,
     MockEngine,
-    Restored,
+    PromptResult,
     open_kinds_engine,
     open_mock_engine,
 )
@@ -78,11 +78,11 @@ class FailsWithTheStore(MockEngine):
 class HalfAnAnswer(MockEngine):
     """Reports what it restored and forgets to compute the rest."""
 
-    def restore(self, tokens: Sequence[int]) -> Restored:
+    def restore(self, tokens: Sequence[int]) -> PromptResult:
         whole = super().restore(tokens)
         if not whole.tokens:
             return whole
-        return Restored(whole.tokens, super().restore(tokens[: whole.tokens]).output)
+        return PromptResult(whole.tokens, super().restore(tokens[: whole.tokens]).output)
 
 
 class TakesWhatOneGroupHas(KindsEngine):

@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from kvstore_engine.pool import BlockPool
-from kvstore_engine.restore.copies import HostCopies
+from kvstore_engine.restore.copies import HostPoolCopies
 from kvstore_engine.restore.session import KvLease, Payload
 from tests.reference.memory_session import MemoryLease
 
@@ -18,7 +18,7 @@ _GARBAGE = 0x5A
 
 @dataclass(eq=False)
 class LateLoad:
-    copies: HostCopies
+    copies: HostPoolCopies
     lease: KvLease
     blocks: Sequence[tuple[int, list[int]]]
     is_lost: bool
@@ -50,7 +50,7 @@ class LateCopies:
     def load(self, lease: KvLease, blocks: Sequence[tuple[int, list[int]]]) -> LateLoad:
         for _, table in blocks:
             self.pool.planes[:, table] = _GARBAGE
-        self.loads.append(LateLoad(HostCopies(self.pool), lease, blocks, len(self.loads) in self.lost))
+        self.loads.append(LateLoad(HostPoolCopies(self.pool), lease, blocks, len(self.loads) in self.lost))
         return self.loads[-1]
 
     def arrive(self) -> None:
@@ -60,7 +60,7 @@ class LateCopies:
                 load.arrive()
 
     def payload(self, table: list[int]) -> Payload:
-        return HostCopies(self.pool).payload(table)
+        return HostPoolCopies(self.pool).payload(table)
 
     def decoding(self, is_decoding: bool) -> None:
         self.decodes.append(is_decoding)

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvstored.clock import ManualClock
-from kvstored.state.learned import Learned
-from kvstored.state.steps import Steps
+from kvstored.state.learned import LearnedTables
+from kvstored.state.step_runner import StepRunner
 from kvstored.store.blocks import Residency
-from kvstored.store.policies import Policy, create, create_empty
+from kvstored.store.policies import EvictionPolicy, create, create_empty
 from kvstored.store.prefetch.credit import PrefetchCredit
 from kvstored.store.prefetch.guarded_predictor import GuardedPredictor, PrefetchState
 from kvstored.store.prefetch.recent import RecentRequests
@@ -43,12 +43,15 @@ class Collected:
 
 
 def learned_of(
-    residency: Residency, clock: ManualClock, policies: Sequence[Policy] = (), prefetch: PrefetchState | None = None
-) -> tuple[Learned, list[Policy]]:
+    residency: Residency,
+    clock: ManualClock,
+    policies: Sequence[EvictionPolicy] = (),
+    prefetch: PrefetchState | None = None,
+) -> tuple[LearnedTables, list[EvictionPolicy]]:
     """Return what saves and hands out for these, and the policies, which `hand_out` replaces."""
     found = [*policies, *[create("lru", residency, tier) for tier in range(len(policies), len(residency.tiers))]]
 
-    def renew(position: int, *, is_empty: bool) -> Policy:
+    def renew(position: int, *, is_empty: bool) -> EvictionPolicy:
         assert is_empty
         return create_empty(found[position].name, residency, position)
 
@@ -56,17 +59,17 @@ def learned_of(
         residency=residency, clock=clock, policies=found, prefetch_state=prefetch or no_prefetch(), counters=Counters(),
         renew_policy=renew, follow_policy=found.__setitem__,
     )  # fmt: skip
-    return Learned(store), found
+    return LearnedTables(store), found
 
 
-def hand_out(learned: Learned, *, renew: bool) -> None:
-    asyncio.run(learned.hand_out(Steps(), renew=renew))
+def hand_out(learned: LearnedTables, *, renew: bool) -> None:
+    asyncio.run(learned.hand_out(StepRunner(), renew=renew))
 
 
-def keep(place: Path, learned: Learned) -> bytes:
+def keep(place: Path, learned: LearnedTables) -> bytes:
     """Save; return all that is saved."""
     change: Any = Collected()
-    asyncio.run(learned.put(change, Steps()))
+    asyncio.run(learned.put(change, StepRunner()))
     (place / FILE).write_bytes(pickle.dumps(sorted(change.entries.items())))
     return b"".join(key + value for key, value in change.entries.items())
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from llama_cpp import Llama
 
-from kvstore_client.testing import EngineSetting, Restored
+from kvstore_client.testing import EngineSetting, PromptResult
 from kvstore_connectors.llama_cpp import KVStoreLlamaCache
 from tests.reference.tiny_llama import write_tiny_llama
 
@@ -35,9 +35,9 @@ class LlamaCppEngine:
     def store(self, tokens: Sequence[int]) -> None:
         self._complete(tokens, 1)
 
-    def restore(self, tokens: Sequence[int]) -> Restored:
+    def restore(self, tokens: Sequence[int]) -> PromptResult:
         output = self._complete(tokens, _ANSWER_TOKENS)
-        return Restored(self._cache.restored_tokens if self._cache else 0, output)
+        return PromptResult(self._cache.restored_tokens if self._cache else 0, output)
 
     def close(self) -> None:
         if self._cache is not None:

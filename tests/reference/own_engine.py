@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvstore_client.testing import EngineSetting, Restored
+from kvstore_client.testing import EngineSetting, PromptResult
 from kvstore_engine import loaded_model
 from kvstore_engine.batching.request import RequestSettings
 from kvstore_engine.generation import Generation, Prompt
@@ -38,9 +38,9 @@ class OwnEngine:
     def store(self, tokens: Sequence[int]) -> None:
         self._answer(tokens, RequestSettings(max_tokens=1, ignore_end=True))
 
-    def restore(self, tokens: Sequence[int]) -> Restored:
+    def restore(self, tokens: Sequence[int]) -> PromptResult:
         answer = self._answer(tokens, RequestSettings(max_tokens=_ANSWER_TOKENS, ignore_end=True, store=False))
-        return Restored(answer.tokens_restored, list(answer.tokens))
+        return PromptResult(answer.tokens_restored, list(answer.tokens))
 
     def close(self) -> None:
         self._open.close()

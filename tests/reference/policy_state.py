@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from kvstore_predictor.base import State
-from kvstored.store.policies import Learns, Policy
+from kvstored.store.policies import EvictionPolicy, Learns
 from kvstored.store.policies.base import Origin
 
 
-def exported(policy: Policy) -> dict[str, np.ndarray]:
+def exported(policy: EvictionPolicy) -> dict[str, np.ndarray]:
     """The pieces of `policy`, joined."""
     assert isinstance(policy, Learns)
     pieces: dict[str, list[np.ndarray]] = {}
@@ -22,7 +22,7 @@ def same_clock(now_ns: int, tenants: int = 1) -> Origin:
     return Origin(np.arange(tenants), 0, now_ns)
 
 
-def carried(state: State, policy: Policy, now_ns: int, tenants: int = 1) -> None:
+def carried(state: State, policy: EvictionPolicy, now_ns: int, tenants: int = 1) -> None:
     """Let `policy`, of a residency with the same tenants and clock, go on from `state`."""
     assert isinstance(policy, Learns)
     policy.import_state(state, same_clock(now_ns, tenants))

@@ -15,7 +15,7 @@ from kvstore_proto.arena import HEADER_BYTES
 from kvstore_simulator.engine_reports import hints_before, replay_hint
 from kvstore_simulator.machine import MediumSpec
 from kvstore_simulator.node_store import client_of, offer_of
-from kvstore_simulator.simulated_tiers import Medium, SimulatedGpuTier, SimulatedLane, SimulatedTier
+from kvstore_simulator.simulated_tiers import SimulatedGpuTier, SimulatedLane, SimulatedMedium, SimulatedTier
 from kvstore_simulator.trace import Op, Trace
 from kvstore_simulator.virtual_time import VirtualLoop, run_virtual
 from kvstore_tiers.segments import MemoryKind
@@ -54,13 +54,13 @@ def replay_recorded(trace: Trace, config: Config, slot_bytes: int, start_ns: int
 class _RecordedStore:
     def __init__(self, trace: Trace, config: Config, slot_bytes: int, clock: ManualClock, loop: VirtualLoop) -> None:
         self._trace, self._clock, self._slot_bytes = trace, clock, slot_bytes
-        engine, host = Medium(_spec("engine")), Medium(_spec("host"))
+        engine, host = SimulatedMedium(_spec("engine")), SimulatedMedium(_spec("host"))
 
         def tier(section: TierSection) -> SimulatedTier:
             name, is_host = section.name, section is config.host
             if isinstance(section, GpuSection):
-                return SimulatedGpuTier(name, Medium(_spec(name)), section.capacity_bytes, loop, engine, host)
-            medium, other = (host, engine) if is_host else (Medium(_spec(name)), host)
+                return SimulatedGpuTier(name, SimulatedMedium(_spec(name)), section.capacity_bytes, loop, engine, host)
+            medium, other = (host, engine) if is_host else (SimulatedMedium(_spec(name)), host)
             up = SimulatedLane(f"{name}→{other.spec.name}", medium, other)
             down = SimulatedLane(f"{other.spec.name}→{name}", other, medium)
             kind = MemoryKind.FILE if section is config.nvme else MemoryKind.SYSTEM

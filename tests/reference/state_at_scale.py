@@ -1,4 +1,4 @@
-"""Small state at the size of a large node: an index of many blocks on NVMe, and a keeper over it, without clients."""
+"""Small state at the size of a large node: an index of many blocks on NVMe, and a saver over it, without clients."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import numpy as np
 
 from kvstore_tiers.recovered import BlockOrigin, RecoveredBlocks
 from kvstored.clock import SystemClock
-from kvstored.state.keeper import StateKeeper
 from kvstored.state.process import StateProcess
-from kvstored.store.blocks import Kind, Residency
+from kvstored.state.saver import StateSaver
+from kvstored.store.blocks import Residency, RowKind
 from kvstored.store.blocks.adoption import adopt
-from kvstored.store.policies import Policy, create, create_empty
+from kvstored.store.policies import EvictionPolicy, create, create_empty
 from kvstored.telemetry import Counters
 from kvstored.unsaved import Unsaved
 from tests.reference.learning import no_prefetch
@@ -39,17 +39,17 @@ def index_of(blocks: int) -> Residency:
         (each % SLAB_SLOTS * SLOT_BYTES + 4096).astype(np.uint64), np.full(blocks, SLOT_BYTES, np.uint32),
         np.ones(blocks, np.uint64),
     )  # fmt: skip
-    adopt(residency, NVME, found, [Kind(residency.tenant("aa"), 0, 0)], time.monotonic_ns())
+    adopt(residency, NVME, found, [RowKind(residency.tenant("aa"), 0, 0)], time.monotonic_ns())
     return residency
 
 
-def keeper_of(residency: Residency, directory: Path, counters: Counters, policy: str = "lru") -> StateKeeper:
-    """Return a keeper over this index, with policies and no clients."""
+def saver_of(residency: Residency, directory: Path, counters: Counters, policy: str = "lru") -> StateSaver:
+    """Return a saver over this index, with policies and no clients."""
     policies = [create(policy, residency, tier) for tier in range(len(residency.tiers))]
     prefetch = no_prefetch()
     nothing: Any = lambda *_, **__: None  # noqa: E731
 
-    def renew(position: int, *, is_empty: bool) -> Policy:
+    def renew(position: int, *, is_empty: bool) -> EvictionPolicy:
         assert is_empty
         return create_empty(policy, residency, position)
 
@@ -69,7 +69,7 @@ def keeper_of(residency: Residency, directory: Path, counters: Counters, policy:
     tenants: Any = SimpleNamespace(know=nothing, all=list, named_entries=lambda _: [])
     process = StateProcess(directory, "benchmark", store.clock)
     terms: Any = SimpleNamespace(restore=process.open, save=process.open)
-    return StateKeeper(process, store, tenants, Unsaved(), RATE_BYTES, terms)
+    return StateSaver(process, store, tenants, Unsaved(), RATE_BYTES, terms)
 
 
 def use(residency: Residency, load: str, chance: np.random.Generator) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore_tiers.remote.driver import Driver, MemoryHeld, Placed, Written
+from kvstore_tiers.remote.driver import Driver, MemoryHeld, Placed, WriteResult
 from kvstore_tiers.remote.drivers import open_driver
 from kvstore_tiers.testing.driver_contract import MIB, DriverContract, Lent, new_name, new_names, noise
 from tests.reference.own_network import own_network
@@ -65,7 +65,7 @@ def test_a_driver_opens_before_its_master(store: MooncakeStore) -> None:
 def test_a_killed_master_is_found_again(store: MooncakeStore) -> None:
     with closing(opened(store, timeout_s=2)) as driver:
         lent, name = Lent(driver), new_name()
-        assert lent.write(name, noise(100)) is Written.STORED
+        assert lent.write(name, noise(100)) is WriteResult.STORED
         store.master.kill()
         for call in (driver.probe, lambda: driver.sizes([name]), lambda: lent.read(name, 100)):
             with pytest.raises((ConnectionError, TimeoutError)) as failed:
@@ -77,13 +77,13 @@ def test_a_killed_master_is_found_again(store: MooncakeStore) -> None:
         assert lent.read(name, 100) is None
         store.holder.kill()  # a new one is quicker than the old one's next heartbeat
         store.holder.start()
-        assert lent.write(new_name(), noise(100)) is Written.STORED
+        assert lent.write(new_name(), noise(100)) is WriteResult.STORED
 
 
 def test_a_frozen_master_is_given_up_in_time(store: MooncakeStore) -> None:
     with closing(opened(store, timeout_s=0.5)) as driver:
         lent, name = Lent(driver), new_name()
-        assert lent.write(name, noise(100)) is Written.STORED
+        assert lent.write(name, noise(100)) is WriteResult.STORED
         store.master.freeze()
         for call in (
             driver.probe,
@@ -102,7 +102,7 @@ def test_a_frozen_master_is_given_up_in_time(store: MooncakeStore) -> None:
 def test_a_read_from_a_frozen_node_says_that_the_memory_is_held(store: MooncakeStore) -> None:
     with closing(opened(store, timeout_s=0.5)) as driver:
         lent, name = Lent(driver), new_name()
-        assert lent.write(name, noise(MIB)) is Written.STORED
+        assert lent.write(name, noise(MIB)) is WriteResult.STORED
         store.holder.freeze()
         with pytest.raises(MemoryHeld, match="may still write"):
             lent.read(name, MIB)
@@ -121,7 +121,7 @@ def test_a_write_that_was_given_up_is_never_seen(store: MooncakeStore) -> None:
             driver.write([Placed(name, piece)])
         piece[:] = bytes(4 * MIB)  # the memory is somebody else's from here on
         store.holder.thaw()
-        assert lent.write(new_name(), noise(100)) is Written.STORED
+        assert lent.write(new_name(), noise(100)) is WriteResult.STORED
         assert reader.read(name, 4 * MIB) is None
 
 
@@ -146,14 +146,14 @@ def test_a_value_that_another_node_only_began_is_not_stored(store: MooncakeStore
         assert writer.stdout is not None
         while (line := writer.stdout.readline()) and line != "begun\n":
             assert line != "refused\n"
-        assert lent.write(name, noise(100)) is Written.BEGUN
+        assert lent.write(name, noise(100)) is WriteResult.BEGUN
         writer.kill()
-        assert lent.write(name, noise(100)) is Written.BEGUN, "the master keeps the name for a dead node"
+        assert lent.write(name, noise(100)) is WriteResult.BEGUN, "the master keeps the name for a dead node"
         other = new_name()
         assert lent.write_all([name, other, other], [noise(100)] * 3) == [
-            Written.BEGUN,
-            Written.STORED,
-            Written.EXISTS,
+            WriteResult.BEGUN,
+            WriteResult.STORED,
+            WriteResult.EXISTS,
         ]
         assert lent.read(name, 100) is None and lent.read(other, 100) == noise(100)
         driver.remove([other])
@@ -163,7 +163,7 @@ def test_a_value_that_another_thread_is_writing_exists_once_it_can_be_read(store
     with closing(opened(store)) as driver:
         lent, name = Lent(driver), new_name()
         piece = lent.filled(noise(4 * MIB))
-        answers: list[Written] = []
+        answers: list[WriteResult] = []
         threads = [
             threading.Thread(target=lambda: answers.extend(driver.write([Placed(name, piece)]))) for _ in range(4)
         ]
@@ -181,7 +181,7 @@ def test_a_store_without_memory_refuses(store: MooncakeStore) -> None:
         lent.write_all(names, [noise(100)] * 2)
         store.holder.stop()
         assert lent.read_all(names, [100] * 2) == [None, None]
-        assert lent.write(new_name(), noise(100)) is Written.NO_ROOM
+        assert lent.write(new_name(), noise(100)) is WriteResult.NO_ROOM
 
 
 def test_a_store_full_of_leased_values_refuses(tmp_path: Path) -> None:
@@ -191,11 +191,11 @@ def test_a_store_full_of_leased_values_refuses(tmp_path: Path) -> None:
         for number, name in enumerate(names):
             written.append(lent.write(name, noise(MIB, number)))
             driver.sizes([name])
-        assert set(written) == {Written.STORED, Written.NO_ROOM}
-        stored = [name for name, was in zip(names, written, strict=True) if was is Written.STORED]
+        assert set(written) == {WriteResult.STORED, WriteResult.NO_ROOM}
+        stored = [name for name, was in zip(names, written, strict=True) if was is WriteResult.STORED]
         assert lent.read(stored[0], MIB) == noise(MIB, names.index(stored[0]))
         driver.remove(stored)
-        assert lent.write(names[-1], noise(MIB)) is Written.STORED
+        assert lent.write(names[-1], noise(MIB)) is WriteResult.STORED
 
 
 def test_a_store_of_values_that_nobody_reads_evicts(tmp_path: Path) -> None:
@@ -204,14 +204,14 @@ def test_a_store_of_values_that_nobody_reads_evicts(tmp_path: Path) -> None:
         piece = lent.filled(noise(MIB))
         assert driver.evicts
         written = [driver.write([Placed(name, piece)])[0] for name in new_names(100)]
-        assert written.count(Written.STORED) > 64
+        assert written.count(WriteResult.STORED) > 64
 
 
 def test_a_node_may_lend_memory_itself(store: MooncakeStore) -> None:
     store.holder.stop()
     with closing(opened(store, "?segment=64MiB&local=127.0.0.1")) as driver, closing(opened(store)) as other:
         lent, reader, name = Lent(driver), Lent(other), new_name()
-        assert lent.write(name, noise(MIB)) is Written.STORED
+        assert lent.write(name, noise(MIB)) is WriteResult.STORED
         assert lent.read(name, MIB) == noise(MIB)
         assert reader.read(name, MIB) == noise(MIB)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore_tiers.remote.driver import Driver, Written
+from kvstore_tiers.remote.driver import Driver, WriteResult
 from kvstore_tiers.remote.drivers import open_driver
 from kvstore_tiers.testing.driver_contract import MIB, DriverContract, Lent, new_name, new_names, noise
 from tests.reference.running_daemon import free_port
@@ -83,7 +83,7 @@ def test_names_that_are_known_cost_no_object(directory: Directory) -> None:
     with closing(opened(directory.url)) as driver:
         lent, names = Lent(driver), new_names(3)
         lent.write_all(names, [noise(100)] * 3)
-        assert lent.write_all(names, [noise(100)] * 3) == [Written.EXISTS] * 3
+        assert lent.write_all(names, [noise(100)] * 3) == [WriteResult.EXISTS] * 3
     assert len(directory.files("runs")) == len(directory.files("log")) == 1
 
 
@@ -140,7 +140,7 @@ def test_values_of_a_run_that_is_gone_are_forgotten(directory: Directory) -> Non
         assert driver.sizes(names) == [100] * 3
         assert lent.read_all(names, [100] * 3) == [None] * 3
         assert driver.sizes(names) == [0] * 3
-        assert lent.write(names[0], noise(100, 7)) is Written.STORED
+        assert lent.write(names[0], noise(100, 7)) is WriteResult.STORED
         assert lent.read(names[0], 100) == noise(100, 7)
 
 
@@ -159,7 +159,7 @@ def test_a_new_value_is_found_without_a_listing_until_the_index_is_old(directory
     with closing(opened(url)) as one, closing(opened(url)) as other:
         assert other.sizes(new_names(1)) == [0]
         name = new_name()
-        assert Lent(one).write(name, noise(10)) is Written.STORED
+        assert Lent(one).write(name, noise(10)) is WriteResult.STORED
         assert (one.sizes([name]), other.sizes([name])) == ([10], [0])
         other.probe()
         assert other.sizes([name]) == [10]
@@ -172,8 +172,8 @@ def test_an_old_index_does_not_store_a_name_twice(directory: Directory) -> None:
     with closing(opened(url)) as one, closing(opened(url)) as other:
         other.probe()
         name = new_name()
-        assert Lent(one).write(name, noise(10, 1)) is Written.STORED
-        assert Lent(other).write(name, noise(10, 2)) is Written.EXISTS
+        assert Lent(one).write(name, noise(10, 1)) is WriteResult.STORED
+        assert Lent(other).write(name, noise(10, 2)) is WriteResult.EXISTS
         assert Lent(other).read(name, 10) == noise(10, 1)
     assert len(directory.files("runs")) == 1
 
@@ -185,7 +185,7 @@ def test_a_store_that_was_emptied_is_written_again(directory: Directory) -> None
         for folder in ("runs", "log"):
             shutil.rmtree(directory.path / folder)
         assert lent.read(names[0], 100) is None
-        assert lent.write(names[0], noise(100)) is Written.STORED
+        assert lent.write(names[0], noise(100)) is WriteResult.STORED
         with closing(opened(directory.url)) as other:
             assert Lent(other).read(names[0], 100) == noise(100)
 
@@ -229,7 +229,7 @@ class TestS3Server:
         with closing(opened(server.url("blocks/parts"), credentials=KEYS)) as driver:
             lent, names = Lent(driver), new_names(12)
             values = [noise(MIB + n, n) for n in range(12)]
-            assert lent.write_all(names, values) == [Written.STORED] * 12
+            assert lent.write_all(names, values) == [WriteResult.STORED] * 12
             assert lent.read_all(names, [MIB + 100] * 12) == values
 
     def test_no_such_bucket(self, server: S3Server) -> None:
@@ -253,7 +253,7 @@ class TestS3Server:
             own.make_bucket("blocks")
             with closing(opened(own.url("blocks", index_age_s="0"), credentials=KEYS)) as driver:
                 lent, name = Lent(driver), new_name()
-                assert lent.write(name, noise(100)) is Written.STORED
+                assert lent.write(name, noise(100)) is WriteResult.STORED
                 own.stop()
                 for call in (driver.probe, lambda: lent.read(name, 100), lambda: lent.write(new_name(), noise(10))):
                     with pytest.raises(ConnectionError):
@@ -261,7 +261,7 @@ class TestS3Server:
                 own.restart()
                 own.make_bucket("blocks")
                 assert lent.read(name, 100) is None
-                assert lent.write(name, noise(100)) is Written.STORED
+                assert lent.write(name, noise(100)) is WriteResult.STORED
                 assert lent.read(name, 100) == noise(100)
 
     def test_a_server_that_does_not_answer(self) -> None:
@@ -269,7 +269,7 @@ class TestS3Server:
             own.make_bucket("blocks")
             with closing(opened(own.url("blocks", index_age_s="0"), timeout_s=0.5, credentials=KEYS)) as driver:
                 lent, name = Lent(driver), new_name()
-                assert lent.write(name, noise(100)) is Written.STORED
+                assert lent.write(name, noise(100)) is WriteResult.STORED
                 own.process.send_signal(signal.SIGSTOP)
                 for call in (driver.probe, lambda: lent.read(name, 100), lambda: lent.write(new_name(), noise(10))):
                     with pytest.raises(TimeoutError):
@@ -286,4 +286,4 @@ class TestS3Server:
                     driver.probe()
                 own.restart()
                 own.make_bucket("blocks")
-                assert Lent(driver).write(new_name(), noise(10)) is Written.STORED
+                assert Lent(driver).write(new_name(), noise(10)) is WriteResult.STORED

@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import NameOID
 
-from kvstore_tiers.remote.driver import Driver, Placed, Written
+from kvstore_tiers.remote.driver import Driver, Placed, WriteResult
 from kvstore_tiers.remote.drivers import open_driver
 from kvstore_tiers.testing.driver_contract import MIB, DriverContract, Lent, new_name, new_names, noise
 from tests.reference.remote_servers import REDIS_BINARIES, RedisServer, redis_binary, redis_server
@@ -88,7 +88,7 @@ def test_a_driver_opens_before_its_server(tmp_path: Path) -> None:
 def test_a_killed_server_is_found_again(server: RedisServer) -> None:
     with closing(opened(server)) as driver:
         lent, name = Lent(driver), new_name()
-        assert lent.write(name, noise(100)) is Written.STORED
+        assert lent.write(name, noise(100)) is WriteResult.STORED
         server.kill()
         for call in (driver.probe, lambda: driver.sizes([name]), lambda: lent.read(name, 100)):
             with pytest.raises(ConnectionError):
@@ -97,7 +97,7 @@ def test_a_killed_server_is_found_again(server: RedisServer) -> None:
             lent.write(name, noise(100))
         server.start()
         assert lent.read(name, 100) is None
-        assert lent.write(name, noise(100)) is Written.STORED
+        assert lent.write(name, noise(100)) is WriteResult.STORED
 
 
 def test_a_server_that_was_restarted_between_two_calls_is_not_noticed(server: RedisServer) -> None:
@@ -111,7 +111,7 @@ def test_a_server_that_was_restarted_between_two_calls_is_not_noticed(server: Re
 def test_a_frozen_server_is_given_up_in_time(server: RedisServer) -> None:
     with closing(opened(server, timeout_s=0.3)) as driver:
         lent, name = Lent(driver, 256 << 20), new_name()
-        assert lent.write(name, noise(100)) is Written.STORED
+        assert lent.write(name, noise(100)) is WriteResult.STORED
         server.freeze()
         for call in (
             driver.probe,
@@ -126,7 +126,7 @@ def test_a_frozen_server_is_given_up_in_time(server: RedisServer) -> None:
         with closing(opened(server)) as patient:
             patient.probe()
         assert lent.read(name, 100) in (noise(100), None)  # the removal may have been in its queue
-        assert lent.write(new_name(), noise(100)) is Written.STORED
+        assert lent.write(new_name(), noise(100)) is WriteResult.STORED
 
 
 def test_a_server_that_freezes_in_the_middle_is_given_up_in_time(server: RedisServer) -> None:
@@ -134,7 +134,7 @@ def test_a_server_that_freezes_in_the_middle_is_given_up_in_time(server: RedisSe
     with closing(opened(server, timeout_s=1.0)) as driver, ThreadPoolExecutor(1) as pool:
         lent = Lent(driver, 512 << 20)
         names = new_names(8)
-        assert set(lent.write_all(names, [noise(2 * MIB)] * 8)) == {Written.STORED}
+        assert set(lent.write_all(names, [noise(2 * MIB)] * 8)) == {WriteResult.STORED}
 
         def read_on() -> None:
             places = [lent.piece(2 * MIB) for _ in names]
@@ -155,12 +155,12 @@ def test_a_full_server_refuses(tmp_path: Path, policy: str) -> None:
         assert driver.evicts is False
         lent, names = Lent(driver, 128 << 20), new_names(40)
         written = lent.write_all(names, [noise(MIB, number) for number in range(40)])
-        assert set(written) == {Written.STORED, Written.NO_ROOM}
-        assert written[0] is Written.STORED and written[-1] is Written.NO_ROOM
-        stored = [name for name, was in zip(names, written, strict=True) if was is Written.STORED]
+        assert set(written) == {WriteResult.STORED, WriteResult.NO_ROOM}
+        assert written[0] is WriteResult.STORED and written[-1] is WriteResult.NO_ROOM
+        stored = [name for name, was in zip(names, written, strict=True) if was is WriteResult.STORED]
         assert lent.read(stored[0], MIB) == noise(MIB, names.index(stored[0]))
         driver.remove(stored)
-        assert lent.write(names[-1], noise(MIB)) is Written.STORED
+        assert lent.write(names[-1], noise(MIB)) is WriteResult.STORED
 
 
 def test_a_full_server_that_evicts_takes_all(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_a_full_server_that_evicts_takes_all(tmp_path: Path) -> None:
     with redis_server(tmp_path, **settings) as server, closing(opened(server)) as driver:
         assert driver.evicts is True
         lent, names = Lent(driver), new_names(40)
-        assert lent.write_all(names, [noise(MIB, number) for number in range(40)]) == [Written.STORED] * 40
+        assert lent.write_all(names, [noise(MIB, number) for number in range(40)]) == [WriteResult.STORED] * 40
         sizes = driver.sizes(names)
         assert sizes[-1] == MIB and 0 in sizes
 
@@ -191,7 +191,7 @@ def test_a_policy_is_asked_for_again_after_a_restart(tmp_path: Path) -> None:
 def test_a_password_is_given(tmp_path: Path) -> None:
     with redis_server(tmp_path, requirepass="let me in") as server:
         with closing(opened(server, password="let me in")) as driver:
-            assert Lent(driver).write(new_name(), noise(MIB)) is Written.STORED
+            assert Lent(driver).write(new_name(), noise(MIB)) is WriteResult.STORED
         for credentials, answer in (({"password": "wrong"}, "WRONGPASS"), ({}, "NOAUTH")):
             with closing(opened(server, **credentials)) as driver:
                 with pytest.raises(PermissionError, match=f"refuses the credentials: {answer}"):
@@ -206,7 +206,7 @@ def test_databases_and_prefixes_are_apart(server: RedisServer) -> None:
         with closing(opened(server, query)) as driver:
             lent = Lent(driver)
             assert lent.read(name, 100) is None
-            assert lent.write(name, query.encode() or b"-") is Written.STORED
+            assert lent.write(name, query.encode() or b"-") is WriteResult.STORED
     for query in ("?db=3", "?db=3&prefix=a:"):
         with closing(opened(server, query)) as driver:
             assert Lent(driver).read(name, 100) == query.encode()
@@ -217,10 +217,10 @@ def test_a_key_of_another_application_is_no_value(server: RedisServer) -> None:
     server.ask(f"RPUSH kvstored:{name} another-application")
     with closing(opened(server)) as driver:
         lent = Lent(driver)
-        assert lent.write(other, noise(100)) is Written.STORED
+        assert lent.write(other, noise(100)) is WriteResult.STORED
         assert driver.sizes([name, other]) == [0, 100]
         assert lent.read_all([name, other], [100, 100]) == [None, noise(100)]
-        assert lent.write(name, noise(100)) is Written.EXISTS
+        assert lent.write(name, noise(100)) is WriteResult.EXISTS
 
 
 def test_the_servers_settings_are_never_set(server: RedisServer) -> None:
@@ -252,7 +252,7 @@ def test_tls_needs_a_server_that_its_authority_signed(tmp_path: Path) -> None:
             url = f"rediss://127.0.0.1:{port}{query}"
             with closing(open_driver(url, timeout_s=TIMEOUT_S, threads=1, credentials=credentials)) as driver:
                 lent, name = Lent(driver), new_name()
-                assert lent.write(name, noise(MIB)) is Written.STORED
+                assert lent.write(name, noise(MIB)) is WriteResult.STORED
                 assert lent.read(name, MIB) == noise(MIB)
                 driver.probe()
         url = f"rediss://127.0.0.1:{port}"

@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from kvstore_tiers.remote.driver import Driver, Placed, Written
+from kvstore_tiers.remote.driver import Driver, Placed, WriteResult
 from kvstore_tiers.remote.drivers import open_driver
 from kvstore_tiers.testing.driver_contract import MIB, DriverContract, Lent, new_name, new_names, noise
 from tests.reference.remote_servers import RedisServer, redis_binaries, redis_server
@@ -140,7 +140,7 @@ def test_values_travel_over_tcp(tmp_path: Path) -> None:
         with closing(opened(f"redis://127.0.0.1:{port}/2")) as driver:
             lent, names = Lent(driver), new_names(9)
             values = [noise(MIB + number, number) for number in range(9)]
-            assert lent.write_all(names, values) == [Written.STORED] * 9
+            assert lent.write_all(names, values) == [WriteResult.STORED] * 9
             assert lent.read_all(names, [2 * MIB] * 9) == values
         with closing(opened(server.url + "?db=2")) as driver:
             assert driver.sizes(names) == [len(value) for value in values]
@@ -153,7 +153,7 @@ def test_no_value_is_copied_on_its_way(tmp_path: Path) -> None:
         driver.probe()
         tracemalloc.start()
         try:
-            assert driver.write([Placed(name, piece)]) == [Written.STORED]
+            assert driver.write([Placed(name, piece)]) == [WriteResult.STORED]
             assert driver.read([Placed(name, piece)]) == [16 * MIB]
             _, peak = tracemalloc.get_traced_memory()
         finally:
@@ -163,7 +163,7 @@ def test_no_value_is_copied_on_its_way(tmp_path: Path) -> None:
 
 def test_the_authority_may_be_a_credential(server: TlsServer, authority: Authority) -> None:
     with closing(opened(server.tls_url, ca=str(authority.path))) as driver:
-        assert Lent(driver).write(new_name(), noise(100)) is Written.STORED
+        assert Lent(driver).write(new_name(), noise(100)) is WriteResult.STORED
 
 
 def test_a_server_of_an_unknown_authority_is_refused(server: TlsServer, tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def test_a_server_may_want_a_certificate(tmp_path: Path, authority: Authority) -
             driver.probe()
         credentials = {"ca": str(authority.path), "certificate": certificate, "private_key": key}
         with closing(opened(server.tls_url, **credentials)) as driver:
-            assert Lent(driver).write(new_name(), noise(100)) is Written.STORED
+            assert Lent(driver).write(new_name(), noise(100)) is WriteResult.STORED
     finally:
         server.stop()
 
@@ -200,7 +200,7 @@ def test_a_server_may_want_a_certificate(tmp_path: Path, authority: Authority) -
 def test_a_frozen_server_is_given_up_in_time(server: TlsServer, authority: Authority) -> None:
     with closing(opened(server.tls_url, timeout_s=0.3, ca=str(authority.path))) as driver:
         lent, name = Lent(driver), new_name()
-        assert lent.write(name, noise(MIB)) is Written.STORED
+        assert lent.write(name, noise(MIB)) is WriteResult.STORED
         server.freeze()
         for _ in range(2):  # on a connection that is there; while a new one is made
             with pytest.raises(TimeoutError, match=r"did not answer within 0\.3 s"):

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("obstore", reason="the extra 'remote' is not installed")
 
-from kvstore_tiers.remote.driver import Driver, Written
+from kvstore_tiers.remote.driver import Driver, WriteResult
 from kvstore_tiers.remote.drivers.object_store import ObjectStoreDriver
 from kvstore_tiers.remote.drivers.runs.reading import RUN_BYTES
 from kvstore_tiers.testing.driver_contract import MIB, DriverContract, Lent, new_name, new_names, noise
@@ -64,7 +64,7 @@ def test_an_answer_that_is_lost_is_no_other_writer() -> None:
     with closing(opened(objects)) as driver:
         objects.failing = "create"
         names = new_names(3)
-        assert Lent(driver).write_all(names, [noise(100)] * 3) == [Written.STORED] * 3
+        assert Lent(driver).write_all(names, [noise(100)] * 3) == [WriteResult.STORED] * 3
         assert driver.sizes(names) == [100] * 3
     assert len(objects.keys("log")) == 1
 
@@ -90,16 +90,16 @@ def test_a_write_that_failed_left_no_value() -> None:
         with pytest.raises(ConnectionError):
             Lent(driver).write(name, noise(100))
         assert (driver.sizes([name]), objects.keys("log")) == ([0], [])
-        assert Lent(driver).write(name, noise(100)) is Written.STORED
+        assert Lent(driver).write(name, noise(100)) is WriteResult.STORED
 
 
 def test_a_full_store_has_no_room() -> None:
     objects = FaultyObjects()
     with closing(opened(objects)) as driver:
         lent, names = Lent(driver), new_names(2)
-        assert lent.write(names[0], noise(100)) is Written.STORED
+        assert lent.write(names[0], noise(100)) is WriteResult.STORED
         objects.room = 50
-        assert lent.write_all(names, [noise(100)] * 2) == [Written.EXISTS, Written.NO_ROOM]
+        assert lent.write_all(names, [noise(100)] * 2) == [WriteResult.EXISTS, WriteResult.NO_ROOM]
         assert lent.read(names[0], 100) == noise(100)
 
 

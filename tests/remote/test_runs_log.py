@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore_tiers.remote.drivers.runs.log import GARBAGE_AFTER, KEEP_FOR, STALE_S, Log
-from kvstore_tiers.remote.drivers.runs.values import NAME_BYTES, AddedRun, Change, rows_of
+from kvstore_tiers.remote.drivers.runs.values import NAME_BYTES, AddedRun, RunChange, rows_of
 from tests.remote.memory_objects import MemoryObjects
 
 NAMES = [bytes([number]) * NAME_BYTES for number in range(12)]
@@ -37,17 +37,17 @@ class Node:
         run_id = secrets.token_hex(16)
         await self.objects.put(f"runs/{run_id}", b"")
 
-        def change() -> Change | None:
+        def change() -> RunChange | None:
             new = [name for name in names if name not in self.log.values]
-            return Change((), [AddedRun(run_id, rows_of(new, [length] * len(new)))]) if new else None
+            return RunChange((), [AddedRun(run_id, rows_of(new, [length] * len(new)))]) if new else None
 
         await self.log.append(change)
         return [name for name in names if (place := self.log.values.find(name)) and place.run_id == run_id]
 
     async def drop(self, names: list[bytes]) -> None:
-        def change() -> Change | None:
+        def change() -> RunChange | None:
             known = [name for name in names if name in self.log.values]
-            return Change(known) if known else None
+            return RunChange(known) if known else None
 
         await self.log.append(change)
 

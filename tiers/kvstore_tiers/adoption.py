@@ -52,7 +52,7 @@ Headers = npt.NDArray[np.void]
 
 
 @dataclass(frozen=True, slots=True)
-class Walk:
+class HeaderScan:
     """The result of reading an arena's headers: `headers[i]` is the header of slot `slots[i]`, for blocks; `retired`
     are slots whose block is gone, with their generations; `damaged` counts headers that began like one and are
     invalid.
@@ -64,10 +64,10 @@ class Walk:
     damaged: int
 
 
-def walk(address: int, slot_bytes: int, slots: int, owner: bytes, max_generation: int) -> Walk:
+def walk(address: int, slot_bytes: int, slots: int, owner: bytes, max_generation: int) -> HeaderScan:
     """Read the first `slots` slots of `slot_bytes` at `address`, whose blocks must belong to the tenant `owner`."""
     if not slots:
-        return Walk(np.zeros(0, np.int64), np.zeros(0, HEADER), {}, 0)
+        return HeaderScan(np.zeros(0, np.int64), np.zeros(0, HEADER), {}, 0)
     memory = view_at(address, slots * slot_bytes).reshape(slots, slot_bytes)
     headers: Headers = np.ascontiguousarray(memory[:, : HEADER.itemsize]).view(HEADER).reshape(slots)
     begun = np.flatnonzero(headers["magic"] == MAGIC)
@@ -92,7 +92,7 @@ def walk(address: int, slot_bytes: int, slots: int, owner: bytes, max_generation
     is_retired = found["flags"] != 0
     retired = holds & is_retired
     blocks = holds & ~is_retired
-    return Walk(
+    return HeaderScan(
         begun[blocks],
         found[blocks],
         dict(zip(begun[retired].tolist(), found["generation"][retired].tolist(), strict=True)),

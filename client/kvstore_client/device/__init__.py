@@ -4,7 +4,7 @@ It is imported only if a session is opened with `device`; the library is `cuda-b
 """
 
 from kvstore_client.device.budget import LinkBudget
-from kvstore_client.device.means import CopyMeans
+from kvstore_client.device.copy_resources import CopyResources
 from kvstore_client.device.memory import DeviceChunk, DeviceError, DeviceMemory
 from kvstore_client.device.pool import DevicePool, PoolPart
 from kvstore_client.device.registered import RegisteredMemory
@@ -12,6 +12,6 @@ from kvstore_client.device.streams import DeviceMoment
 from kvstore_client.device.transfers import DeviceTransfers, LayerLoad, TwoWayTransfers
 
 __all__ = [
-    "CopyMeans", "DeviceChunk", "DeviceError", "DeviceMemory", "DeviceMoment", "DevicePool", "DeviceTransfers",
+    "CopyResources", "DeviceChunk", "DeviceError", "DeviceMemory", "DeviceMoment", "DevicePool", "DeviceTransfers",
     "LayerLoad", "LinkBudget", "PoolPart", "RegisteredMemory", "TwoWayTransfers",
 ]  # fmt: skip

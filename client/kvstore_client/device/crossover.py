@@ -36,7 +36,7 @@ _measuring = threading.Lock()
 _measured: dict[int, dict[Way, int]] = {}  # by device
 
 
-class Crossover:
+class CopyCrossover:
     """The choice of copies for the kernel. After `close` there are none."""
 
     def __init__(self, device: DeviceMemory) -> None:

@@ -35,7 +35,7 @@ _NOT_READY, _SAME_POINTERS = 600, 91  # CUresult, CUdevice_attribute
 LONGEST_COMPILATION_S = 60.0
 
 
-class Argument(ctypes.Structure):
+class GatherArgument(ctypes.Structure):
     """The argument of the gather kernel. `runs`: the address of `count` records of _RUN."""
 
     _fields_ = (("runs", ctypes.c_void_p), ("count", ctypes.c_uint64))
@@ -79,7 +79,7 @@ class GatherKernel:
             sheet, self._next = self._next, (self._next + 1) % SHEETS
             rows = self._rows[sheet, : len(part)]
             rows["to"], rows["source"], rows["nbytes"] = part.columns
-            argument, grid = Argument(rows.ctypes.data, len(part)), (min(len(part), BLOCKS), 1, 1)
+            argument, grid = GatherArgument(rows.ctypes.data, len(part)), (min(len(part), BLOCKS), 1, 1)
             self._device.start(self._function, grid, THREADS, argument, stream=stream)
             try:
                 self._device.record(self._events[sheet], stream)

@@ -1,11 +1,11 @@
 """Copies between leases and puts of a session and the engine's paged pool, on a stream of their own.
 
 The module owns the loads and the registrations that they have taken; stream, buffer and registrations are in its
-`means`. It only lets the engine's streams wait. Invariants: a lease's place is read only inside its memory; the buffer
-is not written again before the copies out of it have ended; loaded blocks count only if the lease was valid after the
-copies had ended. While the engine decodes, stores keep to the rate of the means' budget, and loads if they have one. A
-store waits for it before it takes the buffer, so that no load waits for a store's rate; a load that the engine waits
-for waits no more.
+`resources`. It only lets the engine's streams wait. Invariants: a lease's place is read only inside its memory; the
+buffer is not written again before the copies out of it have ended; loaded blocks count only if the lease was valid
+after the copies had ended. While the engine decodes, stores keep to the rate of the resources' budget, and loads if
+they have one. A store waits for it before it takes the buffer, so that no load waits for a store's rate; a load that
+the engine waits for waits no more.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 from kvstore_client.device.budget import SLICE_BYTES, LinkBudget
+from kvstore_client.device.copy_resources import CopyResources
 from kvstore_client.device.gather import HIGHEST_PRIORITY, LOWEST_PRIORITY
-from kvstore_client.device.means import CopyMeans
 from kvstore_client.device.memory import DeviceError, DeviceMemory
 from kvstore_client.device.pool import DevicePool, Pages
 from kvstore_client.device.registered import REGISTER_BYTES, RegisteredMemory, Registration
@@ -106,13 +106,15 @@ class TwoWayTransfers:
         with contextlib.ExitStack() as undo:
             registered = RegisteredMemory(device)
             undo.callback(registered.close)
-            means = []
+            resources = []
             for priority in (HIGHEST_PRIORITY, LOWEST_PRIORITY):
-                made = CopyMeans(device, pool.block_bytes, registered=registered, budget=self.budget, priority=priority)
+                made = CopyResources(
+                    device, pool.block_bytes, registered=registered, budget=self.budget, priority=priority
+                )
                 undo.callback(made.close)
-                means.append(made)
+                resources.append(made)
             undo.callback(self.budget.close)  # comes first: what waits for its rate goes on
-            self.loads, self.stores = (DeviceTransfers(device, pool, means=each) for each in means)
+            self.loads, self.stores = (DeviceTransfers(device, pool, resources=each) for each in resources)
             self._ending = undo.pop_all()
 
     def close(self) -> None:
@@ -129,20 +131,20 @@ class DeviceTransfers:
 
     `device` is the session's (`Session.device`). The arenas that its sessions have mapped are registered in the
     background from now on, other host memory from its first use on; `registered.want` does it earlier. If an engine has
-    several pools, pass one `means` to all their transfers, and close it yourself.
+    several pools, pass one `resources` to all their transfers, and close it yourself.
     """
 
-    def __init__(self, device: DeviceMemory, pool: DevicePool, *, means: CopyMeans | None = None) -> None:
+    def __init__(self, device: DeviceMemory, pool: DevicePool, *, resources: CopyResources | None = None) -> None:
         self.pool = pool
         self.device = device
-        self._owns_means = means is None
-        self.means = means or CopyMeans(device, pool.block_bytes)
-        if self.means.buffer.nbytes < pool.block_bytes:
-            raise invalid(f"the buffer of {self.means.buffer.nbytes} bytes holds no block of {pool.block_bytes}")
+        self._owns_resources = resources is None
+        self.resources = resources or CopyResources(device, pool.block_bytes)
+        if self.resources.buffer.nbytes < pool.block_bytes:
+            raise invalid(f"the buffer of {self.resources.buffer.nbytes} bytes holds no block of {pool.block_bytes}")
 
     @property
     def registered(self) -> RegisteredMemory:
-        return self.means.registered
+        return self.resources.registered
 
     def load(
         self, lease: Lease, pages: Sequence[Pages], first_block: int = 0, *, after: int = 0, keep: object = None
@@ -187,8 +189,8 @@ class DeviceTransfers:
 
     def close(self) -> None:
         """Wait for copies, unregister all memory. Idempotent. Means that were passed in stay open."""
-        if self._owns_means:
-            self.means.close()
+        if self._owns_resources:
+            self.resources.close()
 
     def __enter__(self) -> DeviceTransfers:
         return self
@@ -205,15 +207,15 @@ class DeviceTransfers:
     def _store(self, destination: Bytes, page: Pages, after: Sequence[int]) -> Finish:
         """Begin to fill a slot from a page."""
         self._check_size(destination.nbytes)
-        budget = self.means.budget
+        budget = self.resources.budget
         if after and budget.limits("stores"):  # what is queued behind an event would come without a pause
             self._wait_for(after)
             after = ()
         is_limited = budget.wait("stores", destination.nbytes)
-        with self.means.using, self.device.current():
-            self.means.check_open()
+        with self.resources.using, self.device.current():
+            self.resources.check_open()
             slice_bytes = SLICE_BYTES if is_limited else 0
-            storing = self.means.stores.begin(self.pool, destination, page, after, slice_bytes=slice_bytes)
+            storing = self.resources.stores.begin(self.pool, destination, page, after, slice_bytes=slice_bytes)
         return lambda: self._finish_store(storing)
 
     def _wait_for(self, events: Sequence[int]) -> None:
@@ -223,7 +225,7 @@ class DeviceTransfers:
 
     def _finish_store(self, storing: Storing) -> None:
         if not storing.is_over:
-            with self.means.using:
+            with self.resources.using:
                 if not storing.is_over:
                     self._settle_stores()
         if storing.error is not None:
@@ -241,7 +243,7 @@ class DeviceTransfers:
                     break
                 except DeviceError as error:
                     failed = error
-            self.means.stores.settle(failed)
+            self.resources.stores.settle(failed)
 
 
 class LayerLoad:
@@ -278,7 +280,7 @@ class LayerLoad:
         device = self._transfers.device
         if not 0 <= layer < len(self._transfers.pool.layers):
             raise IndexError(f"layer {layer} of a pool of {len(self._transfers.pool.layers)}")
-        with self._transfers.means.budget.lifted("loads"), self._progress:
+        with self._transfers.resources.budget.lifted("loads"), self._progress:
             self._progress.wait_for(lambda: self._queued > layer)
         with self._ending:
             if self._error is not None:
@@ -295,7 +297,7 @@ class LayerLoad:
         try:
             self.wait(layer, stream)
         except Exception:  # of the load, or of this wait alone
-            with contextlib.suppress(Exception), self._transfers.means.budget.lifted("loads"):
+            with contextlib.suppress(Exception), self._transfers.resources.budget.lifted("loads"):
                 self.finish()
 
     def finish(self) -> bool:
@@ -327,7 +329,7 @@ class LayerLoad:
 
     def _run(self) -> None:
         try:
-            with self._transfers.means.using, self._transfers.device.current():
+            with self._transfers.resources.using, self._transfers.device.current():
                 self._copy()
         except BaseException as error:  # raised again where the caller waits
             self._error = error
@@ -336,43 +338,44 @@ class LayerLoad:
             self._say_queued(len(self._transfers.pool.layers))
 
     def _copy(self) -> None:
-        means = self._transfers.means
-        means.check_open()
-        means.stores.settle()  # they have the buffer
-        sources = Sources(self._blocks, means.registered)
+        resources = self._transfers.resources
+        resources.check_open()
+        resources.stores.settle()  # they have the buffer
+        sources = Sources(self._blocks, resources.registered)
         try:
             if self._after:
-                means.stream.wait(self._after)
+                resources.stream.wait(self._after)
             self._queue_layers(range(1), sources)  # on its way while the copies of the others are listed
             self._queue_layers(range(1, len(self._transfers.pool.layers)), sources)
-            means.stream.synchronize()
+            resources.stream.synchronize()
         except BaseException:
-            means.device.quietly("cuStreamSynchronize", means.stream.handle)  # the lease's bytes are in use until then
+            # the lease's bytes are in use until then
+            resources.device.quietly("cuStreamSynchronize", resources.stream.handle)
             raise
         finally:
             sources.give_back()
 
     def _queue_layers(self, layers: range, sources: Sources) -> None:
-        means, pool = self._transfers.means, self._transfers.pool
+        resources, pool = self._transfers.resources, self._transfers.pool
         from_host = pool.to_pages(sources.on_host.pages, sources.on_host.addresses, layers)
         on_device = pool.to_pages(sources.on_device.pages, sources.on_device.addresses, layers)
         for at, layer in enumerate(layers):
             self._queue_from_host(from_host[at])
-            means.stream.queue(on_device[at], "on device")
+            resources.stream.queue(on_device[at], "on device")
             self._queue_by_buffer(layer, sources.elsewhere)
-            self._events.append(means.device.call("cuEventCreate", _NO_TIMING))
-            means.device.record(self._events[layer], means.stream.handle)
+            self._events.append(resources.device.call("cuEventCreate", _NO_TIMING))
+            resources.device.record(self._events[layer], resources.stream.handle)
             self._say_queued(layer + 1)
 
     def _queue_from_host(self, runs: Runs) -> None:
         """Queue copies, in slices, each waited for, while loads keep to a rate."""
-        means = self._transfers.means
-        parts = runs.slices(SLICE_BYTES) if means.budget.limits("loads") else [runs]
+        resources = self._transfers.resources
+        parts = runs.slices(SLICE_BYTES) if resources.budget.limits("loads") else [runs]
         for part in parts:
-            is_limited = means.budget.wait("loads", int(part.nbytes.sum()))
-            means.stream.queue(part, "to device")
+            is_limited = resources.budget.wait("loads", int(part.nbytes.sum()))
+            resources.stream.queue(part, "to device")
             if is_limited:
-                means.stream.synchronize()
+                resources.stream.synchronize()
 
     def _say_queued(self, layers: int) -> None:
         with self._progress:
@@ -380,15 +383,15 @@ class LayerLoad:
             self._progress.notify_all()
 
     def _queue_by_buffer(self, layer: int, payloads: Payloads) -> None:
-        means, pool = self._transfers.means, self._transfers.pool
+        resources, pool = self._transfers.resources, self._transfers.pool
         start, nbytes = pool.extent(layer)
-        count = means.buffer.nbytes // nbytes
+        count = resources.buffer.nbytes // nbytes
         for first in range(0, len(payloads.pages), count):
             part = payloads[first : first + count]
-            means.budget.wait("loads", len(part.pages) * nbytes)
-            places = means.buffer_address + np.arange(len(part.pages), dtype=np.uint64) * np.uint64(nbytes)
-            means.stream.synchronize()  # what was in the buffer is in its pages
+            resources.budget.wait("loads", len(part.pages) * nbytes)
+            places = resources.buffer_address + np.arange(len(part.pages), dtype=np.uint64) * np.uint64(nbytes)
+            resources.stream.synchronize()  # what was in the buffer is in its pages
             for place, address in zip(places.tolist(), part.addresses.tolist(), strict=True):
                 ctypes.memmove(place, address + start, nbytes)
             (runs,) = pool.to_pages(part.pages, places - np.uint64(start), range(layer, layer + 1))
-            means.stream.queue(runs, "to device")
+            resources.stream.queue(runs, "to device")

@@ -17,7 +17,7 @@ from kvstore_client.testing.daemon import DaemonProcess, eventually
 from kvstore_client.testing.mock_engine import MockEngine, open_mock_engine
 from kvstore_client.testing.mock_kinds import KindsEngine, open_kinds_engine
 from kvstore_client.testing.process import EngineProcess
-from kvstore_client.testing.setting import Engine, EngineFailed, EngineSetting, EngineUnderTest, Restored
+from kvstore_client.testing.setting import Engine, EngineFailed, EngineSetting, EngineUnderTest, PromptResult
 
 __all__ = [
     "ConnectorContract",
@@ -29,7 +29,7 @@ __all__ = [
     "EngineUnderTest",
     "KindsEngine",
     "MockEngine",
-    "Restored",
+    "PromptResult",
     "eventually",
     "open_kinds_engine",
     "open_mock_engine",

@@ -28,7 +28,7 @@ from kvstore_client.testing.setting import Engine, EngineSetting, Point
 GARBAGE = 0xA5
 
 
-class Child:
+class EngineChild:
     """Reads commands in a thread of its own, so that a paused engine can be continued."""
 
     def __init__(self, connection: Connection) -> None:
@@ -116,4 +116,4 @@ def _open(factory: str, setting: EngineSetting, gid: int | None) -> Engine:
 
 
 if __name__ == "__main__":
-    Child(Connection(int(sys.argv[1]))).run()
+    EngineChild(Connection(int(sys.argv[1]))).run()

@@ -19,7 +19,7 @@ import numpy as np
 from kvstore_client.testing.daemon import DaemonProcess, eventually
 from kvstore_client.testing.pressure import filled
 from kvstore_client.testing.process import EngineProcess
-from kvstore_client.testing.setting import EngineSetting, EngineUnderTest, Restored
+from kvstore_client.testing.setting import EngineSetting, EngineUnderTest, PromptResult
 from kvstore_proto.fingerprint import LayerGroup
 
 PROMPT_BLOCKS = 6
@@ -28,7 +28,7 @@ OTHER_GID = 65534  # nogroup, on every Linux
 TWO_TENANTS = f'[[tenant]]\nname = "stranger"\ngids = [{OTHER_GID}]\n'
 LEASE_TTL_MS = 300
 STALL_S = 20  # of a read
-_TRUTHS: dict[tuple[type, str, tuple[int, ...]], Restored] = {}
+_TRUTHS: dict[tuple[type, str, tuple[int, ...]], PromptResult] = {}
 
 
 class ConnectorContract:
@@ -289,7 +289,7 @@ class ConnectorContract:
         with _closing(self.open_engine(EngineSetting(daemon.socket_dir, model))) as engine:
             yield engine
 
-    def computed(self, tokens: list[int], model: str = "first") -> Restored:
+    def computed(self, tokens: list[int], model: str = "first") -> PromptResult:
         """Return the engine's answer without a store, which is the right one. It is computed once for each prompt."""
         question = (type(self), model, tuple(tokens))
         if question not in _TRUTHS:
@@ -308,7 +308,7 @@ class ConnectorContract:
     def must_be_restored_whole(self, engine: EngineUnderTest, tokens: list[int], *, model: str = "first") -> None:
         """Check that all full blocks but for the last token come from the store, soon: other work may delay them."""
         usable = (len(tokens) - 1) // self.block_tokens * self.block_tokens
-        best = Restored(0, None)
+        best = PromptResult(0, None)
 
         def is_whole() -> bool:
             nonlocal best
@@ -336,7 +336,7 @@ class ConnectorContract:
         return daemon.counter("stored_blocks") > 0 and engine.restore(tokens).tokens > 0
 
     def _must_be_right(
-        self, answer: Restored | None, tokens: list[int], *, most: int | None = None, model: str = "first"
+        self, answer: PromptResult | None, tokens: list[int], *, most: int | None = None, model: str = "first"
     ) -> None:
         assert answer is not None, "restore returned nothing"
         truth = self.computed(tokens, model)

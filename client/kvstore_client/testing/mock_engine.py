@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore_client import Fingerprint, LayerGroup, Session, connect
-from kvstore_client.testing.setting import EngineSetting, Restored
+from kvstore_client.testing.setting import EngineSetting, PromptResult
 
 LAYERS = 3
 WIDTH = 8  # uint64 numbers in one row of K or V
@@ -48,12 +48,12 @@ class MockEngine:
         finally:
             self._free += table
 
-    def restore(self, tokens: Sequence[int]) -> Restored:
+    def restore(self, tokens: Sequence[int]) -> PromptResult:
         table = self._allocate(len(tokens))
         try:
             restored = self._load(table, tokens)
             self._compute(table, tokens, restored)
-            return Restored(restored, self._digest(table, len(tokens)))
+            return PromptResult(restored, self._digest(table, len(tokens)))
         finally:
             self._free += table
 

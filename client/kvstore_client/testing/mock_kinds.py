@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore_client import Fingerprint, LayerGroup, Session, StatePart, connect
-from kvstore_client.testing.setting import EngineSetting, Restored
+from kvstore_client.testing.setting import EngineSetting, PromptResult
 
 BLOCK_TOKENS = 64
 WINDOW = 100  # the last 99 rows: two blocks
@@ -59,7 +59,7 @@ class KindsEngine:
             payloads = [self.gather(group.group_id, block) for block in range(len(tokens) // BLOCK_TOKENS)]
             self._session.put(tokens, payloads=payloads, group=group.group_id)
 
-    def restore(self, tokens: Sequence[int]) -> Restored:
+    def restore(self, tokens: Sequence[int]) -> PromptResult:
         self._begin(len(tokens))
         restored = self._load(tokens)
         if not restored:
@@ -69,7 +69,7 @@ class KindsEngine:
         whole = b"".join(
             [self.rows[FULL].tobytes(), kept.tobytes(), self.rows[LATENT].tobytes(), self.latent.tobytes()]
         )
-        return Restored(restored, hashlib.blake2b(whole + bytes(f"{self.conv} {self.ssm}", "ascii")).hexdigest())
+        return PromptResult(restored, hashlib.blake2b(whole + bytes(f"{self.conv} {self.ssm}", "ascii")).hexdigest())
 
     def close(self) -> None:
         if self._session is not None:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
-from kvstore_client.testing.setting import EngineFailed, EngineSetting, Point, Restored
+from kvstore_client.testing.setting import EngineFailed, EngineSetting, Point, PromptResult
 
 START_S = 120.0  # an engine loads its model
 PATIENCE_S = 60.0  # far beyond every deadline of the client
@@ -48,9 +48,9 @@ class EngineProcess:
     def store(self, tokens: Sequence[int]) -> None:
         self._call("store", tokens)
 
-    def restore(self, tokens: Sequence[int]) -> Restored:
+    def restore(self, tokens: Sequence[int]) -> PromptResult:
         restored = self._call("restore", tokens)
-        if not isinstance(restored, Restored):
+        if not isinstance(restored, PromptResult):
             raise EngineFailed(f"restore must return a Restored, got {restored!r}")
         return restored
 
@@ -62,9 +62,9 @@ class EngineProcess:
         self._connection.send((operation, list(map(int, tokens))))
         self._expect("reached", PATIENCE_S)
 
-    def go_on(self) -> Restored | None:
+    def go_on(self) -> PromptResult | None:
         self._connection.send(("go_on", None))
-        result: Restored | None = self._expect("done", PATIENCE_S)
+        result: PromptResult | None = self._expect("done", PATIENCE_S)
         return result
 
     def kill(self) -> None:

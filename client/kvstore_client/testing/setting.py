@@ -26,7 +26,7 @@ class EngineSetting:
 
 
 @dataclass(frozen=True, slots=True)
-class Restored:
+class PromptResult:
     """The result of a prompt: `tokens` of it were restored, and `output` followed.
 
     `output` can be anything that is equal for equal K/V state of the whole prompt and differs otherwise, and that can
@@ -43,7 +43,7 @@ class Engine(Protocol):
     def store(self, tokens: Sequence[int], /) -> None:
         """Run the prompt and store its blocks; on return other clients can find what was stored."""
 
-    def restore(self, tokens: Sequence[int], /) -> Restored:
+    def restore(self, tokens: Sequence[int], /) -> PromptResult:
         """Run the prompt and restore what the store has of it. Need not store anything."""
 
     def close(self) -> None: ...
@@ -57,7 +57,7 @@ class EngineUnderTest(Protocol):
     """An engine that the suite can also kill, and pause at a point."""
 
     def store(self, tokens: Sequence[int], /) -> None: ...
-    def restore(self, tokens: Sequence[int], /) -> Restored: ...
+    def restore(self, tokens: Sequence[int], /) -> PromptResult: ...
 
     def pause_at(self, point: Point, /) -> None:
         """Let the engine stop when it reaches the point next. Raises unittest.SkipTest where that cannot be done."""
@@ -65,7 +65,7 @@ class EngineUnderTest(Protocol):
     def begin(self, operation: Literal["store", "restore"], tokens: Sequence[int], /) -> None:
         """Start an operation that will reach the point. Returns when it has reached it."""
 
-    def go_on(self) -> Restored | None:
+    def go_on(self) -> PromptResult | None:
         """Let the paused operation go on. Return its result."""
 
     def kill(self) -> None:

@@ -40,7 +40,7 @@ class Receiver(Protocol):
 
 
 class Transport(Protocol):
-    codec: Codec
+    codec: MessageCodec
 
     def start(self, receiver: Receiver) -> None:
         """Begin to carry messages. Call it once, before anything is sent. Raises RuntimeError if there is no thread for
@@ -78,7 +78,7 @@ class Transport(Protocol):
         ...
 
 
-class Codec:
+class MessageCodec:
     """A codec of messages to bytes and back. It counts the bytes, and the opaque payload among them.
 
     One thread at a time serializes, and one at a time parses.

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 
 from google.protobuf.message import DecodeError
 
-from kvstore_client.transport.base import MAX_MESSAGE_BYTES, Codec, Receiver
+from kvstore_client.transport.base import MAX_MESSAGE_BYTES, MessageCodec, Receiver
 from kvstore_proto.framing import Frames, FrameTooLarge, frame
 from kvstore_proto.v1 import kvstore_pb2 as wire
 
@@ -44,7 +44,7 @@ class DirectTransport:
             connected.close()
             raise
         connected.setblocking(False)
-        self.codec = Codec()
+        self.codec = MessageCodec()
         self._socket = connected
         self._frames = Frames(MAX_MESSAGE_BYTES)
         self._reading = threading.Lock()

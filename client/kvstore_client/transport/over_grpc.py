@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import grpc
 
-from kvstore_client.transport.base import MAX_MESSAGE_BYTES, Codec, Receiver
+from kvstore_client.transport.base import MAX_MESSAGE_BYTES, MessageCodec, Receiver
 from kvstore_proto.v1 import kvstore_pb2 as wire
 
 SESSION_METADATA: Final = "kvstored-session-bin"
@@ -37,7 +37,7 @@ class GrpcTransport:
     """The transport on the daemon's `data.sock`, under a session's token. Implements `Transport`."""
 
     def __init__(self, data_socket: Path, token: bytes) -> None:
-        self.codec = Codec()
+        self.codec = MessageCodec()
         self._token = token
         self._outbox: queue.SimpleQueue[wire.Request | float | object] = queue.SimpleQueue()
         self._is_closed = False

@@ -27,10 +27,10 @@ from kvstore_connectors.sglang.pages import BackendMisconfigured
 log = logging.getLogger(__name__)
 
 
-class Copies(NamedTuple):
+class PageCopies(NamedTuple):
     """One device pool, and the transfers that copy to and from it."""
 
-    pages: DevicePages
+    pages: SglangDevicePages
     transfers: DeviceTransfers
 
 
@@ -49,7 +49,7 @@ class LayerBatch:
     and free.
     """
 
-    def __init__(self, held: Sequence[HeldPages], pools: Mapping[str, Copies], ready: Any) -> None:
+    def __init__(self, held: Sequence[HeldPages], pools: Mapping[str, PageCopies], ready: Any) -> None:
         self._held, self._pools, self._ready = held, pools, ready
         self._loads: list[tuple[tuple[int, ...], LayerLoad]] = []
         self._waited: dict[int, int] = {}  # by stream: the latest layer that it waits for
@@ -152,7 +152,7 @@ def release(held: Sequence[HeldPages]) -> None:
             lease.release()
 
 
-class DevicePages:
+class SglangDevicePages:
     """The pages of a device pool. `layers[i]` is the model's layer of the pool's layer i, ascending. `form` describes
     the bytes: kind, layout and types of the buffers, and the `draft` model that has layers there. Raises
     BackendMisconfigured.

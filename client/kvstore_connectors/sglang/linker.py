@@ -32,21 +32,21 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
-from kvstore_client.device import CopyMeans, DeviceTransfers, RegisteredMemory
+from kvstore_client.device import CopyResources, DeviceTransfers, RegisteredMemory
 from kvstore_client.entry import connect
 from kvstore_client.session import Session
 from kvstore_connectors.sglang.layer_loads import (
-    Copies,
-    DevicePages,
     HeldPages,
     LayerBatch,
     LayerCounter,
     Offloads,
+    PageCopies,
     Ranks,
+    SglangDevicePages,
     release,
 )
 from kvstore_connectors.sglang.pages import KV, BackendMisconfigured, draft_model, is_drafts, namespace
-from kvstore_connectors.sglang.stored_pages import Chains, StoredPages
+from kvstore_connectors.sglang.stored_pages import PageChains, StoredPages
 from kvstore_proto.fingerprint import Fingerprint
 
 log = logging.getLogger(__name__)
@@ -92,29 +92,29 @@ class KVStoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # sglang has no 
         self.layer_done_counter = LayerCounter(self._group.num_layers, _current_stream)
         if PoolName.MAMBA in self.pools:
             params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
-        self._chains = Chains()
+        self._chains = PageChains()
         self._queued: dict[str, list[HeldPages]] = {}
         self._offloads = Offloads()
 
-    def _device_pages(self, server_args: Any, params: Any) -> dict[str, DevicePages]:
+    def _device_pages(self, server_args: Any, params: Any) -> dict[str, SglangDevicePages]:
         """Return the pages of each device pool. A draft model may have layers in each of the model's own pools."""
         draft = draft_model(server_args)
         is_packed = any(getattr(params, f"mtp_draft_{kind}_pools", ()) for kind in ("device", "mamba"))
         return {
-            str(name): DevicePages(entry, draft if is_packed or is_drafts(str(entry.name)) else "")
+            str(name): SglangDevicePages(entry, draft if is_packed or is_drafts(str(entry.name)) else "")
             for name, entry in self.pools.items()
         }
 
-    def _copies(self, pages: DevicePages) -> Copies:
+    def _copies(self, pages: SglangDevicePages) -> PageCopies:
         """Return the copies of a pool, on a stream of its own: a layer of one pool does not wait for all layers of
         another.
         """
         device, pool = self._session.device, pages.pool
-        means = CopyMeans(device, pool.block_bytes, registered=self._registered)
-        return Copies(pages, DeviceTransfers(device, pool, means=means))
+        resources = CopyResources(device, pool.block_bytes, registered=self._registered)
+        return PageCopies(pages, DeviceTransfers(device, pool, resources=resources))
 
     def _fingerprint(
-        self, server_args: Any, params: Any, pages: dict[str, DevicePages], extra: dict[str, Any]
+        self, server_args: Any, params: Any, pages: dict[str, SglangDevicePages], extra: dict[str, Any]
     ) -> Fingerprint:
         config = HiCacheStorageConfig(
             tp_rank=self._ranks.tp_rank,
@@ -250,7 +250,7 @@ class KVStoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # sglang has no 
         self.reset()
         self._offloads.close()
         for _, transfers in self._pools.values():
-            transfers.means.close()
+            transfers.resources.close()
         self._registered.close()
         self._session.close()
 

@@ -124,7 +124,7 @@ class StoredPages:
         return [status in ("stored", "present") for status in receipt.statuses]
 
 
-class Chains:
+class PageChains:
     """A record of the page before each page. Used by one thread."""
 
     def __init__(self, most: int = MOST_PAGES) -> None:

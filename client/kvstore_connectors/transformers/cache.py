@@ -18,18 +18,18 @@ from transformers.cache_utils import DynamicCache
 from kvstore_client.errors import invalid
 from kvstore_client.receipt import PRESENT, STORED
 from kvstore_client.session import Session
-from kvstore_connectors.moments import ComputeTimes, Moment
+from kvstore_connectors.moments import ModelCallTimes, Moment
 from kvstore_connectors.transformers import calls
 from kvstore_connectors.transformers.calls import Call, TokensHeld, as_tokens, unfit, why_not
-from kvstore_connectors.transformers.copies import BlockCopies
+from kvstore_connectors.transformers.copies import TensorCopies
 from kvstore_connectors.transformers.fingerprint import difference, difference_now, inner_model, written_file
 from kvstore_connectors.transformers.group_memory import GroupMemory
 from kvstore_connectors.transformers.layers import KVStack
-from kvstore_connectors.transformers.restore import ENDED, Restored, Wanted, choice_of, is_silent, restore
+from kvstore_connectors.transformers.restore import ENDED, RestoredCache, Wanted, choice_of, is_silent, restore
 from kvstore_connectors.transformers.self_test import failure_of, prove
 from kvstore_connectors.transformers.sessions import copies_of, shared_session
 from kvstore_connectors.transformers.state import KVShape, state_of
-from kvstore_connectors.transformers.storer import CacheReport, Computed, Sequence, Tokens, storer_of
+from kvstore_connectors.transformers.storer import CacheReport, ComputedBlocks, SequenceToStore, Tokens, storer_of
 
 DEFAULT_DEADLINE_S = 0.025  # a lease on what is mapped takes 1 ms; a stopped daemon must not cost 5 % of a prompt
 _CHANGED = "the model has changed since the session was opened"
@@ -57,7 +57,7 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
     """
 
     _memory: KVStack | GroupMemory
-    _sequence: Sequence
+    _sequence: SequenceToStore
     _seen: TokensHeld  # and held as long as nothing is refused
     _coming: torch.Tensor | None  # the tokens of the call that runs
     _called: Moment | None  # when that began, of a prompt
@@ -80,7 +80,7 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         *,
         deadline_s: float = DEFAULT_DEADLINE_S,
         always_load: bool = False,
-        copies: BlockCopies | None = None,
+        copies: TensorCopies | None = None,
     ) -> None:
         inner = inner_model(model)
         if not isinstance(session, Session):
@@ -102,7 +102,7 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
             )
         self._device = inner.device
         self._choice = None if always_load else choice_of(inner, session)
-        self._times = ComputeTimes(self._choice)
+        self._times = ModelCallTimes(self._choice)
         super().__init__(config=inner.config)
         self._begin_anew()
         calls.listen(inner, self)
@@ -284,7 +284,7 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         else:
             self._memory = GroupMemory(self._state, self._inner.config, self._session.block_tokens)
         self.layers = list(self._memory.layers)
-        self._sequence = Sequence(self._session)
+        self._sequence = SequenceToStore(self._session)
         self._seen = TokensHeld()
         self._coming = None
         self._is_cutting = self._is_lost = False
@@ -346,19 +346,19 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         self._memory.go_back(held)
         self._sequence.done_blocks = min(self._sequence.done_blocks, held // self._session.block_tokens)
 
-    def _restore(self, tokens: Tokens, most: int, *, beside: bool) -> Restored:
+    def _restore(self, tokens: Tokens, most: int, *, beside: bool) -> RestoredCache:
         wanted = Wanted(tokens, self._seen.count, most, self._session.block_tokens, self._inner.device)
         if not self._asks:
-            return Restored(self._seen.count, reason=self._reason)
+            return RestoredCache(self._seen.count, reason=self._reason)
         if not wanted.blocks:
-            return Restored(self._seen.count, reason="no full block to restore")
+            return RestoredCache(self._seen.count, reason="no full block to restore")
         try:
             memory, choice = self._memory, self._choice
             return restore(self._session, memory, wanted, choice, deadline_s=self._deadline_s, beside=beside)
         except Exception as error:  # the store must not end a generation
-            return Restored(self._seen.count, reason=f"restoring failed: {type(error).__name__}: {error}")
+            return RestoredCache(self._seen.count, reason=f"restoring failed: {type(error).__name__}: {error}")
 
-    def _take(self, restored: Restored, tokens: Tokens) -> None:
+    def _take(self, restored: RestoredCache, tokens: Tokens) -> None:
         """Record the restored part of `tokens`."""
         if restored.tokens > self._seen.count:
             self._restored_tokens += restored.tokens - self._seen.count
@@ -382,7 +382,7 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         moment, tokens = self._copies.moment(), self._seen.all()[: blocks * self._session.block_tokens]
         source = self._memory.blocks_until(self._seen.count, self._session.block_tokens, moment)
         if source is not None:
-            storer_of(self._session).advance(sequence, Computed(tokens, source, blocks, moment))
+            storer_of(self._session).advance(sequence, ComputedBlocks(tokens, source, blocks, moment))
 
     def _refuse(self, reason: str) -> None:
         """Stop storing and restoring, for `reason`: from now on the object is a plain DynamicCache."""

@@ -28,7 +28,7 @@ _ONE_PER_TOKEN = ("output_attentions", "output_hidden_states", "labels")
 Call = dict[str, Any]
 
 
-class Listener(Protocol):
+class ModelCallListener(Protocol):
     """A receiver of each call of the model with this cache, called by the hooks."""
 
     def before(self, call: Call) -> Call: ...
@@ -37,12 +37,12 @@ class Listener(Protocol):
         ...
 
 
-def listen(model: PreTrainedModel, cache: Listener) -> None:
+def listen(model: PreTrainedModel, cache: ModelCallListener) -> None:
     """Notify `cache` of every call of `model` with it, as long as the cache exists."""
     names = list(inspect.signature(model.forward).parameters)
     reference = weakref.ref(cache)
 
-    def ours_in(call: Call) -> Listener | None:
+    def ours_in(call: Call) -> ModelCallListener | None:
         ours = reference()
         return ours if ours is not None and any(call.get(name) is ours for name in _CACHES) else None
 

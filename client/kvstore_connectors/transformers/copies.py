@@ -3,8 +3,8 @@
 Two implementations: `host_copies` (a thread copies with the CPU) and `device_copies` (the copy engines of a CUDA
 device). The caller guarantees that the tensor has room for the tokens, that copied tokens are not read before
 `Copying.wait`, and that tokens whose payloads were taken are not written again. An implementation MUST never write a
-token before `Span.begin`, MUST keep the tensor's memory as long as it copies, and MUST report when the copied bytes may
-not be the leased bytes. It decides the layout of the tensor in memory, and so the layout of a payload.
+token before `TokenSpan.begin`, MUST keep the tensor's memory as long as it copies, and MUST report when the copied
+bytes may not be the leased bytes. It decides the layout of the tensor in memory, and so the layout of a payload.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvstore_connectors.transformers.state import KVShape
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TokenSpan:
     """The tokens [begin, end) of a sequence that is stored in blocks of `block_tokens`."""
 
     begin: int
@@ -69,7 +69,7 @@ class Copying(Protocol):
         ...
 
 
-class BlockCopies(Protocol):
+class TensorCopies(Protocol):
     """The copies of one kind of device. `tensor` parameters are made by `empty`: [layer, K or V, head, token,
     dimension].
     """
@@ -88,13 +88,13 @@ class BlockCopies(Protocol):
         """Return a new tensor with room for `room` tokens."""
         ...
 
-    def copy(self, lease: Lease, tensor: torch.Tensor, span: Span) -> bool:
+    def copy(self, lease: Lease, tensor: torch.Tensor, span: TokenSpan) -> bool:
         """Copy tokens of a lease that covers the prefix from its first block on. Return False if they may not be the
         leased bytes. Raises the error that prevented the copy.
         """
         ...
 
-    def start(self, lease: Lease, tensor: torch.Tensor, span: Span, held: ExitStack) -> Copying:
+    def start(self, lease: Lease, tensor: torch.Tensor, span: TokenSpan, held: ExitStack) -> Copying:
         """Start the copy that `copy` makes, beside the model, and return it. The copy takes over the contents of `held`
         (the lease), unless this raises.
         """

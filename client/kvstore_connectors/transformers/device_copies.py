@@ -2,9 +2,9 @@
 
 The tensor is laid out as [layer, token, K or V, head, dimension]: a block of tokens is then one run of bytes in each
 layer; ordered by heads it would be two small runs for each head. To the copies a tensor is a pool whose page p is block
-p. The module owns the session's `CopyMeans`, made on first use. Only `finish` waits for copies, nothing waits for the
-model, and the model's stream waits only for the copies of the layer that it reads next. Invariant: copies into a tensor
-begin behind the work that the model's stream has queued on it so far.
+p. The module owns the session's `CopyResources`, made on first use. Only `finish` waits for copies, nothing waits for
+the model, and the model's stream waits only for the copies of the layer that it reads next. Invariant: copies into a
+tensor begin behind the work that the model's stream has queued on it so far.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextlib import ExitStack
 import torch
 
 from kvstore_client.device import (
-    CopyMeans,
+    CopyResources,
     DeviceMemory,
     DeviceMoment,
     DevicePool,
@@ -26,7 +26,7 @@ from kvstore_client.device import (
 from kvstore_client.errors import invalid
 from kvstore_client.lease import Lease
 from kvstore_client.payload import FillSlot
-from kvstore_connectors.transformers.copies import Span
+from kvstore_connectors.transformers.copies import TokenSpan
 from kvstore_connectors.transformers.fingerprint import DEVICE_LAYOUT
 from kvstore_connectors.transformers.state import KVShape
 
@@ -68,7 +68,7 @@ class DeviceCopying:
         return self._is_valid
 
 
-class DeviceCopies:
+class DeviceTensorCopies:
     """The `BlockCopies` of one session, for tensors on its device. Close it before the session ends."""
 
     layout = DEVICE_LAYOUT
@@ -77,17 +77,17 @@ class DeviceCopies:
     def __init__(self, device: DeviceMemory, stream: TorchStream) -> None:
         self._device, self._stream = device, stream
         self._lock = threading.Lock()  # of what follows
-        self._means: CopyMeans | None = None
+        self._resources: CopyResources | None = None
         self._is_closed = False
 
     def empty(self, shape: KVShape, room: int, device: torch.device) -> torch.Tensor:
         in_memory = self._stream.empty((shape.layers, room, 2, shape.heads, shape.head_dim), shape.dtype, device)
         return in_memory.permute(0, 2, 3, 1, 4)
 
-    def copy(self, lease: Lease, tensor: torch.Tensor, span: Span) -> bool:
+    def copy(self, lease: Lease, tensor: torch.Tensor, span: TokenSpan) -> bool:
         return self.start(lease, tensor, span, ExitStack()).finish()
 
-    def start(self, lease: Lease, tensor: torch.Tensor, span: Span, held: ExitStack) -> DeviceCopying:
+    def start(self, lease: Lease, tensor: torch.Tensor, span: TokenSpan, held: ExitStack) -> DeviceCopying:
         transfers = self._transfers_of(tensor, span.block_tokens)
         pages = span.blocks
         if span.begin % span.block_tokens:
@@ -108,8 +108,8 @@ class DeviceCopies:
         """Wait for copies; later ones are refused. Idempotent."""
         with self._lock:
             self._is_closed = True
-            if self._means is not None:
-                self._means.close()
+            if self._resources is not None:
+                self._resources.close()
 
     def _transfers_of(self, tensor: torch.Tensor, block_tokens: int) -> DeviceTransfers:
         place = _in_memory(tensor)
@@ -120,12 +120,12 @@ class DeviceCopies:
         with self._lock:
             if self._is_closed:
                 raise invalid("the session of this cache is closed")
-            if self._means is None:
-                self._means = CopyMeans(self._device, pool.block_bytes)
-            return DeviceTransfers(self._device, pool, means=self._means)
+            if self._resources is None:
+                self._resources = CopyResources(self._device, pool.block_bytes)
+            return DeviceTransfers(self._device, pool, resources=self._resources)
 
 
-def _copy_rest(lease: Lease, tensor: torch.Tensor, span: Span) -> None:
+def _copy_rest(lease: Lease, tensor: torch.Tensor, span: TokenSpan) -> None:
     """Copy the missing tokens of the span's first block, of which some are held already and must not be written
     again.
     """

@@ -23,7 +23,7 @@ import torch
 from kvstore_client.lease import Lease
 from kvstore_client.payload import FillSlot
 from kvstore_connectors.moments import HostMoment, LayerProgress
-from kvstore_connectors.transformers.copies import Span
+from kvstore_connectors.transformers.copies import TokenSpan
 from kvstore_connectors.transformers.fingerprint import LAYOUT
 from kvstore_connectors.transformers.state import KVShape
 
@@ -31,7 +31,7 @@ LEAST_BYTES = 4 * 1024 * 1024  # less is copied before the thread would run
 Bytes = npt.NDArray[np.uint8]
 
 
-class HostCopies:
+class HostTensorCopies:
     """The `BlockCopies` for tensors of a model that is on `device`."""
 
     layout = LAYOUT
@@ -43,11 +43,11 @@ class HostCopies:
     def empty(self, shape: KVShape, room: int, device: torch.device) -> torch.Tensor:
         return torch.empty((shape.layers, 2, shape.heads, room, shape.head_dim), dtype=shape.dtype, device=device)
 
-    def copy(self, lease: Lease, tensor: torch.Tensor, span: Span) -> bool:
+    def copy(self, lease: Lease, tensor: torch.Tensor, span: TokenSpan) -> bool:
         scatter(tensor, _payloads(lease, span), span)
         return lease.valid
 
-    def start(self, lease: Lease, tensor: torch.Tensor, span: Span, held: ExitStack) -> LayerCopy:
+    def start(self, lease: Lease, tensor: torch.Tensor, span: TokenSpan, held: ExitStack) -> LayerCopy:
         payloads = _payloads(lease, span)
 
         def copy(layer: int) -> None:
@@ -62,11 +62,11 @@ class HostCopies:
         return HostMoment(time.perf_counter() if self._is_host else None)
 
 
-def _payloads(lease: Lease, span: Span) -> list[Bytes]:
+def _payloads(lease: Lease, span: TokenSpan) -> list[Bytes]:
     return [lease.payload(block) for block in span.blocks]
 
 
-def scatter(tensor: torch.Tensor, blocks: Sequence[Bytes], span: Span, layers: slice = slice(None)) -> None:
+def scatter(tensor: torch.Tensor, blocks: Sequence[Bytes], span: TokenSpan, layers: slice = slice(None)) -> None:
     """Write the tokens of a span, for `layers`, from the stored blocks that hold them."""
     count, _, heads, _, head_dim = tensor.shape
     begin, end, block_tokens = span.begin, span.end, span.block_tokens

@@ -17,8 +17,8 @@ import torch
 from transformers.cache_utils import DynamicLayer
 
 from kvstore_connectors.moments import Moment
-from kvstore_connectors.transformers.copies import BlockCopies, BlockRun, Copying
-from kvstore_connectors.transformers.host_copies import HostCopies
+from kvstore_connectors.transformers.copies import BlockRun, Copying, TensorCopies
+from kvstore_connectors.transformers.host_copies import HostTensorCopies
 from kvstore_connectors.transformers.state import KVShape
 
 LEAST_HEADROOM_TOKENS = 64
@@ -28,7 +28,7 @@ LEAST_HEADROOM_TOKENS = 64
 class StackBlocks:
     """The blocks in a stack's tensor, computed at the moment `ready`. Implements `BlockSource`."""
 
-    copies: BlockCopies
+    copies: TensorCopies
     tensor: torch.Tensor
     block_tokens: int
     ready: Moment
@@ -46,9 +46,9 @@ class KVStack:
     CPU.
     """
 
-    def __init__(self, shape: KVShape, copies: BlockCopies | None = None) -> None:
+    def __init__(self, shape: KVShape, copies: TensorCopies | None = None) -> None:
         self.shape = shape
-        self.copies = copies or HostCopies()
+        self.copies = copies or HostTensorCopies()
         self.is_whole = True
         self.layers = [StoreLayer(self, index) for index in range(shape.layers)]
         self.tensor: torch.Tensor | None = None

@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 from kvstore_client.paths import costs_file
 from kvstore_client.results import REASON_DEADLINE
 from kvstore_client.session import Session
-from kvstore_connectors.load import Leased, Prompt, lease_by_choice, lease_groups_by_choice
-from kvstore_connectors.transformers.copies import Span
+from kvstore_connectors.load import Leased, PromptToLoad, lease_by_choice, lease_groups_by_choice
+from kvstore_connectors.transformers.copies import TokenSpan
 from kvstore_connectors.transformers.group_memory import GroupMemory, read_blocks
 from kvstore_connectors.transformers.layers import KVStack
 from kvstore_connectors.transformers.storer import Tokens
@@ -65,7 +65,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Restored:
+class RestoredCache:
     """The result of a restore: `tokens` of the sequence are in the stack now, or on their way, layer by layer, in its
     `coming`; `blocks` of it are stored somewhere.
     """
@@ -86,7 +86,7 @@ def restore(
     *,
     deadline_s: float,
     beside: bool = False,
-) -> Restored:
+) -> RestoredCache:
     """Extend the memory of a sequence by the stored blocks that are worth loading.
 
     `deadline_s` is for the first question. `beside`: the copy may go on while the model computes.
@@ -95,7 +95,7 @@ def restore(
         return _restore_groups(session, memory, wanted, choice, deadline_s)
     stack = memory
     block_bytes = session.fingerprint.payload_bytes()
-    prompt = Prompt(wanted.tokens, len(wanted.tokens), wanted.blocks, wanted.held // wanted.block_tokens)
+    prompt = PromptToLoad(wanted.tokens, len(wanted.tokens), wanted.blocks, wanted.held // wanted.block_tokens)
     begin = time.perf_counter()
     with ExitStack() as held:
         leased = held.enter_context(
@@ -105,22 +105,22 @@ def restore(
         copied_bytes = (end - wanted.held) * block_bytes // wanted.block_tokens
         is_beside = beside and copied_bytes >= stack.copies.least_beside_bytes
         if not _bring(leased, stack, wanted, held, beside=is_beside):
-            return Restored(wanted.held, 0, 0, leased.lookup_s, 0.0, ENDED)
+            return RestoredCache(wanted.held, 0, 0, leased.lookup_s, 0.0, ENDED)
     restore_s = time.perf_counter() - begin - leased.lookup_s
-    return Restored(end, leased.stored, copied_bytes, leased.lookup_s, restore_s, leased.reason)
+    return RestoredCache(end, leased.stored, copied_bytes, leased.lookup_s, restore_s, leased.reason)
 
 
 def _restore_groups(
     session: Session, memory: GroupMemory, wanted: Wanted, choice: LoadChoice | None, deadline_s: float
-) -> Restored:
+) -> RestoredCache:
     """Set a memory of groups to the longest stored boundary that suits all of them and leaves a token to compute."""
     size = wanted.block_tokens
-    prompt = Prompt(wanted.tokens, len(wanted.tokens), wanted.most // size, wanted.held // size)
+    prompt = PromptToLoad(wanted.tokens, len(wanted.tokens), wanted.most // size, wanted.held // size)
     begin = time.perf_counter()
     with lease_groups_by_choice(session, prompt, choice, deadline_s=deadline_s) as leased:
         end = leased.blocks * size
         if not leased.parts or end <= wanted.held:
-            return Restored(wanted.held, leased.stored, 0, leased.lookup_s, 0.0, leased.reason)
+            return RestoredCache(wanted.held, leased.stored, 0, leased.lookup_s, 0.0, leased.reason)
         loaded: dict[tuple[int, int], list[torch.Tensor]] = {}
         for group, blocks, lease in leased.parts:
             payloads = [lease.payload(block) for block in range(len(blocks))]
@@ -128,14 +128,14 @@ def _restore_groups(
                 loaded[group.group_id, layer] = rows
         if not leased.valid:
             leased.copied(0)
-            return Restored(wanted.held, 0, 0, leased.lookup_s, 0.0, ENDED)
+            return RestoredCache(wanted.held, 0, 0, leased.lookup_s, 0.0, ENDED)
         memory.install(end, wanted.held, loaded)
         leased.copied(leased.blocks)
     restore_s = time.perf_counter() - begin - leased.lookup_s
-    return Restored(end, leased.stored, leased.payload_bytes, leased.lookup_s, restore_s, leased.reason)
+    return RestoredCache(end, leased.stored, leased.payload_bytes, leased.lookup_s, restore_s, leased.reason)
 
 
-def is_silent(restored: Restored) -> bool:
+def is_silent(restored: RestoredCache) -> bool:
     """Return whether the daemon did not answer in time: asking again soon would take the full deadline again."""
     return restored.reason == REASON_DEADLINE
 
@@ -144,7 +144,7 @@ def _bring(leased: Leased, stack: KVStack, wanted: Wanted, held: ExitStack, *, b
     """Copy the leased blocks into the stack; return False if the lease did not outlive the copy. A copy beside the
     model takes over the contents of `held`.
     """
-    span = Span(wanted.held, wanted.covered(leased.blocks), wanted.block_tokens)
+    span = TokenSpan(wanted.held, wanted.covered(leased.blocks), wanted.block_tokens)
     if span.begin < span.end:
         stack.reserve(len(wanted.tokens), wanted.device)
         assert stack.tensor is not None

@@ -19,7 +19,7 @@ from transformers.cache_utils import DynamicCache
 
 from kvstore_client.errors import invalid
 from kvstore_connectors.moments import HostMoment
-from kvstore_connectors.transformers.copies import Span
+from kvstore_connectors.transformers.copies import TokenSpan
 from kvstore_connectors.transformers.fingerprint import block_size
 from kvstore_connectors.transformers.group_memory import GroupMemory, read_blocks
 from kvstore_connectors.transformers.host_copies import gather, scatter
@@ -182,7 +182,7 @@ def _restore(source: KVStack | GroupMemory, target: KVStack | GroupMemory, token
         gather(source.tensor, begin, begin + block_tokens, payloads[-1])
     target.reserve(tokens, source.tensor.device)
     assert target.tensor is not None
-    scatter(target.tensor, payloads, Span(0, tokens, block_tokens))
+    scatter(target.tensor, payloads, TokenSpan(0, tokens, block_tokens))
     target.extend_to(tokens)
 
 

@@ -18,14 +18,14 @@ from kvstore_client.entry import connect
 from kvstore_client.errors import invalid
 from kvstore_client.paths import socket_directory
 from kvstore_client.session import Session
-from kvstore_connectors.transformers.copies import BlockCopies
+from kvstore_connectors.transformers.copies import TensorCopies
 from kvstore_connectors.transformers.fingerprint import device_index, inner_model, model_fingerprint
-from kvstore_connectors.transformers.host_copies import HostCopies
+from kvstore_connectors.transformers.host_copies import HostTensorCopies
 from kvstore_connectors.transformers.self_test import prove
 from kvstore_connectors.transformers.storer import storer_of
 
 if TYPE_CHECKING:
-    from kvstore_connectors.transformers.device_copies import DeviceCopies
+    from kvstore_connectors.transformers.device_copies import DeviceTensorCopies
 
 CLOSE_TIMEOUT_S = 10.0
 
@@ -66,26 +66,26 @@ def flush(session: Session, timeout_s: float | None = None) -> bool:
     return storer_of(session).flush(timeout_s)
 
 
-_device_copies: WeakKeyDictionary[Session, DeviceCopies] = WeakKeyDictionary()
+_device_copies: WeakKeyDictionary[Session, DeviceTensorCopies] = WeakKeyDictionary()
 _shared: dict[tuple[str, bytes, int | None], Session] = {}
 _lock = threading.RLock()  # opening a shared session asks for its copies
 
 
-def copies_of(session: Session, model: PreTrainedModel) -> BlockCopies:
+def copies_of(session: Session, model: PreTrainedModel) -> TensorCopies:
     """Return the copies between blocks and the tensors of `model`. Raises KVStoreError(INVALID) for a model on a CUDA
     device that is not the session's.
     """
     index = device_index(model)
     if index is None:
-        return HostCopies(model.device)
+        return HostTensorCopies(model.device)
     if session.device.index != index:
         raise invalid(f"the model is on {model.device}, and the session was opened with device={session.device.index}")
-    from kvstore_connectors.transformers.device_copies import DeviceCopies, TorchStream
+    from kvstore_connectors.transformers.device_copies import DeviceTensorCopies, TorchStream
 
     with _lock:
         found = _device_copies.get(session)
         if found is None:
-            found = _device_copies[session] = DeviceCopies(session.device, TorchStream(model.device))
+            found = _device_copies[session] = DeviceTensorCopies(session.device, TorchStream(model.device))
             session.before_close(found.close)
         return found
 

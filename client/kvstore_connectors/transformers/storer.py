@@ -34,7 +34,7 @@ MOST_WAITING = 8  # sequences that may wait; each holds its K/V in memory until 
 
 
 @dataclass(frozen=True, slots=True)
-class Computed:
+class ComputedBlocks:
     """The first `blocks` blocks of a sequence with their tokens: computed at `ready`. `source` has the blocks that are
     not stored yet.
     """
@@ -46,11 +46,11 @@ class Computed:
 
 
 @dataclass(slots=True, eq=False)  # two sequences differ even with equal tokens
-class Sequence:
+class SequenceToStore:
     """One sequence to store. `computed` is set as long as a block waits."""
 
     session: Session
-    computed: Computed | None = None
+    computed: ComputedBlocks | None = None
     wanted_blocks: int = 0
     done_blocks: int = 0
     statuses: Counter[str] = field(default_factory=Counter)
@@ -67,16 +67,16 @@ class Sequence:
             computed.source.stored(range(computed.blocks))
 
 
-class Storer:
+class SessionStorer:
     """The worker of one session. It holds the session only while there are blocks to store."""
 
     def __init__(self, *, first_token_s: float = FIRST_TOKEN_S) -> None:
         self._first_token_s = first_token_s
         self._changed = threading.Condition()
-        self._queue: deque[Sequence] = deque()
+        self._queue: deque[SequenceToStore] = deque()
         self._thread: threading.Thread | None = None
 
-    def advance(self, sequence: Sequence, computed: Computed) -> None:
+    def advance(self, sequence: SequenceToStore, computed: ComputedBlocks) -> None:
         """Announce that more of a sequence is computed. Never waits."""
         with self._changed:
             sequence.computed, sequence.wanted_blocks = computed, computed.blocks
@@ -120,7 +120,7 @@ class Storer:
             except Exception as error:  # the thread's end: a bug in storing must not end the program it runs in
                 sequence.reason = f"storing failed: {type(error).__name__}: {error}"
 
-    def _put(self, sequence: Sequence, computed: Computed | None, first: int) -> None:
+    def _put(self, sequence: SequenceToStore, computed: ComputedBlocks | None, first: int) -> None:
         session = sequence.session
         assert computed is not None, "a sequence that waits has its blocks"
         count = min(computed.blocks - first, max(1, BATCH_BYTES // all_groups_bytes(session.fingerprint)))
@@ -149,16 +149,16 @@ def all_groups_bytes(fingerprint: Fingerprint) -> int:
     return sum(fingerprint.payload_bytes(group.group_id) for group in fingerprint.groups)
 
 
-_storers: WeakKeyDictionary[Session, Storer] = WeakKeyDictionary()
+_storers: WeakKeyDictionary[Session, SessionStorer] = WeakKeyDictionary()
 _lock = threading.Lock()
 
 
-def storer_of(session: Session) -> Storer:
+def storer_of(session: Session) -> SessionStorer:
     """Return the one worker of a session."""
     with _lock:
         found = _storers.get(session)
         if found is None:
-            found = _storers[session] = Storer()
+            found = _storers[session] = SessionStorer()
         return found
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvstore_connectors.doors import engine_class
+from kvstore_connectors.engine_session import engine_class
 
 if TYPE_CHECKING:
     from kvstore_connectors.vllm.connector import KVStoreConnector

@@ -27,7 +27,7 @@ _MOST_WAITING = 1024  # reports; further ones are dropped
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class EndedAnswer:
     """A request that has ended: the `blocks` whole blocks of its prompt and answer, the tokens of its answer, and its
     envelope of hints, if any.
     """
@@ -44,7 +44,7 @@ class _Due(NamedTuple):
     at_s: float
     number: int
     session: Session
-    answer: Answer
+    answer: EndedAnswer
     expected: HintedChain
     ended_s: float
     delay_s: float
@@ -73,7 +73,7 @@ class AnswerReporter:
         self._closing = False
         self._thread: threading.Thread | None = None
 
-    def ended(self, answer: Answer) -> None:
+    def ended(self, answer: EndedAnswer) -> None:
         """Queue the report of an answer. Returns at once."""
         with self._changed:
             if self._closing or len(self._waiting) >= _MOST_WAITING:

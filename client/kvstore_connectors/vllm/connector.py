@@ -30,7 +30,7 @@ from kvstore_client.device import LinkBudget
 from kvstore_client.link_rate import parse_rate
 from kvstore_client.paths import costs_file
 from kvstore_client.session import Session
-from kvstore_connectors.doors import engine_session
+from kvstore_connectors.engine_session import engine_session
 from kvstore_connectors.vllm.answers import AnswerReporter
 from kvstore_connectors.vllm.groups import state_groups
 from kvstore_connectors.vllm.model import describe_extras, find_weights, hashes_items, model_fingerprint, refusal
@@ -39,7 +39,7 @@ from kvstore_connectors.vllm.scheduler import LoadRules, SchedulerSide
 from kvstore_connectors.vllm.settings import parse_settings
 from kvstore_connectors.vllm.specs import packing
 from kvstore_connectors.vllm.tensors import kv_tensors
-from kvstore_connectors.vllm.worker import WorkerSide, open_worker
+from kvstore_connectors.vllm.worker import VllmWorkerSide, open_worker
 from kvstore_proto.fingerprint import Fingerprint
 from kvstore_restore.choice import LoadChoice
 
@@ -88,7 +88,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         self._weights = find_weights(vllm_config, self._settings.weights_digest)
         self._sessions: list[Session] = []
         self._scheduler: SchedulerSide | None = None
-        self._worker: WorkerSide | None = None
+        self._worker: VllmWorkerSide | None = None
         self._answers: AnswerReporter | None = None
         self._unserved: list[LoadOrder] = []  # loads that came while there is no worker half
         self._choice: LoadChoice | None = None

@@ -27,7 +27,7 @@ _PERSON_KEY = b"kvstore vllm key"
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class MediaItem:
     """One image, video or sound in a prompt: the hash of its content, and the positions it takes."""
 
     digest: str
@@ -41,7 +41,7 @@ class Extras:
 
     adapter: str = ""
     salt: str = ""
-    items: tuple[Item, ...] = ()
+    items: tuple[MediaItem, ...] = ()
     _digests: list[bytes] = field(default_factory=list)
 
     def __bool__(self) -> bool:

@@ -25,7 +25,7 @@ from typing import Any
 
 from kvstore_client.paths import cache_directory, write_json
 from kvstore_connectors.vllm.groups import StateGroups, state_groups
-from kvstore_connectors.vllm.identity import Extras, Item
+from kvstore_connectors.vllm.identity import Extras, MediaItem
 from kvstore_connectors.vllm.specs import WITHOUT_HYBRID, unserved_spec
 from kvstore_connectors.weight_files import WeightFiles, process_began, why_unknown
 from kvstore_proto.arena import MAX_TOKENS
@@ -237,7 +237,7 @@ def describe_extras(request: Any, *, hashed_items: bool) -> Extras | str:
     for feature in request.mm_features:
         if not hashed_items or not feature.identifier:
             return "its images are not hashed: turn prefix caching or the multi-modal processor cache on"
-        items.append(Item(feature.identifier, feature.mm_position.offset, feature.mm_position.length))
+        items.append(MediaItem(feature.identifier, feature.mm_position.offset, feature.mm_position.length))
     adapter = ""
     if request.lora_request is not None:
         if getattr(request.lora_request, "load_inplace", False):

@@ -17,7 +17,7 @@ from kvstore_connectors.moments import Moment
 from kvstore_connectors.vllm.orders import Place
 
 
-class BlockLoad(Protocol):
+class PageLoad(Protocol):
     """Blocks on their way into the pool. They count only if their leases are valid after `finish`."""
 
     def wait(self, layer: int) -> None:
@@ -50,7 +50,7 @@ class Pages(Protocol):
         """Return the present moment of the engine. Called by the engine's thread."""
         ...
 
-    def load(self, sources: Sequence[tuple[Lease, Sequence[Place]]], after: Any) -> BlockLoad:
+    def load(self, sources: Sequence[tuple[Lease, Sequence[Place]]], after: Any) -> PageLoad:
         """Copy leading blocks of leases into pool blocks that the engine does not use after the moment `after`. Raises
         KVStoreError for blocks of another size.
         """

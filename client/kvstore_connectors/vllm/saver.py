@@ -22,7 +22,7 @@ from functools import partial
 from kvstore_client.memory import Bytes
 from kvstore_client.receipt import PRESENT, STORED
 from kvstore_client.session import Session
-from kvstore_connectors.doors import SayOnce
+from kvstore_connectors.engine_session import SayOnce
 from kvstore_connectors.moments import Moment
 from kvstore_connectors.vllm.identity import address
 from kvstore_connectors.vllm.orders import Place, SaveOrder

@@ -21,7 +21,7 @@ from typing import Any
 from kvstore_client.results import REASON_NO_DAEMON, Lookup
 from kvstore_client.session import Session
 from kvstore_connectors.load import hit_of
-from kvstore_connectors.vllm.answers import Answer
+from kvstore_connectors.vllm.answers import EndedAnswer
 from kvstore_connectors.vllm.group_orders import GroupOrders, GroupsOfRequest, Survey, survey
 from kvstore_connectors.vllm.groups import Skipped, StateGroups
 from kvstore_connectors.vllm.identity import Extras, address
@@ -87,7 +87,7 @@ class SchedulerSide:
         saves: bool,
         lookup_deadline_s: float,
         rules: LoadRules,
-        on_answer: Callable[[Answer], None] | None = None,
+        on_answer: Callable[[EndedAnswer], None] | None = None,
     ) -> None:
         self._sessions = sessions
         self._on_answer = on_answer
@@ -215,7 +215,7 @@ class SchedulerSide:
             and tokens
         ):
             hints = getattr(request, "kv_hints", None)  # not every vLLM has it
-            self._on_answer(Answer(self._prefix(tracked, blocks), blocks, tokens, hints))
+            self._on_answer(EndedAnswer(self._prefix(tracked, blocks), blocks, tokens, hints))
 
     def orders(self, output: Any) -> StepOrders:
         """Return the worker side's orders around the step that `output` (a SchedulerOutput) describes."""

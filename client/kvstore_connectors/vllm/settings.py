@@ -21,7 +21,7 @@ Record = TypeVar("Record", bound="DataclassInstance")
 
 
 @dataclass(frozen=True, slots=True)
-class ConnectorSettings:
+class VllmConnectorSettings:
     """The connector's settings. `socket`: the daemon's socket directory (default: $KVSTORED_SOCKET_DIR, else
     /run/kvstored). `read_only`: restore, never store. `lookup_deadline_ms` and `load_deadline_ms` bound the time
     that one question and one restore may add to a step. A restore that is expected to wait for slower tiers longer
@@ -48,9 +48,9 @@ class ConnectorSettings:
     weights_digest: str = ""
 
 
-def parse_settings(extra_config: Mapping[str, Any]) -> ConnectorSettings:
+def parse_settings(extra_config: Mapping[str, Any]) -> VllmConnectorSettings:
     """Return the settings. Raises ValueError with a sentence that names the wrong key."""
-    settings = parse(ConnectorSettings, extra_config, _WHERE)
+    settings = parse(VllmConnectorSettings, extra_config, _WHERE)
     for name in ("store_rate", "load_rate"):
         try:
             parse_rate(getattr(settings, name))
@@ -78,7 +78,7 @@ def parse(record: type[Record], given: Mapping[str, Any], where: str) -> Record:
 
 
 @dataclass(frozen=True, slots=True)
-class TierSettings:
+class VllmTierSettings:
     """The tier's settings. `socket`: the daemon's socket directory (default: $KVSTORED_SOCKET_DIR, else /run/kvstored).
     `read_only`: load, never store. The deadlines bound one question, one load and one store of a part of a job.
     Waiting stores may hold `store_queue_mib` of vLLM's CPU tier; further ones are dropped. `keep_after_reset`: go on
@@ -100,6 +100,6 @@ class TierSettings:
     weights_digest: str = ""
 
 
-def parse_tier_settings(given: Mapping[str, Any]) -> TierSettings:
+def parse_tier_settings(given: Mapping[str, Any]) -> VllmTierSettings:
     """Return the tier's settings. Raises ValueError with a sentence that names the wrong key."""
-    return parse(TierSettings, given, "secondary_tiers")
+    return parse(VllmTierSettings, given, "secondary_tiers")

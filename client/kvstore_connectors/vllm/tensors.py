@@ -103,7 +103,7 @@ def kv_tensors(
     pool = device_pool([CacheMemory.of(tensor) for tensor in tensors], blocks=blocks, page_bytes=page_bytes)
     index = int(tensors[0].device.index)
     stream = partial(stream_of, index)
-    return KVTensors(index, lambda session: DevicePages(session.device, pool, stream, budget))
+    return KVTensors(index, lambda session: VllmDevicePages(session.device, pool, stream, budget))
 
 
 def _host_pool(kv_caches: Mapping[str, torch.Tensor], group: StateGroup, blocks: int) -> PagedLayers:
@@ -291,7 +291,7 @@ def _check_no_overlap(cache: CacheMemory, axes: Sequence[tuple[int, int]]) -> No
             extent += stride * (size - 1)
 
 
-class DevicePages:
+class VllmDevicePages:
     """The pool on a device. `device` is the session's; `stream()` is the address of the CUstream that the calling
     thread computes on. `budget` is closed with the pool. Implements `Pages`. Raises DeviceError.
     """
@@ -309,7 +309,7 @@ class DevicePages:
     def now(self) -> DeviceMoment:
         return DeviceMoment(self._device, self._stream())
 
-    def of(self, group: int) -> DevicePages:
+    def of(self, group: int) -> VllmDevicePages:
         assert not group, "a device has pools of one group"
         return self
 

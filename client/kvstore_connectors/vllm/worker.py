@@ -25,7 +25,7 @@ from kvstore_client.session import Session
 from kvstore_connectors.moments import Moment
 from kvstore_connectors.vllm.identity import address
 from kvstore_connectors.vllm.orders import LoadOrder, LoadReport, Place, SaveOrder, StepOrders, StepReport
-from kvstore_connectors.vllm.pages import BlockLoad, Pages
+from kvstore_connectors.vllm.pages import PageLoad, Pages
 from kvstore_connectors.vllm.saver import Saver
 from kvstore_proto.errors import KVStoreError
 
@@ -34,7 +34,7 @@ STEPS_LATER = 2  # on a device: the step before may still run; the same for all 
 
 
 @dataclass(slots=True)
-class Counts:
+class LoadCounts:
     """Counts since the start, for the log. `load_s` is the time by which steps were delayed; on a device, an upper
     bound.
     """
@@ -54,7 +54,7 @@ class _Ran:
     waited_s: float
 
 
-class WorkerSide:
+class VllmWorkerSide:
     """The worker side of the connector, made when vLLM registers its KV memory. `saver` is None for an engine that only
     reads.
     """
@@ -74,7 +74,7 @@ class WorkerSide:
         self._changed = threading.Condition()  # of the two above
         self._step: tuple[StepOrders, Moment] | None = None
         self._ran: deque[_Ran] = deque()  # not reported yet
-        self.counts = Counts()
+        self.counts = LoadCounts()
 
     def before_step(self, orders: StepOrders) -> None:
         """Prepare a step before it writes anything into the pool."""
@@ -204,7 +204,7 @@ def open_worker(
     reuse_wait_s: float,
     say: Callable[[str], None],
     refuse: Callable[[str], None],
-) -> WorkerSide | None:
+) -> VllmWorkerSide | None:
     """Return the worker side for a pool. If its copies cannot be prepared, call `refuse` with the reason and return
     None. `save_deadline_s`: None for an engine that only reads.
     """
@@ -214,7 +214,7 @@ def open_worker(
         refuse(f"its KV memory cannot be copied: {error}")
         return None
     saver = None if save_deadline_s is None else Saver(session, pages, deadline_s=save_deadline_s, say=say)
-    return WorkerSide(session, pages, saver, reuse_wait_s=reuse_wait_s, say=say)
+    return VllmWorkerSide(session, pages, saver, reuse_wait_s=reuse_wait_s, say=say)
 
 
 class Load:
@@ -238,7 +238,7 @@ class Load:
         self._after = pages.now()
         self._loaded = [0] * len(orders)
         self._changed = threading.Condition()  # of the two below
-        self._copies: BlockLoad | None = None  # once blocks are leased
+        self._copies: PageLoad | None = None  # once blocks are leased
         self._has_ended = False
 
     def start(self) -> Load:

@@ -27,7 +27,7 @@ from kvstore_client.memory import Bytes
 from kvstore_client.receipt import PRESENT, STORED
 from kvstore_client.results import REASON_NO_DAEMON, UNKNOWN_TIER
 from kvstore_client.session import Session
-from kvstore_connectors.doors import SayOnce
+from kvstore_connectors.engine_session import SayOnce
 from kvstore_connectors.vllm_tier.chunks import ChunkRun, names
 from kvstore_proto.identity import BlockKeys
 
@@ -40,7 +40,7 @@ KEPT = frozenset({STORED, PRESENT})
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class EndedJob:
     """A job that has ended: the outcome of each of its chunks."""
 
     job_id: int
@@ -85,7 +85,7 @@ class Jobs:
         self._storer = ThreadPoolExecutor(1, "kvstore-tier-store")
         self._changed = threading.Condition()
         self._open: dict[int, _Job] = {}
-        self._ended: list[Ended] = []
+        self._ended: list[EndedJob] = []
         self._waiting_chunks = 0  # to be stored
         self._notices = 0
         self._gives_up = False  # stores that have not begun
@@ -119,7 +119,7 @@ class Jobs:
     def refuse(self, job_id: int, keys: Sequence[bytes], *, is_load: bool, outcome: str) -> None:
         """End a job without a move."""
         with self._changed:
-            self._ended.append(Ended(job_id, is_load, dict.fromkeys(keys, outcome), 0.0))
+            self._ended.append(EndedJob(job_id, is_load, dict.fromkeys(keys, outcome), 0.0))
 
     def notify(self, work: Callable[[], object]) -> None:
         """Run `work`, a short call, behind the stores that wait now; it is dropped if many such calls wait. After a
@@ -131,7 +131,7 @@ class Jobs:
             self._notices += 1
         self._storer.submit(self._notice, work)
 
-    def take_ended(self) -> list[Ended]:
+    def take_ended(self) -> list[EndedJob]:
         with self._changed:
             ended, self._ended = self._ended, []
         return ended
@@ -182,7 +182,7 @@ class Jobs:
             job.parts_left -= 1
             if not job.parts_left:
                 del self._open[job.job_id]
-                self._ended.append(Ended(job.job_id, job.is_load, job.outcomes, self._clock() - job.started))
+                self._ended.append(EndedJob(job.job_id, job.is_load, job.outcomes, self._clock() - job.started))
                 self._changed.notify_all()
 
     def _notice(self, work: Callable[[], object]) -> None:

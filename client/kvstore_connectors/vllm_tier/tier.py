@@ -38,9 +38,9 @@ from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from kvstore_client.session import Session
-from kvstore_connectors.doors import engine_session
+from kvstore_connectors.engine_session import engine_session
 from kvstore_connectors.vllm.kv_hints import HintedChain, KvHints
-from kvstore_connectors.vllm.settings import TierSettings, parse_tier_settings
+from kvstore_connectors.vllm.settings import VllmTierSettings, parse_tier_settings
 from kvstore_connectors.vllm_tier import jobs
 from kvstore_connectors.vllm_tier.chunks import (
     ChunkRun,
@@ -52,7 +52,7 @@ from kvstore_connectors.vllm_tier.chunks import (
     runs_to_store,
 )
 from kvstore_connectors.vllm_tier.engine import EngineName, stated, tier_fingerprint, unpacked
-from kvstore_connectors.vllm_tier.jobs import Ended, Jobs
+from kvstore_connectors.vllm_tier.jobs import EndedJob, Jobs
 from kvstore_proto.arena import slot_bytes
 from kvstore_proto.fingerprint import Fingerprint
 
@@ -81,7 +81,7 @@ class _Request:
 
 
 class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typed where this is checked
-    """The tier that vLLM loads. `settings`: the fields of `TierSettings`. `engine`: a packed `EngineName` from
+    """The tier that vLLM loads. `settings`: the fields of `VllmTierSettings`. `engine`: a packed `EngineName` from
     `KVStoreOffloadingConnector`; vLLM's own connector gives none, and then `weights_digest` must be set."""
 
     medium: ClassVar[Medium] = Medium.STORAGE
@@ -105,7 +105,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ty
         self._events: list[OffloadingEvent] | None = [] if events and self._settings.enable_kv_events else None
         self._described: dict[str, str | None] = {}
         self._kv_hints = KvHints(logger.warning)
-        self._counts = Counts()
+        self._counts = ChunkCounts()
         self._is_stopped = False
         self._session = self._connect(tier_fingerprint(self._engine, offloading_spec.config, self._row_bytes))
         self._jobs = self._new_jobs()
@@ -255,7 +255,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ty
     def _taken_apart(self, job: TransferJob) -> tuple[list[bytes], list[int], _Request]:
         return list(job.keys), [int(row) for row in job.chunk_ids], self._request(job.req_context)
 
-    def _load_result(self, ended: Ended) -> JobResult:
+    def _load_result(self, ended: EndedJob) -> JobResult:
         """Return vLLM's result of a load. Chunks that did not come count as missing from now on; otherwise vLLM would
         ask for them again and again."""
         loaded = tuple(key for key, outcome in ended.outcomes.items() if outcome == jobs.LOADED)
@@ -270,7 +270,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ty
             transfer_bytes=len(loaded) * self._row_bytes,
         )
 
-    def _store_result(self, ended: Ended) -> JobResult:
+    def _store_result(self, ended: EndedJob) -> JobResult:
         kept = [key for key, outcome in ended.outcomes.items() if outcome in jobs.KEPT]
         if kept and self._events is not None:
             self._events.append(OffloadingEvent(keys=kept, medium=self.medium, removed=False, locality=self.locality))
@@ -343,7 +343,7 @@ class _Lookups(AsyncLookupManager):  # type: ignore[misc]  # as above
         return self._tier.present(keys, req_context)
 
 
-def _engine_of(packed: str, settings: TierSettings) -> EngineName:
+def _engine_of(packed: str, settings: VllmTierSettings) -> EngineName:
     if packed:
         return unpacked(packed)
     if settings.weights_digest:
@@ -369,14 +369,14 @@ def definitions() -> dict[str, OffloadingMetricMetadata]:
     }
 
 
-class Counts:
+class ChunkCounts:
     """The counts of chunks since the last report."""
 
     def __init__(self) -> None:
         self._chunks: Counter[tuple[str, str]] = Counter()
         self._connected: float | None = None
 
-    def add(self, ended: Ended) -> None:
+    def add(self, ended: EndedJob) -> None:
         metric = LOADS if ended.is_load else STORES
         for outcome, chunks in ended.counts().items():
             self._chunks[metric, outcome] += chunks

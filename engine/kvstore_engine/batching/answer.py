@@ -19,7 +19,7 @@ from kvstore_engine.batching.request import RequestSettings
 from kvstore_engine.errors import UsageError
 from kvstore_engine.executors.logits import StepLogits
 from kvstore_engine.restore.session import NextStep
-from kvstore_engine.sampler import Sampler, SamplingSettings
+from kvstore_engine.sampler import SamplingSettings, TokenSampler
 from kvstore_engine.tokenizer.tokenizer import StreamingDetokenizer
 
 Floats = npt.NDArray[np.float32]
@@ -76,7 +76,7 @@ class Answer:
     """
 
     def __init__(self, settings: RequestSettings, index: int, tokenizer: TextSource) -> None:
-        self.sampler = Sampler(_own_seed(settings.sampling, index))
+        self.sampler = TokenSampler(_own_seed(settings.sampling, index))
         self.constraint = _made(settings.constraint) if settings.constraint is not None else None
         self.is_plain = settings.sampling.is_greedy and self.constraint is None
         self.end_ids = frozenset[int]() if settings.ignore_end else tokenizer.end_ids
@@ -130,7 +130,7 @@ def _own_seed(sampling: SamplingSettings, index: int) -> SamplingSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ChosenToken:
     """A chosen token, or the reason why there is none (`failure`). `is_unsound`: the logits are no numbers, so the K/V
     that they were computed from cannot be trusted.
     """
@@ -140,15 +140,15 @@ class Choice:
     is_unsound: bool = False
 
 
-def choose(logits: StepLogits, answers: Mapping[int, Answer], whole: Mapping[int, Floats]) -> dict[int, Choice]:
+def choose(logits: StepLogits, answers: Mapping[int, Answer], whole: Mapping[int, Floats]) -> dict[int, ChosenToken]:
     """Return the choice for each row of `answers`. `whole`: rows of `logits`, among them all rows that are not
     plain.
     """
-    choices: dict[int, Choice] = {}
+    choices: dict[int, ChosenToken] = {}
     plain = [row for row, answer in answers.items() if answer.is_plain]
     if plain:
         for row, token, value in zip(plain, *logits.likeliest(plain), strict=True):
-            choices[row] = Choice(token) if math.isfinite(value) else _unsound(value)
+            choices[row] = ChosenToken(token) if math.isfinite(value) else _unsound(value)
     return choices | {row: choose_one(whole[row], answer) for row, answer in answers.items() if row not in choices}
 
 
@@ -173,11 +173,11 @@ def _log_of_sum(logits: Floats) -> float:
     return most + math.log(float(np.exp(logits.astype(np.float64) - most).sum()))
 
 
-def _unsound(value: float) -> Choice:
-    return Choice(0, f"the model produced logits that cannot be sampled: {value}", is_unsound=True)
+def _unsound(value: float) -> ChosenToken:
+    return ChosenToken(0, f"the model produced logits that cannot be sampled: {value}", is_unsound=True)
 
 
-def choose_one(row: Floats, answer: Answer) -> Choice:
+def choose_one(row: Floats, answer: Answer) -> ChosenToken:
     """Return the choice for a row of logits, float32 [vocabulary]."""
     most = float(row.max())  # NaN if there is one anywhere
     if not math.isfinite(most):
@@ -187,11 +187,11 @@ def choose_one(row: Floats, answer: Answer) -> Choice:
         if mask is not None:
             row = _masked(row, mask)
             if not np.isfinite(row.max()):
-                return Choice(0, "the constraint allows no token that the model has")
+                return ChosenToken(0, "the constraint allows no token that the model has")
         token = answer.sampler.choose(row)
     except Exception as error:  # from a constraint: the other answers go on
-        return Choice(0, str(error) or type(error).__name__)
-    return Choice(token)
+        return ChosenToken(0, str(error) or type(error).__name__)
+    return ChosenToken(token)
 
 
 def _masked(row: Floats, mask: npt.NDArray[np.uint32]) -> Floats:

@@ -13,7 +13,7 @@ from kvstore_engine.batching.answer import TextSource
 from kvstore_engine.batching.batch import Batch
 from kvstore_engine.batching.compute import Compute
 from kvstore_engine.batching.events import Event
-from kvstore_engine.batching.intake import Intake, SessionOf
+from kvstore_engine.batching.intake import RequestIntake, SessionOf
 from kvstore_engine.batching.observer import FanOut, Observer, StepRecord
 from kvstore_engine.batching.output_processor import OutputProcessor
 from kvstore_engine.batching.request import Request
@@ -24,7 +24,7 @@ from kvstore_engine.batching.settings import EngineSettings
 from kvstore_engine.batching.storer import Storer
 from kvstore_engine.blocks.space import BlockSpace
 from kvstore_engine.errors import UsageError
-from kvstore_engine.restore.copies import BlockCopies, HostCopies
+from kvstore_engine.restore.copies import HostPoolCopies, PoolCopies
 from kvstore_engine.restore.record import RestorationLog
 from kvstore_engine.worker.remote import StepFailed
 from kvstore_restore.learned import LearnedCosts
@@ -51,7 +51,7 @@ class BatchEngine:
         *,
         settings: EngineSettings | None = None,
         sessions: SessionOf | None = None,
-        copies: BlockCopies | None = None,
+        copies: PoolCopies | None = None,
         costs: LearnedCosts | None = None,
         observer: Observer | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -72,9 +72,9 @@ class BatchEngine:
             least = min(windows.blocks_for(self.settings.step_tokens(limits)), pool.blocks + 1)
             if windows.pool.blocks < least:
                 raise ValueError(f"the pool has {windows.pool.blocks} blocks for windowed layers: {least} are needed")
-        self._copies = copies = copies or HostCopies(pool)
+        self._copies = copies = copies or HostPoolCopies(pool)
         # Copies by the device take no core from the step: it need not wait for them.
-        self._patience_s = 0.0 if copies.steps_wait else _PATIENCE_S
+        self._patience_s = 0.0 if copies.waits_by_layer else _PATIENCE_S
         self.restorer = Restorer(
             self.space,
             copies,
@@ -88,7 +88,7 @@ class BatchEngine:
         self.scheduler = Scheduler(
             self.space, self.restorer, limits, self.settings, costs=self.costs, observer=self.observer, clock=clock
         )
-        self._intake = Intake(
+        self._intake = RequestIntake(
             self.scheduler,
             tokenizer,
             self.settings,

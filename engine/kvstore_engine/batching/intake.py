@@ -29,7 +29,7 @@ class Overloaded(RuntimeError):
         self.retry_after_s = retry_after_s
 
 
-class Intake:
+class RequestIntake:
     """The intake of requests for `scheduler`, within `settings`. `context`: most tokens of a prompt and its answer.
     `vocabulary`: token ids are below it. `sessions(tenant)` is the tenant's session with the daemon, or None.
     """

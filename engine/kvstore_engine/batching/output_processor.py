@@ -6,10 +6,10 @@ or end to the run queue.
 
 from collections.abc import Callable, Collection
 
-from kvstore_engine.batching.answer import Choice, Floats, choose, choose_one, log_probabilities
+from kvstore_engine.batching.answer import ChosenToken, Floats, choose, choose_one, log_probabilities
 from kvstore_engine.batching.batch import Batch
 from kvstore_engine.batching.events import Event, Finished, Reason, Token, Usage
-from kvstore_engine.batching.intake import Intake
+from kvstore_engine.batching.intake import RequestIntake
 from kvstore_engine.batching.observer import Observer
 from kvstore_engine.batching.scheduler import Scheduler
 from kvstore_engine.batching.sequence import Sequence
@@ -21,7 +21,12 @@ class OutputProcessor:
     """The output of one engine: it continues and ends answers."""
 
     def __init__(
-        self, scheduler: Scheduler, intake: Intake, storer: Storer, observer: Observer, clock: Callable[[], float]
+        self,
+        scheduler: Scheduler,
+        intake: RequestIntake,
+        storer: Storer,
+        observer: Observer,
+        clock: Callable[[], float],
     ) -> None:
         self._scheduler, self._intake, self._storer = scheduler, intake, storer
         self._observer, self._clock = observer, clock
@@ -50,7 +55,7 @@ class OutputProcessor:
             events += self._continue(sequence, choices[row], rows.get(row), now)
         return events
 
-    def _continue(self, sequence: Sequence, choice: Choice, row: Floats | None, now: float) -> list[Event]:
+    def _continue(self, sequence: Sequence, choice: ChosenToken, row: Floats | None, now: float) -> list[Event]:
         siblings: list[Sequence] = []
         refused: dict[int, str] = {}
         if row is not None and _forks(sequence):
@@ -61,7 +66,7 @@ class OutputProcessor:
             events += self._take(sibling, choose_one(row, sibling.answer), row, now)
         return events + [self._never_begun(sequence, index, "failed", why) for index, why in refused.items()]
 
-    def _take(self, sequence: Sequence, choice: Choice, row: Floats | None, now: float) -> list[Event]:
+    def _take(self, sequence: Sequence, choice: ChosenToken, row: Floats | None, now: float) -> list[Event]:
         """Append the chosen token to `sequence`, and end the answer if it ends."""
         request, answer, token = sequence.request, sequence.answer, choice.token
         if choice.failure:

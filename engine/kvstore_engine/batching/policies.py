@@ -13,7 +13,7 @@ _AHEAD = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class SchedulingCandidate:
     """A sequence as a policy sees it.
 
     order: number of its arrival. since_s: the time when its present wait began. level: its priority when it was last
@@ -30,22 +30,22 @@ class Candidate:
     served: float
 
 
-class Policy(Protocol):
+class SchedulingPolicy(Protocol):
     """An order of sequences. The smallest rank is first."""
 
-    def turn(self, candidate: Candidate, now_s: float) -> Rank:
+    def turn(self, candidate: SchedulingCandidate, now_s: float) -> Rank:
         """Return the rank of a sequence that waits for admission, or for prompt tokens in a step."""
         ...
 
-    def yields(self, candidate: Candidate, now_s: float) -> Rank:
+    def yields(self, candidate: SchedulingCandidate, now_s: float) -> Rank:
         """Return the rank of a running sequence: when blocks are short, the largest rank yields first."""
         ...
 
-    def level(self, candidate: Candidate, now_s: float) -> float:
+    def level(self, candidate: SchedulingCandidate, now_s: float) -> float:
         """Return the level of a sequence that is admitted now."""
         ...
 
-    def displaces(self, waiting: Candidate, running: Candidate, now_s: float) -> bool:
+    def displaces(self, waiting: SchedulingCandidate, running: SchedulingCandidate, now_s: float) -> bool:
         """Return whether `waiting` shall run instead of `running`, if not both can."""
         ...
 
@@ -57,16 +57,16 @@ class FirstCome:
     No sequence is displaced; when blocks are short, the latest yields, so the oldest always finishes.
     """
 
-    def turn(self, candidate: Candidate, now_s: float) -> Rank:
+    def turn(self, candidate: SchedulingCandidate, now_s: float) -> Rank:
         return candidate.served, candidate.order
 
-    def yields(self, candidate: Candidate, now_s: float) -> Rank:
+    def yields(self, candidate: SchedulingCandidate, now_s: float) -> Rank:
         return (candidate.order,)
 
-    def level(self, candidate: Candidate, now_s: float) -> float:
+    def level(self, candidate: SchedulingCandidate, now_s: float) -> float:
         return candidate.priority
 
-    def displaces(self, waiting: Candidate, running: Candidate, now_s: float) -> bool:
+    def displaces(self, waiting: SchedulingCandidate, running: SchedulingCandidate, now_s: float) -> bool:
         return False
 
 
@@ -83,20 +83,20 @@ class ShortestRemaining:
     def __init__(self, ageing: float) -> None:
         self._ageing = ageing
 
-    def turn(self, candidate: Candidate, now_s: float) -> Rank:
+    def turn(self, candidate: SchedulingCandidate, now_s: float) -> Rank:
         return candidate.served, self._aged_s(candidate, now_s), candidate.order
 
-    def yields(self, candidate: Candidate, now_s: float) -> Rank:
+    def yields(self, candidate: SchedulingCandidate, now_s: float) -> Rank:
         return self._aged_s(candidate, now_s), candidate.order
 
-    def level(self, candidate: Candidate, now_s: float) -> float:
+    def level(self, candidate: SchedulingCandidate, now_s: float) -> float:
         return candidate.priority
 
-    def displaces(self, waiting: Candidate, running: Candidate, now_s: float) -> bool:
+    def displaces(self, waiting: SchedulingCandidate, running: SchedulingCandidate, now_s: float) -> bool:
         gain_s = self._aged_s(running, now_s) - self._aged_s(waiting, now_s)
         return gain_s > _AHEAD * running.remaining_s and waiting.remaining_s < running.remaining_s
 
-    def _aged_s(self, candidate: Candidate, now_s: float) -> float:
+    def _aged_s(self, candidate: SchedulingCandidate, now_s: float) -> float:
         return candidate.remaining_s - self._ageing * (now_s - candidate.arrived_s)
 
 
@@ -112,20 +112,20 @@ class PriorityFirst:
     def __init__(self, level_s: float) -> None:
         self._level_s = level_s
 
-    def turn(self, candidate: Candidate, now_s: float) -> Rank:
+    def turn(self, candidate: SchedulingCandidate, now_s: float) -> Rank:
         return -self.level(candidate, now_s), candidate.served, candidate.order
 
-    def yields(self, candidate: Candidate, now_s: float) -> Rank:
+    def yields(self, candidate: SchedulingCandidate, now_s: float) -> Rank:
         return -candidate.level, candidate.order
 
-    def level(self, candidate: Candidate, now_s: float) -> float:
+    def level(self, candidate: SchedulingCandidate, now_s: float) -> float:
         return candidate.level + (now_s - candidate.since_s) // self._level_s
 
-    def displaces(self, waiting: Candidate, running: Candidate, now_s: float) -> bool:
+    def displaces(self, waiting: SchedulingCandidate, running: SchedulingCandidate, now_s: float) -> bool:
         return self.level(waiting, now_s) > running.level
 
 
-def choose_policy(name: str, *, ageing: float, level_s: float) -> Policy:
+def choose_policy(name: str, *, ageing: float, level_s: float) -> SchedulingPolicy:
     """Return the policy `name`: "fcfs", "shortest" (with `ageing`) or "priority" (with `level_s`)."""
     match name:
         case "fcfs":

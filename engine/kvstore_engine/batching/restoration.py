@@ -19,14 +19,14 @@ from kvstore_engine.batching.settings import Restoring
 from kvstore_engine.blocks.space import BlockSpace
 from kvstore_engine.blocks.trie import TrieNode
 from kvstore_engine.pool import PoolExhausted
-from kvstore_engine.restore.copies import BlockCopies, BlockLoad
-from kvstore_engine.restore.fetcher import Arrival, Fetch
-from kvstore_engine.restore.progress import Progress
+from kvstore_engine.restore.copies import PoolCopies, PoolLoad
+from kvstore_engine.restore.fetcher import ArrivedBlocks, Fetch
+from kvstore_engine.restore.progress import RestoreProgress
 from kvstore_engine.restore.record import PLAN_REASONS, RestorationRecord, RestoreReport
 from kvstore_engine.restore.session import KvLease, KvSession, Tokens
 from kvstore_restore.costs import ComputeCost, RestoreCosts
-from kvstore_restore.plan import Prefix
-from kvstore_restore.pointers import Pointers, State
+from kvstore_restore.plan import StoredPrefix
+from kvstore_restore.pointers import ChunkState, Pointers
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Arriving:
     time up to `furthest`; `new` prompt tokens were counted as restored since.
     """
 
-    load: BlockLoad
+    load: PoolLoad
     portion: range
     computed: int
     furthest: int
@@ -43,7 +43,7 @@ class Arriving:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Restoration(Progress):
+class Restoration(RestoreProgress):
     """A restoration of `sequence`. `tokens`: the tokens of the blocks for which it can be of use."""
 
     sequence: Sequence
@@ -60,7 +60,7 @@ class Restoration(Progress):
     arriving: Arriving | None = None
     step_chunks: int = 1  # more are not computed in one step
     copied: set[int] = field(default_factory=set)  # blocks whose K/V are in place
-    taken: list[Arrival] = field(default_factory=list)  # arrived, and not copied yet
+    taken: list[ArrivedBlocks] = field(default_factory=list)  # arrived, and not copied yet
     failure: str = ""
     lookup_reason: str = ""
     resumes_at: int | None = None  # the block at which windowed layers can resume, and before which they cannot
@@ -81,7 +81,7 @@ class Restoration(Progress):
         compute = known.compute
         compute = ComputeCost(compute.fixed_s * shared, compute.token_s * pace, compute.attended_s * pace)
         self.step_chunks = -(-step_tokens // size) + 1
-        prefix = Prefix(tiers, size, self.chunk_bytes, first=self.first * size)
+        prefix = StoredPrefix(tiers, size, self.chunk_bytes, first=self.first * size)
         costs = RestoreCosts(compute, known.links, known.contention)
         plan = self.decide(prefix, costs, loads_all=restoring == "load")
         self.planned_s = self.now_s
@@ -114,7 +114,7 @@ class Restoration(Progress):
         """Return whether a chunk of `block` that has arrived is of use; it counts as wasted if not."""
         if not self.is_meeting or block < self.first:
             return False
-        if self.pointers.state(block - self.first) is State.PRESENT:
+        if self.pointers.state(block - self.first) is ChunkState.PRESENT:
             self.pointers.loaded_chunk(block - self.first)
             return False
         return True
@@ -173,9 +173,9 @@ class Restoration(Progress):
 class Filler:
     """A filler of blocks of `space` from leases, by `copies`: before the next step, or beside it. For one thread."""
 
-    def __init__(self, space: BlockSpace, copies: BlockCopies) -> None:
+    def __init__(self, space: BlockSpace, copies: PoolCopies) -> None:
         self._space, self._copies = space, copies
-        self.steps_wait = copies.steps_wait  # for what they read: `begin` may be used
+        self.steps_wait = copies.waits_by_layer  # for what they read: `begin` may be used
 
     def fill(self, restoration: Restoration, lease: KvLease, base: int, portion: range) -> bool:
         """Copy the blocks `portion` of a prefix; the first block of `lease` is block `base`. Return whether the lease
@@ -250,7 +250,7 @@ class Filler:
         restoration.resumed = True
         return True
 
-    def _load(self, restoration: Restoration, lease: KvLease, base: int, portion: range) -> BlockLoad:
+    def _load(self, restoration: Restoration, lease: KvLease, base: int, portion: range) -> PoolLoad:
         sequence, pool = restoration.sequence, self._space.pool
         blocks, nodes = sequence.held.blocks, sequence.held.nodes
         per_block = restoration.chunk_tokens // self._space.block_tokens

@@ -3,7 +3,7 @@
 The module owns the stages of each restoration: look up, copy mapped blocks, plan the rest, and load it from its last
 block down while ordinary steps compute it from its first one up. Threads wait for the daemon; decisions and copies are
 made in the engine's thread, between two steps and in portions, so that running answers go on. If steps wait for layers
-(`BlockCopies.steps_wait`) and all is mapped, the next step computes behind blocks that are still coming, and `settle`
+(`PoolCopies.steps_wait`) and all is mapped, the next step computes behind blocks that are still coming, and `settle`
 says whether it counts. One restoration at a time loads from slower tiers, the one with the least left first
 (`pointers.turn`). Invariants: a block counts as restored only if its lease was still valid after it was copied
 (`Filler`); a sequence's `computed` passes a loaded block only when all before it are present, or on their way beside a
@@ -18,12 +18,12 @@ from kvstore_engine.batching.restoration import Filler, Restoration
 from kvstore_engine.batching.sequence import Sequence
 from kvstore_engine.batching.settings import Restoring
 from kvstore_engine.blocks.space import BlockSpace
-from kvstore_engine.restore.copies import BlockCopies
-from kvstore_engine.restore.fetcher import Arrival, Fetcher
+from kvstore_engine.restore.copies import PoolCopies
+from kvstore_engine.restore.fetcher import ArrivedBlocks, Fetcher
 from kvstore_engine.restore.record import RestorationRecord, RestoreReport
 from kvstore_engine.restore.session import KvLease
 from kvstore_restore.learned import MAPPED, LearnedCosts
-from kvstore_restore.plan import Plan
+from kvstore_restore.plan import RestorePlan
 from kvstore_restore.pointers import turn
 
 _log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class Restorer:
     def __init__(
         self,
         space: BlockSpace,
-        copies: BlockCopies,
+        copies: PoolCopies,
         costs: LearnedCosts,
         *,
         restoring: Restoring,
@@ -243,7 +243,7 @@ class Restorer:
             restoration.alone = load_s, compute_s
             if load_s > compute_s and self._restoring != "load":
                 restoration.mapped_end = restoration.begin
-                restoration.plan = Plan("compute", compute_s, mapped)
+                restoration.plan = RestorePlan("compute", compute_s, mapped)
 
     def _copy_mapped(self, restoration: Restoration, lease: KvLease, deadline: float) -> bool:
         """Copy mapped blocks. Return whether the copying has ended, with all of them unless the lease has ended."""
@@ -308,7 +308,7 @@ class Restorer:
             self._filler.pass_copied(restoration)  # a step may have brought the last one, before a tail that was loaded
         return pointers.is_done
 
-    def _copy_arrival(self, restoration: Restoration, arrival: Arrival, deadline: float) -> bool:
+    def _copy_arrival(self, restoration: Restoration, arrival: ArrivedBlocks, deadline: float) -> bool:
         """Copy blocks that are wanted, until the deadline. Return whether none is left; then its lease has ended."""
         first, lease = arrival.first, arrival.lease
         while arrival.copied < len(lease):

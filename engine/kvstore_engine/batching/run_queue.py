@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from kvstore_engine.batching.observer import Observer
-from kvstore_engine.batching.policies import Policy
+from kvstore_engine.batching.policies import SchedulingPolicy
 from kvstore_engine.batching.preemption import Preemption
 from kvstore_engine.batching.restorer import Restorer
 from kvstore_engine.batching.scheduling_statistics import SchedulingStatistics
@@ -26,7 +26,7 @@ class RunQueue:
     def __init__(
         self,
         space: BlockSpace,
-        policy: Policy,
+        policy: SchedulingPolicy,
         statistics: SchedulingStatistics,
         preemption: Preemption,
         restorer: Restorer,

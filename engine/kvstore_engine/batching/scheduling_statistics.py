@@ -8,7 +8,7 @@ from collections import Counter, OrderedDict
 import numpy as np
 import numpy.typing as npt
 
-from kvstore_engine.batching.policies import Candidate
+from kvstore_engine.batching.policies import SchedulingCandidate
 from kvstore_engine.batching.sequence import Sequence
 from kvstore_restore.learned import LearnedCosts
 
@@ -39,9 +39,9 @@ class SchedulingStatistics:
         self._service_s: float | None = None
         self._ended = 0
 
-    def of(self, sequence: Sequence) -> Candidate:
+    def of(self, sequence: Sequence) -> SchedulingCandidate:
         """Return the present view of `sequence` for a policy."""
-        return Candidate(
+        return SchedulingCandidate(
             order=sequence.order,
             arrived_s=sequence.arrived_s,
             since_s=sequence.since_s,

@@ -14,14 +14,14 @@ from kvstore_engine.batching.observer import Observer
 from kvstore_engine.batching.sequence import Sequence
 from kvstore_engine.blocks.space import BlockSpace
 from kvstore_engine.blocks.trie import TrieNode
-from kvstore_engine.restore.put_queue import MOST_BLOCKS, BlockSender, Hint, Put, PutQueue
+from kvstore_engine.restore.put_queue import MOST_BLOCKS, BlockSender, PutQueue, QueuedHint, QueuedPut
 from kvstore_engine.restore.session import KvSession, NextStep
 
 _GIVEN_UP = -1  # Sequence.offered_blocks: a block was not stored, and later ones would not be found
 
 
 @dataclass(slots=True, eq=False)
-class _SequencePut(Put):
+class _SequencePut(QueuedPut):
     """A put with its sequence and the trie nodes of its blocks."""
 
     sequence: Sequence = field(kw_only=True)
@@ -96,7 +96,7 @@ class Storer:
         session = sequence.session
         if session is not None and session.state == "connected" and tokens >= session.block_tokens:
             whole = np.array(sequence.tokens[: tokens // session.block_tokens * session.block_tokens], np.int32)
-            self._queue.hint(Hint(session, whole, answer_tokens, due_in_s, next_step))
+            self._queue.hint(QueuedHint(session, whole, answer_tokens, due_in_s, next_step))
 
     def settle(self, patience_s: float, *, everything: bool = False) -> None:
         """Unpin stored blocks, and hand over the next put, waiting up to `patience_s` seconds for that."""
@@ -142,7 +142,7 @@ class Storer:
                 put.window_blocks += blocks
                 put.windows[number] = partial(windows.pool.gather_block, blocks)
 
-    def _collect(self, puts: list[Put]) -> None:
+    def _collect(self, puts: list[QueuedPut]) -> None:
         for put in puts:
             self._space.unpin(block for table in put.tables for block in table)
             assert isinstance(put, _SequencePut)

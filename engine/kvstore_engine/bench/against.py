@@ -18,9 +18,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from kvstore_engine.bench.child import Child
+from kvstore_engine.bench.child import ServerChild
 from kvstore_engine.bench.ggml_build import cpu_features, kernel_environment, mapped_libraries, same_build
-from kvstore_engine.bench.over_http import Endpoint, run_over_http
+from kvstore_engine.bench.over_http import MeasuredServer, run_over_http
 from kvstore_engine.bench.servers import LlamaServerSettings, Running, best_on_cpus, llama_server, our_server
 from kvstore_engine.bench.summary import Summary, summarise
 from kvstore_engine.bench.workload import ClosedLoop, LoadSettings, Workload, make_load
@@ -111,10 +111,10 @@ def _server_row(wanted: Comparison, count: int, builds: _Builds, progress: Progr
         found: dict[str, list[Summary]] = {name: [] for name in sides}
         warm = make_load("decode", replace(sizes, requests=count, generate_tokens=4, seed=sizes.seed + 7))
         for side in sides.values():
-            run_over_http(Endpoint(side.url), warm, ClosedLoop(count))
+            run_over_http(MeasuredServer(side.url), warm, ClosedLoop(count))
         for turn, asked in enumerate(turns):
             for name in _rotated(list(sides), turn):
-                run = run_over_http(Endpoint(sides[name].url), asked, ClosedLoop(count))
+                run = run_over_http(MeasuredServer(sides[name].url), asked, ClosedLoop(count))
                 summary = summarise(run)
                 if summary.failed:
                     message = next(outcome.message for outcome in run.outcomes if not outcome.ok)
@@ -189,19 +189,19 @@ class DecodeSpeeds:
 
 
 @contextlib.contextmanager
-def decoders(model: Path, threads: int, environment: dict[str, str]) -> Iterator[dict[str, Child]]:
+def decoders(model: Path, threads: int, environment: dict[str, str]) -> Iterator[dict[str, ServerChild]]:
     """Yield a process for each side, with nothing loaded yet."""
     module, arguments = "kvstore_engine.bench.decoding", [str(model), str(threads)]
     with (
-        contextlib.closing(Child(module, [OURS, *arguments], {**_LIBGOMP_SPINS, **environment})) as ours,
+        contextlib.closing(ServerChild(module, [OURS, *arguments], {**_LIBGOMP_SPINS, **environment})) as ours,
         # Set for this side, too, so that it does not inherit another count from this process.
-        contextlib.closing(Child(module, ["llama", *arguments], _LIBGOMP_SPINS)) as llama,
+        contextlib.closing(ServerChild(module, ["llama", *arguments], _LIBGOMP_SPINS)) as llama,
     ):
         yield {OURS: ours, _PLAIN: llama, _FLASH: llama, DEFAULT: llama}
 
 
 def decode_speeds(
-    sides: dict[str, Child], count: int, *, prompt_tokens: int, steps: int, rounds: int, **ours: object
+    sides: dict[str, ServerChild], count: int, *, prompt_tokens: int, steps: int, rounds: int, **ours: object
 ) -> DecodeSpeeds:
     """Decode with `count` sequences on every side, in turns, and return the speeds. `ours`: further questions to this
     engine's side.
@@ -227,7 +227,7 @@ def decode_speeds(
     )
 
 
-def _decode_row(wanted: Comparison, count: int, sides: dict[str, Child], progress: Progress) -> Row:
+def _decode_row(wanted: Comparison, count: int, sides: dict[str, ServerChild], progress: Progress) -> Row:
     speeds = decode_speeds(
         sides, count, prompt_tokens=wanted.load.prompt_tokens, steps=wanted.decode_steps, rounds=wanted.rounds
     )

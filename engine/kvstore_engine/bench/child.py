@@ -20,7 +20,7 @@ _READY = "ready"
 _END_S = 30.0
 
 
-class Child:
+class ServerChild:
     """The process `python -m module arguments...`, from its message that it is ready until `close`."""
 
     def __init__(

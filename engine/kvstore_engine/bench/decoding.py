@@ -54,10 +54,10 @@ def context_tokens(question: dict[str, Any]) -> int:
 
 
 def decode_llama(model: Path, threads: int, question: dict[str, Any]) -> dict[str, object]:
-    from kvstore_engine.bench.llama_context import LlamaContext, LlamaSettings
+    from kvstore_engine.bench.llama_context import LlamaContext, LlamaContextSettings
 
     count = question["sequences"]
-    settings = LlamaSettings(
+    settings = LlamaContextSettings(
         context_tokens(question) * count, count, threads, flash=question["flash"], unified=question["unified"]
     )
     with closing(LlamaContext(model, settings)) as context:

@@ -20,7 +20,7 @@ from kvstore_engine.batching.intake import Overloaded
 from kvstore_engine.batching.observer import Observer
 from kvstore_engine.batching.request import Request, RequestSettings
 from kvstore_engine.batching.settings import EngineSettings
-from kvstore_engine.bench.summary import Outcome, Run
+from kvstore_engine.bench.summary import BenchmarkRun, RequestOutcome
 from kvstore_engine.bench.workload import Arrivals, BenchRequest, ClosedLoop, Workload
 from kvstore_engine.devices import CPU
 from kvstore_engine.errors import UsageError
@@ -83,7 +83,7 @@ class _Feeding:
 
     left: deque[tuple[float | None, BenchRequest]]
     clients: int | None
-    running: dict[str, Outcome] = field(default_factory=dict)
+    running: dict[str, RequestOutcome] = field(default_factory=dict)
 
     def due(self, now_s: float) -> bool:
         if not self.left or (self.clients is not None and len(self.running) >= self.clients):
@@ -116,14 +116,14 @@ def run_in_process(
     *,
     clock: Callable[[], float] = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
-) -> Run:
+) -> BenchmarkRun:
     """Send all of `workload` and wait for all answers; return the outcomes."""
     if isinstance(arrivals, ClosedLoop):
         feeding = _Feeding(deque((None, request) for request in workload.requests), arrivals.concurrency)
     else:
         due = arrivals.due_s(len(workload.requests))
         feeding = _Feeding(deque(zip(due, workload.requests, strict=True)), None)
-    outcomes: list[Outcome] = []
+    outcomes: list[RequestOutcome] = []
     begin = clock()
     while feeding.left or feeding.running:
         while feeding.due(now := clock() - begin):
@@ -144,15 +144,15 @@ def run_in_process(
             elif isinstance(event, Finished):
                 _finish(outcome, event, now)
                 del feeding.running[event.request_id]
-    return Run(outcomes, clock() - begin)
+    return BenchmarkRun(outcomes, clock() - begin)
 
 
-def _send(engine: BatchEngine, feeding: _Feeding, outcomes: list[Outcome], now_s: float) -> bool:
+def _send(engine: BatchEngine, feeding: _Feeding, outcomes: list[RequestOutcome], now_s: float) -> bool:
     """Send requests that are due; return False if the engine wants no more for now: the request stays in place, and its
     wait counts.
     """
     at, request = feeding.left[0]
-    outcome = Outcome(request.id, request.kind, now_s if at is None else at, len(request.tokens))
+    outcome = RequestOutcome(request.id, request.kind, now_s if at is None else at, len(request.tokens))
     settings = RequestSettings(
         max_tokens=request.limit or request.max_tokens,
         ignore_end=True,
@@ -173,7 +173,7 @@ def _send(engine: BatchEngine, feeding: _Feeding, outcomes: list[Outcome], now_s
     return True
 
 
-def _finish(outcome: Outcome, event: Finished, now_s: float) -> None:
+def _finish(outcome: RequestOutcome, event: Finished, now_s: float) -> None:
     usage = event.usage
     outcome.end_s, outcome.generated = now_s, usage.generated_tokens
     outcome.queued_s = usage.queued_s

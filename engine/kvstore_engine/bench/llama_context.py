@@ -57,7 +57,7 @@ class _Batch(ct.Structure):
 
 
 @dataclass(frozen=True, slots=True)
-class LlamaSettings:
+class LlamaContextSettings:
     """The settings of a context. `unified`: one K/V buffer for all sequences (`-kvu`); otherwise one each of `context /
     sequences` tokens.
     """
@@ -74,7 +74,7 @@ class LlamaSettings:
 class LlamaContext:
     """One model and one context with `settings.sequences` sequences."""
 
-    def __init__(self, model: Path, settings: LlamaSettings) -> None:
+    def __init__(self, model: Path, settings: LlamaContextSettings) -> None:
         os.environ.setdefault("GGML_NO_BACKTRACE", "1")
         self.settings = settings
         self._log: list[str] = []
@@ -201,7 +201,7 @@ def _batch_arrays(batch: _Batch, size: int) -> _Fields:
     )
 
 
-def _set_fields(parameters: _Blob, wanted: LlamaSettings) -> None:
+def _set_fields(parameters: _Blob, wanted: LlamaContextSettings) -> None:
     """Set counts, flash_attn_type and kv_unified, at places found by their defaults."""
     raw = bytearray(bytes(parameters.raw))
     words = struct.unpack_from(f"<{len(raw) // 4}i", raw)

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from urllib.parse import SplitResult, urlsplit
 
-from kvstore_engine.bench.summary import Outcome, Run
+from kvstore_engine.bench.summary import BenchmarkRun, RequestOutcome
 from kvstore_engine.bench.workload import Arrivals, BenchRequest, ClosedLoop, Workload
 from kvstore_engine.errors import OperationError, UsageError
 
@@ -26,7 +26,7 @@ _SILENCE_S = 600.0  # a loaded server may take long for a long prompt
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
+class MeasuredServer:
     """A server to measure. `url` may end in `/v1`. `model`: the name to ask for; None lets the server choose."""
 
     url: str
@@ -34,7 +34,7 @@ class Endpoint:
     api_key: str | None = None
 
 
-def run_over_http(endpoint: Endpoint, workload: Workload, arrivals: Arrivals) -> Run:
+def run_over_http(endpoint: MeasuredServer, workload: Workload, arrivals: Arrivals) -> BenchmarkRun:
     """Send all of `workload` and wait for all answers; return the outcomes. Raises OperationError if the server cannot
     be reached.
     """
@@ -42,12 +42,12 @@ def run_over_http(endpoint: Endpoint, workload: Workload, arrivals: Arrivals) ->
 
 
 class _Clients:
-    def __init__(self, endpoint: Endpoint) -> None:
+    def __init__(self, endpoint: MeasuredServer) -> None:
         self._endpoint = endpoint
         self._url = _split(endpoint.url)
         self._begin = 0.0
 
-    async def run(self, workload: Workload, arrivals: Arrivals) -> Run:
+    async def run(self, workload: Workload, arrivals: Arrivals) -> BenchmarkRun:
         await self._reachable()
         self._begin = time.perf_counter()
         if isinstance(arrivals, ClosedLoop):
@@ -58,17 +58,17 @@ class _Clients:
             due = arrivals.due_s(len(workload.requests))
             tasks = [self._at(at, request) for at, request in zip(due, workload.requests, strict=True)]
             outcomes = list(await asyncio.gather(*tasks))
-        return Run(outcomes, self._now())
+        return BenchmarkRun(outcomes, self._now())
 
-    async def _client(self, waiting: Iterator[BenchRequest]) -> list[Outcome]:
+    async def _client(self, waiting: Iterator[BenchRequest]) -> list[RequestOutcome]:
         return [await self._ask(request, self._now()) for request in waiting]
 
-    async def _at(self, due_s: float, request: BenchRequest) -> Outcome:
+    async def _at(self, due_s: float, request: BenchRequest) -> RequestOutcome:
         await asyncio.sleep(max(0.0, due_s - self._now()))
         return await self._ask(request, due_s)
 
-    async def _ask(self, request: BenchRequest, due_s: float) -> Outcome:
-        outcome = Outcome(request.id, request.kind, due_s, len(request.tokens))
+    async def _ask(self, request: BenchRequest, due_s: float) -> RequestOutcome:
+        outcome = RequestOutcome(request.id, request.kind, due_s, len(request.tokens))
         try:
             async with asyncio.timeout(_SILENCE_S):
                 await self._exchange(request, outcome)
@@ -77,7 +77,7 @@ class _Clients:
         outcome.end_s = self._now()
         return outcome
 
-    async def _exchange(self, request: BenchRequest, outcome: Outcome) -> None:
+    async def _exchange(self, request: BenchRequest, outcome: RequestOutcome) -> None:
         body = {
             "prompt": request.tokens.tolist(), "max_tokens": request.max_tokens, "temperature": 0, "stream": True,
             "stream_options": {"include_usage": True}, "ignore_eos": True,
@@ -102,7 +102,7 @@ class _Clients:
         if not outcome.token_s:
             outcome.message = outcome.message or "the answer was empty"
 
-    def _note(self, outcome: Outcome, chunk: dict[str, object]) -> None:
+    def _note(self, outcome: RequestOutcome, chunk: dict[str, object]) -> None:
         """Note one event of the stream: a piece of the answer, or the final account."""
         if error := chunk.get("error"):
             outcome.message = str(error)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from kvstore_engine.bench.child import Child
+from kvstore_engine.bench.child import ServerChild
 from kvstore_engine.bench.ggml_build import family, mapped_libraries
 from kvstore_engine.errors import OperationError
 
@@ -87,7 +87,7 @@ def our_server(
 def llama_server(model: Path, settings: LlamaServerSettings, program: Path | None = None) -> Iterator[Running]:
     """Yield llama.cpp's server: `program`, or the one in the wheel `xllamacpp`."""
     if program is None:
-        child = Child("kvstore_engine.bench.llama_wheel", [str(model), json.dumps(asdict(settings))])
+        child = ServerChild("kvstore_engine.bench.llama_wheel", [str(model), json.dumps(asdict(settings))])
         with contextlib.closing(child):
             address = child.ask({})
             running = Running(str(address), child.pid)

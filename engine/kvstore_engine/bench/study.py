@@ -13,8 +13,8 @@ from itertools import product
 from kvstore_console.units import human_seconds
 from kvstore_engine.batching.observer import Observer
 from kvstore_engine.bench.in_process import BenchEngine, opened, run_in_process
-from kvstore_engine.bench.over_http import Endpoint, run_over_http
-from kvstore_engine.bench.summary import Outcome, Run, Summary, durations, inter_token, kinds, summarise
+from kvstore_engine.bench.over_http import MeasuredServer, run_over_http
+from kvstore_engine.bench.summary import BenchmarkRun, RequestOutcome, Summary, durations, inter_token, kinds, summarise
 from kvstore_engine.bench.workload import (
     Arrivals,
     ClosedLoop,
@@ -91,10 +91,12 @@ def study_engine(
                     observers.replace(warming, measured)
                     run = run_in_process(engine, workload, arrivals)
                 profile = {**measured.as_json(), "pool_blocks": engine.pool.blocks}
-                yield case_of(workload, arrivals, Run(run.outcomes, run.seconds, profile), block_tokens, progress)
+                yield case_of(
+                    workload, arrivals, BenchmarkRun(run.outcomes, run.seconds, profile), block_tokens, progress
+                )
 
 
-def study_server(endpoint: Endpoint, wanted: StudySettings, progress: Progress) -> Iterator[Case]:
+def study_server(endpoint: MeasuredServer, wanted: StudySettings, progress: Progress) -> Iterator[Case]:
     """Yield every case of a server. Each has prompts of its own, so that none finds blocks of another."""
     run_over_http(endpoint, _warm_up(wanted), ClosedLoop(1))
     # A seed for each load, too: of one seed, the shared prefixes of two loads begin alike.
@@ -108,7 +110,9 @@ def _warm_up(wanted: StudySettings) -> Workload:
     return make_load("decode", replace(_WARM_UP, vocabulary=wanted.load.vocabulary))
 
 
-def case_of(workload: Workload, arrivals: Arrivals, run: Run, block_tokens: int | None, progress: Progress) -> Case:
+def case_of(
+    workload: Workload, arrivals: Arrivals, run: BenchmarkRun, block_tokens: int | None, progress: Progress
+) -> Case:
     """Return the figures of one measurement, from the outcomes of its requests."""
     done = [outcome for outcome in run.outcomes if outcome.ok]
     answered = {outcome.id for outcome in done}  # what failed was not computed either
@@ -131,7 +135,7 @@ def case_of(workload: Workload, arrivals: Arrivals, run: Run, block_tokens: int 
     return case
 
 
-def _line(case: Case, outcomes: Sequence[Outcome]) -> str:
+def _line(case: Case, outcomes: Sequence[RequestOutcome]) -> str:
     summary = case.summary
     blocks = f", blocks of {case.block_tokens}" if case.block_tokens else ""
     text = (

@@ -14,7 +14,7 @@ from kvstore_engine.profiler.histogram import Histogram
 
 
 @dataclass(slots=True)
-class Outcome:
+class RequestOutcome:
     """The outcome of a request. `token_s`: the time of each piece of the answer; `generated` tokens may have come in
     fewer pieces.
 
@@ -53,10 +53,10 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class BenchmarkRun:
     """All outcomes of a run, its length in seconds, and the engine's profile (empty for a remote server)."""
 
-    outcomes: list[Outcome]
+    outcomes: list[RequestOutcome]
     seconds: float
     profile: dict[str, object] = field(default_factory=dict)
 
@@ -86,7 +86,7 @@ class Summary:
         return asdict(self)
 
 
-def summarise(run: Run, kind: str | None = None) -> Summary:
+def summarise(run: BenchmarkRun, kind: str | None = None) -> Summary:
     """Return the figures of all requests, or of the requests of one kind."""
     chosen = [outcome for outcome in run.outcomes if kind is None or outcome.kind == kind]
     done = [outcome for outcome in chosen if outcome.ok]
@@ -112,7 +112,7 @@ def summarise(run: Run, kind: str | None = None) -> Summary:
     )
 
 
-def kinds(outcomes: Sequence[Outcome]) -> list[str]:
+def kinds(outcomes: Sequence[RequestOutcome]) -> list[str]:
     """Return the kinds of requests, if there is more than one."""
     found = sorted({outcome.kind for outcome in outcomes})
     return found if len(found) > 1 else []
@@ -123,6 +123,6 @@ def durations(values: Iterable[float]) -> Histogram:
     return Histogram(max(0.0, value) for value in values)
 
 
-def inter_token(done: Sequence[Outcome]) -> Histogram:
+def inter_token(done: Sequence[RequestOutcome]) -> Histogram:
     """Return the distribution of times between two pieces of an answer, of the answers `done`."""
     return durations(later - earlier for outcome in done for earlier, later in pairwise(outcome.token_s))

@@ -38,7 +38,7 @@ class _Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class TableMove:
     """A move of table entries [first, first + count), which are in `sources` pieces, to the free blocks [target, target
     + count). Afterwards the sequence has `runs` pieces fewer.
     """
@@ -115,7 +115,7 @@ class Compactor:
     def _whole_pays(self, table: BlockTable, runs: int, saved_s: float) -> bool:
         return (runs - 1) * saved_s > self._cost_s(table.count, runs + 1)
 
-    def _best(self, table: BlockTable, saved_s: float) -> tuple[float, Move] | None:
+    def _best(self, table: BlockTable, saved_s: float) -> tuple[float, TableMove] | None:
         """Return the move that gains most, if one run fewer saves `saved_s` seconds."""
         runs = count_runs(table.ids)
         if not self._can_pay(table, runs, saved_s):
@@ -123,7 +123,7 @@ class Compactor:
         pieces = _pieces(table.blocks)
         cost_s = {count: self._cost_s(count, 2) for count in {each.count for each in pieces}}
         worth = [index for index, each in enumerate(pieces) if 2 * saved_s > cost_s[each.count]]
-        best: tuple[float, Move] | None = None
+        best: tuple[float, TableMove] | None = None
         moves = [*self._joining(table, pieces, worth)]
         if self._whole_pays(table, runs, saved_s):
             moves += self._gathering(table, pieces)
@@ -133,7 +133,7 @@ class Compactor:
                 best = gain, move
         return best
 
-    def _joining(self, table: BlockTable, pieces: list[_Piece], worth: list[int]) -> Iterator[Move]:
+    def _joining(self, table: BlockTable, pieces: list[_Piece], worth: list[int]) -> Iterator[TableMove]:
         """Yield moves of the pieces `worth` moving to the place where a neighbour ends or begins."""
         free = self._space.pool.free_flags
         for index in worth:
@@ -143,15 +143,15 @@ class Compactor:
             for target in {before, behind} - {None, start}:
                 assert target is not None
                 if _is_free(free, target, count) and self._is_movable(table, pieces[index]):
-                    yield Move(first, count, 1, target, (target == before) + (target == behind))
+                    yield TableMove(first, count, 1, target, (target == before) + (target == behind))
 
-    def _gathering(self, table: BlockTable, pieces: list[_Piece]) -> Iterator[Move]:
+    def _gathering(self, table: BlockTable, pieces: list[_Piece]) -> Iterator[TableMove]:
         """Yield the move of all blocks to one place."""
         starts, lengths = free_runs(self._space.pool.free_flags)
         fitting = np.flatnonzero(lengths >= table.count)
         if fitting.size and all(self._is_movable(table, piece) for piece in pieces):
             smallest = fitting[np.argmin(lengths[fitting])]
-            yield Move(0, table.count, len(pieces), int(starts[smallest]), len(pieces) - 1)
+            yield TableMove(0, table.count, len(pieces), int(starts[smallest]), len(pieces) - 1)
 
     def _cost_s(self, count: int, pieces: int) -> float:
         """Return the seconds that moving `count` blocks in `pieces` must save."""
@@ -160,7 +160,7 @@ class Compactor:
     def _is_movable(self, table: BlockTable, piece: _Piece) -> bool:
         return all(self._space.is_alone(table, piece.first + offset) for offset in range(piece.count))
 
-    def _apply(self, table: BlockTable, move: Move) -> None:
+    def _apply(self, table: BlockTable, move: TableMove) -> None:
         space = self._space
         sources = table.blocks[move.first : move.first + move.count]
         targets = space.references.take(range(move.target, move.target + move.count))

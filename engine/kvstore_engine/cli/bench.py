@@ -20,7 +20,7 @@ from kvstore_console.units import human_seconds
 from kvstore_engine.batching.settings import EngineSettings
 from kvstore_engine.bench.against import Comparison, compare
 from kvstore_engine.bench.in_process import BenchEngine
-from kvstore_engine.bench.over_http import Endpoint
+from kvstore_engine.bench.over_http import MeasuredServer
 from kvstore_engine.bench.report import as_json, write_files
 from kvstore_engine.bench.study import Case, StudySettings, study_engine, study_server
 from kvstore_engine.bench.workload import LOADS, Arrivals, ClosedLoop, LoadSettings, OpenLoop
@@ -114,7 +114,7 @@ def _engine(options: argparse.Namespace) -> Iterator[Case]:
 
 def _server(options: argparse.Namespace) -> Iterator[Case]:
     settings = load_settings(options, UNKNOWN_VOCABULARY)
-    endpoint = Endpoint(options.url, options.model, options.api_key)
+    endpoint = MeasuredServer(options.url, options.model, options.api_key)
     yield from study_server(endpoint, StudySettings(options.load, _arrivals(options), settings), progress(options))
 
 

@@ -11,7 +11,7 @@ from kvstore_engine.devices import DeviceName
 from kvstore_engine.errors import UsageError
 from kvstore_engine.models.locate import locate
 from kvstore_engine.server.options import EngineOptions, ServerOptions
-from kvstore_engine.server.run import run as run_server
+from kvstore_engine.server.server_process import run_server as run_server
 
 
 def run(options: argparse.Namespace) -> int:

@@ -73,7 +73,7 @@ def plan_work(sequences: Int32Array, *, kv_heads: int, group: int, threads: int)
     return WorkPlan(table, split_tiles, partial_rows)
 
 
-class Step(ct.Structure):
+class KernelStep(ct.Structure):
     """`struct Step` of layout.h: constant for all layers of one step."""
 
     _fields_ = (
@@ -201,9 +201,9 @@ class StepMemory:
         self._partials = np.empty(0, np.float32)
         self._pending = np.zeros(0, np.int32)
 
-    def _step(self, tables: Int32Array) -> Step:
+    def _step(self, tables: Int32Array) -> KernelStep:
         shape = self.shape
-        return Step(
+        return KernelStep(
             query_heads=shape.query_heads,
             kv_heads=shape.kv_heads,
             head_dim=shape.head_dim,
@@ -217,7 +217,7 @@ class StepMemory:
             tables=tables.ctypes.data,
         )
 
-    def _layer(self, planes: tuple[int, int], kind: LayerAttention, step: Step | None) -> Layer:
+    def _layer(self, planes: tuple[int, int], kind: LayerAttention, step: KernelStep | None) -> Layer:
         assert step is not None
         if kind.window < 0 or kind.sink_tokens < 0 or kind.softcap < 0:
             raise ValueError(f"window, sink_tokens and softcap must not be negative: {kind}")

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from kvstore_engine.kernels.base import Bytes, Int32Array, Kernels
 from kvstore_engine.kernels.elements import widen_rows
 from kvstore_engine.kernels.foreign import array_at, pointer_at
-from kvstore_engine.kernels.layout import ITEM_FIELDS, Layer, LayerAttention, Step
+from kvstore_engine.kernels.layout import ITEM_FIELDS, KernelStep, Layer, LayerAttention
 
 FloatArray = npt.NDArray[np.float32]
 _PLAIN = LayerAttention()
@@ -82,7 +82,7 @@ def _attend(destination: int, thread: int, threads: int, userdata: int) -> None:
     if thread:
         return
     layer = Layer.from_address(userdata)
-    step = Step.from_address(layer.step)
+    step = KernelStep.from_address(layer.step)
     items = array_at(step.items, np.int32, step.item_count, ITEM_FIELDS)
     sequences = array_at(step.sequences, np.int32, 1 + int(items[:, 0].max()), 4)
     tokens = int((sequences[:, 0] + sequences[:, 1]).max())
@@ -99,7 +99,7 @@ def _attend(destination: int, thread: int, threads: int, userdata: int) -> None:
         output[first : first + rows] = paged_attention(queries[first : first + rows], keys, values, seen, kind)
 
 
-def _gather(plane: int, step: Step, table: Int32Array, tokens: int) -> FloatArray:
+def _gather(plane: int, step: KernelStep, table: Int32Array, tokens: int) -> FloatArray:
     """Return the first `tokens` rows of one plane in order, float32 [tokens, kv_heads, head_dim]."""
     blocks = table[: -(-tokens // step.block_tokens)]
     stored = array_at(plane, np.uint8, int(blocks.max()) + 1, step.block_tokens, step.row_bytes)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvstore_client.device import DeviceMemory
 
 
-class BlockLoad(Protocol):
+class PoolLoad(Protocol):
     """Blocks on their way into the pool."""
 
     def finish(self) -> bool:
@@ -35,17 +35,17 @@ class BlockLoad(Protocol):
         ...
 
 
-class BlockCopies(Protocol):
-    """The copies of one pool. `steps_wait`: a step that begins before a load is finished waits for each layer by
+class PoolCopies(Protocol):
+    """The copies of one pool. `waits_by_layer`: a step that begins before a load is finished waits for each layer by
     itself, and counts only if the load turns out to be good. `device`: the device to connect sessions with.
     """
 
     @property
-    def steps_wait(self) -> bool: ...
+    def waits_by_layer(self) -> bool: ...
     @property
     def device(self) -> DeviceMemory | None: ...
 
-    def load(self, lease: KvLease, blocks: Sequence[tuple[int, list[int]]]) -> BlockLoad:
+    def load(self, lease: KvLease, blocks: Sequence[tuple[int, list[int]]]) -> PoolLoad:
         """Begin to copy the lease's blocks; each is given with the engine blocks that it fills, in token order."""
         ...
 
@@ -67,17 +67,17 @@ class _Copied:
         return self.is_whole
 
 
-class HostCopies:
+class HostPoolCopies:
     """Copies that read leases and fill slots as arrays in host memory, through the pool's own copies. A load ends in
     `load`.
     """
 
-    steps_wait, device = False, None
+    waits_by_layer, device = False, None
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
 
-    def load(self, lease: KvLease, blocks: Sequence[tuple[int, list[int]]]) -> BlockLoad:
+    def load(self, lease: KvLease, blocks: Sequence[tuple[int, list[int]]]) -> PoolLoad:
         self._pool.scatter_blocks([lease.payload(block) for block, _ in blocks], [table for _, table in blocks])
         return _Copied(lease.valid)
 

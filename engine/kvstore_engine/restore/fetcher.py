@@ -59,7 +59,7 @@ class Fetch:
 
 
 @dataclass(slots=True)
-class Arrival:
+class ArrivedBlocks:
     """Blocks first, first + 1, … of a prefix, readable since `at_s`. `copied`: the number of leading ones that need no
     more work.
     """
@@ -71,14 +71,14 @@ class Arrival:
 
 
 @dataclass(slots=True, eq=False)
-class Stream:
+class BlockStream:
     """Blocks of one prefix on their way, in some order. `arrived`: the blocks that the engine has not taken yet.
     `tiers`: where each block was, known once the daemon has answered. Once `done`, no more arrive; `reason` says
     why.
     """
 
     begun_s: float
-    arrived: list[Arrival] = field(default_factory=list)
+    arrived: list[ArrivedBlocks] = field(default_factory=list)
     tiers: tuple[str, ...] = ()
     done: bool = False
     reason: str = ""
@@ -119,23 +119,23 @@ class Fetcher:
 
     def stream(
         self, session: KvSession, tokens: Tokens, *, max_blocks: int, deadline_s: float, order: Order = "back"
-    ) -> Stream:
+    ) -> BlockStream:
         """Start to load the first `max_blocks` blocks of `tokens`, by default from the last one down."""
-        stream = Stream(self._clock())
+        stream = BlockStream(self._clock())
         self._pool().submit(self._load, stream, session, tokens, max_blocks, deadline_s, order)
         return stream
 
-    def take(self, stream: Stream) -> list[Arrival]:
+    def take(self, stream: BlockStream) -> list[ArrivedBlocks]:
         """Return the blocks that have arrived since the last call."""
         with self._changed:
             arrived, stream.arrived = stream.arrived, []
         return arrived
 
-    def drop(self, dropped: Fetch | Stream) -> None:
+    def drop(self, dropped: Fetch | BlockStream) -> None:
         """Discard the answers, and release their leases, also of later answers."""
         with self._changed:
             dropped.is_dropped = True
-            source = dropped.source if isinstance(dropped, Stream) else None
+            source = dropped.source if isinstance(dropped, BlockStream) else None
             is_lookup_done = isinstance(dropped, Fetch) and dropped.done
         if source is not None:
             source.close()
@@ -194,7 +194,7 @@ class Fetcher:
 
     def _load(
         self,
-        stream: Stream,
+        stream: BlockStream,
         session: KvSession,
         tokens: Tokens,
         max_blocks: int,
@@ -212,7 +212,7 @@ class Fetcher:
                 for first, lease in source:
                     with self._changed:
                         stream.tiers = source.tiers
-                        stream.arrived.append(Arrival(first, lease, self._clock()))
+                        stream.arrived.append(ArrivedBlocks(first, lease, self._clock()))
                         self._changed.notify_all()
                 reason = source.reason
         except Exception as error:  # as above

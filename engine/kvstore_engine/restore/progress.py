@@ -11,11 +11,11 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
-from kvstore_engine.restore.fetcher import Stream
+from kvstore_engine.restore.fetcher import BlockStream
 from kvstore_engine.restore.record import WORK_ITEMS, RestorationRecord, Work, WorkKind
 from kvstore_restore.costs import RestoreCosts
 from kvstore_restore.learned import MAPPED, LearnedCosts
-from kvstore_restore.plan import Plan, Prefix, plan, plans_by_axis
+from kvstore_restore.plan import RestorePlan, StoredPrefix, plan, plans_by_axis
 from kvstore_restore.pointers import Pointers
 
 ABSENT = "absent"
@@ -26,7 +26,7 @@ _FEW_CHUNKS = 2  # that the expectation counts for beside what a stream has show
 
 
 @dataclass(slots=True, eq=False)
-class Link:
+class StreamTimes:
     """The observations of a stream. `seconds`: for each tier, the time after the opening at which its last chunk
     came.
     """
@@ -39,7 +39,7 @@ class Link:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Progress:
+class RestoreProgress:
     """The progress of one prefix. `tiers`: where each chunk is, from storage block `first` on. `learned` estimates
     which loads pay, and learns.
     """
@@ -50,12 +50,12 @@ class Progress:
     begun_s: float = 0.0
     first: int = 0
     tiers: tuple[str, ...] = ()
-    plan: Plan | None = None
+    plan: RestorePlan | None = None
     alone: tuple[float, float] = (0.0, 0.0)  # predicted seconds of loading alone, of computing alone
     pointers: Pointers = field(default_factory=lambda: Pointers(0))
     costs: RestoreCosts | None = None
-    stream: Stream | None = None
-    link: Link | None = None
+    stream: BlockStream | None = None
+    stream_times: StreamTimes | None = None
     lost: int = 0
     now_s: float = 0.0
     ahead_s: float = 0.0  # until the links work for this prefix
@@ -64,7 +64,7 @@ class Progress:
     load_busy_s: float = 0.0
     work: list[Work] = field(default_factory=list)
 
-    def decide(self, prefix: Prefix, costs: RestoreCosts, *, loads_all: bool = False) -> Plan:
+    def decide(self, prefix: StoredPrefix, costs: RestoreCosts, *, loads_all: bool = False) -> RestorePlan:
         """Plan what to load of `prefix` and what to compute; all is loaded if `loads_all`."""
         plans = plans_by_axis(prefix, costs)
         self.costs = costs
@@ -72,15 +72,15 @@ class Progress:
         self.plan = plans["load"] if loads_all else plan(prefix, costs)
         return self.plan
 
-    def open(self, stream: Stream, now_s: float) -> None:
+    def open(self, stream: BlockStream, now_s: float) -> None:
         """Note that `stream` brings chunks from now on."""
-        self.stream, self.link = stream, Link(now_s, now_s)
+        self.stream, self.stream_times = stream, StreamTimes(now_s, now_s)
 
     def note_arrival(self, first: int, tiers: tuple[str, ...], at_s: float) -> None:
         """Note that storage blocks first, first + 1, … have arrived from `tiers`; mapped blocks do not show a stream's
         speed.
         """
-        link = self.link
+        link = self.stream_times
         if link is None:
             return
         for tier in tiers:
@@ -103,7 +103,7 @@ class Progress:
 
     def learn_link(self, end_s: float | None = None) -> None:
         """Learn from the stream that has ended, at `end_s` or with its last chunk."""
-        link, self.stream, self.link = self.link, None, None
+        link, self.stream, self.stream_times = self.stream_times, None, None
         if link is None:
             return
         self.load_busy_s += (link.last_s if end_s is None else end_s) - link.opened_s
@@ -116,7 +116,7 @@ class Progress:
         """Return the predicted seconds until the links are done with `chunk` and all after it, once they work for this
         prefix; infinity if the stream stalls.
         """
-        left, link = Counter(self.tiers[each] for each in self.pointers.stored(chunk)), self.link
+        left, link = Counter(self.tiers[each] for each in self.pointers.stored(chunk)), self.stream_times
         seconds = max((count * self._load_s(tier) for tier, count in left.items()), default=0.0)
         if link is None or not left:
             return seconds

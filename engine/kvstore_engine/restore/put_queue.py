@@ -33,7 +33,7 @@ class BlockSender(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Put:
+class QueuedPut:
     """Storage blocks from `first_block` on of the sequence `tokens`, each in the engine blocks of one of `tables`.
     `windows`: the payloads of windowed layers by block, of the blocks that they still have.
     """
@@ -63,7 +63,7 @@ class Put:
 
 
 @dataclass(slots=True, eq=False)
-class Hint:
+class QueuedHint:
     """A hint for the chain `tokens`, whole blocks: an answer of `answer_tokens` has ended with it, or a waiting request
     will need it in about `due_in_s` seconds. `next_step()`, called when it is sent, says what follows the answer.
     """
@@ -81,9 +81,9 @@ class PutQueue:
     def __init__(self, copies: BlockSender, clock: Callable[[], float] = time.perf_counter) -> None:
         self._copies = copies
         self._clock = clock
-        self._waiting: deque[Put | Hint] = deque()
-        self._work: queue.SimpleQueue[Put | Hint | None] = queue.SimpleQueue()  # None ends the worker
-        self._done: queue.SimpleQueue[Put] = queue.SimpleQueue()
+        self._waiting: deque[QueuedPut | QueuedHint] = deque()
+        self._work: queue.SimpleQueue[QueuedPut | QueuedHint | None] = queue.SimpleQueue()  # None ends the worker
+        self._done: queue.SimpleQueue[QueuedPut] = queue.SimpleQueue()
         self._puts = 0  # that wait
         self._handed = 0
         self._is_patient = True
@@ -102,12 +102,12 @@ class PutQueue:
         """True if the daemon is behind: offer further blocks later, or not at all."""
         return self._puts >= _MOST_WAITING
 
-    def offer(self, put: Put) -> None:
+    def offer(self, put: QueuedPut) -> None:
         """Queue `put`; `settle` hands it to the thread."""
         self._waiting.append(put)
         self._puts += 1
 
-    def hint(self, hint: Hint) -> None:
+    def hint(self, hint: QueuedHint) -> None:
         """Queue `hint`. It is sent after the puts offered before, since it is about their blocks."""
         if len(self._waiting) - self._puts < (_MOST_HINTS if hint.due_in_s is None else _MOST_DUE):
             self._waiting.append(hint)
@@ -128,7 +128,7 @@ class PutQueue:
         self._idle.clear()
         has_put = False
         while self._waiting:
-            is_put = isinstance(self._waiting[0], Put)
+            is_put = isinstance(self._waiting[0], QueuedPut)
             if is_put and has_put and not everything:
                 break
             has_put |= is_put
@@ -138,7 +138,7 @@ class PutQueue:
         if is_patient:
             self._idle.wait(patience_s)
 
-    def finished(self) -> list[Put]:
+    def finished(self) -> list[QueuedPut]:
         """Return the puts that have ended since the last call; their blocks may be freed."""
         done = []
         while True:
@@ -155,11 +155,11 @@ class PutQueue:
         """Wait until the thread is idle, or for `timeout_s` seconds."""
         self._idle.wait(timeout_s)
 
-    def close(self) -> list[Put]:
+    def close(self) -> list[QueuedPut]:
         """Finish the puts that were handed over, give up the rest and stop. Return the puts whose blocks may be
         freed.
         """
-        given_up = [each for each in self._waiting if isinstance(each, Put)]
+        given_up = [each for each in self._waiting if isinstance(each, QueuedPut)]
         self._waiting.clear()
         self._puts = 0
         if self._thread is not None:
@@ -170,14 +170,14 @@ class PutQueue:
 
     def _run(self) -> None:
         while (each := self._work.get()) is not None:
-            if isinstance(each, Put):
+            if isinstance(each, QueuedPut):
                 self._store(each)
             else:
                 self._send(each)
             if self._work.empty():
                 self._idle.set()
 
-    def _store(self, put: Put) -> None:
+    def _store(self, put: QueuedPut) -> None:
         put.begin_s = self._clock()
         try:
             payloads = [self._copies.payload(table) for table in put.tables]
@@ -188,7 +188,7 @@ class PutQueue:
         put.end_s = self._clock()
         self._done.put(put)
 
-    def _store_windows(self, put: Put) -> None:
+    def _store_windows(self, put: QueuedPut) -> None:
         """Store what `windows` has, run by run."""
         size, run = put.session.block_tokens, list[Payload]()
         for block in sorted(put.windows):
@@ -199,7 +199,7 @@ class PutQueue:
                 self.counts.update(f"window_{status}" for status in receipt.statuses)
                 run = []
 
-    def _send(self, each: Hint) -> None:
+    def _send(self, each: QueuedHint) -> None:
         try:
             step = None if each.next_step is None else each.next_step()
             each.session.hint(each.tokens, answer_tokens=each.answer_tokens, due_in_s=each.due_in_s, next_step=step)

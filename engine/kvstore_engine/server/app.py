@@ -21,13 +21,13 @@ from kvstore_engine.restore.record import RECORDS
 from kvstore_engine.server import chat, completions, inquiries
 from kvstore_engine.server.api_errors import ApiError, failed, invalid, unavailable
 from kvstore_engine.server.body import BodyRoom, read_fields
-from kvstore_engine.server.keys import Caller
+from kvstore_engine.server.keys import KeyOwner
 from kvstore_engine.server.metrics import CONTENT_TYPE
 from kvstore_engine.server.middleware import CLIENT_LEFT, RequestLog, RequireKey
 from kvstore_engine.server.responses import Answers, error_response, json_response, stream_response, whole_response
 from kvstore_engine.server.service import Service
 
-Planner: TypeAlias = Callable[[dict[str, Any], Caller, Service], Awaitable[completions.Plan]]
+Planner: TypeAlias = Callable[[dict[str, Any], KeyOwner, Service], Awaitable[completions.CompletionPlan]]
 TextCall: TypeAlias = Callable[[dict[str, Any], Service], Awaitable[dict[str, Any]]]
 Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 

@@ -38,7 +38,7 @@ from kvstore_engine.server.computing import STEP_TOKENS, open_computing
 from kvstore_engine.server.options import EngineOptions, HandedFile
 from kvstore_engine.threads import default_threads
 from kvstore_engine.tokenizer import Tokenizer
-from kvstore_engine.worker import RemoteExecutor, WorkerNotice
+from kvstore_engine.worker import EngineWorkerNotice, RemoteExecutor
 from kvstore_proto.fingerprint import Fingerprint
 from kvstore_restore.learned import LearnedCosts
 
@@ -142,7 +142,7 @@ class Serving:
 
 @contextlib.contextmanager
 def open_serving(
-    options: EngineOptions, model: HandedFile, on_notice: Callable[[WorkerNotice], None]
+    options: EngineOptions, model: HandedFile, on_notice: Callable[[EngineWorkerNotice], None]
 ) -> Iterator[Serving]:
     """Yield all parts, until the block ends. Raises UsageError and OperationError, in one line; FileChanged if the
     model's file is not the one that was handed over.

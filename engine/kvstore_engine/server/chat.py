@@ -17,8 +17,8 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from kvstore_engine.constrain import Grammar
 from kvstore_engine.server.api_errors import invalid
 from kvstore_engine.server.body import Flag, Integer, Text, not_supported, read, unsupported
-from kvstore_engine.server.completions import Plan
-from kvstore_engine.server.keys import Caller
+from kvstore_engine.server.completions import CompletionPlan
+from kvstore_engine.server.keys import KeyOwner
 from kvstore_engine.server.renderers import ChatRenderer
 from kvstore_engine.server.service import Service
 from kvstore_engine.server.shared_body import MAX_LOGPROBS, SharedBody, check_length, checked, read_grammar
@@ -79,7 +79,7 @@ class MadeCall(BaseModel):
         return {**named, "type": "function", "function": function}
 
 
-class Message(BaseModel):
+class ChatMessage(BaseModel):
     """One message of a chat request. Templates may read fields that OpenAI's API does not have, such as
     `reasoning_content`.
     """
@@ -91,7 +91,7 @@ class Message(BaseModel):
     tool_calls: list[MadeCall] | None = None
 
     @model_validator(mode="after")
-    def _combine(self) -> Message:
+    def _combine(self) -> ChatMessage:
         if self.tool_calls and self.role != "assistant":
             raise ValueError("must be an assistant's, since it has tool_calls")
         if self.content is None and self.role not in MAY_BE_BARE:
@@ -184,7 +184,9 @@ def _no_lost_members(messages: Any) -> Any:
 
 
 class ChatBody(SharedBody):
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES), BeforeValidator(_no_lost_members)]
+    messages: Annotated[
+        list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES), BeforeValidator(_no_lost_members)
+    ]
     tools: Annotated[list[Any], Field(max_length=MAX_TOOLS), AfterValidator(_functions)] = Field([])
     tool_choice: Annotated[ToolChoice, BeforeValidator(read_choice)] = ToolChoice()
     parallel_tool_calls: Flag = True
@@ -210,7 +212,7 @@ class ChatBody(SharedBody):
         return self
 
 
-async def plan(fields: dict[str, Any], caller: Caller, service: Service) -> Plan:
+async def plan(fields: dict[str, Any], caller: KeyOwner, service: Service) -> CompletionPlan:
     """Return the plan of a request's body. Raises ApiError for anything that cannot be done as asked."""
     body = read(ChatBody, fields)
     service.model.check_name(body.model)
@@ -239,7 +241,7 @@ async def plan(fields: dict[str, Any], caller: Caller, service: Service) -> Plan
     one_call = bool(tools) and not called and not body.parallel_tool_calls
     if one_call:
         _check_one_call(body, service)
-    return Plan([replace(ask, turn=turn, one_call=one_call)], renderer, body.stream, body.include_usage)
+    return CompletionPlan([replace(ask, turn=turn, one_call=one_call)], renderer, body.stream, body.include_usage)
 
 
 def _check_one_call(body: ChatBody, service: Service) -> None:

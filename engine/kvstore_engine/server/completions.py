@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 
 from kvstore_engine.server.api_errors import invalid
 from kvstore_engine.server.body import Flag, Integer, read, unsupported
-from kvstore_engine.server.keys import Caller
+from kvstore_engine.server.keys import KeyOwner
 from kvstore_engine.server.messages import Ask, Int32Array
 from kvstore_engine.server.renderers import CompletionRenderer, Renderer
 from kvstore_engine.server.service import Service
@@ -25,7 +25,7 @@ _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class CompletionPlan:
     """A request's plan: the engine's requests, and the way the answer is written."""
 
     asks: list[Ask]
@@ -49,7 +49,7 @@ class CompletionBody(SharedBody):
         return self
 
 
-async def plan(fields: dict[str, Any], caller: Caller, service: Service) -> Plan:
+async def plan(fields: dict[str, Any], caller: KeyOwner, service: Service) -> CompletionPlan:
     """Return the plan of a request's body. Raises ApiError for anything that cannot be done as asked."""
     body = read(CompletionBody, fields)
     service.model.check_name(body.model)
@@ -73,7 +73,7 @@ async def plan(fields: dict[str, Any], caller: Caller, service: Service) -> Plan
         )
         for number, (_, tokens) in enumerate(prompts)
     ]
-    return Plan(asks, renderer, body.stream, body.include_usage)
+    return CompletionPlan(asks, renderer, body.stream, body.include_usage)
 
 
 async def _prompts(value: Any, service: Service) -> list[tuple[str | None, Int32Array]]:

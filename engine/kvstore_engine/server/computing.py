@@ -33,10 +33,10 @@ from kvstore_engine.model.config import ModelConfig
 from kvstore_engine.model.placement import copied_bytes
 from kvstore_engine.opening import open_copies, open_executor
 from kvstore_engine.pool import ENGINE_BLOCK_TOKENS, BlockPool, kv_row_bytes, window_pool_blocks
-from kvstore_engine.restore.copies import BlockCopies, HostCopies
+from kvstore_engine.restore.copies import HostPoolCopies, PoolCopies
 from kvstore_engine.restore.fingerprint import STORAGE_BLOCK_TOKENS
 from kvstore_engine.server.options import EngineOptions
-from kvstore_engine.worker import RemoteExecutor, StepFailed, WorkerNotice
+from kvstore_engine.worker import EngineWorkerNotice, RemoteExecutor, StepFailed
 from kvstore_engine.worker.memory import SharedMemory
 from kvstore_engine.worker.patience import StepPatience
 
@@ -137,7 +137,7 @@ class Computing:
     """
 
     compute: Compute
-    open_copies: Callable[[], contextlib.AbstractContextManager[BlockCopies]]
+    open_copies: Callable[[], contextlib.AbstractContextManager[PoolCopies]]
     worker: RemoteExecutor | None = None
 
 
@@ -147,7 +147,7 @@ def open_computing(
     config: ModelConfig,
     options: EngineOptions,
     sizes: StepSizes,
-    on_notice: Callable[[WorkerNotice], None],
+    on_notice: Callable[[EngineWorkerNotice], None],
 ) -> Iterator[Computing]:
     """Open the computing part on the device of `options`, until the block ends; the file of `watch` may be closed then.
     Raises UsageError and OperationError, in one line, and FileChanged if the weights may differ from the file.
@@ -166,7 +166,7 @@ def open_computing(
         patience = StepPatience(options.hung_after_s)
         worker = RemoteExecutor(watch, config, pool, memory, sizes, patience=patience, on_notice=on_notice)
         stack.callback(worker.close)
-        yield Computing(worker, lambda: contextlib.nullcontext(HostCopies(pool)), worker)
+        yield Computing(worker, lambda: contextlib.nullcontext(HostPoolCopies(pool)), worker)
 
 
 @contextlib.contextmanager

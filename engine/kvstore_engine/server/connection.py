@@ -36,7 +36,7 @@ _BACKLOG = 128  # also the most that are accepted before one is closed
 _KEEP_ALIVE_S = 75
 
 
-class Connection(HttpToolsProtocol):
+class HttpConnection(HttpToolsProtocol):
     """An HTTP connection, made by uvicorn for each client."""
 
     most = 1024  # at once
@@ -59,7 +59,7 @@ class Connection(HttpToolsProtocol):
     def _make_room(self) -> None:
         """End an idle connection if there are too many: this one, if no other is idle."""
         if len(self.connections) > self.most:
-            idle = [one for one in self.connections if isinstance(one, Connection) and one.is_idle]
+            idle = [one for one in self.connections if isinstance(one, HttpConnection) and one.is_idle]
             leaves = min(idle, key=lambda one: one._idle_since_s)
             self.connections.discard(leaves)
             leaves.transport.abort()
@@ -183,19 +183,19 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
 
 
-class Listener(uvicorn.Server):
+class HttpListener(uvicorn.Server):
     """A server of `application` on `bound`, a listening socket, until `should_exit` is set and running requests have
     ended or were cut off after `drain_s` seconds. At most `connections` at once, and half of the possible
     descriptors.
     """
 
     def __init__(
-        self, application: ASGIApp, bound: socket.socket, drain_s: float, connections: int = Connection.most
+        self, application: ASGIApp, bound: socket.socket, drain_s: float, connections: int = HttpConnection.most
     ) -> None:
         most = min(connections, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
         config = uvicorn.Config(
             application,
-            http=type("BoundedConnection", (Connection,), {"most": most}),
+            http=type("BoundedConnection", (HttpConnection,), {"most": most}),
             ws="none",
             lifespan="off",  # a start that a signal may interrupt, and that may fail with one line, is `run`'s
             interface="asgi3",

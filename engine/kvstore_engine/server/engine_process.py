@@ -39,7 +39,7 @@ from kvstore_engine.server.messages import (
     unpack_tokens,
 )
 from kvstore_engine.server.options import EngineOptions, HandedFile
-from kvstore_engine.worker import WorkerNotice
+from kvstore_engine.worker import EngineWorkerNotice
 
 _LOOK_S = 1  # between two looks at the model's file while nothing is computed
 _log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class EngineLoop:
     def send(self, header: Header) -> None:
         self._connection.sendall(encode(header))
 
-    def notice(self, notice: WorkerNotice) -> None:
+    def notice(self, notice: EngineWorkerNotice) -> None:
         """Notify the HTTP process at once: this process is about to wait for the new worker."""
         self.send({"worker": asdict(notice)})
 

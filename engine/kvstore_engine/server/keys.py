@@ -19,7 +19,7 @@ _LEAST_KEY_CHARACTERS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Caller:
+class KeyOwner:
     """The owner of a key. `priority` is the default of its requests; they may name a lower one, and a higher one up to
     `most_priority`.
     """
@@ -32,14 +32,14 @@ class Caller:
         return self.priority if asked is None else min(asked, self.most_priority)
 
 
-ANYBODY = Caller("", 0, MAX_PRIORITY)
+ANYBODY = KeyOwner("", 0, MAX_PRIORITY)
 """The caller of a server without keys, which only this machine can reach."""
 
 
 class KeyRing:
     """The keys of one server. `open` if there is no file: then every caller is `ANYBODY`."""
 
-    def __init__(self, callers: dict[bytes, Caller] | None) -> None:
+    def __init__(self, callers: dict[bytes, KeyOwner] | None) -> None:
         self._callers = callers
 
     @classmethod
@@ -53,7 +53,7 @@ class KeyRing:
             raise UsageError(f"cannot read the API keys in {path}: {error.strerror}") from None
         except UnicodeDecodeError:
             raise UsageError(f"the API keys in {path} are not UTF-8 text") from None
-        callers: dict[bytes, Caller] = {}
+        callers: dict[bytes, KeyOwner] = {}
         for number, line in enumerate(lines, 1):
             words = line.partition("#")[0].split()
             if words:
@@ -69,7 +69,7 @@ class KeyRing:
     def is_open(self) -> bool:
         return self._callers is None
 
-    def caller(self, authorization: str | None) -> Caller | None:
+    def caller(self, authorization: str | None) -> KeyOwner | None:
         """Return the owner of the key in an Authorization header, whose bytes are read as Latin-1; None if there is
         none.
         """
@@ -84,7 +84,7 @@ class KeyRing:
         return found
 
 
-def _entry(words: list[str], where: str) -> tuple[bytes, Caller]:
+def _entry(words: list[str], where: str) -> tuple[bytes, KeyOwner]:
     if not 2 <= len(words) <= 3:
         raise UsageError(
             f"{where}: must be 'KEY TENANT [PRIORITY]', got {len(words)} word{'' if len(words) == 1 else 's'}"
@@ -102,7 +102,7 @@ def _entry(words: list[str], where: str) -> tuple[bytes, Caller]:
             raise UsageError(f"{where}: the priority must be an integer, got {words[2]!r}") from None
         if abs(priority) > MAX_PRIORITY:
             raise UsageError(f"{where}: the priority must be {-MAX_PRIORITY} to {MAX_PRIORITY}, got {priority}")
-    return _digest(key.encode()), Caller(tenant, priority, priority)
+    return _digest(key.encode()), KeyOwner(tenant, priority, priority)
 
 
 def _digest(key: bytes) -> bytes:

@@ -53,7 +53,7 @@ class Answers:
         self.usage: list[Usage] = [Usage()] * self.count
         self._leaders = frozenset(self._first.values())
 
-    async def steps(self) -> AsyncGenerator[Step]:
+    async def events_by_step(self) -> AsyncGenerator[Step]:
         """Yield the events of each step with their choices, until all have ended.
 
         Raises ApiError if the request is refused, fails, or is cut off by the server's end; ClientDisconnect if the
@@ -134,23 +134,23 @@ async def whole_response(renderer: Renderer, answers: Answers) -> Response:
     """Return the response once all choices have ended. Raises ApiError if one fails, ClientDisconnect if the client
     leaves.
     """
-    async with contextlib.aclosing(answers.steps()) as steps:
+    async with contextlib.aclosing(answers.events_by_step()) as steps:
         async for step in steps:
             for index, event in step:
                 renderer.chunks(index, event)
     return json_response(renderer.whole(answers.count, answers.total_usage()))
 
 
-async def stream_response(renderer: Renderer, answers: Answers, *, include_usage: bool) -> EventStream:
+async def stream_response(renderer: Renderer, answers: Answers, *, include_usage: bool) -> ServerSentEvents:
     """Return the stream once there is a first step: until then a refusal is a status. Raises ApiError and
     ClientDisconnect, as `whole_response`.
     """
-    steps = answers.steps()
+    steps = answers.events_by_step()
     first = await anext(steps)
-    return EventStream(steps, _events(renderer, answers, first, steps, include_usage))
+    return ServerSentEvents(steps, _events(renderer, answers, first, steps, include_usage))
 
 
-class EventStream(StreamingResponse):
+class ServerSentEvents(StreamingResponse):
     """A streaming response without Starlette's task that listens for the client's end: `Answers` has one, from before
     the first token on. It also ends `steps`, and with them the request in the engine, if it is interrupted.
     """

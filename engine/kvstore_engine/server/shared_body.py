@@ -18,7 +18,7 @@ from kvstore_engine.constrain import ANY_OBJECT, Grammar, GrammarError, check_gr
 from kvstore_engine.sampler import SamplingSettings
 from kvstore_engine.server.api_errors import invalid, too_long
 from kvstore_engine.server.body import Flag, Integer, Number, Text, not_supported, unsupported
-from kvstore_engine.server.keys import Caller
+from kvstore_engine.server.keys import KeyOwner
 from kvstore_engine.server.messages import Ask, Int32Array
 from kvstore_engine.server.service import Service
 
@@ -189,7 +189,7 @@ class SharedBody(BaseModel):
         request_id: str,
         tokens: Int32Array,
         service: Service,
-        caller: Caller,
+        caller: KeyOwner,
         *,
         param: str,
         logprobs: int | None,

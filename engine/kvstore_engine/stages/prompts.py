@@ -27,7 +27,7 @@ from kvstore_engine.graph.plan import BLOCK_TOKENS
 from kvstore_engine.restore.record import RestorationRecord, RestoreReport, StoreReport
 from kvstore_engine.restore.session import KvSession, Tokens
 from kvstore_engine.stages.pipeline import Pipeline
-from kvstore_engine.stages.restorer import Restored, StagedRestorer
+from kvstore_engine.stages.restorer import StagedRestoration, StagedRestorer
 from kvstore_engine.stages.stores import StageStore, stage_fingerprints, store_prefix
 from kvstore_proto.arena import slot_bytes
 from kvstore_proto.fingerprint import Fingerprint
@@ -157,7 +157,7 @@ class StagedPrompts:
             yield from (each for each in (store.kv, store.inputs) if each is not None)
 
 
-def _of(restored: Restored) -> RestoredPrompt:
+def _of(restored: StagedRestoration) -> RestoredPrompt:
     records = restored.stages
     working_s = restored.seconds - restored.lookup_s
     is_loaded = any(each.loaded for each in records)

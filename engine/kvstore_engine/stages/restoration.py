@@ -11,18 +11,18 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 from kvstore_engine.executors.logits import FloatArray
-from kvstore_engine.restore.fetcher import Stream
-from kvstore_engine.restore.progress import Progress
+from kvstore_engine.restore.fetcher import BlockStream
+from kvstore_engine.restore.progress import RestoreProgress
 from kvstore_engine.restore.record import PLAN_REASONS, RestorationRecord
-from kvstore_engine.stages.stores import Found, leading
+from kvstore_engine.stages.stores import StageLookup, leading
 from kvstore_restore.learned import MAPPED
-from kvstore_restore.plan import Plan, Prefix
+from kvstore_restore.plan import RestorePlan, StoredPrefix
 from kvstore_restore.pointers import Pointers
 from kvstore_restore.stages import Stages
 
 
 @dataclass(slots=True, eq=False)
-class Step:
+class ChunkStep:
     """A chunk that a stage computes."""
 
     stage: int
@@ -36,18 +36,18 @@ class Step:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class StageSide(Progress):
+class StageSide(RestoreProgress):
     """The progress of one stage. `input_bytes`: the bytes of a chunk's hidden states, which `inputs` brings; `stream`
     brings its K/V.
     """
 
     number: int
     layers: range
-    found: Found
+    found: StageLookup
     input_bytes: int
     rest_s: float = 0.0  # predicted, of computing the chunks that are not stored
     stages: Stages | None = None
-    inputs: Stream | None = None
+    inputs: BlockStream | None = None
     inputs_end: int = 0  # inputs have been asked for up to here
     inputs_at_s: float = 0.0  # the last one came, or they were asked for
     inputs_loaded: int = 0
@@ -68,7 +68,7 @@ class StageSide(Progress):
         """The bytes of K/V and of hidden states that were loaded."""
         return self.pointers.loaded * self.chunk_bytes + self.inputs_loaded * self.input_bytes
 
-    def make_plan(self, before: StageSide | None, *, loads_all: bool = False) -> Plan:
+    def make_plan(self, before: StageSide | None, *, loads_all: bool = False) -> RestorePlan:
         """Decide how many stored chunks to load. `before`: the stage before, which has its plan. `loads_all`: all of
         them, as far as they come.
         """
@@ -79,7 +79,7 @@ class StageSide(Progress):
         costs = self.learned.costs(*self.found.kv, *self.found.inputs, MAPPED)
         counted = Counter(self.found.inputs[: self.stored_inputs])
         input_tier = max(counted, key=lambda tier: counted[tier], default="")
-        prefix = Prefix(
+        prefix = StoredPrefix(
             self.found.kv[: self.stored],
             self.chunk_tokens,
             self.chunk_bytes,

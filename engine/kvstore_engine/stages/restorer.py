@@ -23,15 +23,15 @@ from kvstore_engine.executors.logits import FloatArray
 from kvstore_engine.graph import SequenceSlice
 from kvstore_engine.graph.plan import BLOCK_TOKENS
 from kvstore_engine.pool import BlockPool
-from kvstore_engine.restore.fetcher import Arrival, Fetcher, Stream
+from kvstore_engine.restore.fetcher import ArrivedBlocks, BlockStream, Fetcher
 from kvstore_engine.restore.progress import ABSENT
 from kvstore_engine.restore.record import RestorationRecord
 from kvstore_engine.restore.session import KvSession, Tokens
 from kvstore_engine.stages.pipeline import Pipeline
-from kvstore_engine.stages.restoration import StageSide, Step
+from kvstore_engine.stages.restoration import ChunkStep, StageSide
 from kvstore_engine.stages.stores import HIDDEN_BYTES, StageStore, look_up
 from kvstore_restore.learned import MAPPED, LearnedCosts
-from kvstore_restore.pointers import State
+from kvstore_restore.pointers import ChunkState
 from kvstore_restore.stages import Stages
 
 _log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ _PATIENCE_S = 0.02  # until expectations are looked at again
 
 
 @dataclass(frozen=True, slots=True)
-class Restored:
+class StagedRestoration:
     """The result of a restoration. `seconds`: its whole time; `lookup_s`: until the stages had their plans. `nbytes`:
     the loaded bytes.
 
@@ -56,7 +56,7 @@ class Restored:
 
 
 @dataclass(slots=True, eq=False)
-class Run:
+class RestorationRun:
     """One restoration of all stages under way.
 
     `table`: the prompt's engine blocks. `held`: for each stage the inputs that it will compute from, by chunk. `kept`:
@@ -69,7 +69,7 @@ class Run:
     stages: Stages
     held: list[dict[int, FloatArray]]
     kept: list[dict[int, FloatArray]] | None
-    steps: list[Step] = field(default_factory=list)
+    steps: list[ChunkStep] = field(default_factory=list)
 
     def take_computed(self, stage: int, chunk: int, states: FloatArray, *, is_lacking: bool) -> None:
         """Take in a chunk that the stage has computed; it ends in `states`, which the next stage lacks, or has
@@ -94,7 +94,7 @@ class Run:
             runs.append({chunk: kept[chunk] for chunk in range(side.stored_inputs, end)})
         return tuple(runs)
 
-    def take_kv(self, side: StageSide, pool: BlockPool, arrival: Arrival, clock: Callable[[], float]) -> None:
+    def take_kv(self, side: StageSide, pool: BlockPool, arrival: ArrivedBlocks, clock: Callable[[], float]) -> None:
         """Copy the wanted K/V to the stage's `pool`, and release the lease. Raises ValueError for a payload of another
         size.
         """
@@ -105,7 +105,7 @@ class Run:
             chunk = arrival.first + at
             if self.stages.computing(side.number) == chunk:
                 continue
-            if side.pointers.state(chunk) is not State.PRESENT:
+            if side.pointers.state(chunk) is not ChunkState.PRESENT:
                 table = self.table[chunk * per_block : (chunk + 1) * per_block]
                 pool.scatter_block(np.asarray(lease.payload(at)), table)
                 if not lease.valid:
@@ -117,7 +117,7 @@ class Run:
         side.learned.observe_load(MAPPED, mapped * side.chunk_bytes, clock() - begin_s)
         lease.__exit__(None, None, None)
 
-    def take_states(self, side: StageSide, arrival: Arrival) -> None:
+    def take_states(self, side: StageSide, arrival: ArrivedBlocks) -> None:
         """Keep the wanted hidden states, and release the lease. Raises the errors of `take_kv`."""
         lease = arrival.lease
         side.note_inputs(arrival.first, len(lease), arrival.at_s)
@@ -165,7 +165,7 @@ class StagedRestorer:
 
     def prefill(
         self, tokens: Tokens, table: npt.NDArray[np.int32], *, keeps_inputs: bool = False
-    ) -> tuple[FloatArray, Restored]:
+    ) -> tuple[FloatArray, StagedRestoration]:
         """Bring the K/V of all `tokens` to the blocks of `table`; return the last token's logits, float32 [vocabulary],
         and the result.
         """
@@ -176,7 +176,7 @@ class StagedRestorer:
 
     def restore(
         self, tokens: Tokens, table: npt.NDArray[np.int32], *, keeps_inputs: bool = False, request_id: str = ""
-    ) -> Restored:
+    ) -> StagedRestoration:
         """Bring the K/V of all whole storage blocks before the last token to the blocks of `table`, by loading or
         computing.
 
@@ -194,7 +194,7 @@ class StagedRestorer:
             run.stages.cancel()
             self._end(run)
         ended_s = self._clock()
-        return Restored(
+        return StagedRestoration(
             tuple(side.record(request_id, ended_s) for side in run.sides),
             ended_s - begun_s,
             planned_s - begun_s,
@@ -214,7 +214,7 @@ class StagedRestorer:
 
     # ---- beginning ---------------------------------------------------------------------------------------------
 
-    def _begin(self, tokens: Tokens, table: npt.NDArray[np.int32], begun_s: float) -> Run:
+    def _begin(self, tokens: Tokens, table: npt.NDArray[np.int32], begun_s: float) -> RestorationRun:
         pipeline = self.pipeline
         found = [stage.submit(partial(look_up, self._stores[stage.number], tokens)) for stage in pipeline.stages]
         sides = [
@@ -235,7 +235,7 @@ class StagedRestorer:
         inputs = [[tier != ABSENT for tier in side.found.inputs] for side in sides[1:]]
         stages = Stages([side.pointers for side in sides], inputs)
         held: list[dict[int, FloatArray]] = [{} for _ in sides]
-        run = Run(tokens, table, sides, stages, held, None)
+        run = RestorationRun(tokens, table, sides, stages, held, None)
         now = self._clock()
         for side in sides:
             side.stages, side.now_s, side.planned_s = stages, now, now
@@ -251,7 +251,7 @@ class StagedRestorer:
         self.pipeline.stages[number].executor.forward([piece], hidden=states)
         return self._clock() - begin_s
 
-    def _stream(self, session: KvSession, tokens: Tokens, blocks: int, *, from_front: bool = False) -> Stream:
+    def _stream(self, session: KvSession, tokens: Tokens, blocks: int, *, from_front: bool = False) -> BlockStream:
         return self._fetcher.stream(
             session,
             tokens[: blocks * BLOCK_TOKENS],
@@ -262,7 +262,7 @@ class StagedRestorer:
 
     # ---- going on ----------------------------------------------------------------------------------------------
 
-    def _advance(self, run: Run) -> None:
+    def _advance(self, run: RestorationRun) -> None:
         """Take in arrived chunks, begin possible work, and wait for more."""
         now = self._clock()
         for side in run.sides:
@@ -282,17 +282,17 @@ class StagedRestorer:
             streams = [stream for side in run.sides for stream in (side.stream, side.inputs) if stream is not None]
             self._fetcher.wait([*run.steps, *streams], _PATIENCE_S)
 
-    def _begin_step(self, run: Run, side: StageSide) -> None:
+    def _begin_step(self, run: RestorationRun, side: StageSide) -> None:
         if (chunk := run.stages.next_compute(side.number)) is None:
             return
         stage, first = self.pipeline.stages[side.number], chunk * BLOCK_TOKENS
         piece = SequenceSlice(run.tokens[first : first + BLOCK_TOKENS], first, run.table, "none")
         work = partial(stage.executor.forward, [piece], hidden=run.held[side.number].get(chunk))
-        step = Step(side.number, chunk, self._clock(), stage.submit(work))
+        step = ChunkStep(side.number, chunk, self._clock(), stage.submit(work))
         run.steps.append(step)
         step.done.add_done_callback(lambda done: self._fetcher.notify())
 
-    def _take_steps(self, run: Run) -> None:
+    def _take_steps(self, run: RestorationRun) -> None:
         for step in [each for each in run.steps if each.has_news]:
             run.steps.remove(step)
             side, result = run.sides[step.stage], step.done.result()
@@ -307,18 +307,20 @@ class StagedRestorer:
                 run.stages.lose_input(step.stage, step.chunk)
             run.take_computed(step.stage, step.chunk, result, is_lacking=is_lacking)
 
-    def _take_kv(self, run: Run, side: StageSide) -> None:
+    def _take_kv(self, run: RestorationRun, side: StageSide) -> None:
         pool = self.pipeline.stages[side.number].pool
         if self._take(side, side.stream, "K/V", lambda arrival: run.take_kv(side, pool, arrival, self._clock)):
             side.learn_link()
             side.lose_kv()
 
-    def _take_inputs(self, run: Run, side: StageSide) -> None:
+    def _take_inputs(self, run: RestorationRun, side: StageSide) -> None:
         if self._take(side, side.inputs, "hidden states", lambda arrival: run.take_states(side, arrival)):
             side.inputs = None
             side.lose_inputs()
 
-    def _take(self, side: StageSide, stream: Stream | None, what: str, use: Callable[[Arrival], None]) -> bool:
+    def _take(
+        self, side: StageSide, stream: BlockStream | None, what: str, use: Callable[[ArrivedBlocks], None]
+    ) -> bool:
         """Pass the chunks that a stream has brought to `use`. Return whether the stream has ended."""
         if stream is None:
             return False
@@ -338,7 +340,7 @@ class StagedRestorer:
         if side.done_s is None and side.pointers.is_done:
             side.done_s = self._clock()
 
-    def _end(self, run: Run) -> None:
+    def _end(self, run: RestorationRun) -> None:
         wait([step.done for step in run.steps])  # none may write to the pool any more
         for side in run.sides:
             self._note_done(side)

@@ -52,7 +52,7 @@ def stage_fingerprints(
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class StageLookup:
     """The result of a look-up: the tier of each chunk's K/V and of its input, "absent" if there is none; always so for
     the first stage's inputs. `load_s`: for each tier the seconds that the daemon expects of loading a chunk's K/V.
     """
@@ -62,11 +62,11 @@ class Found:
     load_s: Mapping[str, float] = field(default_factory=dict)
 
 
-def look_up(store: StageStore, tokens: Tokens) -> Found:
+def look_up(store: StageStore, tokens: Tokens) -> StageLookup:
     """Return the stored parts of the whole chunks of `tokens`."""
     kv, load_s = _tiers(store.kv, tokens)
     inputs, _ = _tiers(store.inputs, tokens)
-    return Found(kv, inputs, load_s)
+    return StageLookup(kv, inputs, load_s)
 
 
 def leading(tiers: tuple[str, ...]) -> int:

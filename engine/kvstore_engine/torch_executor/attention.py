@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvstore_engine.kernels.cuda.attention import Crossover, KernelRows, PagedAttention
+from kvstore_engine.kernels.cuda.attention import AttentionCrossover, KernelRows, PagedAttention
 from kvstore_engine.kernels.cuda.crossover import measured, pass_ratios, settled
 from kvstore_engine.kernels.cuda.device import Device
 from kvstore_engine.kernels.cuda.program import CacheShape, Launcher, address_of
@@ -81,7 +81,7 @@ class KernelAttention(AttentionBackend):
 
     def __init__(
         self, cache: Cache, launcher: Launcher, stream: Callable[[], int], window: PrefixWindow | None = None,
-        crossover: Crossover | None = None,
+        crossover: AttentionCrossover | None = None,
     ) -> None:  # fmt: skip
         """Make the backend. Raises UnsupportedModel for heads that the kernels do not support."""
         self._cache, self._stream, self._window, self._torch = cache, stream, window, torch_library()
@@ -127,7 +127,7 @@ class KernelAttention(AttentionBackend):
         return self._cache.planes[2 * layer], self._cache.planes[2 * layer + 1]
 
 
-def crossover_on(device: Device, cache: Cache) -> Crossover:
+def crossover_on(device: Device, cache: Cache) -> AttentionCrossover:
     """Return the crossover to one pass for attention over `cache`, which is on `device`: by `crossover.settled`,
     measured on the first layer's planes with the rows that decode steps have. Call it before the planes are in use.
     Raises the errors of `kernel_shape`.
@@ -138,7 +138,7 @@ def crossover_on(device: Device, cache: Cache) -> Crossover:
     def place(array: npt.NDArray[np.generic]) -> Any:
         return torch_library().from_numpy(array).to(planes.device)
 
-    def measure() -> Crossover:
+    def measure() -> AttentionCrossover:
         ratios = pass_ratios(
             attention, (planes[0], planes[1]), place, device.seconds, blocks=planes.shape[1], rows=BUCKETS
         )

@@ -25,7 +25,7 @@ from kvstore_client.device import (
 from kvstore_client.lease import Lease
 from kvstore_client.link_rate import AUTO, Rate
 from kvstore_engine.pool import BlockPool
-from kvstore_engine.restore.copies import BlockLoad
+from kvstore_engine.restore.copies import PoolLoad
 from kvstore_engine.restore.fingerprint import STORAGE_BLOCK_TOKENS
 from kvstore_engine.restore.session import KvLease, Payload
 from kvstore_engine.torch_executor.cache import Arrivals
@@ -35,12 +35,12 @@ Stream = Callable[[], int]
 _log = logging.getLogger(__name__)
 
 
-class DeviceCopies:
+class DevicePoolCopies:
     """The `BlockCopies` of a pool on `device`, with which sessions are connected. `arrivals`: the loads that the pool's
     executor waits for. `budget` is closed with it. Raises DeviceError.
     """
 
-    steps_wait = True
+    waits_by_layer = True
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class DeviceCopies:
         self._transfers = TwoWayTransfers(device, device_pool(pool), budget)
         self.budget = self._transfers.budget
 
-    def load(self, lease: KvLease, blocks: Sequence[tuple[int, list[int]]]) -> BlockLoad:
+    def load(self, lease: KvLease, blocks: Sequence[tuple[int, list[int]]]) -> PoolLoad:
         assert isinstance(lease, Lease)  # it says where its blocks are
         after = DeviceMoment(self.device, self._stream())
         sources = [(lease, block, [table]) for block, table in blocks]
@@ -80,7 +80,7 @@ class DeviceCopies:
 
 
 class _Load:
-    """A `BlockLoad` that a stream can wait for."""
+    """A `PoolLoad` that a stream can wait for."""
 
     def __init__(self, load: LayerLoad, lease: Lease, arrivals: Arrivals, stream: Stream) -> None:
         self._load, self._lease, self._arrivals, self._stream = load, lease, arrivals, stream
@@ -117,14 +117,14 @@ def device_pool(pool: BlockPool) -> DevicePool:
 @contextlib.contextmanager
 def open_device_copies(
     index: int, pool: BlockPool, arrivals: Arrivals, stream: Stream, store_rate: Rate = AUTO
-) -> Iterator[DeviceCopies | None]:
+) -> Iterator[DevicePoolCopies | None]:
     """Yield copies by CUDA device `index`, as this process counts, until the block ends; `store_rate`: the rate of
     copies out of the pool while the engine decodes. If the device cannot make copies, yield None, and log the
     reason.
     """
     copies = None
     try:
-        copies = DeviceCopies(DeviceMemory(index), pool, arrivals, stream, LinkBudget(store_rate))
+        copies = DevicePoolCopies(DeviceMemory(index), pool, arrivals, stream, LinkBudget(store_rate))
     except Exception as error:  # no library, no driver, memory that cannot be registered: the host copies
         _log.warning(
             "blocks are copied through host memory: CUDA device %d makes no copies of its own: %s", index, error

@@ -22,7 +22,7 @@ from kvstore_engine.torch_executor.cache import Arrivals
 from kvstore_engine.torch_executor.library import check_answers, torch_library
 from kvstore_engine.torch_executor.model import Decoder, TorchModel
 from kvstore_engine.torch_executor.recordings import BUCKETS, DecodeSteps, Record, bucket_of, context_bound
-from kvstore_engine.torch_executor.step_memory import Computed, DeviceLogits, InputMemory, LogitsMemory
+from kvstore_engine.torch_executor.step_memory import DeviceLogits, InputMemory, LogitsMemory, StepOutputs
 
 
 class TorchExecutor(StepExecutor):
@@ -94,17 +94,17 @@ class TorchExecutor(StepExecutor):
             )
             if bucket:
                 self.arrivals.wait_all()
-                found: Computed | None = self._decodes.run(bucket, context_bound(longest, PARTITION_KEYS), variant)
+                found: StepOutputs | None = self._decodes.run(bucket, context_bound(longest, PARTITION_KEYS), variant)
             else:
                 rows = self._inputs.rows(count, longest)
                 chosen = self._inputs.outputs(outputs) if outputs < count else None
                 logits = self._decoder.step(self._inputs.tokens(count), rows, chosen, wants_logits=outputs > 0)
-                found = Computed.of(logits) if outputs else None
+                found = StepOutputs.of(logits) if outputs else None
             return self._logits.received(found.first(outputs) if found is not None else None, whole)
 
     def close(self) -> None:
         self._decodes.drop()
         self._is_closed = True
 
-    def _decode(self, rows: int, longest_context: int) -> Computed:
-        return Computed.of(self._decoder.step(self._inputs.tokens(rows), self._inputs.rows(rows, longest_context)))
+    def _decode(self, rows: int, longest_context: int) -> StepOutputs:
+        return StepOutputs.of(self._decoder.step(self._inputs.tokens(rows), self._inputs.rows(rows, longest_context)))

@@ -34,7 +34,7 @@ _SLICE_BYTES = 64 << 20  # of floats at a time: a large matrix is not held in fl
 
 
 @dataclass(frozen=True, slots=True)
-class Linear:
+class TorchLinear:
     """A matrix, [outputs, inputs], and the bias of its product, or None."""
 
     weight: Any
@@ -46,14 +46,14 @@ class TorchLayer:
     """One transformer layer. Norms are float32 vectors; None: its architecture has none."""
 
     attn_norm: Any
-    qkv: Linear
+    qkv: TorchLinear
     attn_q_norm: Any
     attn_k_norm: Any
-    attn_output: Linear
+    attn_output: TorchLinear
     post_attention_norm: Any
     ffn_norm: Any
-    gate_up: Linear
-    ffn_down: Linear
+    gate_up: TorchLinear
+    ffn_down: TorchLinear
     post_ffw_norm: Any
 
 
@@ -77,7 +77,7 @@ class TorchModel:
                 weight = self.token_embedding if config.tied_embeddings else self._matrix(name)
             else:
                 weight = self._matrix(name, self._torch.float32)
-            self.output = Linear(weight, self._vector("output.bias"))
+            self.output = TorchLinear(weight, self._vector("output.bias"))
             self.output_norm = self._vector("output_norm.weight")
             self.rope_factors = self._floats(config.rope.factors) if config.rope.factors else None
             self.layers = tuple(self._layer(f"blk.{index}.") for index in range(config.layers))
@@ -85,7 +85,7 @@ class TorchModel:
 
     def close(self) -> None:
         """Free the weights' memory. No executor may use the model afterwards."""
-        self.layers, self.token_embedding, self.output = (), None, Linear(None)
+        self.layers, self.token_embedding, self.output = (), None, TorchLinear(None)
         self.file.close()
 
     def _layer(self, prefix: str) -> TorchLayer:
@@ -105,7 +105,7 @@ class TorchModel:
             post_ffw_norm=vector("post_ffw_norm"),
         )
 
-    def _joined(self, prefix: str, joint: str, parts: tuple[str, ...] = ()) -> Linear:
+    def _joined(self, prefix: str, joint: str, parts: tuple[str, ...] = ()) -> TorchLinear:
         """Return the joined matrix: `joint` alone if the file has it joined, or has no parts."""
         if f"{prefix}{parts[0] if parts else joint}.weight" not in self.file.tensors:
             parts = ()
@@ -113,13 +113,13 @@ class TorchModel:
         weight = self._torch.cat([self._matrix(name) for name in names]) if parts else self._matrix(names[0])
         biases = [self._vector(f"{name}.bias") for name in names]
         if all(bias is None for bias in biases):
-            return Linear(weight)
+            return TorchLinear(weight)
         rows = [self.file.tensors[f"{name}.weight"].shape[1] for name in names]
         filled = [
             self._torch.zeros(count, device=weight.device) if bias is None else bias
             for bias, count in zip(biases, rows, strict=True)
         ]
-        return Linear(weight, self._torch.cat(filled).to(weight.dtype))
+        return TorchLinear(weight, self._torch.cat(filled).to(weight.dtype))
 
     def _matrix(self, name: str, dtype: Any = None) -> Any:
         info = self.file.tensors[f"{name}.weight"]
@@ -227,7 +227,7 @@ class Decoder:
     def _normed(self, values: Any, weight: Any) -> Any:
         return self._functional.rms_norm(values, weight.shape, weight, self._model.config.rms_epsilon)
 
-    def _linear(self, linear: Linear, rows: Any) -> Any:
+    def _linear(self, linear: TorchLinear, rows: Any) -> Any:
         return self._functional.linear(rows, linear.weight, linear.bias)
 
     def _logits(self, rows: Any) -> Any:

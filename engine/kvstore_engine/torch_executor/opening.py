@@ -20,7 +20,7 @@ from kvstore_engine.kernels.cuda.program import Launcher
 from kvstore_engine.model.config import ModelConfig
 from kvstore_engine.model.metadata import UnsupportedModel
 from kvstore_engine.pool import ENGINE_BLOCK_TOKENS, BlockPool
-from kvstore_engine.restore.copies import BlockCopies, HostCopies
+from kvstore_engine.restore.copies import HostPoolCopies, PoolCopies
 from kvstore_engine.torch_executor.attention import (
     AttentionBackend,
     KernelAttention,
@@ -63,9 +63,9 @@ def open_torch_executor(
 
 
 @contextlib.contextmanager
-def open_torch_copies(executor: TorchExecutor, store_rate: Rate = AUTO) -> Iterator[BlockCopies]:
+def open_torch_copies(executor: TorchExecutor, store_rate: Rate = AUTO) -> Iterator[PoolCopies]:
     """Open as `opening.open_copies` does."""
-    device, host = executor.model.device, HostCopies(executor.pool)
+    device, host = executor.model.device, HostPoolCopies(executor.pool)
     if not device.is_cuda:
         yield host
         return

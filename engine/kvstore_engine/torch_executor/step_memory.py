@@ -76,7 +76,7 @@ class InputMemory:
         return self._device[number * self._rows : number * self._rows + count]
 
 
-class Computed(NamedTuple):
+class StepOutputs(NamedTuple):
     """Tensors of a step on the device: `logits` float32 [rows, vocabulary]; `likeliest` int32 [rows, 2], a token and
     the bits of its logit.
     """
@@ -85,14 +85,14 @@ class Computed(NamedTuple):
     likeliest: Any
 
     @classmethod
-    def of(cls, logits: Any) -> Computed:
+    def of(cls, logits: Any) -> StepOutputs:
         """Return the results with the likeliest token of each row. It queues work, and waits for none."""
         torch = torch_library()
         most, best = logits.max(dim=-1)
         return cls(logits, torch.stack((best.int(), most.view(torch.int32)), -1))
 
-    def first(self, count: int) -> Computed:
-        return Computed(self.logits[:count], self.likeliest[:count])
+    def first(self, count: int) -> StepOutputs:
+        return StepOutputs(self.logits[:count], self.likeliest[:count])
 
 
 class LogitsMemory:
@@ -103,7 +103,7 @@ class LogitsMemory:
         self._likeliest = self._new(0, self._torch.int32)
         self._rows = self._new(0, self._torch.float32)
 
-    def received(self, computed: Computed | None, whole: Sequence[int] | None) -> DeviceLogits:
+    def received(self, computed: StepOutputs | None, whole: Sequence[int] | None) -> DeviceLogits:
         """Wait for the step with these results (None: none are wanted), and for its rows `whole` (None: all)."""
         if computed is None:
             self._synchronize()

@@ -5,6 +5,6 @@ caught. So the steps run in a child. The pool's K/V are in memory that both proc
 child finds all of them, and the step that killed the old one is computed again.
 """
 
-from kvstore_engine.worker.remote import RemoteExecutor, StepFailed, WorkerNotice
+from kvstore_engine.worker.remote import EngineWorkerNotice, RemoteExecutor, StepFailed
 
-__all__ = ["RemoteExecutor", "StepFailed", "WorkerNotice"]
+__all__ = ["RemoteExecutor", "StepFailed", "EngineWorkerNotice"]

@@ -29,7 +29,7 @@ from kvstore_engine.gguf import GGUFFile, OpenFile
 from kvstore_engine.opening import open_executor
 from kvstore_engine.worker.mailbox import Mailbox
 from kvstore_engine.worker.memory import attach
-from kvstore_engine.worker.packets import MAX_PACKET_BYTES, Order, Reply, Status, WorkerSetup
+from kvstore_engine.worker.packets import MAX_PACKET_BYTES, EngineWorkerSetup, Order, Reply, Status
 
 _OOM_SCORE = Path("/proc/self/oom_score_adj")
 _FIRST_VICTIM = "300"  # when memory runs out, the process that can be replaced at no loss goes before its parent
@@ -42,7 +42,7 @@ def serve(connection: socket.socket, model_descriptor: int, pool_descriptor: int
     with contextlib.suppress(OSError):
         _OOM_SCORE.write_text(_FIRST_VICTIM)
     threading.Thread(target=_end_with, args=(connection.fileno(),), daemon=True).start()
-    setup = WorkerSetup.decode(connection.recv(MAX_PACKET_BYTES))
+    setup = EngineWorkerSetup.decode(connection.recv(MAX_PACKET_BYTES))
     with contextlib.ExitStack() as stack:
         try:
             file = GGUFFile.open(OpenFile.inherited(setup.model, model_descriptor))

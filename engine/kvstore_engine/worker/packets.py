@@ -22,7 +22,7 @@ MAX_PACKET_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerSetup:
+class EngineWorkerSetup:
     """The first packet to an engine's worker process: what it needs to open the model. `model`: the name in messages of
     the file whose descriptor the worker inherits. `pool`: the size of the memory that it maps.
     """

@@ -29,7 +29,7 @@ from kvstore_engine.model.config import ModelConfig
 from kvstore_engine.pool import BlockPool
 from kvstore_engine.worker.mailbox import Mailbox
 from kvstore_engine.worker.memory import SharedMemory
-from kvstore_engine.worker.packets import MAX_PACKET_BYTES, Order, Reply, Status, WorkerSetup
+from kvstore_engine.worker.packets import MAX_PACKET_BYTES, EngineWorkerSetup, Order, Reply, Status
 from kvstore_engine.worker.patience import StepPatience
 
 _HINTS = {
@@ -56,7 +56,7 @@ class StepFailed(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerNotice:
+class EngineWorkerNotice:
     """A change of the worker's state. `deaths` counts since the executor was made; `reason` says why, for "dead"."""
 
     state: Literal["starting", "ready", "dead"]
@@ -65,15 +65,15 @@ class WorkerNotice:
     reason: str = ""
 
 
-class WorkerDied(Exception):
+class EngineWorkerDied(Exception):
     """The process is gone, or was ended because it did not answer; the message says how."""
 
 
-class WorkerProcess:
+class EngineWorkerProcess:
     """A child that is starting; `receive` gives its first reply, the one to the setup."""
 
     def __init__(
-        self, setup: WorkerSetup, model_descriptor: int, pool_descriptor: int, mailbox_descriptor: int
+        self, setup: EngineWorkerSetup, model_descriptor: int, pool_descriptor: int, mailbox_descriptor: int
     ) -> None:
         # Datagrams with a connection: a packet is whole, and the end of a process is the end of its socket.
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -96,8 +96,8 @@ class WorkerProcess:
         return self._socket.fileno()
 
     def order(self, order: Order, timeout_s: float) -> Reply:
-        """Compute one step in the child, and return its reply. Raises WorkerDied if the process ends, or takes longer
-        than `timeout_s` seconds.
+        """Compute one step in the child, and return its reply. Raises EngineWorkerDied if the process ends, or takes
+        longer than `timeout_s` seconds.
         """
         self._send(order.encode())
         return self.receive(timeout_s)
@@ -108,11 +108,11 @@ class WorkerProcess:
             packet = self._socket.recv(MAX_PACKET_BYTES)
         except TimeoutError:
             self.end()
-            raise WorkerDied(f"it did not answer within {timeout_s:g} s and was killed") from None
+            raise EngineWorkerDied(f"it did not answer within {timeout_s:g} s and was killed") from None
         except OSError:
             packet = b""
         if not packet:
-            raise WorkerDied(self._ending())
+            raise EngineWorkerDied(self._ending())
         return Reply.decode(packet)
 
     def end(self) -> None:
@@ -125,7 +125,7 @@ class WorkerProcess:
         try:
             self._socket.send(packet)
         except OSError:
-            raise WorkerDied(self._ending()) from None
+            raise EngineWorkerDied(self._ending()) from None
 
     def _ending(self) -> str:
         """Return how it ended. Its socket is closed, so it is dead or about to be."""
@@ -159,7 +159,7 @@ class RemoteExecutor:
         sizes: StepSizes,
         *,
         patience: StepPatience | None = None,
-        on_notice: Callable[[WorkerNotice], None] | None = None,
+        on_notice: Callable[[EngineWorkerNotice], None] | None = None,
     ) -> None:
         """Start the worker and wait until it has the model, from the open file that is watched. Raises UsageError and
         OperationError as loading a model does; FileChanged, here and later, instead of using a worker with other
@@ -170,7 +170,7 @@ class RemoteExecutor:
         self.deaths = 0
         self._watch = watch
         setup = PoolSetup(pool.blocks, pool.block_tokens, pool.kv_dtype, self.limits.window_blocks)
-        self._setup = WorkerSetup(str(watch.file.path), setup, sizes)
+        self._setup = EngineWorkerSetup(str(watch.file.path), setup, sizes)
         self._patience = patience or StepPatience()
         self._on_notice = on_notice or (lambda notice: None)
         self._pool_memory = pool_memory
@@ -178,7 +178,7 @@ class RemoteExecutor:
         self._mailbox = Mailbox(self.limits, self._mail_memory.allocate)
         self._step = 0
         self._has_served = False
-        self._worker: WorkerProcess | None = None
+        self._worker: EngineWorkerProcess | None = None
         try:
             self._start()
         except BaseException:
@@ -204,7 +204,7 @@ class RemoteExecutor:
         for _ in range(_ATTEMPTS):
             try:
                 return self._compute(slices)
-            except WorkerDied as error:
+            except EngineWorkerDied as error:
                 self._on_worker_death(error)
                 self._start()
         self._take_apart(slices)
@@ -220,7 +220,7 @@ class RemoteExecutor:
         try:
             worker.receive(_FIRST_PAUSE_S)  # nothing was ordered: this is the end of it
             worker.end()  # it speaks out of turn: no order could be sure of its answer
-        except WorkerDied as error:
+        except EngineWorkerDied as error:
             self._on_worker_death(error)
         self._start()
 
@@ -231,13 +231,13 @@ class RemoteExecutor:
             self._worker = None
         self._mail_memory.close()
 
-    def _living(self) -> WorkerProcess:
+    def _living(self) -> EngineWorkerProcess:
         if self._worker is None:
             raise RuntimeError("the executor is closed")
         return self._worker
 
     def _compute(self, slices: Sequence[SequenceSlice]) -> FloatArray:
-        """Compute the step of `slices`, which is in the mailbox, in this worker. Raises WorkerDied."""
+        """Compute the step of `slices`, which is in the mailbox, in this worker. Raises EngineWorkerDied."""
         self._step += 1
         count = len(slices)
         order = Order(self._step, count, self.threads)
@@ -264,20 +264,20 @@ class RemoteExecutor:
             except StepFailed as error:
                 reason = str(error)
                 culprits.append(index)
-            except WorkerDied as error:
+            except EngineWorkerDied as error:
                 reason = f"computing this sequence ended {_ATTEMPTS + 1} workers: {error}"
                 culprits.append(index)
                 self._on_worker_death(error)
                 self._start()
         raise StepFailed(f"ggml failed: {reason}", tuple(culprits) or tuple(range(len(slices))))
 
-    def _on_worker_death(self, error: WorkerDied) -> None:
+    def _on_worker_death(self, error: EngineWorkerDied) -> None:
         """Count and log the death, and notify the owner."""
         pid = self.pid
         self._living().end()
         self.deaths += 1
         _log.error("the ggml worker (pid %d) died: %s; death %d", pid, error, self.deaths)
-        self._on_notice(WorkerNotice("dead", pid, self.deaths, str(error)))
+        self._on_notice(EngineWorkerNotice("dead", pid, self.deaths, str(error)))
 
     def _start(self) -> None:
         """Start a new worker, and return when it is ready. Restarts are retried for a while: the cause of the last
@@ -290,19 +290,19 @@ class RemoteExecutor:
                 time.sleep(pause_s)
                 pause_s *= 4
             self._watch.check()
-            self._worker = WorkerProcess(self._setup, *self._descriptors())
-            self._on_notice(WorkerNotice("starting", self.pid, self.deaths))
+            self._worker = EngineWorkerProcess(self._setup, *self._descriptors())
+            self._on_notice(EngineWorkerNotice("starting", self.pid, self.deaths))
             try:
                 reply = self._worker.receive(_START_TIMEOUT_S)
                 if not self._watch.check():
-                    raise WorkerDied("the model file was touched while it was loaded")
+                    raise EngineWorkerDied("the model file was touched while it was loaded")
                 _raise_refusal(reply)
-            except WorkerDied as error:
+            except EngineWorkerDied as error:
                 last = str(error)
                 self._on_worker_death(error)
                 continue
             self._has_served = True
-            self._on_notice(WorkerNotice("ready", self.pid, self.deaths))
+            self._on_notice(EngineWorkerNotice("ready", self.pid, self.deaths))
             if self.deaths:
                 _log.warning("a new ggml worker is ready (pid %d); no K/V was lost", self.pid)
             return

@@ -157,10 +157,10 @@ def _makers(arguments: argparse.Namespace) -> dict[str, Callable[[], Any]]:
         raise ValueError("--predictor learned needs --model MODEL.npz: make one with kvstored predictor train")
     makers: dict[str, Callable[[], Any]] = {name: partial(create_predictor, name) for name in names if name != LEARNED}
     if arguments.model is not None:
-        from kvstore_predictor.learned import Learned
+        from kvstore_predictor.learned import LearnedPredictor
         from kvstored.store.prefetch.model_file import read_model
 
-        makers[LEARNED] = partial(Learned, read_model(arguments.model))
+        makers[LEARNED] = partial(LearnedPredictor, read_model(arguments.model))
     return makers
 
 

@@ -45,8 +45,8 @@ def read(arguments: argparse.Namespace, progress: Any) -> tuple[Trace, int]:
     `--model` are checked. Raises ValueError (TraceError) with one line; OSError.
     """
     from kvstore_console.units import human_bytes
+    from kvstore_simulator.hit_value import models
     from kvstore_simulator.readers import FORMATS, ReadOptions, read_trace
-    from kvstore_simulator.worth import models
     from kvstored.config.parse import MAX_BLOCK_BYTES
 
     format_name = one_of("--format", arguments.format, FORMATS)

@@ -129,9 +129,9 @@ def _check_plot(arguments: argparse.Namespace) -> None:
 
 def _replay(arguments: argparse.Namespace, advance: Advance) -> Results:
     from kvstore_simulator.report import replay_table, reuse_table, study_page
-    from kvstore_simulator.reuse import Curve, curves, reuse_distances
+    from kvstore_simulator.reuse import MissRatioCurve, curves, reuse_distances
 
-    found: list[Curve] = []
+    found: list[MissRatioCurve] = []
     study = _study(arguments, partial(advance, "reading"))
     trace, model = study.trace, study.model.name
     if arguments.reuse_distance:
@@ -153,9 +153,9 @@ def _replay(arguments: argparse.Namespace, advance: Advance) -> Results:
 def _study(arguments: argparse.Namespace, progress: Any) -> Study:
     """Return the study that `arguments` describe. Raises ValueError (TraceError) with one line; OSError."""
     from kvstore_simulator.hints import NO_HINTS, parse_hints
+    from kvstore_simulator.hit_value import load_prices, models
     from kvstore_simulator.policies.clairvoyant import Clairvoyant
     from kvstore_simulator.study import UNBOUNDED, Study
-    from kvstore_simulator.worth import load_prices, models
 
     policies, admissions = _policies(arguments, _POLICY, (Clairvoyant.name, UNBOUNDED))
     capacities = _capacities(_CAPACITY if arguments.capacity is None else arguments.capacity)

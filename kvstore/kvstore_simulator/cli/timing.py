@@ -110,11 +110,11 @@ def find(arguments: argparse.Namespace, policies: Policies, advance: Advance) ->
 
 def study_of(arguments: argparse.Namespace, policies: Policies, progress: Any) -> TimingStudy:
     """Return the study that `arguments` describe. Raises ValueError (TraceError) with one line; OSError."""
+    from kvstore_simulator.hit_value import models
     from kvstore_simulator.machine import GPU, load_machine
     from kvstore_simulator.node_settings import ABLATIONS
     from kvstore_simulator.options import read_gpu
     from kvstore_simulator.timing import TimingStudy
-    from kvstore_simulator.worth import models
 
     names, admissions = policies(arguments, _POLICY)
     if arguments.ghosts < 1:

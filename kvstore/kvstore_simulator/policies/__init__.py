@@ -7,7 +7,7 @@ from typing import Final
 from kvstored.policy_names import POLICIES as DAEMON
 from kvstored.policy_names import resolve
 from kvstored.store.blocks import Residency
-from kvstored.store.policies import Policy, PolicySettings
+from kvstored.store.policies import EvictionPolicy, PolicySettings
 from kvstored.store.policies import create as create_by_address
 
 POLICIES: Final[dict[str, str]] = {
@@ -27,6 +27,6 @@ def address_of(name: str) -> str:
     return name if name in DAEMON else POLICIES.get(name, name)
 
 
-def create(name: str, residency: Residency, tier: int, settings: PolicySettings | None = None) -> Policy:
+def create(name: str, residency: Residency, tier: int, settings: PolicySettings | None = None) -> EvictionPolicy:
     """Return policy `name` for a tier, as the daemon's `create` does. Raises ValueError for an unknown name."""
     return create_by_address(address_of(name), residency, tier, settings)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from kvstore_simulator.trace import Op, Trace
 from kvstored.store.blocks import ResidencyView
-from kvstored.store.policies import Policy, PolicySettings
+from kvstored.store.policies import EvictionPolicy, PolicySettings
 from kvstored.store.policies.base import Rows
 
 _DEPTH_BITS = 24
@@ -46,7 +46,7 @@ def next_uses(trace: Trace) -> npt.NDArray[np.int64]:
     return found
 
 
-class Clairvoyant(Policy):
+class Clairvoyant(EvictionPolicy):
     """Belady's policy for chains. `foresee` is called with the next uses of a request's rows before anything is
     evicted.
     """

@@ -74,12 +74,12 @@ class WTinyLfu(Discipline):
         super().__init__(queues)
         self._seen = FrequencySketch(_FIRST_KEYS)
         self._is_full = False
-        self._is_contest = False  # the rows that wait were stored in a full tier
+        self._was_full = False  # the rows that wait were stored in a full tier
         self._has_won = False  # or there was room
         self._arrived = -1  # the row that waited while the victim was in its queue
 
     def arriving(self) -> None:
-        self._is_contest = self._is_full
+        self._was_full = self._is_full
 
     def stored(self, rows: Sequence[int], held: int) -> None:
         if held > self._seen.keys:
@@ -122,7 +122,7 @@ class WTinyLfu(Discipline):
         queues = self.queues.of[tenant]
         window, newcomer, trial, kept = (first_of(queue, refused) for queue in queues[:_DOOR])
         old = trial if trial >= 0 else kept
-        if newcomer < 0 and queues[_DOOR] and self._is_contest and self._is_window_full(tenant):
+        if newcomer < 0 and queues[_DOOR] and self._was_full and self._is_window_full(tenant):
             newcomer = window  # about to drop out
         if newcomer >= 0 and old >= 0:
             return old if self._count(newcomer) > self._count(old) else newcomer

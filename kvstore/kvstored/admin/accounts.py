@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore_proto.v1 import admin_pb2 as pb
-from kvstored.admin.views import Parts
+from kvstored.admin.views import DaemonParts
 from kvstored.store.blocks import Residency
 from kvstored.tier_set import holding
 
@@ -20,7 +20,7 @@ SLICE_ROWS = 100_000  # about 1 ms
 Sums = npt.NDArray[np.float64]
 
 
-async def add_accounts(parts: Parts, reply: pb.TenantsReply) -> pb.TenantsReply:
+async def add_accounts(parts: DaemonParts, reply: pb.TenantsReply) -> pb.TenantsReply:
     """Add accounts to `reply.tenants`, which must be in the order of the residency's tenants."""
     residency, flows = parts.store.residency, parts.store.flows
     found: dict[tuple[int, str], pb.AccountStatus] = {}
@@ -50,7 +50,7 @@ async def add_accounts(parts: Parts, reply: pb.TenantsReply) -> pb.TenantsReply:
     return reply
 
 
-def _accounts_of_kinds(parts: Parts) -> dict[int, tuple[int, str]]:
+def _accounts_of_kinds(parts: DaemonParts) -> dict[int, tuple[int, str]]:
     """Return (tenant, account) of each kind of rows that has one."""
     tenants = parts.tenants
     found: dict[int, tuple[int, str]] = {}

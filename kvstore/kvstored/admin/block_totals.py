@@ -17,7 +17,7 @@ import numpy.typing as npt
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import admin_pb2 as pb
 from kvstored.admin.block_list import BlockList
-from kvstored.admin.views import Parts
+from kvstored.admin.views import DaemonParts
 from kvstored.clock import NS_PER_S
 from kvstored.store.blocks import Residency
 from kvstored.store.blocks.listing import Selection, column_of, pin_counts, select_all
@@ -46,7 +46,7 @@ class _Sums:
 class BlockTotals:
     """The sums over stored blocks."""
 
-    def __init__(self, parts: Parts, blocks: BlockList) -> None:
+    def __init__(self, parts: DaemonParts, blocks: BlockList) -> None:
         self._parts = parts
         self._store = parts.store
         self._blocks = blocks

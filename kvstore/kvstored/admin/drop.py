@@ -24,7 +24,7 @@ SAVE_TIMEOUT_S = 60.0
 MIN_PREFIX = 8
 
 
-class Drop:
+class OperatorDrop:
     """The removals by an operator."""
 
     def __init__(self, store: Store, tenants: TenantDirectory) -> None:

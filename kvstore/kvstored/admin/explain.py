@@ -13,7 +13,7 @@ from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.identity import KEY_BYTES
 from kvstore_proto.v1 import explain_pb2 as pb
 from kvstored.admin.views import Views
-from kvstored.clients.sessions import Session
+from kvstored.clients.sessions import ClientSession
 from kvstored.clock import NS_PER_S
 from kvstored.lifecycle import Cause
 from kvstored.store.blocks.listing import Selection, page
@@ -47,7 +47,7 @@ class Explain:
         tenant = parts.tenants.number(request.tenant, self._store.residency) if request.tenant else None
         return await self._answer(request, tenant, set(parts.tenants.fingerprints()))
 
-    async def own(self, session: Session, request: pb.ExplainRequest) -> pb.ExplainReply:
+    async def own(self, session: ClientSession, request: pb.ExplainRequest) -> pb.ExplainReply:
         """Explain to a client its own tenant's blocks and misses, without the places of copies. Raises the errors of
         `explain`, and FORBIDDEN for another tenant.
         """

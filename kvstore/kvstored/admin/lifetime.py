@@ -13,7 +13,7 @@ from enum import Enum
 from kvstore_proto.v1 import admin_pb2 as pb
 from kvstored.admin.durable_copies import save
 from kvstored.clients.handshake import HandshakeServer
-from kvstored.clients.sessions import Sessions
+from kvstored.clients.sessions import ClientSessions
 from kvstored.store.assembly import Store
 
 _DEFAULT_TIMEOUT_S = 30.0
@@ -21,7 +21,7 @@ _SHUTDOWN_DRAIN_MS = 10_000
 _POLL_S = 0.05
 
 
-class State(Enum):
+class DaemonState(Enum):
     STARTING = "starting"
     SERVING = "serving"
     DRAINING = "draining"
@@ -34,19 +34,19 @@ class Phase:
     """
 
     def __init__(self) -> None:
-        self._state = State.STARTING
-        self.on_change: list[Callable[[State], None]] = []
+        self._state = DaemonState.STARTING
+        self.on_change: list[Callable[[DaemonState], None]] = []
         self.has_served = False
         self.ready_after_s = 0.0
 
     @property
-    def state(self) -> State:
+    def state(self) -> DaemonState:
         return self._state
 
     @state.setter
-    def state(self, state: State) -> None:
+    def state(self, state: DaemonState) -> None:
         self._state = state
-        self.has_served = self.has_served or state is State.SERVING
+        self.has_served = self.has_served or state is DaemonState.SERVING
         for notify in self.on_change:
             notify(state)
 
@@ -60,7 +60,7 @@ class Lifetime:
         self,
         phase: Phase,
         handshake: HandshakeServer,
-        sessions: Sessions,
+        sessions: ClientSessions,
         store: Store,
         stop: Callable[[], None],
         after_stop: Callable[[], str],
@@ -88,7 +88,7 @@ class Lifetime:
         """
         phase, writeback = self._phase, self._store.writeback
         self._handshake.accepting = request.undo
-        phase.state = State.SERVING if request.undo else State.DRAINING
+        phase.state = DaemonState.SERVING if request.undo else DaemonState.DRAINING
         if not request.undo:
             deadline = asyncio.get_running_loop().time() + ((request.timeout_ms / 1000) or _DEFAULT_TIMEOUT_S)
             while len(self._sessions) and asyncio.get_running_loop().time() < deadline:
@@ -112,6 +112,6 @@ class Lifetime:
     async def _shut_down(self, now: bool) -> None:
         if not now:
             await self.drain(pb.DrainRequest(timeout_ms=_SHUTDOWN_DRAIN_MS))
-        self._phase.state = State.STOPPING
+        self._phase.state = DaemonState.STOPPING
         await asyncio.sleep(_POLL_S)  # the answer goes out first
         self._stop()

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from kvstore_console.units import human_bytes
 from kvstored.clients.certificates import Certificates
 from kvstored.clients.handshake import HandshakeServer
-from kvstored.clients.sessions import Session
+from kvstored.clients.sessions import ClientSession
 from kvstored.clients.shares import TenantShares
 from kvstored.clients.tenants import TenantDirectory
 from kvstored.clients.tenants.directory import uid_of
@@ -79,7 +79,7 @@ class LiveTenants:
         if self._tokens is not None and self._entries:
             self._tokens.replace(self._entries)
 
-    def _is_another_now(self, session: Session) -> bool:
+    def _is_another_now(self, session: ClientSession) -> bool:
         tenant = self._tenants.resolve(session.peer)
         return tenant is None or (tenant.name, tenant.digest) != (session.tenant.name, session.tenant.digest)
 

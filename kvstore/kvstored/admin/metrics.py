@@ -27,7 +27,7 @@ Family = type[CounterMetricFamily] | type[GaugeMetricFamily]
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class MetricsSnapshot:
     """The figures of one moment. `misses`: blocks missed by cause; `latencies`: a histogram of request times by
     verb.
     """
@@ -39,7 +39,7 @@ class Snapshot:
     latencies: dict[str, Counts]
 
 
-def families(snapshot: Snapshot) -> Iterator[Metric]:
+def families(snapshot: MetricsSnapshot) -> Iterator[Metric]:
     yield from _daemon(snapshot.status)
     yield from _tiers(snapshot.tiers.tiers)
     yield from _lanes(snapshot.status.lanes)

@@ -25,7 +25,7 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from kvstored.admin.metrics import Snapshot, families
+from kvstored.admin.metrics import MetricsSnapshot, families
 from kvstored.admin.views import Views
 from kvstored.config import ConfigError
 from kvstored.config.addresses import address_of, numeric
@@ -47,9 +47,9 @@ def serve_metrics(section: MetricsSection, views: Views, latencies: Latencies) -
     """Listen as `section` says until the returned server is closed. Raises SocketError."""
     flows = views.parts.store.flows
 
-    def take() -> Snapshot:
+    def take() -> MetricsSnapshot:
         tiers, misses = views.tiers(with_classes=False), flows.misses_by_name()
-        return Snapshot(views.status(), tiers, views.tenants(), misses, latencies.snapshot())
+        return MetricsSnapshot(views.status(), tiers, views.tenants(), misses, latencies.snapshot())
 
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_OnLoop(asyncio.get_running_loop(), take))
@@ -71,11 +71,11 @@ def _listener(listen: str, backlog: int) -> socket.socket:
 
 
 class _OnLoop(Collector):
-    def __init__(self, loop: asyncio.AbstractEventLoop, take: Callable[[], Snapshot]) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, take: Callable[[], MetricsSnapshot]) -> None:
         self._loop, self._take = loop, take
 
     def collect(self) -> Iterator[Metric]:
-        async def taken() -> Snapshot:
+        async def taken() -> MetricsSnapshot:
             return self._take()
 
         try:

@@ -18,12 +18,12 @@ from kvstore_console.units import human_bytes
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import admin_pb2 as pb
 from kvstored.admin.live_settings import LiveSettings
-from kvstored.config import Config, ConfigError, TenantSection, WrittenSetting
+from kvstored.config import Config, ConfigError, ConfiguredSetting, TenantSection
 from kvstored.config.tiers import TierSection
 from kvstored.lifetime.notify import notify
 
 log = logging.getLogger(__name__)
-Settings = tuple[WrittenSetting, ...]
+ConfiguredSettings = tuple[ConfiguredSetting, ...]
 _FOLLOW_CAPACITY = {"staging", "arena", "slab"}  # "auto", or a part of the capacity at most
 NEVER_READ = frozenset({"daemon.record"})  # written
 
@@ -161,7 +161,7 @@ def _merged(old: Config, new: Config, applied: set[str]) -> Config:
         tenants=new.tenants if "[[tenant]]" in applied else old.tenants,
         tenant_default=new.tenant_default if "tenants.default" in applied else old.tenant_default,
         source=new.source,
-        written=tuple(_written(old.written, new.written, applied)),
+        written=tuple(_settings_in_force(old.written, new.written, applied)),
     )
 
 
@@ -175,7 +175,9 @@ def _live(section: str, before: Any, after: Any, applied: set[str]) -> Any:
     return replace(before, **live)
 
 
-def _written(before: Settings, after: Settings, applied: set[str]) -> Iterator[WrittenSetting]:
+def _settings_in_force(
+    before: ConfiguredSettings, after: ConfiguredSettings, applied: set[str]
+) -> Iterator[ConfiguredSetting]:
     """Yield the settings in force as they were written: a setting that waits for a restart has its old value."""
     latter = {each.name: each for each in after}
     for old in before:

@@ -14,7 +14,7 @@ from typing import ParamSpec
 
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import admin_pb2 as pb
-from kvstored.admin.drop import Drop
+from kvstored.admin.drop import OperatorDrop
 from kvstored.clients.handshake import HandshakeServer
 from kvstored.clients.tenants import TenantDirectory
 from kvstored.clients.tenants.directory import uid_of
@@ -33,7 +33,7 @@ class RenameTenant:
         self,
         tenants: TenantDirectory,
         residency: Residency,
-        drop: Drop,
+        drop: OperatorDrop,
         handshake: HandshakeServer,
         with_tokens: Callable[[], frozenset[str]],
     ) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvstored.admin.views import Parts, resident_bytes
+from kvstored.admin.views import DaemonParts, resident_bytes
 from kvstored.telemetry import History, Latencies
 from kvstored.telemetry.history import Reading, SeriesKey
 
@@ -25,10 +25,10 @@ _Total = Iterator[tuple[SeriesKey, int]]
 _Level = Iterator[tuple[SeriesKey, float]]
 
 
-class Sampler:
+class MetricsSampler:
     """A sampler of all parts; call `sample` from a timer a few times a second."""
 
-    def __init__(self, parts: Parts, latencies: Latencies) -> None:
+    def __init__(self, parts: DaemonParts, latencies: Latencies) -> None:
         self._parts = parts
         self._store = parts.store
         self._latencies = latencies

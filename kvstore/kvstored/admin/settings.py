@@ -9,7 +9,7 @@ from typing import Any
 from kvstore_console.units import human_bytes, parse_size
 from kvstore_proto.v1 import admin_pb2 as pb
 from kvstored.admin.reload import Reload
-from kvstored.config import Config, WrittenSetting
+from kvstored.config import Config, ConfiguredSetting
 
 
 def settings(reload: Reload) -> pb.ConfigReply:
@@ -27,7 +27,7 @@ def settings(reload: Reload) -> pb.ConfigReply:
     return reply
 
 
-def in_force(config: Config, setting: WrittenSetting) -> str:
+def in_force(config: Config, setting: ConfiguredSetting) -> str:
     """Return the effective value of a setting if its text does not show it: a share, "auto", a relative path, a size
     that was cut. "" otherwise.
     """

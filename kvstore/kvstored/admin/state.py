@@ -8,22 +8,22 @@ from pathlib import Path
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import admin_pb2 as pb
 from kvstored.state.databases import BY_NAME, DATABASES
-from kvstored.state.keeper import StateKeeper
 from kvstored.state.process import StateProcess
+from kvstored.state.saver import StateSaver
 from kvstored.state.shown import shown
 
 MOST, USUAL = 10_000, 100
 PAGE_BYTES = 4096
 
 
-async def state(keeper: StateKeeper, request: pb.StateRequest) -> pb.StateReply:
+async def state(saver: StateSaver, request: pb.StateRequest) -> pb.StateReply:
     """Return the databases, or the entries of one, as the daemon's process reads them. Raises KVStoreError for a
     database that does not exist, and when the state cannot be read."""
     try:
-        reply = await look(keeper.process, request)
+        reply = await look(saver.process, request)
     except OSError as error:
         raise KVStoreError(ErrorKind.UNAVAILABLE, f"{error.filename}: {error.strerror}") from None
-    reply.is_read, reply.wrong_rows = keeper.is_read, keeper.wrong_rows
+    reply.is_read, reply.wrong_rows = saver.is_read, saver.wrong_rows
     return reply
 
 

@@ -12,7 +12,7 @@ from kvstore_proto.v1 import admin_pb2 as pb
 from kvstored import __version__
 from kvstored.admin.lifetime import Phase
 from kvstored.clients.reception import PROTOCOL_VERSION
-from kvstored.clients.sessions import Sessions
+from kvstored.clients.sessions import ClientSessions
 from kvstored.clients.tenants import TenantDirectory
 from kvstored.clients.tenants.reach import out_of_reach
 from kvstored.clock import NS_PER_S
@@ -27,12 +27,12 @@ from kvstored.unsaved import Unsaved
 
 
 @dataclass(frozen=True)
-class Parts:
+class DaemonParts:
     """The parts of the daemon that an operator sees."""
 
     store: Store
     tenants: TenantDirectory
-    sessions: Sessions
+    sessions: ClientSessions
     unsaved: Unsaved
 
 
@@ -41,7 +41,7 @@ class Views:
     `maintenance` and `integrity`.
     """
 
-    def __init__(self, parts: Parts, phase: Phase, maintenance: Maintenance, integrity: Integrity) -> None:
+    def __init__(self, parts: DaemonParts, phase: Phase, maintenance: Maintenance, integrity: Integrity) -> None:
         self.parts = parts
         self._phase = phase
         self._maintenance = maintenance

@@ -14,7 +14,7 @@ from kvstored.exits import EXIT_DAMAGE, EXIT_OK, failure, mistake
 
 if TYPE_CHECKING:
     from kvstore_console.progress import Progress
-    from kvstore_tiers.nvme.check_slab import Finding
+    from kvstore_tiers.nvme.check_slab import SlabFinding
     from kvstore_tiers.nvme.repair import RepairReport
 
 EXAMPLES = """\
@@ -90,7 +90,7 @@ def _counted(progress: Progress) -> Callable[[int], None]:
     return add
 
 
-def _report_check(arguments: argparse.Namespace, findings: list[Finding]) -> int:
+def _report_check(arguments: argparse.Namespace, findings: list[SlabFinding]) -> int:
     damaged = _is_damaged(findings)
     if arguments.json:
         listed = [_plain(finding) for finding in findings]
@@ -129,13 +129,13 @@ def _report_repair(arguments: argparse.Namespace, report: RepairReport) -> int:
     return EXIT_DAMAGE if damaged else EXIT_OK
 
 
-def _is_damaged(findings: list[Finding]) -> bool:
+def _is_damaged(findings: list[SlabFinding]) -> bool:
     from kvstore_tiers.nvme.check_slab import Severity
 
     return any(finding.severity is Severity.DAMAGE for finding in findings)
 
 
-def _plain(finding: Finding) -> dict[str, Any]:
+def _plain(finding: SlabFinding) -> dict[str, Any]:
     return {
         "severity": finding.severity.value,
         "kind": finding.kind.value,

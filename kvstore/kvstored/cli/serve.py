@@ -81,13 +81,13 @@ def _serve(arguments: argparse.Namespace) -> int:
     ahead = EarlyRecordScan.begin(config.nvme.path) if config.nvme.enabled else None  # while modules are loaded
     try:
         from kvstored.daemon import StartupError
-        from kvstored.run import run
+        from kvstored.daemon_process import run_daemon
 
         if unknown_names():  # every module has declared its own by now
             return mistake(f"{ENVIRONMENT} arms what does not exist: {', '.join(unknown_names())}")
         try:
             read = lambda: load_config(arguments.config, _overrides(arguments))  # noqa: E731
-            return run(config, read, ahead, new_secret=arguments.new_secret, discard_old=arguments.discard_old)
+            return run_daemon(config, read, ahead, new_secret=arguments.new_secret, discard_old=arguments.discard_old)
         except StartupError as error:
             return failure(str(error))
     except ConfigError as error:  # what the configuration names turned out not to be usable

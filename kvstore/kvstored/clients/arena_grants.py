@@ -8,7 +8,7 @@ from kvstore_proto.arena import DEVICE_ARENAS
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import handshake_pb2 as hs
 from kvstore_tiers.arena import writable_owner
-from kvstored.clients.sessions import Session
+from kvstored.clients.sessions import ClientSession
 from kvstored.clients.tenants import Tenant
 from kvstored.store.assembly import Store
 
@@ -37,7 +37,7 @@ class ArenaGrants:
         if welcome.put_in_place:
             welcome.writable_arena_ids.extend(writable)
 
-    def grant(self, session: Session, request: hs.ArenaRequest) -> tuple[hs.ArenaGrant, int]:
+    def grant(self, session: ClientSession, request: hs.ArenaRequest) -> tuple[hs.ArenaGrant, int]:
         """Return the arena's grant and descriptor. Raises KVStoreError for an arena of another tenant, in the words
         used for an arena that does not exist.
         """

@@ -22,7 +22,7 @@ from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import handshake_pb2 as hs
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstored.clients.reception import Reception
-from kvstored.clients.sessions import Session
+from kvstored.clients.sessions import ClientSession
 from kvstored.clients.tenants import read_peer
 from kvstored.config.schema import LimitsSection
 
@@ -69,7 +69,7 @@ class HandshakeServer:
             self._listener.close()
             self._listener = None
 
-    def hang_up(self, is_meant: Callable[[Session], bool]) -> int:
+    def hang_up(self, is_meant: Callable[[ClientSession], bool]) -> int:
         """End the sessions for which `is_meant` holds, and return their number. Their clients notice, and may
         reconnect.
         """
@@ -154,7 +154,7 @@ class _Connection:
         self._reception = reception
         self._on_end = on_end
         self._refusal = refusal
-        self._session: Session | None = None
+        self._session: ClientSession | None = None
         self._hello_timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
@@ -176,7 +176,7 @@ class _Connection:
     def has_session(self) -> bool:
         return self._session is not None
 
-    def is_of(self, is_meant: Callable[[Session], bool]) -> bool:
+    def is_of(self, is_meant: Callable[[ClientSession], bool]) -> bool:
         return self._session is not None and is_meant(self._session)
 
     def _cancel_hello_timer(self) -> None:

@@ -22,7 +22,7 @@ from kvstore_proto.lookup_index import IndexLayout, IndexState
 from kvstore_proto.v1 import handshake_pb2 as hs
 from kvstore_tiers.arena_memory import F_SEAL_FUTURE_WRITE
 from kvstored.clients.codes import codes_by_mask
-from kvstored.clients.sessions import Session
+from kvstored.clients.sessions import ClientSession
 from kvstored.store.blocks import Residency
 
 log = logging.getLogger(__name__)
@@ -163,7 +163,7 @@ class LookupIndexes:
         else:
             table.remove(key)
 
-    def grant(self, session: Session) -> tuple[hs.LookupIndexGrant, int | None]:
+    def grant(self, session: ClientSession) -> tuple[hs.LookupIndexGrant, int | None]:
         """Return the table of the session's tenant, made if this is the first to ask, and its descriptor; without a
         descriptor, the grant has the reason.
         """
@@ -216,7 +216,7 @@ class LookupIndexes:
             table.set_state(IndexState.SERVING)
             log.info("lookup index of tenant %d: %d keys, %d bytes", tenant, table.keys, table.layout.size_bytes)
 
-    def _hold(self, tenant: int, session: Session) -> None:
+    def _hold(self, tenant: int, session: ClientSession) -> None:
         holders = self._holders.setdefault(tenant, set())
         if session.session_id in holders:
             return

@@ -11,7 +11,7 @@ from kvstore_proto.fingerprint import FingerprintError, parse_fingerprint
 from kvstore_proto.v1 import handshake_pb2 as hs
 from kvstored.clients.arena_grants import ArenaGrants
 from kvstored.clients.lookup_index import LookupIndexes
-from kvstored.clients.sessions import ReturningClients, Session, Sessions
+from kvstored.clients.sessions import ClientSession, ClientSessions, ReturningClients
 from kvstored.clients.tenants import Peer
 from kvstored.store.assembly import Store
 from kvstored.tier_set import NO_TIERS
@@ -23,7 +23,7 @@ PROTOCOL_VERSION = 1
 class Streams(Protocol):
     """A maker of direct streams."""
 
-    def open(self, session: Session) -> int:
+    def open(self, session: ClientSession) -> int:
         """Return the client's end of a new stream, a descriptor to hand over and close. Raises KVStoreError."""
         ...
 
@@ -36,7 +36,7 @@ class Reception:
     def __init__(
         self,
         store: Store,
-        sessions: Sessions,
+        sessions: ClientSessions,
         arenas: ArenaGrants,
         indexes: LookupIndexes,
         streams: Streams,
@@ -51,7 +51,7 @@ class Reception:
         self._epoch = os.urandom(16)
         self._warned_of_unmapped = False
 
-    def welcome(self, peer: Peer, hello: hs.Hello) -> tuple[Session, hs.Welcome, int | None]:
+    def welcome(self, peer: Peer, hello: hs.Hello) -> tuple[ClientSession, hs.Welcome, int | None]:
         """Open a session; return it, the answer, and the staging descriptor to send, if any."""
         try:
             session = self._open(peer, hello)
@@ -87,7 +87,7 @@ class Reception:
         )  # fmt: skip
         return session, welcome, staging.fd if staging is not None else None
 
-    def grant(self, session: Session, kind: str, packet: hs.ClientPacket, reply: hs.DaemonPacket) -> int | None:
+    def grant(self, session: ClientSession, kind: str, packet: hs.ClientPacket, reply: hs.DaemonPacket) -> int | None:
         """Fill in the reply; return the descriptor that goes with it, which is closed after it was sent."""
         if kind == "arena":
             arena, descriptor = self._arenas.grant(session, packet.arena)
@@ -100,12 +100,12 @@ class Reception:
         reply.direct_stream.SetInParent()
         return self._streams.open(session)
 
-    def farewell(self, session: Session) -> None:
+    def farewell(self, session: ClientSession) -> None:
         """End the session of a client that has gone."""
         log.debug("client %s (pid %d) left", session.client_name, session.peer.pid)
         self._sessions.close(session)
 
-    def _open(self, peer: Peer, hello: hs.Hello) -> Session:
+    def _open(self, peer: Peer, hello: hs.Hello) -> ClientSession:
         if hello.protocol_version != PROTOCOL_VERSION:
             raise KVStoreError(
                 ErrorKind.INVALID,

@@ -16,7 +16,7 @@ from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.fingerprint import Fingerprint
 from kvstored.clients.containers import SeenContainers
 from kvstored.clients.shares import TenantShares
-from kvstored.clients.staging import Staging, StagingPool
+from kvstored.clients.staging import StagingMemory, StagingPool
 from kvstored.clients.tenants import Peer, Tenant, TenantDirectory
 from kvstored.clients.tenants.peer import has_exited
 from kvstored.clock import NS_PER_MS
@@ -27,7 +27,7 @@ LOOK_AGAIN_S = 0.25  # for a client that has left, until the kernel says that it
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Session(Client):
+class ClientSession(Client):
     """The session of one client. `staging` is None for a client that only reads, and for a unary call. `loan` is the
     number under which the client may store from its staging, 0 before it has asked; requests under an earlier number
     are void.
@@ -36,7 +36,7 @@ class Session(Client):
     token: bytes = field(repr=False)  # who has it is this session's client on data.sock
     peer: Peer
     tenant: Tenant
-    staging: Staging | None
+    staging: StagingMemory | None
     give_back_staging: Callable[[int], None]
     in_flight: int = 0  # requests that wait for bytes, over all streams
     loan: int = 0
@@ -61,18 +61,18 @@ class ReturningClients(Protocol):
         """The name of the numbering of arenas."""
         ...
 
-    def arrived(self, session: Session, token: bytes) -> list[int]:
+    def arrived(self, session: ClientSession, token: bytes) -> list[int]:
         """Return the numbers of the leases that still stand of a client that connects, if `token` is one that it had
         before.
         """
         ...
 
-    def left(self, session: Session) -> None:
+    def left(self, session: ClientSession) -> None:
         """Forget a client for good: it left while the daemon served."""
         ...
 
 
-class Sessions:
+class ClientSessions:
     """All live sessions by token: 16 random bytes, so that an unknown token reveals nothing. `former` is None without
     warm restart. Session numbers go on after `last_id`.
     """
@@ -92,16 +92,16 @@ class Sessions:
         self._staging_pool = staging_pool
         self._former = former
         self._last_id = last_id
-        self._by_token: dict[bytes, Session] = {}
+        self._by_token: dict[bytes, ClientSession] = {}
         self.containers = SeenContainers()
 
     def __len__(self) -> int:
         return len(self._by_token)
 
-    def all(self) -> list[Session]:
+    def all(self) -> list[ClientSession]:
         return list(self._by_token.values())
 
-    def find(self, token: bytes) -> Session | None:
+    def find(self, token: bytes) -> ClientSession | None:
         return self._by_token.get(token)
 
     def tenant_of(self, peer: Peer) -> Tenant:
@@ -111,7 +111,9 @@ class Sessions:
             raise KVStoreError(ErrorKind.FORBIDDEN, self._tenants.why_refused(peer))
         return tenant
 
-    def open(self, tenant: Tenant, fingerprint: Fingerprint, peer: Peer, name: str, staging_bytes: int) -> Session:
+    def open(
+        self, tenant: Tenant, fingerprint: Fingerprint, peer: Peer, name: str, staging_bytes: int
+    ) -> ClientSession:
         """Return a session for a client that has connected, with up to `staging_bytes` of staging memory, as far as its
         share allows.
         """
@@ -122,18 +124,18 @@ class Sessions:
         self.containers.note(tenant.name, peer.uid, peer.cgroup)
         return session
 
-    def open_call(self, tenant: Tenant, fingerprint: Fingerprint, name: str) -> Session:
+    def open_call(self, tenant: Tenant, fingerprint: Fingerprint, name: str) -> ClientSession:
         """Return a session for one unary call. It is in no table, since its end is not watched. Its fingerprint is not
         noted, so that made-up fingerprints cost nothing: call `note_fingerprint` before blocks are stored under it.
         """
         return self._session(tenant, fingerprint, fingerprint.digest(), Peer(0, -1, -1), name, None)
 
-    def note_fingerprint(self, session: Session) -> None:
+    def note_fingerprint(self, session: ClientSession) -> None:
         """Remember the fingerprint of a session that `open_call` made, and give it its number."""
         self._tenants.remember(session.fingerprint)
         self._name(session)
 
-    def close(self, session: Session) -> None:
+    def close(self, session: ClientSession) -> None:
         """End a session whose client has gone, run the actions attached to its end, and release what it held: staging
         memory, reserved slots, and leases, except leases that the daemon's next process shall find. Idempotent.
         """
@@ -152,7 +154,7 @@ class Sessions:
                 self._former.left(session)
         session.put_ended()
 
-    def _free_reserved(self, session: Session, done_ns: int) -> None:
+    def _free_reserved(self, session: ClientSession, done_ns: int) -> None:
         """Free the slots that a client had reserved. Its process may live on with the arenas mapped, with a thread in
         the middle of a write: the slots are freed when it has exited, or at `done_ns`. A process that ends closes
         its sockets before the kernel reports its exit, so this looks again later.
@@ -164,13 +166,19 @@ class Sessions:
             asyncio.get_running_loop().call_later(LOOK_AGAIN_S, self._free_reserved, session, done_ns)
 
     def _session(
-        self, tenant: Tenant, fingerprint: Fingerprint, digest: bytes, peer: Peer, name: str, staging: Staging | None
-    ) -> Session:
+        self,
+        tenant: Tenant,
+        fingerprint: Fingerprint,
+        digest: bytes,
+        peer: Peer,
+        name: str,
+        staging: StagingMemory | None,
+    ) -> ClientSession:
         tenant_id = self._store.residency.tenant(tenant.index_name)
         self._shares.set(tenant, tenant_id)
         self._last_id += 1
         roots = zip(fingerprint.groups, tenant.roots(fingerprint), strict=True)
-        return Session(
+        return ClientSession(
             session_id=self._last_id,
             token=os.urandom(16),
             peer=peer,
@@ -186,7 +194,7 @@ class Sessions:
             give_back_staging=self._staging_pool.give_back,
         )
 
-    def _name(self, session: Session) -> None:
+    def _name(self, session: ClientSession) -> None:
         """Give a session the number of its fingerprint, which is remembered, and the fields that follow from it."""
         session.fingerprint_id = self._tenants.fingerprint_number(session.fingerprint_digest)
         session.family = self._tenants.family(session.fingerprint)
@@ -194,12 +202,12 @@ class Sessions:
             for _ in self._store.boundaries.learn():
                 pass
 
-    def _make_staging(self, wanted_bytes: int, name: str) -> Staging | None:
+    def _make_staging(self, wanted_bytes: int, name: str) -> StagingMemory | None:
         granted_bytes = self._staging_pool.take(wanted_bytes)
         if not granted_bytes:
             return None
         try:
-            return Staging(granted_bytes, name)
+            return StagingMemory(granted_bytes, name)
         except OSError as error:
             self._staging_pool.give_back(granted_bytes)
             raise KVStoreError(ErrorKind.UNAVAILABLE, f"no staging memory can be made: {error.strerror}") from None

@@ -10,7 +10,7 @@ from kvstore_proto.terms import NO_TERMS, Terms
 from kvstored.clients.tenants import Tenant, TenantDirectory
 from kvstored.config import TenantSection
 from kvstored.store.blocks import Residency
-from kvstored.store.policies import Policy, Share
+from kvstored.store.policies import EvictionPolicy, Share
 from kvstored.store.retention import Retention
 
 
@@ -19,7 +19,7 @@ class TenantShares:
     tenants' new blocks."""
 
     def __init__(
-        self, tenants: TenantDirectory, residency: Residency, policies: Sequence[Policy], retention: Retention
+        self, tenants: TenantDirectory, residency: Residency, policies: Sequence[EvictionPolicy], retention: Retention
     ) -> None:
         self._tenants = tenants
         self._residency = residency

@@ -24,7 +24,7 @@ SMALLEST_SHARE_BYTES = 4 << 20
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
-class Staging:
+class StagingMemory:
     """A client's staging memory: `size_bytes` of shared memory. `fd` is handed to the client once and closed here by
     `forget_fd`.
     """

@@ -14,7 +14,7 @@ from typing import Any
 
 from kvstore_console.units import is_size_text
 from kvstored.config.mistakes import ConfigError, did_you_mean, need
-from kvstored.config.schema import WrittenSetting
+from kvstored.config.schema import ConfiguredSetting
 from kvstored.config.tiers import KINDS
 from kvstored.config.tiers.base import AUTO
 
@@ -177,12 +177,12 @@ def names_in(sections: Table) -> Iterator[tuple[str, str]]:
         yield from ((section, key) for key in (keys if isinstance(keys, dict) else ("",)))
 
 
-def written(merged: Table, origins: Mapping[tuple[str, str], str]) -> Iterator[WrittenSetting]:
+def configured_settings(merged: Table, origins: Mapping[tuple[str, str], str]) -> Iterator[ConfiguredSetting]:
     """Yield every setting with its origin, the default or a file. `merged` must have been checked."""
     for section, keys in merged.items():
         if section != TENANT:
             for key, value in keys.items():
-                yield WrittenSetting(section, key, value, origins.get((section, key), DEFAULT_ORIGIN))
+                yield ConfiguredSetting(section, key, value, origins.get((section, key), DEFAULT_ORIGIN))
     for entry in merged[TENANT]:
         for key, value in entry.items():
-            yield WrittenSetting(TENANT, key, value, origins[TENANT, ""], entry["name"])
+            yield ConfiguredSetting(TENANT, key, value, origins[TENANT, ""], entry["name"])

@@ -21,6 +21,7 @@ from kvstore_proto.terms import PRIORITY_MAX, PRIORITY_MIN, TTL_MAX_S
 from kvstored.config.addresses import address_of
 from kvstored.config.documents import (
     TENANT,
+    configured_settings,
     in_order,
     lay_over,
     names_in,
@@ -28,13 +29,12 @@ from kvstored.config.documents import (
     read_override,
     read_reference,
     tiers_in,
-    written,
 )
 from kvstored.config.events import check_events
 from kvstored.config.mistakes import ConfigError, did_you_mean, need, need_within, one_of
 from kvstored.config.schema import Config, PrefetchSection, TenantSection, UnarySection
 from kvstored.config.section_fields import section_of, size
-from kvstored.config.tiers import KINDS, Machine
+from kvstored.config.tiers import KINDS, MachineSizes
 from kvstored.config.tiers.remote import MODES
 from kvstored.predictor_names import LEARNED, PREDICTORS
 
@@ -69,13 +69,15 @@ def load_config(path: Path | None, overrides: Iterable[str] = ()) -> Config:
         lay_over(merged, sections, reference, f"--set {override}")
         origins |= dict.fromkeys(names_in(sections), "--set")
     is_our_staging = merged["host"]["staging"] == reference["host"]["staging"]
-    return replace(_build(merged, source, is_our_staging), written=tuple(written(in_order(merged), origins)))
+    return replace(
+        _build(merged, source, is_our_staging), written=tuple(configured_settings(in_order(merged), origins))
+    )
 
 
 def _build(raw: Table, source: str, is_our_staging: bool) -> Config:
     sections: Table = {name: section_of(kind, name, raw[name]) for name, kind in _SECTIONS.items()}
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    machine = Machine(memory_bytes, sections["daemon"].state_dir)
+    machine = MachineSizes(memory_bytes, sections["daemon"].state_dir)
     config = Config(
         **sections,
         listed=tuple(KINDS[table["kind"]].read(name, table, machine) for name, table in tiers_in(raw).items()),

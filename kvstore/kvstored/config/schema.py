@@ -167,7 +167,7 @@ class TenantSection:
     priority: int = 0  # likewise
 
 
-class WrittenSetting(NamedTuple):
+class ConfiguredSetting(NamedTuple):
     """A setting as it was written: `value` as TOML reads it, and `origin`, "default", "--set" or the file's path. For a
     setting of a `[[tenant]]`, `section` is "tenant" and `tenant` its name; for a tier's setting, `section` is the
     tier's name.
@@ -206,7 +206,7 @@ class Config:
     tenant_default: str
     tenants: tuple[TenantSection, ...]
     source: str
-    written: tuple[WrittenSetting, ...] = ()
+    written: tuple[ConfiguredSetting, ...] = ()
 
     @property
     def tiers(self) -> tuple[TierSection, ...]:

@@ -27,7 +27,7 @@ IPC = "ipc://"
 _WATCHED = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 
 
-class Endpoint:
+class EventEndpoint:
     """A ZMQ socket of `kind` that listens on `address`, for at most `most` connections at once. Raises ZMQError."""
 
     def __init__(self, context: Any, kind: int, address: str, most: int, high_water: int) -> None:

@@ -23,7 +23,7 @@ KEPT_BYTES = 64 << 20  # of batches for replay, of all topics together
 LEAST_STALE = 1024  # entries of batches that are not kept any more, before they are dropped
 
 
-class Block(NamedTuple):
+class EventBlock(NamedTuple):
     """A block of an event. `places`: the places of its copies."""
 
     places: frozenset[CopyPlace]
@@ -33,7 +33,7 @@ class Block(NamedTuple):
     row: int
 
 
-class Batch(NamedTuple):
+class EventBatch(NamedTuple):
     topic: bytes
     number: int
     payload: bytes
@@ -45,7 +45,7 @@ class _Topic:
     next_number: int
     kept: deque[tuple[int, bytes]] = field(default_factory=deque)
     forgotten: int = 0  # batches that the stream's order of all still names
-    blocks: dict[bytes, Block] = field(default_factory=dict)
+    blocks: dict[bytes, EventBlock] = field(default_factory=dict)
     events: list[Stored | Removed | Cleared] = field(default_factory=lambda: [Cleared()])
     last_key: bytes = b""  # of the last block in the last event
     is_current: bool = True  # else a process before this one published it, and this one has no block of it
@@ -82,7 +82,7 @@ class EventStream:
         self._now_s = now_s
         self._kinds: dict[int, KindRecord] = {}
         self._topics = {name.encode(): _Topic(name.encode(), first_number, is_current=False) for name in former_topics}
-        self._whole: Batch | None = None  # the last snapshot, while its number is the latest
+        self._whole: EventBatch | None = None  # the last snapshot, while its number is the latest
         self._topic_of_kind: dict[int, _Topic] = {}
         self.published_events = self.replayed_batches = self.snapshots = 0
 
@@ -111,7 +111,7 @@ class EventStream:
                     topic.events = [Cleared()]  # what has not been sent yet is void
                     topic.last_key = b""
 
-    def batches(self) -> Iterator[Batch]:
+    def batches(self) -> Iterator[EventBatch]:
         """Yield the batches to publish now, in order; one batch a topic."""
         for topic in self._topics.values():
             if topic.events:
@@ -119,7 +119,7 @@ class EventStream:
                 self.published_events += len(events)
                 yield self._batch(topic, events)
 
-    def beats(self) -> Iterator[Batch]:
+    def beats(self) -> Iterator[EventBatch]:
         """Yield a batch without events for each topic that had none since the last call: a subscriber that lost the
         last batch, or that connected again late, sees the gap.
         """
@@ -128,7 +128,7 @@ class EventStream:
                 yield self._batch(topic, [])
             topic.is_silent = True
 
-    def replay(self, first: int, name: bytes | None = None) -> Iterator[Batch]:
+    def replay(self, first: int, name: bytes | None = None) -> Iterator[EventBatch]:
         """Yield a topic's batches from number `first` to the latest of now. If some of them are gone, or go while this
         waits, yield one batch under the latest number that clears and then has everything stored. Without a name: of
         the only topic, nothing if there are several. For a topic that this process does not have: that nothing is
@@ -138,14 +138,14 @@ class EventStream:
         if topic is None:
             if name is not None:
                 self.replayed_batches += 1
-                yield Batch(name, max(0, self._first_number - 1), self._encode(self._now_s(), [Cleared()]))
+                yield EventBatch(name, max(0, self._first_number - 1), self._encode(self._now_s(), [Cleared()]))
             return
         end = topic.next_number
         if first == end or end == self._first_number:
             return
         while topic.kept and topic.kept[0][0] <= first < end:
             self.replayed_batches += 1
-            yield Batch(topic.name, *topic.kept[first - topic.kept[0][0]])
+            yield EventBatch(topic.name, *topic.kept[first - topic.kept[0][0]])
             first += 1
             if first == end:
                 return
@@ -161,19 +161,19 @@ class EventStream:
         found = [topic for topic in self._topics.values() if topic.is_current] or list(self._topics.values())
         return found[0] if len(found) == 1 else None
 
-    def _batch(self, topic: _Topic, events: Sequence[Stored | Removed | Cleared]) -> Batch:
+    def _batch(self, topic: _Topic, events: Sequence[Stored | Removed | Cleared]) -> EventBatch:
         payload, number = self._encode(self._now_s(), events), topic.next_number
         self._keep(topic, number, payload)
         topic.next_number += 1
         topic.is_silent = False
-        return Batch(topic.name, number, payload)
+        return EventBatch(topic.name, number, payload)
 
-    def _snapshot_batch(self, topic: _Topic) -> Batch:
+    def _snapshot_batch(self, topic: _Topic) -> EventBatch:
         number = topic.next_number - 1
         if self._whole is None or (self._whole.topic, self._whole.number) != (topic.name, number):
             self._whole = None
             self.snapshots += 1
-            self._whole = Batch(topic.name, number, self._encode(self._now_s(), self._snapshot(topic)))
+            self._whole = EventBatch(topic.name, number, self._encode(self._now_s(), self._snapshot(topic)))
         return self._whole
 
     def _keep(self, topic: _Topic, number: int, payload: bytes) -> None:
@@ -204,7 +204,7 @@ class EventStream:
     def _stored(self, new: StoredBlock) -> None:
         topic = self._topic_of_kind[new.kind]
         before = topic.blocks.get(new.key)
-        block = Block(self._places_of_mask[new.mask], new.parent, new.tokens, new.kind, new.row)
+        block = EventBlock(self._places_of_mask[new.mask], new.parent, new.tokens, new.kind, new.row)
         topic.blocks[new.key] = block
         self._rows[new.row] = topic, new.key
         known = before.places if before is not None else frozenset()
@@ -227,14 +227,14 @@ class EventStream:
             del topic.blocks[key]
         self._announce(topic, key, block, before.places)
 
-    def _announce(self, topic: _Topic, key: bytes, block: Block, known: frozenset[CopyPlace]) -> None:
+    def _announce(self, topic: _Topic, key: bytes, block: EventBlock, known: frozenset[CopyPlace]) -> None:
         for place in self._places:
             if place in block.places and place not in known:
                 self._add_stored(topic, key, block, place)
             elif place in known and place not in block.places:
                 self._add_removed(topic, key, block, place)
 
-    def _add_stored(self, topic: _Topic, key: bytes, block: Block, place: CopyPlace) -> None:
+    def _add_stored(self, topic: _Topic, key: bytes, block: EventBlock, place: CopyPlace) -> None:
         kind, last = self._kinds[block.kind], topic.events[-1] if topic.events else None
         size = kind.block_tokens or len(block.tokens) // 4
         continues = (
@@ -255,7 +255,7 @@ class EventStream:
         last.tokens += block.tokens
         topic.last_key = key
 
-    def _add_removed(self, topic: _Topic, key: bytes, block: Block, place: CopyPlace) -> None:
+    def _add_removed(self, topic: _Topic, key: bytes, block: EventBlock, place: CopyPlace) -> None:
         group, last = self._kinds[block.kind].group, topic.events[-1] if topic.events else None
         if not (isinstance(last, Removed) and last.place == place and last.group == group):
             last = Removed(place, group)
@@ -267,7 +267,7 @@ class EventStream:
 
     def _snapshot(self, topic: _Topic) -> list[Stored | Removed | Cleared]:
         """Return each block after its parent, with its places: pieces of chains that are in equal places."""
-        whole, piece = _Topic(topic.name, 0), list[tuple[bytes, Block]]()
+        whole, piece = _Topic(topic.name, 0), list[tuple[bytes, EventBlock]]()
         for key in _parents_first(topic.blocks):
             block = topic.blocks[key]
             if piece and (len(piece) == MAX_RUN or block.parent != piece[-1][0] or block.places != piece[-1][1].places):
@@ -277,14 +277,14 @@ class EventStream:
         self._add_piece(whole, piece)
         return whole.events
 
-    def _add_piece(self, whole: _Topic, piece: Sequence[tuple[bytes, Block]]) -> None:
+    def _add_piece(self, whole: _Topic, piece: Sequence[tuple[bytes, EventBlock]]) -> None:
         for place in self._places:
             for key, block in piece:
                 if place in block.places:
                     self._add_stored(whole, key, block, place)
 
 
-def _parents_first(blocks: dict[bytes, Block]) -> Iterator[bytes]:
+def _parents_first(blocks: dict[bytes, EventBlock]) -> Iterator[bytes]:
     seen: set[bytes] = set()
     for key in blocks:
         line: list[bytes] = []

@@ -24,9 +24,9 @@ from typing import Any
 import zmq
 
 from kvstored.events.encoding import CopyPlace, encoder
-from kvstored.events.endpoint import Endpoint, Sent
+from kvstored.events.endpoint import EventEndpoint, Sent
 from kvstored.events.records import STATISTICS, unpack
-from kvstored.events.stream import Batch, EventStream
+from kvstored.events.stream import EventBatch, EventStream
 from kvstored.process import connections_within
 
 HIGH_WATER = 100_000  # batches that wait for one subscriber, at most; it misses those after
@@ -50,7 +50,7 @@ class _Peer:
     descriptor: int
     moved_s: float  # when it last read something
     waiting: deque[Request] = field(default_factory=deque)
-    current: Iterator[Batch] | None = None
+    current: Iterator[EventBatch] | None = None
     sent: Sent = field(default_factory=Sent)
 
     @property
@@ -72,7 +72,7 @@ class Replays:
     it, more are dropped.
     """
 
-    def __init__(self, endpoint: Endpoint, stream: EventStream, now_s: Callable[[], float]) -> None:
+    def __init__(self, endpoint: EventEndpoint, stream: EventStream, now_s: Callable[[], float]) -> None:
         self._endpoint, self._stream, self._now_s = endpoint, stream, now_s
         self._peers: dict[bytes, _Peer] = {}
         endpoint.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -147,7 +147,9 @@ class Replays:
 class EventWorker:
     """The process's main object. `replay` is None if replay is off."""
 
-    def __init__(self, daemon: socket.socket, stream: EventStream, publish: Endpoint, replay: Endpoint | None) -> None:
+    def __init__(
+        self, daemon: socket.socket, stream: EventStream, publish: EventEndpoint, replay: EventEndpoint | None
+    ) -> None:
         self._daemon = daemon
         self._stream = stream
         self._publish = publish
@@ -193,7 +195,7 @@ class EventWorker:
             self._send(batch)
         return bool(received)
 
-    def _send(self, batch: Batch) -> None:
+    def _send(self, batch: EventBatch) -> None:
         tracker = self._publish.send(batch.topic, batch.number.to_bytes(8, "big"), batch.payload)
         self._sent.add(tracker, len(batch.payload))
         if self._sent.held_bytes > UNREAD_BYTES:
@@ -237,9 +239,11 @@ def main() -> int:
     try:
         encode = encoder(settings["encoding"])
         name = "listen"
-        publish = Endpoint(context, zmq.PUB, settings["listen"], most, HIGH_WATER)
+        publish = EventEndpoint(context, zmq.PUB, settings["listen"], most, HIGH_WATER)
         name = "replay"
-        replay = Endpoint(context, zmq.ROUTER, settings["replay"], most, HIGH_WATER) if settings["replay"] else None
+        replay = (
+            EventEndpoint(context, zmq.ROUTER, settings["replay"], most, HIGH_WATER) if settings["replay"] else None
+        )
     except zmq.ZMQError as error:
         daemon.sendall(f"events.{name} {settings[name]}: {error}\n".encode())
         return 1

@@ -17,10 +17,10 @@ import numpy as np
 
 from kvstored.clock import NS_PER_S
 from kvstored.health.scrub.device_scrubber import DeviceScrubber
-from kvstored.health.scrub.scrubber import Place, Scrubber, ScrubReport
+from kvstored.health.scrub.scrubber import Scrubber, ScrubPositionStore, ScrubReport
 from kvstored.health.scrub.worker import ScrubSettings
 from kvstored.store.assembly import Store
-from kvstored.store.blocks.check import Walk, check
+from kvstored.store.blocks.check import TreeCheck, check
 from kvstored.store.blocks.orphans import find, none_of, snapshot
 
 log = logging.getLogger(__name__)
@@ -73,10 +73,10 @@ class InvariantChecker:
         """Do one walk; return False if something moved meanwhile."""
         store, now_ns = self._store, self._store.clock.monotonic_ns
         before = self._state()
-        walk = Walk(store.residency)
+        walk = TreeCheck(store.residency)
         slice_ended_ns = now_ns() + SLICE_NS
         held: list[str] = []
-        for _ in chain(walk.steps(), self._check_held(held)):
+        for _ in chain(walk.walk_in_steps(), self._check_held(held)):
             if now_ns() >= slice_ended_ns:
                 await asyncio.sleep(PAUSE_S)
                 if self._state() != before:
@@ -142,7 +142,7 @@ class IntegrityReport:
 class Integrity:
     """`tasks` run until they are cancelled. `is_idle()` says whether the daemon has no request."""
 
-    def __init__(self, store: Store, is_idle: Callable[[], bool], place: Place) -> None:
+    def __init__(self, store: Store, is_idle: Callable[[], bool], place: ScrubPositionStore) -> None:
         self._store = store
         self._counted_at = -1  # how many blocks damage had orphaned then; recovery may have found some before
         self.report = IntegrityReport()
@@ -168,7 +168,7 @@ class Integrity:
             wanted["device-scrubber"] = self.device_scrubber.run
         return wanted
 
-    def _make_scrubber(self, place: Place) -> Scrubber | None:
+    def _make_scrubber(self, place: ScrubPositionStore) -> Scrubber | None:
         store, scrub = self._store, self._store.config.scrub
         if store.writeback is None or not scrub.enabled:
             return None

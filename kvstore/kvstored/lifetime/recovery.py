@@ -21,7 +21,7 @@ from kvstore_tiers.base import Outcome, Slot, Tier
 from kvstore_tiers.recovered import RecoveredBlocks
 from kvstored.clients.tenants import TenantDirectory
 from kvstored.clock import Clock
-from kvstored.store.blocks import CyclicChainError, Kind, Residency
+from kvstored.store.blocks import CyclicChainError, Residency, RowKind
 from kvstored.store.blocks.adoption import adopt, keep
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ def recover_blocks(nvme: Tier, residency: Residency, tenants: TenantDirectory, c
     now_ns = clock.monotonic_ns()
     blocks = nvme.recover_columns()
     kinds = [
-        Kind(residency.tenant(origin.tenant.hex()), tenants.fingerprint_number(origin.fingerprint), origin.group)
+        RowKind(residency.tenant(origin.tenant.hex()), tenants.fingerprint_number(origin.fingerprint), origin.group)
         for origin in blocks.origins
     ]
     left_out = adopt(residency, residency.durable, blocks, kinds, now_ns)
@@ -43,7 +43,7 @@ def recover_blocks(nvme: Tier, residency: Residency, tenants: TenantDirectory, c
     return recovered
 
 
-def _keep(residency: Residency, blocks: RecoveredBlocks, kinds: Sequence[Kind], now_ns: int, wall_ns: int) -> None:
+def _keep(residency: Residency, blocks: RecoveredBlocks, kinds: Sequence[RowKind], now_ns: int, wall_ns: int) -> None:
     """Give blocks the expiry and the priority that their records say."""
     if blocks.kept is None:
         return
@@ -72,7 +72,7 @@ def drop_blocks(nvme: Tier) -> None:
 
 
 def _recover_one(
-    nvme: Tier, residency: Residency, blocks: RecoveredBlocks, block: int, kind: Kind, now_ns: int
+    nvme: Tier, residency: Residency, blocks: RecoveredBlocks, block: int, kind: RowKind, now_ns: int
 ) -> bool:
     """Insert one block, unless it is there already; return whether it was inserted.
 

@@ -20,7 +20,7 @@ from google.protobuf.message import DecodeError
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.framing import Frames, FrameTooLarge, frame
 from kvstore_proto.v1 import kvstore_pb2 as pb
-from kvstored.clients.sessions import Session
+from kvstored.clients.sessions import ClientSession
 from kvstored.rpc.requests import LAST_REPLY_S, Requests, StreamOver, StreamServices, error_reply
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class DirectStreams:
         self._of_session: dict[int, _DirectStream] = {}
         self._connecting: set[asyncio.Task[object]] = set()
 
-    def open(self, session: Session) -> int:
+    def open(self, session: ClientSession) -> int:
         """Return the client's end of a new stream, a descriptor to hand over and close. The session's former stream
         ends. Raises KVStoreError.
         """
@@ -64,7 +64,7 @@ class DirectStreams:
         while self._of_session:
             await asyncio.sleep(CLOSING_POLL_S)
 
-    def _ended(self, session: Session, stream: _DirectStream) -> None:
+    def _ended(self, session: ClientSession, stream: _DirectStream) -> None:
         if self._of_session.get(session.session_id) is stream:
             del self._of_session[session.session_id]
 
@@ -85,10 +85,10 @@ class _DirectStream(asyncio.Protocol):
 
     def __init__(
         self,
-        session: Session,
+        session: ClientSession,
         answering: StreamServices,
         message_bytes: int,
-        on_end: Callable[[Session, _DirectStream], None],
+        on_end: Callable[[ClientSession, _DirectStream], None],
     ) -> None:
         self._session = session
         self._requests = Requests(session, answering, self._send)

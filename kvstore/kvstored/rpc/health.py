@@ -14,7 +14,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health
 
-from kvstored.admin.lifetime import Phase, State
+from kvstored.admin.lifetime import DaemonState, Phase
 from kvstored.store.degraded.modes import SHEDDING, DegradedModes
 
 SERVICE = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
@@ -22,7 +22,7 @@ SERVICE = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 TIER_PREFIX = "kvstored."
 
 
-class Health:
+class HealthService:
     """The answers to Check and Watch for "", for each of `services`, by their full names, and for each of `tiers`."""
 
     def __init__(self, phase: Phase, services: Iterable[str], modes: DegradedModes, tiers: Iterable[str]) -> None:
@@ -39,7 +39,7 @@ class Health:
     def serve_on(self, server: grpc.aio.Server) -> None:
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
 
-    def _follow(self, _: State | str) -> None:
+    def _follow(self, _: DaemonState | str) -> None:
         """Let a task update the servicer, so that a change of state does not wait for watchers."""
         task = asyncio.create_task(self._update())
         self._updates.add(task)
@@ -47,10 +47,10 @@ class Health:
 
     async def _update(self) -> None:
         status = health_pb2.HealthCheckResponse
-        is_serving = self._phase.state is State.SERVING
+        is_serving = self._phase.state is DaemonState.SERVING
         for tier in self._tiers:
             is_up = is_serving and self._modes.mode(tier) not in SHEDDING
             await self._servicer.set(f"{TIER_PREFIX}{tier}", status.SERVING if is_up else status.NOT_SERVING)
         for service in self._services:  # the state of this moment: of two tasks the later one is right
-            is_serving = self._phase.state is State.SERVING
+            is_serving = self._phase.state is DaemonState.SERVING
             await self._servicer.set(service, status.SERVING if is_serving else status.NOT_SERVING)

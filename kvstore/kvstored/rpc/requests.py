@@ -16,7 +16,7 @@ from functools import partial
 
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import kvstore_pb2 as pb
-from kvstored.clients.sessions import Session
+from kvstored.clients.sessions import ClientSession
 from kvstored.clock import Clock
 from kvstored.rpc.verbs import Verbs
 from kvstored.telemetry import Latencies
@@ -47,7 +47,7 @@ class Requests:
     """
 
     def __init__(
-        self, session: Session, services: StreamServices, send: Callable[[pb.Response], Awaitable[None]]
+        self, session: ClientSession, services: StreamServices, send: Callable[[pb.Response], Awaitable[None]]
     ) -> None:
         self._session = session
         self._verbs = services.verbs

@@ -14,7 +14,7 @@ import grpc
 
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstore_proto.v1 import kvstore_pb2_grpc
-from kvstored.clients.sessions import Session, Sessions
+from kvstored.clients.sessions import ClientSession, ClientSessions
 from kvstored.rpc.requests import LAST_REPLY_S, Requests, StreamOver, StreamServices
 
 TOKEN_METADATA = "kvstored-session-bin"
@@ -23,7 +23,7 @@ TOKEN_METADATA = "kvstored-session-bin"
 class SessionService(kvstore_pb2_grpc.KVStoreServicer):
     """The servicer of the streams."""
 
-    def __init__(self, sessions: Sessions, answering: StreamServices) -> None:
+    def __init__(self, sessions: ClientSessions, answering: StreamServices) -> None:
         self._sessions = sessions
         self._answering = answering
 
@@ -65,7 +65,7 @@ class SessionService(kvstore_pb2_grpc.KVStoreServicer):
 class _Stream:
     """One open stream: it reads requests, and writes answers whole, one at a time."""
 
-    def __init__(self, session: Session, context: Any, answering: StreamServices) -> None:
+    def __init__(self, session: ClientSession, context: Any, answering: StreamServices) -> None:
         self._session = session
         self._context = context
         self._requests = Requests(session, answering, self._send)

@@ -21,9 +21,9 @@ from grpc_reflection.v1alpha import reflection
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import unary_pb2 as pb
 from kvstore_proto.v1 import unary_pb2_grpc
-from kvstored.admin.lifetime import Phase, State
+from kvstored.admin.lifetime import DaemonState, Phase
 from kvstored.clients.certificates import Certificates
-from kvstored.clients.sessions import Session, Sessions
+from kvstored.clients.sessions import ClientSession, ClientSessions
 from kvstored.clients.tenants import Tenant
 from kvstored.clients.tenants.tokens import Tokens
 from kvstored.config import ConfigError
@@ -31,7 +31,7 @@ from kvstored.config.schema import UnarySection
 from kvstored.rpc import health
 from kvstored.rpc.callers import Callers, Guard, end_with
 from kvstored.rpc.grpc_socket import add_unix_port, connection_options
-from kvstored.rpc.health import Health
+from kvstored.rpc.health import HealthService
 from kvstored.rpc.verbs.inline import InlineCalls
 from kvstored.rpc.verbs.naming import NamedBlocks, blocks_of, fingerprint_of
 
@@ -66,7 +66,13 @@ class UnaryService(unary_pb2_grpc.KVStoreUnaryServicer):
     """
 
     def __init__(
-        self, calls: InlineCalls, callers: Callers, sessions: Sessions, phase: Phase, limit: CallLimit, max_keys: int
+        self,
+        calls: InlineCalls,
+        callers: Callers,
+        sessions: ClientSessions,
+        phase: Phase,
+        limit: CallLimit,
+        max_keys: int,
     ) -> None:
         self._calls = calls
         self._callers = callers
@@ -80,7 +86,7 @@ class UnaryService(unary_pb2_grpc.KVStoreUnaryServicer):
         return await self._answer(request, context, self._calls.look_up)
 
     async def Put(self, request: pb.UnaryPutRequest, context: Any) -> pb.UnaryPutReply:  # noqa: N802
-        async def put(session: Session, blocks: NamedBlocks, request: pb.UnaryPutRequest) -> pb.UnaryPutReply:
+        async def put(session: ClientSession, blocks: NamedBlocks, request: pb.UnaryPutRequest) -> pb.UnaryPutReply:
             if len(request.payloads) == len(blocks) and not blocks.are_given:
                 self._sessions.note_fingerprint(session)  # only now: a request that stores nothing leaves no trace
             return await self._calls.put(session, blocks, request)
@@ -100,14 +106,17 @@ class UnaryService(unary_pb2_grpc.KVStoreUnaryServicer):
         return await self._answer(request, context, self._calls.delete)
 
     async def _answer(
-        self, request: Request, context: Any, call: Callable[[Session, NamedBlocks, Request], Reply | Awaitable[Reply]]
+        self,
+        request: Request,
+        context: Any,
+        call: Callable[[ClientSession, NamedBlocks, Request], Reply | Awaitable[Reply]],
     ) -> Reply:
         """Return the call's answer, with the keys if the caller gave none; a KVStoreError ends the call with its
         status.
         """
         try:
             tenant = self._callers.tenant_of(context.invocation_metadata())
-            if self._phase.state is not State.SERVING:
+            if self._phase.state is not DaemonState.SERVING:
                 raise KVStoreError(ErrorKind.UNAVAILABLE, f"the daemon is {self._phase.state.value}")
             # Work continues when its caller gives up, and keeps its bytes: it counts until it ends.
             work = asyncio.create_task(self._work(tenant, request, call))
@@ -123,7 +132,7 @@ class UnaryService(unary_pb2_grpc.KVStoreUnaryServicer):
         raise AssertionError("abort returned")
 
     async def _work(
-        self, tenant: Tenant, request: Any, call: Callable[[Session, NamedBlocks, Any], Reply | Awaitable[Reply]]
+        self, tenant: Tenant, request: Any, call: Callable[[ClientSession, NamedBlocks, Any], Reply | Awaitable[Reply]]
     ) -> Reply:
         with self._limit:
             named = request.chain
@@ -143,7 +152,7 @@ class UnaryService(unary_pb2_grpc.KVStoreUnaryServicer):
 
 
 @dataclass(frozen=True)
-class UnaryDoors:
+class UnaryListeners:
     """The sockets of the service. `make_service` gives the service for the callers of one socket; `own` finds the
     tenant of the daemon's own user.
     """
@@ -153,7 +162,7 @@ class UnaryDoors:
     own: Callable[[], Tenant | None]
     tokens: Tokens | None
     certificates: Certificates | None
-    health: Health
+    health: HealthService
 
     def bind_local(self, path: Path) -> grpc.aio.Server:
         """Return a server that is bound to `path`, for the daemon's own user alone, and not yet started. Raises

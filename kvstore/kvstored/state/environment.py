@@ -259,7 +259,7 @@ class Writing:
         return as_os_error(error, self._environment.path)
 
 
-class Found(NamedTuple):
+class OpenedEnvironment(NamedTuple):
     """The result of `open_environment`. `is_new`: the environment is empty, because there was no file or the file was
     set aside. `was_aside`: the reason why the file was set aside; "" when it was not."""
 
@@ -268,7 +268,7 @@ class Found(NamedTuple):
     was_aside: str = ""
 
 
-def open_environment(directory: Path, version: str, distrusted: str = "") -> Found:
+def open_environment(directory: Path, version: str, distrusted: str = "") -> OpenedEnvironment:
     """Open the newest environment in `directory`, or make a new one. `version` is the version of this program.
     `distrusted`: the reason to set the file aside without looking at it; "" when there is none. Raises OSError."""
     path = newest(directory)
@@ -276,13 +276,13 @@ def open_environment(directory: Path, version: str, distrusted: str = "") -> Fou
         with suppress(OSError):
             leftover.unlink()
     if path is None:
-        return Found(make(directory, 1, version), True)
+        return OpenedEnvironment(make(directory, 1, version), True)
     _remove_older(directory, path)
     try:
         if distrusted:
             raise Unusable(distrusted)
         require_whole(path)
-        return Found(_opened(path), False)
+        return OpenedEnvironment(_opened(path), False)
     except Unusable as why:
         with suppress(FileNotFoundError):
             path.with_name(path.name + LOCK).unlink()
@@ -291,7 +291,7 @@ def open_environment(directory: Path, version: str, distrusted: str = "") -> Fou
             aside.unlink()  # a directory cannot take the place of a file
         path.replace(aside)
         try:
-            return Found(make(directory, number_of(path) + 1, version), True, str(why))
+            return OpenedEnvironment(make(directory, number_of(path) + 1, version), True, str(why))
         except OSError:  # on a full disk: it is named when there is room
             aside.replace(path)
             raise

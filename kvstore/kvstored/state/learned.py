@@ -15,10 +15,10 @@ import numpy as np
 from kvstore_predictor.base import Array, Piece, within
 from kvstored.state.process import Transaction
 from kvstored.state.renewal import Renewal
-from kvstored.state.steps import Steps
+from kvstored.state.step_runner import StepRunner
 from kvstored.state.tables import Contents, packed, tables_in
 from kvstored.store.assembly import Store
-from kvstored.store.policies import Learns, Origin, Policy, Share
+from kvstored.store.policies import EvictionPolicy, Learns, Origin, Share
 from kvstored.store.prefetch.guarded_predictor import PrefetchState
 
 log = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ _GHOSTS, _TENANTS, _CLOCK, _PREFETCH = ":ghosts:", ":tenants", ":clock", ":prefe
 Entry = tuple[bytes, bytes]
 
 
-class Learned:
+class LearnedTables:
     """Tables of one store. Call `read`, then `hand_out`, then `put` as often as wanted."""
 
     def __init__(self, store: Store) -> None:
@@ -48,7 +48,7 @@ class Learned:
             log.warning("what was learned is of another version (%s): it begins anew", error)
             self._tables = {}
 
-    async def hand_out(self, steps: Steps, *, renew: bool) -> None:
+    async def hand_out(self, steps: StepRunner, *, renew: bool) -> None:
         """Give the policies and the predictor the tables that were read, in steps. `renew`: also make a new policy for
         each tier without a table, from the order in which blocks were used."""
         tables, self._tables = self._tables, {}
@@ -60,7 +60,7 @@ class Learned:
         if store.prefetch_state.works:
             self._import(_PREFETCH, store.prefetch_state, within(tables, f"{_PREFETCH}/"))
 
-    async def _renew(self, position: int, kept: dict[str, Array], steps: Steps) -> None:
+    async def _renew(self, position: int, kept: dict[str, Array], steps: StepRunner) -> None:
         """Replace the policy of a tier by a new one, which continues from the tables `kept`."""
         store = self._store
         former, policy = store.policies[position], store.renew_policy(position, is_empty=True)
@@ -73,7 +73,7 @@ class Learned:
         self._import(store.residency.tiers[position], policy, kept)
         store.follow_policy(position, policy)
 
-    def _import(self, group: str, learner: Policy | PrefetchState, kept: dict[str, Array]) -> None:
+    def _import(self, group: str, learner: EvictionPolicy | PrefetchState, kept: dict[str, Array]) -> None:
         names = sorted({name.partition("/")[0] for name in kept})
         try:
             if kept:
@@ -110,16 +110,16 @@ class Learned:
         requests = store.counters["acquires"] + store.counters["stored_blocks"]
         return requests, store.residency.changes, store.prefetch_state.hints
 
-    async def put(self, change: Transaction, steps: Steps) -> Contents:
+    async def put(self, change: Transaction, steps: StepRunner) -> Contents:
         """Put all tables into `change`, and remove all other entries of the database. Return the contents."""
         contents, entries = Contents(), self._entries()
-        while (entry := await steps.once(lambda: next(entries, None))) is not None:
+        while (entry := await steps.run_one(lambda: next(entries, None))) is not None:
             await change.put("learned", [contents.add(*entry)])
         await change.put("learned", [contents.end()])
         await change.keep_only("learned", contents.keys)
         return contents
 
-    def _learners(self) -> Iterator[tuple[str, Policy | PrefetchState]]:
+    def _learners(self) -> Iterator[tuple[str, EvictionPolicy | PrefetchState]]:
         """Yield each policy, and the predictor, with its group of tables. The predictor is left out when prefetch is
         off or has failed."""
         store = self._store

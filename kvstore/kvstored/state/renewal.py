@@ -14,9 +14,9 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from kvstored.state.steps import Steps
+from kvstored.state.step_runner import StepRunner
 from kvstored.store.blocks import Residency
-from kvstored.store.policies import Policy, eviction_order
+from kvstored.store.policies import EvictionPolicy, eviction_order
 from kvstored.store.policies.base import Rows
 from kvstored.tier_set import holding
 
@@ -31,13 +31,13 @@ class Renewal:
     """Lets `policy`, which knows no block, take over the blocks of its tier. A row is pending, then known to the
     policy; one that was stored or used meanwhile is late: it is adopted at the end."""
 
-    def __init__(self, residency: Residency, policy: Policy) -> None:
+    def __init__(self, residency: Residency, policy: EvictionPolicy) -> None:
         self._residency, self._policy = residency, policy
         self._state = bytearray(residency.rows.capacity)
         self._late: set[int] = set()
         self._step_rows = _FIRST_ROWS
 
-    async def run(self, steps: Steps) -> None:
+    async def run(self, steps: StepRunner) -> None:
         """Let the policy adopt the blocks. At the return it knows all of them, and the caller must at once let it
         listen to the tier, or drop it."""
         residency, policy = self._residency, self._policy
@@ -55,13 +55,13 @@ class Renewal:
         self._late.clear()
         return late[eviction_order(*self._order_columns(late))]
 
-    async def _sorted(self, steps: Steps) -> Rows:
+    async def _sorted(self, steps: StepRunner) -> Rows:
         """Return the rows of the tier, the next victim first."""
         parts = []
         for first in range(0, max(1, self._residency.rows.capacity), _COLUMN_ROWS):
             here = self._rows_from(first)
             parts.append((here, *self._order_columns(here)))
-            await steps.once(lambda: None)
+            await steps.run_one(lambda: None)
         return await asyncio.to_thread(_sorted, parts)  # where numpy's long calls release the GIL
 
     def _rows_from(self, first: int) -> Rows:
@@ -75,13 +75,13 @@ class Renewal:
             np.frombuffer(columns.depth, np.uint32)[rows],
         )
 
-    async def _adopt(self, order: Rows, state: int, steps: Steps) -> None:
+    async def _adopt(self, order: Rows, state: int, steps: StepRunner) -> None:
         """Adopt the rows of `order` that are in `state`, as many in a step as take `_STEP_S`."""
         first = 0
         while first < len(order):
             part, before_s = order[first : first + self._step_rows], steps.busy_s
             first += len(part)
-            await steps.once(partial(self._adopt_some, part, state))
+            await steps.run_one(partial(self._adopt_some, part, state))
             wanted = self._step_rows * _STEP_S / max(steps.busy_s - before_s, 1e-6)
             self._step_rows = int(min(max(wanted, self._step_rows / 4, _LEAST_ROWS), self._step_rows * 2, _MOST_ROWS))
 

@@ -26,7 +26,7 @@ from kvstored.store.degraded.modes import DegradedModes
 from kvstored.store.endurance.account import EnduranceAccount
 from kvstored.store.idle import IdleCopies
 from kvstored.store.leases import LeaseTable
-from kvstored.store.policies import Policy, PolicySettings, create, create_empty, succeed
+from kvstored.store.policies import EvictionPolicy, PolicySettings, create, create_empty, succeed
 from kvstored.store.policies.boundaries import Boundaries
 from kvstored.store.policies.ranked import Priorities
 from kvstored.store.prefetch.credit import PrefetchCredit
@@ -54,8 +54,9 @@ if TYPE_CHECKING:
 
 from kvstored.store.movement import (
     Ground,
-    Links,
     RoomParts,
+    TierLinks,
+    device_promotion_tiers,
     make_breakers,
     make_commit,
     make_durable_admission,
@@ -63,14 +64,15 @@ from kvstored.store.movement import (
     make_gates,
     make_lanes,
     make_rooms,
-    straight_tiers,
 )
 
 HELD_SHARE = 2  # at most one part in so many of the mapped tier has what was prefetched by prediction and not used yet
 PREFETCH_SHARE = 4  # at most one part in so many of the mapped tier is held for prefetches that wait
 
 
-def make_policy(config: Config, residency: Residency, position: int, create: Callable[..., Policy] = create) -> Policy:
+def make_policy(
+    config: Config, residency: Residency, position: int, create: Callable[..., EvictionPolicy] = create
+) -> EvictionPolicy:
     section = config.tier(residency.tiers[position]) or config.listed[-1]  # not listed: as the slowest
     return create(section.policy, residency, position, PolicySettings(section.keep_worth))
 
@@ -79,7 +81,7 @@ def _ttl_s(config: Config, residency: Residency, position: int) -> float:
     return (config.tier(residency.tiers[position]) or config.listed[-1]).ttl_s
 
 
-def make_priorities(residency: Residency, policies: Sequence[Policy]) -> Priorities:
+def make_priorities(residency: Residency, policies: Sequence[EvictionPolicy]) -> Priorities:
     """Return the order by priority of what `residency` holds, which the policies follow."""
     priorities = Priorities(residency)
     for policy in policies:
@@ -89,7 +91,7 @@ def make_priorities(residency: Residency, policies: Sequence[Policy]) -> Priorit
 
 
 def make_retention(
-    ground: Ground, policies: list[Policy], parts: RoomParts, rooms: Sequence[Room],
+    ground: Ground, policies: list[EvictionPolicy], parts: RoomParts, rooms: Sequence[Room],
     discard: Sequence[Callable[[Slot, int], None]], commit: GroupCommit | None,
 ) -> Retention:  # fmt: skip
     idle = IdleCopies(ground.residency, policies, rooms)
@@ -100,7 +102,11 @@ def make_retention(
 
 
 def make_prefetch(
-    ground: Ground, promoter: Promoter, policies: list[Policy], compute: ComputeTimes, predictor: Predictor | None
+    ground: Ground,
+    promoter: Promoter,
+    policies: list[EvictionPolicy],
+    compute: ComputeTimes,
+    predictor: Predictor | None,
 ) -> tuple[Prefetcher, Feed, PrefetchState]:
     settings, residency, recent = ground.config.prefetch, ground.residency, RecentRequests()
     if predictor is None and settings.enabled:
@@ -118,7 +124,7 @@ def make_prefetch(
     return prefetcher, feed, PrefetchState(guarded, recent, credit)
 
 
-def make_promoter(ground: Ground, links: Links, room: Room, damage: Damage, modes: DegradedModes) -> Promoter:
+def make_promoter(ground: Ground, links: TierLinks, room: Room, damage: Damage, modes: DegradedModes) -> Promoter:
     """Make the promotions of all tiers into `room`, the room of the tier that clients map."""
     mapped = ground.residency.mapped
     return Promoter(
@@ -165,9 +171,9 @@ class Store:
         self.modes = DegradedModes(clock, self.counters)
         self._breakers = make_breakers(ground, self.modes)
         self.breaker = self._breakers.get(residency.durable)
-        lanes = make_lanes(config, residency, self.keyed, straight_tiers(tiers, residency))
+        lanes = make_lanes(config, residency, self.keyed, device_promotion_tiers(tiers, residency))
         self.mover = Mover(lanes, completions, clock)
-        links = Links(ground, self.mover, self._breakers)
+        links = TierLinks(ground, self.mover, self._breakers)
         self.policies = [make_policy(config, residency, position) for position in range(len(tiers))]
         priorities = make_priorities(residency, self.policies)
         self.boundaries = Boundaries(residency, priorities, clock)
@@ -185,8 +191,10 @@ class Store:
         self.device_check = DeviceCheck(residency, self.exporters, completions, self.damage)
         self.dram_check = DramCheck(config.host.verify_reads, residency, host, completions, self.damage, self.counters)
         self.promoter = make_promoter(ground, links, self.room, self.damage, self.modes)
-        self.sharing, self.straight = make_early(ground, links, parts, self.rooms, gates, self.promoter, self.absences)
-        self.copiers += [*self.sharing, *self.straight]
+        self.sharing, self.device_promotions = make_early(
+            ground, links, parts, self.rooms, gates, self.promoter, self.absences
+        )
+        self.copiers += [*self.sharing, *self.device_promotions]
         self.prefetcher, self.feed, self.prefetch_state = make_prefetch(
             ground, self.promoter, self.policies, self.compute, predictor
         )
@@ -221,7 +229,7 @@ class Store:
         succeed(policy, former, self.clock.monotonic_ns())
         self.follow_policy(position, policy)
 
-    def renew_policy(self, position: int, *, is_empty: bool = False) -> Policy:
+    def renew_policy(self, position: int, *, is_empty: bool = False) -> EvictionPolicy:
         """Return a policy as the tier has by the settings, which listens from now on and has learned nothing; then
         `follow_policy`. `is_empty`: it knows no block either, and does not listen."""
         policy = make_policy(self._policy_config, self.residency, position, create_empty if is_empty else create)
@@ -229,7 +237,7 @@ class Store:
             policy.set_share(tenant, share)
         return policy
 
-    def follow_policy(self, position: int, policy: Policy) -> None:
+    def follow_policy(self, position: int, policy: EvictionPolicy) -> None:
         """Let `policy` decide in the tier from now on."""
         self.policies[position] = policy
         self.rooms[position].follow(policy)

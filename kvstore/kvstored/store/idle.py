@@ -14,7 +14,7 @@ import numpy as np
 from kvstored.clock import NS_PER_S
 from kvstored.lifecycle import CopyState
 from kvstored.store.blocks import ResidencyView
-from kvstored.store.policies import Policy, Weighs
+from kvstored.store.policies import EvictionPolicy, Weighs
 from kvstored.store.transfer.room import Room
 
 PART_ROWS = 1 << 16  # looked at in one tick: about 0.1 ms
@@ -37,7 +37,7 @@ class IdleCopies:
     """Removes copies that were idle for too long or are worth too little. `policies` and `rooms` have one item for each
     tier, by position."""
 
-    def __init__(self, residency: ResidencyView, policies: Sequence[Policy], rooms: Sequence[Room]) -> None:
+    def __init__(self, residency: ResidencyView, policies: Sequence[EvictionPolicy], rooms: Sequence[Room]) -> None:
         self._residency = residency
         self._policies, self._rooms = policies, rooms
         self._ttl_ns: dict[int, int] = {}  # by tier
@@ -55,7 +55,7 @@ class IdleCopies:
             self._expire_idle(tier, now_ns - ttl_ns)
         for policy, room in zip(self._policies, self._rooms, strict=True):
             if isinstance(policy, Weighs) and policy.settings.keep_worth:
-                for row in policy.worth_little(now_ns, MOST_A_TICK):
+                for row in policy.below_keep_worth(now_ns, MOST_A_TICK):
                     room.expire(row)
 
     def _expire_idle(self, tier: int, before_ns: int) -> None:

@@ -20,7 +20,7 @@ Place = tuple[int, int]  # container and offset: a slot without its generation
 
 
 @dataclass(slots=True)
-class Lease:
+class GrantedLease:
     """A lease as the daemon holds it: a client's right to read blocks. `tokens` name residency rows as pinned: a block
     may be removed by force, and its row be used again. Empty once expired. `continues`: granted for the request of
     another lease, which counts for both.
@@ -67,11 +67,11 @@ class LeaseTable:
         self._limbo_limit_bytes = limbo_limit_bytes
         self._expired_limit = expired_limit
         self._counted: Counter[int] = Counter()  # by session, of those that live
-        self._expired: dict[int, dict[int, Lease]] = {}  # by session and number, the oldest first
+        self._expired: dict[int, dict[int, GrantedLease]] = {}  # by session and number, the oldest first
         self._book: LeaseBook | None = None
-        self._leases: dict[int, Lease] = {}
+        self._leases: dict[int, GrantedLease] = {}
         self._of_session: dict[int, set[int]] = {}
-        self._due: OrderedDict[int, Lease] = OrderedDict()  # those that live, by expiry
+        self._due: OrderedDict[int, GrantedLease] = OrderedDict()  # those that live, by expiry
         self._readers: dict[Place, int] = {}
         self._limbo: dict[Place, tuple[Slot, int]] = {}
         self._limbo_bytes: dict[int, int] = {}
@@ -105,21 +105,21 @@ class LeaseTable:
         expires_ns: int,
         *,
         continues: bool = False,
-    ) -> Lease:
+    ) -> GrantedLease:
         """Return a new lease. The caller has pinned the rows of `tokens`; they are unpinned here, once."""
         self._last_id += 1
         if self._book is not None:
             self._book.record_lease(self._last_id, session_id, slots)
-        lease = Lease(self._last_id, session_id, tenant, tokens, slots, expires_ns, continues=continues)
+        lease = GrantedLease(self._last_id, session_id, tenant, tokens, slots, expires_ns, continues=continues)
         return self._hold(lease)
 
     def restore(
         self, lease_id: int, session_id: int, tenant: int, tokens: list[int], slots: list[Slot], expires_ns: int
-    ) -> Lease:
+    ) -> GrantedLease:
         """Return a lease of the former process, again in force under its number. `tokens`, pinned by the caller, may be
         fewer than `slots`: blocks in limbo have none.
         """
-        return self._hold(Lease(lease_id, session_id, tenant, tokens, slots, expires_ns))
+        return self._hold(GrantedLease(lease_id, session_id, tenant, tokens, slots, expires_ns))
 
     def record_in(self, book: LeaseBook, last_id: int) -> None:
         """Record each lease in `book` from now on; it has the present ones. New leases get numbers above `last_id`."""
@@ -133,7 +133,7 @@ class LeaseTable:
         """Return whether all leases of a session are over blocks of `tenant`."""
         return all(self._leases[lease_id].tenant == tenant for lease_id in self._of_session.get(session_id, ()))
 
-    def _hold(self, lease: Lease) -> Lease:
+    def _hold(self, lease: GrantedLease) -> GrantedLease:
         session_id, slots = lease.session_id, lease.slots
         self._leases[lease.lease_id] = lease
         self._due[lease.lease_id] = lease
@@ -202,7 +202,7 @@ class LeaseTable:
         self._limbo[place] = (slot, tenant)
         self._limbo_bytes[tenant] = self._limbo_bytes.get(tenant, 0) + slot.nbytes
 
-    def _join(self, expired: list[Lease]) -> None:
+    def _join(self, expired: list[GrantedLease]) -> None:
         """Replace several expired leases of a session by one."""
         slots = {(slot.container, slot.offset): slot for lease in expired for slot in lease.slots}
         first = expired[0]
@@ -210,7 +210,7 @@ class LeaseTable:
         for lease in expired:
             self._end(lease)
 
-    def _lapse(self, lease: Lease) -> None:
+    def _lapse(self, lease: GrantedLease) -> None:
         """End a lease's life: its rows may be evicted, and it does not count."""
         del self._due[lease.lease_id]
         lease.expired = True
@@ -221,7 +221,7 @@ class LeaseTable:
         if not self._counted[lease.session_id]:
             del self._counted[lease.session_id]
 
-    def _end(self, lease: Lease) -> None:
+    def _end(self, lease: GrantedLease) -> None:
         del self._leases[lease.lease_id]
         if self._book is not None:
             self._book.end_lease(lease.lease_id)

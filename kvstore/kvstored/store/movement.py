@@ -25,26 +25,26 @@ from kvstored.store.blocks import Residency, ResidencyView
 from kvstored.store.degraded.breaker import LAST_PROBE_S, TierBreaker
 from kvstored.store.degraded.modes import DegradedModes
 from kvstored.store.endurance.account import EnduranceAccount
-from kvstored.store.policies import Admission, Policy, create_admission
+from kvstored.store.policies import Admission, EvictionPolicy, create_admission
 from kvstored.store.policies.admission import Always, Reused
 from kvstored.store.policies.ranked import Priorities
 from kvstored.store.remote import Absences
-from kvstored.store.transfer.admission import Contest, Intake, RemoteWrites, TierGate
+from kvstored.store.transfer.admission import FrequencyAdmission, RemoteWrites, TierGate, TierIntake
 from kvstored.store.transfer.damage import Damage
 from kvstored.store.transfer.demotion import Bounds, Demotion
+from kvstored.store.transfer.device_promotion import DevicePromotion
 from kvstored.store.transfer.evacuation import Evacuation
 from kvstored.store.transfer.eviction import Copier, Demoter, Eviction, NoDemotion, SlotExit
 from kvstored.store.transfer.gate import Backlog, WriteGate
 from kvstored.store.transfer.group_commit import BatchLimits, GroupCommit
 from kvstored.store.transfer.lane import Lane, LaneSettings, Limits, Priority
-from kvstored.store.transfer.link import Link, lane_name
-from kvstored.store.transfer.mover import Mover, Transfer
+from kvstored.store.transfer.link import TierLink, lane_name
+from kvstored.store.transfer.mover import LaneTransfer, Mover
 from kvstored.store.transfer.promote import Promoter
 from kvstored.store.transfer.relocation import LaneRelocation, MemoryRelocation, Relocation
 from kvstored.store.transfer.room import Room
 from kvstored.store.transfer.sharing import Sharing
 from kvstored.store.transfer.staging import CodecStaging
-from kvstored.store.transfer.straight import StraightPromotion
 from kvstored.store.transfer.victims import OrphanQueue, Victims
 from kvstored.store.transfer.writeback import WriteBack
 from kvstored.telemetry import Counters, Flows
@@ -75,7 +75,7 @@ class Ground:
     flows: Flows
 
 
-class Links:
+class TierLinks:
     """A maker of links over the lanes of `mover`. `breakers` belong to the tiers below memory, by position."""
 
     def __init__(self, ground: Ground, mover: Mover, breakers: Mapping[int, TierBreaker]) -> None:
@@ -84,11 +84,11 @@ class Links:
         self._breakers = breakers
         self._stagings: dict[int, CodecStaging] = {}
 
-    def between(self, source: int, destination: int) -> Link:
+    def between(self, source: int, destination: int) -> TierLink:
         ground = self._ground
         breaker = self._breakers.get(max(source, destination))
         lane, staging = self.lane(source, destination), self._staging_of(destination)
-        return Link(source, destination, ground.tiers, lane, self.mover, ground.clock, breaker, staging)
+        return TierLink(source, destination, ground.tiers, lane, self.mover, ground.clock, breaker, staging)
 
     def _staging_of(self, destination: int) -> CodecStaging | None:
         """Return what all links to a tier with a codec share."""
@@ -119,7 +119,7 @@ class Descent(NamedTuple):
 class RoomParts(NamedTuple):
     """Parts that all rooms need. Lists are by position."""
 
-    policies: list[Policy]
+    policies: list[EvictionPolicy]
     exits: Sequence[SlotExit]
     orphans: OrphanQueue
     priorities: Priorities
@@ -127,7 +127,7 @@ class RoomParts(NamedTuple):
     modes: DegradedModes
 
 
-def straight_tiers(tiers: Sequence[Tier], residency: ResidencyView) -> list[int]:
+def device_promotion_tiers(tiers: Sequence[Tier], residency: ResidencyView) -> list[int]:
     """Return the tiers before the mapped one that read from the durable one's files."""
     if residency.durable < 0 or not tiers[residency.durable].info.lends_files:
         return []
@@ -135,11 +135,11 @@ def straight_tiers(tiers: Sequence[Tier], residency: ResidencyView) -> list[int]
 
 
 def make_lanes(
-    config: Config, residency: ResidencyView, keyed: Container[int], straight: Sequence[int] = ()
-) -> list[Lane[Transfer]]:
+    config: Config, residency: ResidencyView, keyed: Container[int], with_own_lane: Sequence[int] = ()
+) -> list[Lane[LaneTransfer]]:
     """Make the lanes of a store: one a direction, between the mapped tier and each other one. The lanes of one tier
     share its medium, so that prefetch waits for demand on any of them. `keyed` are the positions of tiers that are
-    addressed by key, `straight` the positions of tiers to which the durable tier has a lane of its own.
+    addressed by key, `with_own_lane` the positions of tiers to which the durable tier has a lane of its own.
     """
     movement, limits = config.movement, config.limits
     settings = LaneSettings(
@@ -165,7 +165,7 @@ def make_lanes(
         prior_bytes_per_s=KEYED_PRIOR_BYTES_PER_S, prior_latency_us=KEYED_PRIOR_US,
         prior_bytes=KEYED_PRIOR_BYTES,
     )  # fmt: skip
-    lanes: list[Lane[Transfer]] = []
+    lanes: list[Lane[LaneTransfer]] = []
     mapped = residency.mapped
     for other in range(len(residency.tiers)):
         if other == mapped:
@@ -179,8 +179,8 @@ def make_lanes(
         if other in keyed and source != mapped:
             names.append(lane_name(residency.tiers, mapped, other))
         if other == residency.durable:
-            names += [lane_name(residency.tiers, other, to) for to in straight]
-        pair: list[Lane[Transfer]] = [Lane(name, of_other) for name in names]
+            names += [lane_name(residency.tiers, other, to) for to in with_own_lane]
+        pair: list[Lane[LaneTransfer]] = [Lane(name, of_other) for name in names]
         for lane in pair:
             lane.share_medium(pair)
         lanes += pair
@@ -195,7 +195,7 @@ def _beside_engines(settings: LaneSettings, section: GpuSection) -> LaneSettings
     return replace(settings, spare_bytes_per_s=float(section.rate_bytes), spare_burst_bytes=burst_bytes)
 
 
-def make_durable_admission(config: Config, residency: Residency, policies: Sequence[Policy]) -> Admission:
+def make_durable_admission(config: Config, residency: Residency, policies: Sequence[EvictionPolicy]) -> Admission:
     return create_admission(config.nvme.admission, residency, residency.durable, policies[residency.mapped])
 
 
@@ -210,7 +210,9 @@ def make_breakers(ground: Ground, modes: DegradedModes) -> dict[int, TierBreaker
     }  # fmt: skip
 
 
-def make_gates(ground: Ground, policies: Sequence[Policy], remote_writes: RemoteWrites | None) -> dict[int, TierGate]:
+def make_gates(
+    ground: Ground, policies: Sequence[EvictionPolicy], remote_writes: RemoteWrites | None
+) -> dict[int, TierGate]:
     """Make the gates of the key-addressed tiers, by position. `remote_writes` replaces the configuration's."""
     residency, gates = ground.residency, {}
 
@@ -235,7 +237,11 @@ def make_gates(ground: Ground, policies: Sequence[Policy], remote_writes: Remote
 
 
 def make_commit(
-    ground: Ground, links: Links, breaker: TierBreaker, endurance: EnduranceAccount, policies: Sequence[Policy]
+    ground: Ground,
+    links: TierLinks,
+    breaker: TierBreaker,
+    endurance: EnduranceAccount,
+    policies: Sequence[EvictionPolicy],
 ) -> GroupCommit:
     """Make the part that commits the writes to the durable tier, with the gate that judges them."""
     config, residency, clock = ground.config, ground.residency, ground.clock
@@ -253,7 +259,7 @@ def make_commit(
 
 
 def make_rooms(
-    ground: Ground, links: Links, parts: RoomParts, commit: GroupCommit | None, gates: Mapping[int, TierGate]
+    ground: Ground, links: TierLinks, parts: RoomParts, commit: GroupCommit | None, gates: Mapping[int, TierGate]
 ) -> Descent:
     """Make the rooms of all tiers, the slowest first, and the parts that demote to them. Victims of a tier in memory
     are passed to the next slower one there, victims of a tier before the mapped one to that one, and all others to
@@ -299,37 +305,37 @@ def make_rooms(
 
 
 def make_early(
-    ground: Ground, links: Links, parts: RoomParts, rooms: Sequence[Room], gates: Mapping[int, TierGate],
+    ground: Ground, links: TierLinks, parts: RoomParts, rooms: Sequence[Room], gates: Mapping[int, TierGate],
     promoter: Promoter, absences: Absences,
-) -> tuple[list[Sharing], list[StraightPromotion]]:  # fmt: skip
+) -> tuple[list[Sharing], list[DevicePromotion]]:  # fmt: skip
     """Make the parts that copy blocks before they are evicted, to each key-addressed tier that shares them and to the
-    tiers before the mapped one, and the parts that read blocks of the durable tier straight to the latter.
+    tiers before the mapped one, and the parts that read blocks of the durable tier to the latter without DRAM.
     """
     residency, mapped, counters = ground.residency, ground.residency.mapped, ground.counters
-    sharing, straight = list[Sharing](), list[StraightPromotion]()
+    sharing, promotions = list[Sharing](), list[DevicePromotion]()
     for position, gate in gates.items():
         if gate.shares_early:
             intake, back = (
-                Intake(links.between(mapped, position), rooms[position], gate),
+                TierIntake(links.between(mapped, position), rooms[position], gate),
                 links.between(position, mapped),
             )
             sharing.append(Sharing(residency, intake, back, absences, parts.damage, counters, "shared_blocks"))
     for position in range(mapped):
         section = ground.config.tier(residency.tiers[position])
         name = section.admission if isinstance(section, GpuSection) else SECOND_TOUCH
-        admission, contest = (
+        admission, frequency = (
             create_admission(name, residency, position, parts.policies[mapped]),
-            Contest(residency, position),
+            FrequencyAdmission(residency, position),
         )
         # The lanes have the byte rate.
         gate = TierGate(residency, admission, admission, 0, ground.clock, counters, lambda _row: False)
-        intake = Intake(links.between(mapped, position), rooms[position], gate, contest)
+        intake = TierIntake(links.between(mapped, position), rooms[position], gate, frequency)
         back = links.between(position, mapped)
         sharing.append(Sharing(residency, intake, back, None, parts.damage, counters, "device_blocks"))
-        if position in straight_tiers(ground.tiers, residency):
+        if position in device_promotion_tiers(ground.tiers, residency):
             intake = intake._replace(link=links.between(residency.durable, position))
-            straight.append(
-                StraightPromotion(residency, intake, promoter, parts.damage, counters, ground.flows, parts.modes)
+            promotions.append(
+                DevicePromotion(residency, intake, promoter, parts.damage, counters, ground.flows, parts.modes)
             )
     on_devices = TierSet.of(*range(mapped))
 
@@ -341,4 +347,4 @@ def make_early(
 
     if sharing:
         residency.use_with(used)
-    return sharing, straight
+    return sharing, promotions

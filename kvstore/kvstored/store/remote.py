@@ -28,7 +28,7 @@ _WEIGHT, _QUICK_WEIGHT = 1 / 8, 1 / 2  # of an answer that took longer than expe
 # that was away is as quick as before when it is back
 
 
-class Verdict(Enum):
+class RemoteVerdict(Enum):
     """The answer to the question whether the daemon should ask a key-addressed tier for blocks."""
 
     WAIT = "wait"  # ask, and wait for the answer within the deadline
@@ -172,7 +172,7 @@ class RemoteValue:
         known = self._tenants.get(tenant)
         return blocks * (known.found / known.asked if known is not None else _PRIOR_FOUND / _PRIOR_ASKED)
 
-    def judge(self, tenant: int, blocks: int, block_tokens: int, load_us: float, times: AnswerTimes) -> Verdict:
+    def judge(self, tenant: int, blocks: int, block_tokens: int, load_us: float, times: AnswerTimes) -> RemoteVerdict:
         """Decide whether to ask for `blocks` missing blocks. `load_us` is the time to load the blocks that are expected
         to be found.
         """
@@ -182,13 +182,13 @@ class RemoteValue:
         block_us = self._compute.block_us(tenant) or block_tokens * self._saved_us_per_token
         computed_us = self.expected_blocks(tenant, blocks) * block_us
         if computed_us - load_us > times.expected_s * 1e6:
-            return Verdict.WAIT if times.expected_s <= DEADLINE_MS / 1000 else Verdict.ASIDE
+            return RemoteVerdict.WAIT if times.expected_s <= DEADLINE_MS / 1000 else RemoteVerdict.ASIDE
         known.hopeless = blocks * block_tokens
         known.declined += 1
         if known.declined < known.every:
-            return Verdict.NO
+            return RemoteVerdict.NO
         known.declined = 0
-        return Verdict.ASIDE
+        return RemoteVerdict.ASIDE
 
     def answered(self, tenant: int, asked: int, found: int, nbytes: int) -> None:
         """Note that a question for `asked` blocks found `found` blocks of `nbytes` bytes in all."""

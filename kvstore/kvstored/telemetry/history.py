@@ -49,7 +49,7 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
-class Series:
+class MetricSeries:
     key: SeriesKey
     is_flow: bool
     values: Sequence[float]
@@ -62,7 +62,7 @@ class Window:
     resolution_s: int
     at_ns: Sequence[int]
     span_s: Sequence[float]
-    series: Sequence[Series]
+    series: Sequence[MetricSeries]
 
 
 class History:
@@ -143,7 +143,9 @@ class _Ring:
         """Return copies, made of slices: a few microseconds a series, so the control thread may ask."""
         at_ns = self._latest(self._at_ns, self._kept)
         count = self._kept - bisect_right(at_ns, since_ns)
-        series = [Series(key, key in self._flows, self._latest(column, count)) for key, column in self._columns.items()]
+        series = [
+            MetricSeries(key, key in self._flows, self._latest(column, count)) for key, column in self._columns.items()
+        ]
         return Window(self.resolution.period_s, at_ns[self._kept - count :], self._latest(self._span_s, count), series)
 
     @property

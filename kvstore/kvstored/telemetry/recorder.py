@@ -43,7 +43,7 @@ class Hinted:
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class RecordedRequest:
     """One request as it is recorded. `keys` are packed and in chain order; `parent` is the parent of the first key.
     `found`: the number of readable blocks or, for a put, of stored ones. `block_tokens` of the client's fingerprint;
     `prompt_tokens`: 0 if not known. `hinted`: the content of a hint.
@@ -70,13 +70,13 @@ class Recorder:
         self._path = path
         self._started_ns = started_ns
         self._file = _new_file(path)
-        self._events: Queue[Event | None] = Queue(_QUEUED_EVENTS)
+        self._events: Queue[RecordedRequest | None] = Queue(_QUEUED_EVENTS)
         self.dropped = 0
         self._known: OrderedDict[bytes, None] = OrderedDict()
         self._thread = threading.Thread(target=self._run, name="record", daemon=True)
         self._thread.start()
 
-    def note(self, event: Event) -> None:
+    def note(self, event: RecordedRequest) -> None:
         """Queue an event. It takes about two microseconds and never waits."""
         try:
             self._events.put_nowait(event)
@@ -123,7 +123,7 @@ class Recorder:
         while self._events.get() is not None:
             self.dropped += 1
 
-    def _row(self, event: Event) -> dict[str, object]:
+    def _row(self, event: RecordedRequest) -> dict[str, object]:
         """Return the event as its line: the last key that was written before, then the keys after it."""
         keys = [event.keys[at : at + ID_BYTES] for at in range(0, len(event.keys), KEY_BYTES)]
         known = self._known

@@ -18,8 +18,8 @@ from kvstore_client.get import Get
 from kvstore_client.handshake import GrantedArena
 from kvstore_client.keys import KeyChains
 from kvstore_client.memory import Bytes
-from kvstore_client.prefix import Prefix
-from kvstore_client.results import REASON_DEADLINE, Counters
+from kvstore_client.prefix import KeyedPrefix
+from kvstore_client.results import REASON_DEADLINE, ClientCounters
 from kvstore_proto.arena import DEVICE_ARENAS, HEADER_BYTES
 from kvstore_proto.v1 import kvstore_pb2 as wire
 from tests.reference.conversations import model, tokens_of
@@ -139,8 +139,8 @@ def test_a_get_whose_grant_is_late_has_time_left_for_host_memory(is_streamed: bo
         device_arenas=device.arenas(), max_keys=8, call=call, release=lambda _: None, stream=stream
     )
     chain = KeyChains(fingerprint, [b"r" * 16]).chain(tokens_of(1, 1), None, 0)
-    prefix = Prefix(daemon, fingerprint, fingerprint.groups[0], chain)
-    get = Get(prefix, Counters(), 1.0, verify=False, clock=device.clock)
+    prefix = KeyedPrefix(daemon, fingerprint, fingerprint.groups[0], chain)
+    get = Get(prefix, ClientCounters(), 1.0, verify=False, clock=device.clock)
     lease = get.lease_of(on_device, 1.0) if is_streamed else get.lease(prefault=False, promote=True)
     assert lease.reason == REASON_DEADLINE
     assert asked == [*([] if is_streamed else [(False, 800, 1.0)]), (True, 400, 0.5)]

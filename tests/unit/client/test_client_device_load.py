@@ -77,7 +77,7 @@ def _transfers() -> tuple[DeviceTransfers, np.ndarray[Any, np.dtype[np.uint8]]]:
     begin = memory.__array_interface__["data"][0]
     pool = DevicePool([[PoolPart(begin + layer * 192, 64, 64)] for layer in range(2)], 3, memory=memory)
     device = Device()
-    return DeviceTransfers(cast(Any, device), pool, means=cast(Any, Means(device))), memory
+    return DeviceTransfers(cast(Any, device), pool, resources=cast(Any, Means(device))), memory
 
 
 def test_a_load_that_cannot_begin_keeps_nobody_waiting_and_is_not_believed() -> None:
@@ -109,4 +109,4 @@ def test_a_buffer_that_holds_no_block_is_refused() -> None:
     transfers, _ = _transfers()
     large = DevicePool([[PoolPart(4096, 8192, 8192)]], 1)
     with pytest.raises(KVStoreError, match="holds no block of 8192"):
-        DeviceTransfers(transfers.device, large, means=transfers.means)
+        DeviceTransfers(transfers.device, large, resources=transfers.resources)

@@ -13,8 +13,8 @@ from kvstore_client.device import DevicePool, PoolPart
 from kvstore_client.errors import KVStoreError
 from kvstore_client.get import Get
 from kvstore_client.keys import KeyChains
-from kvstore_client.prefix import Prefix
-from kvstore_client.results import REASON_VERIFY_FAILED, Counters
+from kvstore_client.prefix import KeyedPrefix
+from kvstore_client.results import REASON_VERIFY_FAILED, ClientCounters
 from kvstore_cuda.copies import CopyRun, Runs
 from kvstore_proto.arena import DEVICE_ARENAS, HEADER_BYTES
 from kvstore_proto.v1 import kvstore_pb2 as wire
@@ -99,7 +99,7 @@ def test_a_payload_that_ends_outside_of_its_chunk_is_not_leased(offset: int, blo
         max_keys=8, hold=lambda _: None, release=lambda _: None,
     )  # fmt: skip
     chain = KeyChains(fingerprint, [b"r" * 16]).chain(tokens_of(1, 1), None, 0)
-    get = Get(Prefix(daemon, fingerprint, fingerprint.groups[0], chain), Counters(), 1.0, verify=False)
+    get = Get(KeyedPrefix(daemon, fingerprint, fingerprint.groups[0], chain), ClientCounters(), 1.0, verify=False)
     reply = wire.AcquireReply(
         lease_id=1, blocks=1, arena_ids=[DEVICE_ARENAS], offsets=[offset], generations=[1],
         payload_bytes=[fingerprint.payload_bytes()], expires_in_ms=10_000,

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from kvstore_client.device import (
-    CopyMeans,
+    CopyResources,
     DeviceError,
     DevicePool,
     DeviceTransfers,
@@ -119,8 +119,8 @@ class Engine:
         self.device = Device()
         anything: Any = self.device
         self.pool = DevicePool(parts, PAGES)
-        self.means = CopyMeans(anything, block_bytes, budget=budget)
-        self.transfers = DeviceTransfers(anything, self.pool, means=self.means)
+        self.means = CopyResources(anything, block_bytes, budget=budget)
+        self.transfers = DeviceTransfers(anything, self.pool, resources=self.means)
         self.staging = np.zeros(PAGES * self.slot_bytes, np.uint8)
 
     def put(self) -> int:
@@ -152,7 +152,7 @@ def test_no_copy_is_left_for_a_slot_that_was_given_back(engine: Engine, failures
     engine.device.failures_to_be_current = failures
     with pytest.raises(cuda_driver.DriverError, match="cuCtxGetCurrent"):
         finish()
-    assert not engine.device.queued and not engine.transfers.means.stores._under_way
+    assert not engine.device.queued and not engine.transfers.resources.stores._under_way
     assert engine.put() == 1
     assert np.array_equal(engine.stored, engine.pages)
 
@@ -228,7 +228,7 @@ def test_the_event_of_a_load_that_was_dropped_is_kept_until_its_copies_have_ende
 def test_means_that_nobody_closed_unregister_their_buffer_before_it_is_unmapped() -> None:
     device = Device()
     anything: Any = device
-    means = CopyMeans(anything)
+    means = CopyResources(anything)
     assert means.buffer_address in device.registered and device.streams == 1
     device.mapped = weakref.ref(means.buffer)
     del means
@@ -241,7 +241,7 @@ def test_what_means_that_nobody_closed_have_registered_ends_with_them() -> None:
     device = Device()
     device.mapped = lambda: device
     anything: Any = device
-    means = CopyMeans(anything)
+    means = CopyResources(anything)
     staging = np.zeros(MIB, np.uint8)
     means.registered.want(staging)
     assert means.registered.settle(30.0) and staging.ctypes.data in device.registered
@@ -261,7 +261,7 @@ def test_means_leave_what_was_given_to_them_registered() -> None:
     registered = RegisteredMemory(anything)
     staging = np.zeros(MIB, np.uint8)
     registered.want(staging)
-    means = CopyMeans(anything, registered=registered)
+    means = CopyResources(anything, registered=registered)
     assert registered.settle(30.0)
     del means
     gc.collect()
@@ -276,6 +276,6 @@ def test_means_that_could_not_be_made_leave_nothing_registered() -> None:
     device.mapped = lambda: device
     anything: Any = device
     with pytest.raises(DeviceError):
-        CopyMeans(anything)
+        CopyResources(anything)
     gc.collect()
     assert (device.registered, device.streams) == (set(), 0)

@@ -10,7 +10,7 @@ import pytest
 
 from kvstore_client import Session
 from kvstore_client.call import Call
-from kvstore_client.stream import Stream
+from kvstore_client.stream import RequestStream
 from kvstore_proto.v1 import kvstore_pb2 as wire
 from tests.reference.fake_daemon import FakeDaemon, eventually
 from tests.reference.twelve_blocks import PAYLOADS, TOKENS
@@ -87,9 +87,9 @@ def test_a_release_that_is_sent_behind_a_get_and_confirmed_before_its_answer_is_
 ) -> None:
     session.put(TOKENS, payloads=PAYLOADS)
     daemon.knobs.leases_per_client = 1
-    submit, orders = Stream.submit, []
+    submit, orders = RequestStream.submit, []
 
-    def submit_and_wait(stream: Stream, request: wire.Request) -> Call:
+    def submit_and_wait(stream: RequestStream, request: wire.Request) -> Call:
         call = submit(stream, request)
         if request.HasField("acquire"):
             stream.send_releases()
@@ -98,6 +98,6 @@ def test_a_release_that_is_sent_behind_a_get_and_confirmed_before_its_answer_is_
         return call
 
     session.get(TOKENS).release()
-    monkeypatch.setattr(Stream, "submit", submit_and_wait)
+    monkeypatch.setattr(RequestStream, "submit", submit_and_wait)
     assert len(session.get(TOKENS)) == 12
     assert len(orders) == 2, "the first was judged before the release"

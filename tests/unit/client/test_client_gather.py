@@ -33,7 +33,7 @@ class Device(PlayedDevice):
             return self.made
         if name == "cuLaunchKernel":
             parameters = ctypes.cast(arguments[9], ctypes.POINTER(ctypes.c_void_p))
-            argument = gather.Argument.from_address(parameters[0] or 0)
+            argument = gather.GatherArgument.from_address(parameters[0] or 0)
             self.launched.append((argument.runs, argument.count))
         elif name == "cuEventRecord":
             if self.fails_to_record:

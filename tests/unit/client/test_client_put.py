@@ -13,7 +13,7 @@ from kvstore_client import PutReceipt, Session
 from kvstore_client.lookup_index import LookupIndex
 from kvstore_client.memory import Bytes
 from kvstore_client.payload import FillSlot, Finish
-from kvstore_client.staging import Staging
+from kvstore_client.staging import ClientStaging
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from tests.reference.fake_daemon import Client, FakeDaemon, eventually
 from tests.reference.twelve_blocks import BLOCKS, FINGERPRINT, PAYLOADS, TOKENS
@@ -23,7 +23,7 @@ SLOT = 2 * 4096
 STORED = ["stored"] * BLOCKS
 
 
-def staging_of(session: Session) -> Staging:
+def staging_of(session: Session) -> ClientStaging:
     daemon = session._connection.current()
     assert daemon is not None and daemon.staging is not None
     return daemon.staging

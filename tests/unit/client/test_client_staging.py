@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore_client.staging import Staging, Use
+from kvstore_client.staging import ClientStaging, Use
 from kvstore_proto.v1 import kvstore_pb2 as wire
 
 NBYTES = 16 * 4096
@@ -40,7 +40,7 @@ def test_a_lend_that_is_answered_late_does_not_hide_the_number_of_the_next_one()
         return lent(2)
 
     daemon: Any = Daemon(lambda _: "deadline", first_one_meanwhile)
-    staging = Staging(np.empty(NBYTES, np.uint8))
+    staging = ClientStaging(np.empty(NBYTES, np.uint8))
     assert staging.obtain(daemon, 1.0) == "deadline"
     assert staging.obtain(daemon, 1.0) == ""
     assert (staging.loan, staging.used_bytes()) == (2, 0)
@@ -48,7 +48,7 @@ def test_a_lend_that_is_answered_late_does_not_hide_the_number_of_the_next_one()
 
 def test_a_lend_that_is_answered_after_the_next_one_changes_nothing() -> None:
     daemon: Any = Daemon(lambda _: "deadline", lambda _: lent(2))
-    staging = Staging(np.empty(NBYTES, np.uint8))
+    staging = ClientStaging(np.empty(NBYTES, np.uint8))
     assert staging.obtain(daemon, 1.0) == "deadline"
     assert staging.obtain(daemon, 1.0) == ""
     extent = staging.take(4096, 3)
@@ -60,7 +60,7 @@ def test_a_lend_that_is_answered_after_the_next_one_changes_nothing() -> None:
 def test_renewals_that_cross_leave_the_last_number() -> None:
     """Two threads renew: the first answer, number 2, comes after the second."""
     daemon: Any = Daemon(lambda _: lent(1), lambda _: "deadline", lambda _: lent(3))
-    staging = Staging(np.empty(NBYTES, np.uint8))
+    staging = ClientStaging(np.empty(NBYTES, np.uint8))
     staging.obtain(daemon, 1.0)
     extent = staging.take(4096, 2)
     assert extent is not None
@@ -72,7 +72,7 @@ def test_renewals_that_cross_leave_the_last_number() -> None:
 
 
 def test_bytes_that_are_free_cannot_be_held() -> None:
-    staging = Staging(np.empty(NBYTES, np.uint8))
+    staging = ClientStaging(np.empty(NBYTES, np.uint8))
     staging.obtain(Daemon(lambda _: lent(1)), 1.0)
     extent = staging.take(4096, 1)
     assert extent is not None

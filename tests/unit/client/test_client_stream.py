@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from kvstore_client.call import Call, CallStream
-from kvstore_client.stream import Stream
+from kvstore_client.stream import RequestStream
 from kvstore_client.transport.direct import DirectTransport
 from kvstore_proto.framing import Frames, frame
 from kvstore_proto.v1 import kvstore_pb2 as wire
@@ -32,7 +32,7 @@ class Far:
         self._frames = Frames(1 << 22)
         self.ends: list[str] = []
         self.unreleased: deque[int] = deque()
-        self.stream = Stream(DirectTransport(ours), self, self.unreleased)
+        self.stream = RequestStream(DirectTransport(ours), self, self.unreleased)
 
     def answered(self) -> None:
         pass

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvstore_client import Fingerprint, LayerGroup
-from kvstore_connectors.load import REASON_COMPUTED, Prompt, lease_by_choice
+from kvstore_connectors.load import REASON_COMPUTED, PromptToLoad, lease_by_choice
 from kvstore_restore.choice import LoadChoice
 from tests.reference.fake_daemon import FakeDaemon, Knobs
 
@@ -32,7 +32,7 @@ def test_one_question_is_enough_where_no_more_is_to_be_loaded_than_is_mapped(
 ) -> None:
     with FakeDaemon(tmp_path, Knobs(mapped_blocks=mapped)) as daemon, daemon.connect(FINGERPRINT) as session:
         session.put(TOKENS[: 64 * stored], payloads=[bytes(FINGERPRINT.payload_bytes())] * stored)
-        prompt = Prompt(TOKENS, len(TOKENS) + 1, BLOCKS, held)
+        prompt = PromptToLoad(TOKENS, len(TOKENS) + 1, BLOCKS, held)
         with lease_by_choice(session, prompt, choice, block_bytes=FINGERPRINT.payload_bytes()) as leased:
             assert leased.blocks <= len(leased.lease) == mapped
             leased.copied(leased.blocks)
@@ -46,7 +46,7 @@ def test_blocks_that_are_not_mapped_are_asked_for_where_they_are_worth_it(
     knobs = Knobs(mapped_blocks=1, block_load_us=10_000_000)
     with FakeDaemon(tmp_path, knobs) as daemon, daemon.connect(FINGERPRINT) as session:
         session.put(TOKENS, payloads=[bytes(FINGERPRINT.payload_bytes())] * BLOCKS)
-        prompt = Prompt(TOKENS, len(TOKENS) + 1, BLOCKS, 2)
+        prompt = PromptToLoad(TOKENS, len(TOKENS) + 1, BLOCKS, 2)
         with lease_by_choice(session, prompt, choice, block_bytes=FINGERPRINT.payload_bytes()) as leased:
             assert leased.stored == BLOCKS
             assert questions == 2 or leased.reason == REASON_COMPUTED

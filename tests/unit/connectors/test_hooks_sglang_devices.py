@@ -13,9 +13,16 @@ from typing import Any
 
 import pytest
 
-from kvstore_connectors.sglang.layer_loads import Copies, DevicePages, HeldPages, LayerBatch, LayerCounter, Offloads
+from kvstore_connectors.sglang.layer_loads import (
+    HeldPages,
+    LayerBatch,
+    LayerCounter,
+    Offloads,
+    PageCopies,
+    SglangDevicePages,
+)
 from kvstore_connectors.sglang.pages import BackendMisconfigured
-from kvstore_connectors.sglang.stored_pages import Chains
+from kvstore_connectors.sglang.stored_pages import PageChains
 from tests.reference.device_pool import pieces
 
 PAGE, PAGES, ROW = 4, 5, 32
@@ -45,7 +52,7 @@ def entry(
 
 @pytest.mark.parametrize("rows_are_pages", [False, True])
 def test_a_page_has_the_buffers_of_each_layer_one_after_another(rows_are_pages: bool) -> None:
-    pages, whole = DevicePages(entry(rows_are_pages=rows_are_pages)), PAGES * PAGE * ROW
+    pages, whole = SglangDevicePages(entry(rows_are_pages=rows_are_pages)), PAGES * PAGE * ROW
     assert (pages.layers, pages.pool.pages, pages.pool.block_bytes) == ((0, 2), PAGES, 4 * PAGE * ROW)
     assert pieces(pages.pool, 0, 3) == [
         (1000 + 3 * PAGE * ROW, 0, PAGE * ROW), (1000 + 2 * whole + 3 * PAGE * ROW, PAGE * ROW, PAGE * ROW)
@@ -56,7 +63,7 @@ def test_a_page_has_the_buffers_of_each_layer_one_after_another(rows_are_pages: 
 
 
 def test_layers_of_a_draft_make_the_first_layers_larger() -> None:
-    pages = DevicePages(entry(mapping={0: (0, 3), 1: 1, 2: 2}))
+    pages = SglangDevicePages(entry(mapping={0: (0, 3), 1: 1, 2: 2}))
     assert [pages.pool.extent(layer)[1] for layer in range(3)] == [2 * PAGE * ROW, PAGE * ROW, PAGE * ROW]
     assert pieces(pages.pool, 1, 0) == [(1000 + PAGES * PAGE * ROW, 2 * PAGE * ROW, PAGE * ROW)]
 
@@ -71,7 +78,7 @@ def test_layers_of_a_draft_make_the_first_layers_larger() -> None:
 )
 def test_a_pool_that_would_not_be_copied_whole_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(BackendMisconfigured):
-        DevicePages(entry(**wrong))
+        SglangDevicePages(entry(**wrong))
 
 
 @pytest.mark.parametrize(
@@ -85,16 +92,16 @@ def test_a_pool_that_would_not_be_copied_whole_is_refused(wrong: dict[str, Any])
     ],
 )
 def test_another_form_of_pool_has_other_names(other: dict[str, Any]) -> None:
-    assert DevicePages(entry(**other)).form != DevicePages(entry()).form
+    assert SglangDevicePages(entry(**other)).form != SglangDevicePages(entry()).form
 
 
 def test_a_pool_of_another_draft_model_has_other_names() -> None:
-    forms = [DevicePages(entry(), draft).form for draft in ("", "draft eagle@None", "draft eagle@v2")]
-    assert len(set(forms)) == 3 and forms[0] == DevicePages(entry()).form
+    forms = [SglangDevicePages(entry(), draft).form for draft in ("", "draft eagle@None", "draft eagle@v2")]
+    assert len(set(forms)) == 3 and forms[0] == SglangDevicePages(entry()).form
 
 
 def test_the_page_before_is_known_where_it_was_seen() -> None:
-    chains = Chains(most=3)
+    chains = PageChains(most=3)
     chains.saw(["a", "b", "c"])
     assert [chains.before(page) for page in "abcx"] == [None, "a", "b", None]
     chains.saw(["b", "d", "e"])
@@ -176,7 +183,7 @@ def batch(*pools: Pool, ready: Any = None, pages: int = 3) -> tuple[LayerBatch, 
     """Each pool is loaded from two leases, the first on two pages."""
     leases = [HeldLease(count, pool.load) for pool in pools for count in (2, pages - 2)]
     held = [HeldPages(str(at), leases[2 * at : 2 * at + 2], list(range(pages))) for at in range(len(pools))]  # type: ignore[arg-type]
-    copies: Any = {str(at): Copies(pool, pool) for at, pool in enumerate(pools)}  # type: ignore[arg-type]
+    copies: Any = {str(at): PageCopies(pool, pool) for at, pool in enumerate(pools)}  # type: ignore[arg-type]
     return LayerBatch(held, copies, ready or SimpleNamespace(synchronize=lambda: None)), leases
 
 

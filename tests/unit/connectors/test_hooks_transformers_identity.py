@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM, DynamicCache, PreTra
 from kvstore_client import connect
 from kvstore_connectors.transformers import KVStoreCache, kvstore_session, model_fingerprint
 from kvstore_connectors.transformers.fingerprint import DEVICE_LAYOUT
-from kvstore_connectors.transformers.host_copies import HostCopies
+from kvstore_connectors.transformers.host_copies import HostTensorCopies
 from kvstore_connectors.transformers.state import BLOCK_TOKENS
 from kvstore_proto.errors import KVStoreError
 
@@ -125,11 +125,11 @@ def test_a_session_of_another_model_is_refused(model: PreTrainedModel, tmp_path:
 
 
 def test_copies_of_another_layout_than_the_sessions_are_refused(model: PreTrainedModel, tmp_path: Path) -> None:
-    class OtherCopies(HostCopies):
+    class OtherCopies(HostTensorCopies):
         layout = DEVICE_LAYOUT
 
     with kvstore_session(model, tmp_path) as session:
-        KVStoreCache(session, model, copies=HostCopies())
+        KVStoreCache(session, model, copies=HostTensorCopies())
         with pytest.raises(KVStoreError, match="laid out as layer-major/token/k-then-v/head"):
             KVStoreCache(session, model, copies=OtherCopies())
 

@@ -16,10 +16,10 @@ from tests.reference.tiny_transformers import prompt
 import torch
 from transformers import DynamicCache
 
-from kvstore_connectors.moments import ComputeTimes
-from kvstore_connectors.transformers.copies import Span
+from kvstore_connectors.moments import ModelCallTimes
+from kvstore_connectors.transformers.copies import TokenSpan
 from kvstore_connectors.transformers.fingerprint import DEVICE_LAYOUT, LAYOUT
-from kvstore_connectors.transformers.host_copies import HostCopies, LayerCopy, gather, scatter
+from kvstore_connectors.transformers.host_copies import HostTensorCopies, LayerCopy, gather, scatter
 from kvstore_connectors.transformers.layers import KVStack
 from kvstore_connectors.transformers.restore import Wanted, restore
 from kvstore_connectors.transformers.state import KVShape
@@ -111,7 +111,7 @@ def test_what_is_gathered_and_scattered_is_what_was_computed(
     other.reserve(total, torch.device("cpu"))
     assert other.tensor is not None
     other.tensor.zero_()
-    scatter(other.tensor, payloads[begin // BLOCK : -(-end // BLOCK)], Span(begin, end, BLOCK))
+    scatter(other.tensor, payloads[begin // BLOCK : -(-end // BLOCK)], TokenSpan(begin, end, BLOCK))
     other.extend_to(end)
     for layer, expected in zip(other.layers, plain.layers, strict=True):
         assert torch.equal(layer.keys[:, :, begin:], expected.keys[:, :, begin:end])
@@ -261,7 +261,7 @@ def test_layers_that_are_copied_one_by_one_are_those_that_are_copied_at_once() -
         stack.reserve(20, torch.device("cpu"))
         assert stack.tensor is not None
         for layers in parts:
-            scatter(stack.tensor, payloads[1:], Span(6, 19, BLOCK), layers)
+            scatter(stack.tensor, payloads[1:], TokenSpan(6, 19, BLOCK), layers)
         stack.extend_to(19)
     for one, other in zip(once.layers, singly.layers, strict=True):
         assert torch.equal(one.keys[:, :, 6:], other.keys[:, :, 6:])
@@ -283,7 +283,7 @@ class Reached:
 
 def test_the_time_of_a_call_is_learned_once_the_device_has_ended_it() -> None:
     choice = LoadChoice()
-    times, begin, end = ComputeTimes(choice), Reached(1.0), Reached(3.0)
+    times, begin, end = ModelCallTimes(choice), Reached(1.0), Reached(3.0)
     times.ended(0, 100, begin, end)
     times.report()
     assert choice.known_compute_s(0, 100) == float("inf")
@@ -297,7 +297,7 @@ def test_the_time_of_a_call_is_learned_once_the_device_has_ended_it() -> None:
 
 
 def test_the_time_of_another_device_is_not_measured_by_that_of_the_call() -> None:
-    host, other = HostCopies(torch.device("cpu")), HostCopies(torch.device("mps"))
+    host, other = HostTensorCopies(torch.device("cpu")), HostTensorCopies(torch.device("mps"))
     assert (host.moment().seconds_since(host.moment()) or 0.0) <= 0.0
     assert other.moment().seconds_since(other.moment()) is None
 

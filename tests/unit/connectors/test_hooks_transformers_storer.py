@@ -16,9 +16,9 @@ pytest.importorskip("transformers", reason="needs the extra `transformers`: pip 
 import torch
 
 from kvstore_client.receipt import STORED
-from kvstore_connectors.transformers.host_copies import HostCopies
+from kvstore_connectors.transformers.host_copies import HostTensorCopies
 from kvstore_connectors.transformers.layers import StackBlocks
-from kvstore_connectors.transformers.storer import Computed, Sequence, Storer
+from kvstore_connectors.transformers.storer import ComputedBlocks, SequenceToStore, SessionStorer
 from kvstore_proto.fingerprint import LayerGroup
 
 BLOCK = 4
@@ -42,20 +42,20 @@ class Model:
         self.events.append("computed")
 
 
-def _sequence(events: list[str]) -> Sequence:
+def _sequence(events: list[str]) -> SequenceToStore:
     def put(*_: Any, **named: Any) -> Any:
         events.append("put")
         return SimpleNamespace(statuses=[STORED] * len(named["payloads"]), reason="")
 
     fingerprint = SimpleNamespace(payload_bytes=lambda group: 128, groups=[LayerGroup(0)])
     session: Any = SimpleNamespace(block_tokens=BLOCK, fingerprint=fingerprint, put=put)
-    return Sequence(session)
+    return SequenceToStore(session)
 
 
-def _store(model: Model) -> Sequence:
-    storer, sequence = Storer(first_token_s=0.0), _sequence(model.events)
-    source = StackBlocks(HostCopies(), torch.zeros(1, 2, 1, 2 * BLOCK, 4), BLOCK, model)
-    computed = Computed(np.arange(2 * BLOCK, dtype=np.int32), source, 2, model)
+def _store(model: Model) -> SequenceToStore:
+    storer, sequence = SessionStorer(first_token_s=0.0), _sequence(model.events)
+    source = StackBlocks(HostTensorCopies(), torch.zeros(1, 2, 1, 2 * BLOCK, 4), BLOCK, model)
+    computed = ComputedBlocks(np.arange(2 * BLOCK, dtype=np.int32), source, 2, model)
     storer.advance(sequence, computed)
     assert model.is_waited_for.wait(20)
     model.may_end.set()

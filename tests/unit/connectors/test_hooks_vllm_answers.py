@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
-from kvstore_connectors.vllm.answers import Answer, AnswerReporter
+from kvstore_connectors.vllm.answers import AnswerReporter, EndedAnswer
 from kvstore_connectors.vllm.kv_hints import PAUSE, PREFETCH, VERSION
 from kvstore_connectors.vllm.orders import RequestPrefix
 from kvstore_proto.errors import ErrorKind, KVStoreError
@@ -57,7 +57,7 @@ class Listening:
 def test_every_shard_hears_of_it_in_its_own_keys() -> None:
     shards = [Listening(b"root of tenant 1"), Listening(b"root of tenant 2")]
     reporter = AnswerReporter(shards, say=print, delay_s=0.0)
-    reporter.ended(Answer(RequestPrefix(pack_tokens(TOKENS), (b"image", b"image")), 2, 5))
+    reporter.ended(EndedAnswer(RequestPrefix(pack_tokens(TOKENS), (b"image", b"image")), 2, 5))
     assert all(shard.is_reported.wait(30) for shard in shards)
     reporter.close()
     (first, tokens), (second, _) = shards[0].heard[0], shards[1].heard[0]
@@ -68,7 +68,7 @@ def test_a_session_that_refuses_costs_one_hint() -> None:
     session = Listening(b"root of tenant 1", fails=True)
     reporter = AnswerReporter([session], say=print, delay_s=0.0)
     for tokens in (1, 2):
-        reporter.ended(Answer(RequestPrefix(pack_tokens(TOKENS)), 2, tokens))
+        reporter.ended(EndedAnswer(RequestPrefix(pack_tokens(TOKENS)), 2, tokens))
     assert session.is_reported.wait(30)
     reporter.close()
     assert session.heard == [(TOKENS, 2)]
@@ -77,7 +77,7 @@ def test_a_session_that_refuses_costs_one_hint() -> None:
 def test_it_is_reported_again_while_blocks_are_missing() -> None:
     session = Listening(b"root of tenant 1", stored=(0, 1, 2))
     reporter = AnswerReporter([session], say=print, delay_s=1e-3)
-    reporter.ended(Answer(RequestPrefix(pack_tokens(TOKENS)), 2, 7))
+    reporter.ended(EndedAnswer(RequestPrefix(pack_tokens(TOKENS)), 2, 7))
     assert session.is_reported.wait(30)
     reporter.close()
     assert [tokens for _, tokens in session.heard] == [7] * 3
@@ -86,7 +86,7 @@ def test_it_is_reported_again_while_blocks_are_missing() -> None:
 def test_what_is_never_stored_is_given_up() -> None:
     session, now = Listening(b"root of tenant 1", stored=[0] * 9), [0.0]
     reporter = AnswerReporter([session], say=print, clock=lambda: now[0])
-    reporter.ended(Answer(RequestPrefix(pack_tokens(TOKENS)), 2, 7))
+    reporter.ended(EndedAnswer(RequestPrefix(pack_tokens(TOKENS)), 2, 7))
     waits: list[float] = []
     for sent in range(1, 7):
         waits.append(round(reporter._waiting[0].at_s - now[0], 3))
@@ -101,16 +101,16 @@ def test_what_is_never_stored_is_given_up() -> None:
 def test_nothing_is_reported_before_its_time_nor_after_the_end() -> None:
     now, session = [100.0], Listening(b"root of tenant 1")
     reporter = AnswerReporter([session], say=print, delay_s=5.0, clock=lambda: now[0])
-    reporter.ended(Answer(RequestPrefix(pack_tokens(TOKENS)), 2, 1))
+    reporter.ended(EndedAnswer(RequestPrefix(pack_tokens(TOKENS)), 2, 1))
     now[0] = 104.9
-    reporter.ended(Answer(RequestPrefix(pack_tokens(TOKENS)), 2, 2))
+    reporter.ended(EndedAnswer(RequestPrefix(pack_tokens(TOKENS)), 2, 2))
     assert not session.heard
     now[0] = 105.0
-    reporter.ended(Answer(RequestPrefix(pack_tokens(TOKENS)), 2, 3))  # which wakes it up
+    reporter.ended(EndedAnswer(RequestPrefix(pack_tokens(TOKENS)), 2, 3))  # which wakes it up
     assert session.is_reported.wait(30)
     reporter.close()
     assert [tokens for _, tokens in session.heard] == [1]
-    reporter.ended(Answer(RequestPrefix(pack_tokens(TOKENS)), 2, 4))
+    reporter.ended(EndedAnswer(RequestPrefix(pack_tokens(TOKENS)), 2, 4))
     assert len(session.heard) == 1
 
 
@@ -123,7 +123,7 @@ def test_what_an_orchestrator_expects_is_reported_with_the_answer_and_counts_dow
         SimpleNamespace(action_type=PREFETCH, action_version=VERSION, payload={"in_s": 2.5}),
     ]
     reporter = AnswerReporter([session], say=print, clock=lambda: now[0])
-    reporter.ended(Answer(RequestPrefix(pack_tokens(TOKENS)), 2, 7, SimpleNamespace(actions=actions)))
+    reporter.ended(EndedAnswer(RequestPrefix(pack_tokens(TOKENS)), 2, 7, SimpleNamespace(actions=actions)))
     for at_s, sent in ((1.0, 1), (2.0, 2)):
         assert eventually(lambda: bool(reporter._waiting))
         now[0] = at_s

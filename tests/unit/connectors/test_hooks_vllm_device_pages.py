@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvstore_client.device import DeviceError, DevicePool, PoolPart
-from kvstore_connectors.vllm.tensors import DevicePages
+from kvstore_connectors.vllm.tensors import VllmDevicePages
 from tests.reference.played_device import PlayedDevice
 
 _ENDS = {"cuStreamDestroy": "cuStreamCreateWithPriority", "cuMemHostUnregister": "cuMemHostRegister"}
@@ -35,8 +35,8 @@ class Device(PlayedDevice):
             self.held[_ENDS[name]] -= 1
 
 
-def opened(device: Device) -> DevicePages:
-    return DevicePages(device, DevicePool([[PoolPart(64, 64, 64)]], 4), lambda: 0)  # type: ignore[arg-type]
+def opened(device: Device) -> VllmDevicePages:
+    return VllmDevicePages(device, DevicePool([[PoolPart(64, 64, 64)]], 4), lambda: 0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("failing", [(name, at) for name in _ENDS.values() for at in (1, 2)])

@@ -19,7 +19,7 @@ from kvstore_connectors.vllm.orders import RequestPrefix, StepOrders
 from kvstore_connectors.vllm.saver import Saver
 from kvstore_connectors.vllm.scheduler import LoadRules, SchedulerSide
 from kvstore_connectors.vllm.tensors import PagedLayers
-from kvstore_connectors.vllm.worker import WorkerSide
+from kvstore_connectors.vllm.worker import VllmWorkerSide
 from kvstore_proto.identity import pack_tokens
 from kvstore_restore.choice import LoadChoice
 from tests.reference.vllm_records import BLOCK_TOKENS, KeyedStore, group_spec, groups_of, request
@@ -115,7 +115,7 @@ class Engine:
         )  # fmt: skip
         self.side.use_rule(self.pool.skipped)
         self.saver = Saver(store, pools[0], deadline_s=5.0, say=print)
-        self.worker = WorkerSide(store, pools[0], self.saver, reuse_wait_s=PATIENCE_S, say=print)
+        self.worker = VllmWorkerSide(store, pools[0], self.saver, reuse_wait_s=PATIENCE_S, say=print)
 
     def step(self, tokens: list[int], computed: int, scheduled: int, name: str = "r") -> StepOrders:
         self.pool.schedule(computed, scheduled)

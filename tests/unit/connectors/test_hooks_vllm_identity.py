@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore_connectors.vllm.identity import Extras, Item, address, derived_keys
+from kvstore_connectors.vllm.identity import Extras, MediaItem, address, derived_keys
 from kvstore_connectors.vllm.orders import RequestPrefix
 from kvstore_proto.identity import BlockKeys, pack_tokens
 from tests.reference.vllm_records import BLOCK_TOKENS, KeyedStore
@@ -49,39 +49,39 @@ def test_salt_and_adapter_change_every_key() -> None:
 
 def test_parts_cannot_be_shifted_into_each_other() -> None:
     assert keys_of(Extras(adapter="ab", salt="c")) != keys_of(Extras(adapter="a", salt="bc"))
-    assert keys_of(Extras(items=(Item("12", 1, 2),))) != keys_of(Extras(items=(Item("1", 21, 2),)))
+    assert keys_of(Extras(items=(MediaItem("12", 1, 2),))) != keys_of(Extras(items=(MediaItem("1", 21, 2),)))
 
 
 def test_an_image_changes_its_block_and_those_behind_it() -> None:
-    one, other = (keys_of(Extras(items=(Item(digest, 5, 2),))) for digest in ("cat", "dog"))
+    one, other = (keys_of(Extras(items=(MediaItem(digest, 5, 2),))) for digest in ("cat", "dog"))
     assert one[0] == other[0]  # before the image
     assert one[1] != other[1] and one[2] != other[2]
 
 
 def test_an_image_elsewhere_in_the_same_block_is_another_block() -> None:
-    assert keys_of(Extras(items=(Item("cat", 4, 2),)))[1] != keys_of(Extras(items=(Item("cat", 5, 2),)))[1]
+    assert keys_of(Extras(items=(MediaItem("cat", 4, 2),)))[1] != keys_of(Extras(items=(MediaItem("cat", 5, 2),)))[1]
 
 
 def test_an_image_over_two_blocks_counts_in_both() -> None:
-    long, short = (keys_of(Extras(items=(Item("cat", 2, tokens),))) for tokens in (4, 3))
+    long, short = (keys_of(Extras(items=(MediaItem("cat", 2, tokens),))) for tokens in (4, 3))
     assert long[0] != short[0] and long[1] != short[1]
 
 
 def test_a_request_with_images_shares_nothing_with_plain_text() -> None:
     """The request's blocks are stored without token ids: a plain request could never verify them."""
-    assert not set(keys_of(Extras(items=(Item("cat", 9, 2),)))) & set(keys_of(Extras()))
+    assert not set(keys_of(Extras(items=(MediaItem("cat", 9, 2),)))) & set(keys_of(Extras()))
 
 
 @given(st.integers(0, 6), st.integers(0, 6))
 def test_digests_of_a_longer_prefix_begin_with_those_of_a_shorter(first: int, second: int) -> None:
-    extras = Extras("adapter", "salt", (Item("cat", 3, 9),))
+    extras = Extras("adapter", "salt", (MediaItem("cat", 3, 9),))
     shorter, longer = sorted((first, second))
-    fresh = Extras("adapter", "salt", (Item("cat", 3, 9),))
+    fresh = Extras("adapter", "salt", (MediaItem("cat", 3, 9),))
     assert fresh.digests(longer, BLOCK_TOKENS)[:shorter] == extras.digests(shorter, BLOCK_TOKENS)
     assert extras.digests(longer, BLOCK_TOKENS) == fresh.digests(longer, BLOCK_TOKENS)
 
 
 def test_derived_keys_are_pinned() -> None:
     """Stored blocks outlive a release: a change here is a new person string, not a new expectation."""
-    digests = Extras("adapter", "salt", (Item("cat", 1, 2),)).digests(1, 4)
+    digests = Extras("adapter", "salt", (MediaItem("cat", 1, 2),)).digests(1, 4)
     assert derived_keys(BlockKeys(bytes(16)), digests).packed.hex() == "824e900cbbbda459e0e5b99bd200742a"

@@ -18,7 +18,7 @@ from kvstore_connectors.vllm.model import describe_extras
 from kvstore_connectors.vllm.orders import LoadOrder, LoadReport, RequestPrefix, StepOrders, StepReport
 from kvstore_connectors.vllm.scheduler import LoadRules, SchedulerSide
 from kvstore_connectors.vllm.tensors import PagedLayers
-from kvstore_connectors.vllm.worker import Load, WorkerSide
+from kvstore_connectors.vllm.worker import Load, VllmWorkerSide
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.identity import BlockKeys, pack_tokens
 from kvstore_restore.choice import LoadChoice
@@ -142,12 +142,12 @@ class Stalling(KeyedStore):
         return super().get(tokens, keys=keys, max_blocks=max_blocks if came else 0, deadline_s=deadline_s)
 
 
-def worker(store: KeyedStore, pages: type[PagedLayers] = PagedLayers) -> tuple[WorkerSide, np.ndarray, list[str]]:
+def worker(store: KeyedStore, pages: type[PagedLayers] = PagedLayers) -> tuple[VllmWorkerSide, np.ndarray, list[str]]:
     keys = store.keys(np.array(TOKENS))
     assert keys is not None
     store.blocks = {key: np.full(8, 10 + at, np.uint8) for at, key in enumerate(keys)}
     memory, said = np.zeros((2, 16, 4), np.uint8), list[str]()
-    return WorkerSide(store, pages(list(memory)), None, reuse_wait_s=0.1, say=said.append), memory, said
+    return VllmWorkerSide(store, pages(list(memory)), None, reuse_wait_s=0.1, say=said.append), memory, said
 
 
 def order_of(name: str, *block_ids: int, deadline_s: float = PATIENCE_S) -> LoadOrder:
@@ -156,7 +156,7 @@ def order_of(name: str, *block_ids: int, deadline_s: float = PATIENCE_S) -> Load
     )
 
 
-def ended(side: WorkerSide, name: str) -> None:
+def ended(side: VllmWorkerSide, name: str) -> None:
     until = time.monotonic() + PATIENCE_S
     while name not in side.take_ended():
         assert time.monotonic() < until

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore_connectors.vllm.identity import Extras, Item
+from kvstore_connectors.vllm.identity import Extras, MediaItem
 from kvstore_connectors.vllm.model import (
     describe_extras,
     find_weights,
@@ -258,7 +258,9 @@ def described(**fields: Any) -> Extras | str:
 
 def test_what_a_request_depends_on() -> None:
     assert described() == Extras()
-    assert described(cache_salt="s", mm_features=[image("cat", 1, 2)]) == Extras(salt="s", items=(Item("cat", 1, 2),))
+    assert described(cache_salt="s", mm_features=[image("cat", 1, 2)]) == Extras(
+        salt="s", items=(MediaItem("cat", 1, 2),)
+    )
 
 
 def test_what_cannot_be_named_says_why() -> None:

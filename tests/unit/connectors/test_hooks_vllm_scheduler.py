@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kvstore_connectors.vllm.answers import Answer
+from kvstore_connectors.vllm.answers import EndedAnswer
 from kvstore_connectors.vllm.identity import Extras
 from kvstore_connectors.vllm.model import describe_extras
 from kvstore_connectors.vllm.orders import RequestPrefix
@@ -133,7 +133,7 @@ def test_a_finished_request_is_named_once() -> None:
 
 
 def test_the_end_of_an_answer_is_reported_with_all_blocks_that_were_ordered() -> None:
-    reported: list[Answer] = []
+    reported: list[EndedAnswer] = []
     side, asked = side_of(KeyedStore(), on_answer=reported.append), request("r", TOKENS)
     side.matched_tokens(asked, 0)
     side.admitted(asked, 0, [TABLE])
@@ -143,11 +143,11 @@ def test_the_end_of_an_answer_is_reported_with_all_blocks_that_were_ordered() ->
     side.orders(step(running={"r": (23, 1)}))
     asked.num_output_tokens = 3
     side.finished(asked)
-    assert reported == [Answer(RequestPrefix(pack_tokens([*TOKENS, 7, 8])), 6, 3)]
+    assert reported == [EndedAnswer(RequestPrefix(pack_tokens([*TOKENS, 7, 8])), 6, 3)]
 
 
 def test_an_answer_carries_the_hints_that_its_request_came_with() -> None:
-    reported: list[Answer] = []
+    reported: list[EndedAnswer] = []
     hints = SimpleNamespace(actions=[])
     side = side_of(KeyedStore(), on_answer=reported.append)
     asked = request("r", TOKENS, kv_hints=hints, num_output_tokens=1)
@@ -159,7 +159,7 @@ def test_an_answer_carries_the_hints_that_its_request_came_with() -> None:
 
 
 def test_without_a_whole_answer_or_a_whole_block_or_after_the_end_nothing_is_reported() -> None:
-    reported: list[Answer] = []
+    reported: list[EndedAnswer] = []
     side = side_of(KeyedStore(), on_answer=reported.append)
     early, short = request("e", TOKENS), request("s", TOKENS[:3], num_output_tokens=1)
     aborted = request("a", TOKENS, num_output_tokens=3, status=SimpleNamespace(name="FINISHED_ABORTED"))

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 import kvstore_connectors.vllm as door
-from kvstore_connectors.vllm.settings import ConnectorSettings, parse_settings
+from kvstore_connectors.vllm.settings import VllmConnectorSettings, parse_settings
 
 ROOT = Path(__file__).parents[3]
 
 
 def test_nothing_set_gives_the_defaults() -> None:
-    assert parse_settings({}) == ConnectorSettings()
+    assert parse_settings({}) == VllmConnectorSettings()
 
 
 def test_what_is_set_is_taken() -> None:
@@ -59,9 +59,9 @@ def test_the_door_has_one_name() -> None:
 
 def test_every_setting_is_documented_with_its_default() -> None:
     rows = dict(re.findall(r"^\| `([a-z_]+)` \| (.*?) \|", (ROOT / "docs" / "vllm.md").read_text(), re.MULTILINE))
-    assert set(rows) == {item.name for item in fields(ConnectorSettings)}
-    numbers = {name: value for name, value in asdict(ConnectorSettings()).items() if type(value) is int}
+    assert set(rows) == {item.name for item in fields(VllmConnectorSettings)}
+    numbers = {name: value for name, value in asdict(VllmConnectorSettings()).items() if type(value) is int}
     assert {name: int(rows[name]) for name in numbers} == numbers
     assert (rows["store_rate"], rows["load_rate"]) == ("`auto`", "`off`")
-    assert (ConnectorSettings().store_rate, ConnectorSettings().load_rate) == ("auto", "off")
-    assert rows["read_only"] == "`false`" and ConnectorSettings().read_only is False
+    assert (VllmConnectorSettings().store_rate, VllmConnectorSettings().load_rate) == ("auto", "off")
+    assert rows["read_only"] == "`false`" and VllmConnectorSettings().read_only is False

@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 
 import kvstore_connectors.vllm_tier as door
-from kvstore_connectors.vllm.settings import TierSettings
+from kvstore_connectors.vllm.settings import VllmTierSettings
 from kvstore_connectors.vllm_tier.chunks import ChunkRun, is_named_well, names, runs_to_load, runs_to_store
 from kvstore_connectors.vllm_tier.engine import EngineName, engine_name, refusal, stated, tier_fingerprint, unpacked
-from kvstore_connectors.vllm_tier.jobs import DROPPED, FAILED, LOADED, Ended, Jobs, load
+from kvstore_connectors.vllm_tier.jobs import DROPPED, FAILED, LOADED, EndedJob, Jobs, load
 from tests.reference.vllm_records import HeldBlocks, KeyedStore
 
 ROOT = Path(__file__).parents[3]
@@ -114,7 +114,7 @@ def run_of(*chunks: int) -> ChunkRun:
     return ChunkRun(0, tuple(map(key, chunks)), chunks)
 
 
-def outcomes(ended: Sequence[Ended]) -> dict[int, dict[bytes, str]]:
+def outcomes(ended: Sequence[EndedJob]) -> dict[int, dict[bytes, str]]:
     return {each.job_id: each.outcomes for each in ended}
 
 
@@ -322,6 +322,6 @@ def test_without_vllm_the_classes_say_what_to_install(name: str) -> None:
 def test_every_setting_is_documented_with_its_default() -> None:
     page = (ROOT / "docs" / "vllm-tier.md").read_text()
     rows = dict(re.findall(r"^\| `([a-z_]+)` \| (.*?) \|", page, re.MULTILINE))
-    assert set(rows) == {item.name for item in fields(TierSettings)}
-    numbers = {name: value for name, value in asdict(TierSettings()).items() if type(value) is int}
+    assert set(rows) == {item.name for item in fields(VllmTierSettings)}
+    numbers = {name: value for name, value in asdict(VllmTierSettings()).items() if type(value) is int}
     assert {name: int(rows[name]) for name in numbers} == numbers

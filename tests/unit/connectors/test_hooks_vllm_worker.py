@@ -15,7 +15,7 @@ from kvstore_connectors.vllm.identity import Extras, derived_keys
 from kvstore_connectors.vllm.orders import LoadOrder, RequestPrefix, SaveOrder, StepOrders
 from kvstore_connectors.vllm.saver import Saver
 from kvstore_connectors.vllm.tensors import PagedLayers
-from kvstore_connectors.vllm.worker import WorkerSide, open_worker
+from kvstore_connectors.vllm.worker import VllmWorkerSide, open_worker
 from kvstore_cuda.driver import DriverError
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.identity import pack_tokens
@@ -41,7 +41,7 @@ class Engine:
         self.said: list[str] = []
         pool = self.pages = pages(self.memory)
         self.saver = Saver(store, pool, deadline_s=5.0, say=self.said.append)
-        self.side = WorkerSide(
+        self.side = VllmWorkerSide(
             store,
             pool,
             self.saver if saves else None,

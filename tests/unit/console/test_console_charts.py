@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvstore_console import axes, page
 from kvstore_console.axes import Unit, time_axis
 from kvstore_console.charts import HEIGHT, WIDTH, Curve, bar_chart, line_chart
-from kvstore_console.history import MAX_POINTS, Series, history_chart
+from kvstore_console.history import MAX_POINTS, ChartSeries, history_chart
 
 NAN = math.nan
 NOON = time.mktime((2026, 3, 4, 12, 0, 0, 0, 0, 0))
@@ -78,13 +78,13 @@ def svg_of(text: str) -> ElementTree.Element:
     return ElementTree.fromstring(found[0])
 
 
-def over_time(*series: Series, unit: Unit = axes.COUNT, is_stacked: bool = False) -> str:
+def over_time(*series: ChartSeries, unit: Unit = axes.COUNT, is_stacked: bool = False) -> str:
     at_s = [NOON + second for second in range(len(series[0].values))]
     return history_chart("Rate", "", unit, at_s, list(series), is_stacked=is_stacked)
 
 
 def one_line(*values: float) -> str:
-    return over_time(Series("a", list(values)))
+    return over_time(ChartSeries("a", list(values)))
 
 
 def path_of(text: str, style: str) -> str:
@@ -111,7 +111,10 @@ def test_a_gap_is_not_drawn_over() -> None:
 
 def test_areas_are_stacked() -> None:
     text = over_time(
-        Series("a", [10, 10]), Series("b", [5, 5]), Series("limit", [40, 40], mark="limit"), is_stacked=True
+        ChartSeries("a", [10, 10]),
+        ChartSeries("b", [5, 5]),
+        ChartSeries("limit", [40, 40], mark="limit"),
+        is_stacked=True,
     )
     assert min(heights(text, "area k0")) == max(heights(text, "area k1")), "the second area begins where the first ends"
     assert max(heights(text, "curve limit")) < min(heights(text, "area k1"))
@@ -119,7 +122,7 @@ def test_areas_are_stacked() -> None:
 
 
 def test_an_area_with_a_gap_carries_those_above_it() -> None:
-    text = over_time(Series("a", [10, NAN, 10]), Series("b", [5, 5, 5]), is_stacked=True)
+    text = over_time(ChartSeries("a", [10, NAN, 10]), ChartSeries("b", [5, 5, 5]), is_stacked=True)
     assert path_of(text, "area k0").count("M") == 2 and path_of(text, "area k1").count("M") == 1
     assert "nan" not in text
 
@@ -127,7 +130,7 @@ def test_an_area_with_a_gap_carries_those_above_it() -> None:
 def test_long_series_are_thinned_and_keep_their_peaks() -> None:
     values = [1.0] * 3000
     values[1234] = 99.0
-    text = over_time(Series("mean", values), Series("peak", values, is_peak=True))
+    text = over_time(ChartSeries("mean", values), ChartSeries("peak", values, is_peak=True))
     assert path_of(text, "curve c1").count(",") <= MAX_POINTS
     assert min(heights(text, "curve c1")) == pytest.approx(12, abs=3)
     assert min(heights(text, "curve c0 wide")) > 150
@@ -153,9 +156,11 @@ def test_nothing_is_said_not_drawn(values: tuple[float, ...]) -> None:
 
 def test_a_line_below_another_one_is_seen() -> None:
     same, other = [5.0] * 10, [float(second) for second in range(10)]
-    text = over_time(Series("stored", same), Series("lane", same), Series("x", other), unit=axes.BYTES_A_SECOND)
+    text = over_time(
+        ChartSeries("stored", same), ChartSeries("lane", same), ChartSeries("x", other), unit=axes.BYTES_A_SECOND
+    )
     assert 'class="curve c0 wide"' in text and 'class="curve c1"' in text and 'class="curve c2"' in text
-    assert "wide" not in over_time(Series("stored", other), Series("lane", same))
+    assert "wide" not in over_time(ChartSeries("stored", other), ChartSeries("lane", same))
 
 
 def test_no_two_curves_look_alike() -> None:

@@ -21,7 +21,7 @@ from kvstore_cuda.nvrtc import CompileError
 from kvstore_engine.kernels.cuda.attention import PagedAttention
 from kvstore_engine.kernels.cuda.blocks import BlockMover, BlockRuns
 from kvstore_engine.kernels.cuda.device import Device
-from kvstore_engine.kernels.cuda.program import SOURCES, CacheShape, CudaError, Program, address_of
+from kvstore_engine.kernels.cuda.program import SOURCES, CacheShape, CudaError, KernelProgram, address_of
 from kvstore_engine.kernels.cuda.rope import RopeCache
 from kvstore_tiers.gpu import streams
 from tests.cuda_shim.launcher import ShimLauncher
@@ -37,7 +37,7 @@ SHAPES = [
     CacheShape(8, 8, 64, 8, "f32", "f32"),
     CacheShape(10, 2, 80, 128, "f16", "f16"),
 ]
-BLOCKS = Program.of("blocks.cu")
+BLOCKS = KernelProgram.of("blocks.cu")
 
 
 def must_compile_without_spilling(architecture: str, shapes: list[CacheShape]) -> None:
@@ -109,7 +109,7 @@ def test_a_driver_that_is_too_old_for_the_kernels_is_said(tmp_path: Path, monkey
 def test_an_error_of_the_compiler_is_one_line() -> None:
     need_nvrtc()
     program = PagedAttention(ShimLauncher(), SHAPES[0]).program
-    wrong = Program.of(program.source, **(dict(program.defines) | {"KV_SHARED_BYTES": "1"}))
+    wrong = KernelProgram.of(program.source, **(dict(program.defines) | {"KV_SHARED_BYTES": "1"}))
     with pytest.raises(CompileError, match=r"^NVRTC cannot compile paged_attention.cu for sm_90: .*same") as caught:
         compile_with_log(wrong, "sm_90")
     assert "\n" not in str(caught.value)
@@ -161,11 +161,11 @@ def test_nothing_is_launched_for_no_work() -> None:
 
 def test_what_a_kept_file_is_named_after() -> None:
     need_nvrtc()
-    other = Program.of(BLOCKS.source, THREADS="64")
+    other = KernelProgram.of(BLOCKS.source, THREADS="64")
     cases = [(BLOCKS, "sm_90"), (BLOCKS, "sm_80"), (other, "sm_90")]
     names = [cuda_compiler.program_digest(program, architecture) for program, architecture in cases]
     assert len({*names}) == 3
-    assert cuda_compiler.program_digest(Program.of(BLOCKS.source), "sm_90") == names[0]
+    assert cuda_compiler.program_digest(KernelProgram.of(BLOCKS.source), "sm_90") == names[0]
 
 
 @pytest.mark.parametrize(

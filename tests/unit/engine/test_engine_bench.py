@@ -25,11 +25,11 @@ from kvstore_engine.bench import against, study
 from kvstore_engine.bench.against import Comparison, context_for, turn_loads
 from kvstore_engine.bench.ggml_build import kernel_environment, same_build
 from kvstore_engine.bench.in_process import BenchEngine, run_in_process
-from kvstore_engine.bench.over_http import Endpoint, run_over_http
+from kvstore_engine.bench.over_http import MeasuredServer, run_over_http
 from kvstore_engine.bench.report import COLUMNS, as_csv, as_json, report_page, write_files
 from kvstore_engine.bench.servers import LlamaServerSettings, best_on_cpus
 from kvstore_engine.bench.study import Case, StudySettings, case_of, study_engine, study_server
-from kvstore_engine.bench.summary import Run, summarise
+from kvstore_engine.bench.summary import BenchmarkRun, summarise
 from kvstore_engine.bench.workload import (
     LOADS,
     Arrivals,
@@ -128,13 +128,13 @@ class Waiting:
         self.steps.now += seconds
 
 
-def driven(name: str, arrivals: Arrivals, load: LoadSettings = SMALL, **settings: Any) -> tuple[Workload, Run]:
+def driven(name: str, arrivals: Arrivals, load: LoadSettings = SMALL, **settings: Any) -> tuple[Workload, BenchmarkRun]:
     clock, profiler = Waiting(), Profiler()
     compute = TwinCompute(twin_pool(512), on_step=clock.steps.step)
     engine = BatchEngine(compute, TwinTokenizer(), settings=EngineSettings(**settings), observer=profiler, clock=clock)
     workload = make_load(name, load)
     run = run_in_process(engine, workload, arrivals, clock=clock, sleep=clock.sleep)
-    return workload, Run(run.outcomes, run.seconds, profiler.as_json())
+    return workload, BenchmarkRun(run.outcomes, run.seconds, profiler.as_json())
 
 
 class TestInProcess:
@@ -291,13 +291,13 @@ class TestStudy:
     def test_no_load_of_a_server_finds_what_another_left_behind(self, monkeypatch: pytest.MonkeyPatch) -> None:
         asked: list[Workload] = []
 
-        def answered(endpoint: Endpoint, workload: Workload, arrivals: Arrivals) -> Run:
+        def answered(endpoint: MeasuredServer, workload: Workload, arrivals: Arrivals) -> BenchmarkRun:
             asked.append(workload)
-            return Run([], 1.0)
+            return BenchmarkRun([], 1.0)
 
         monkeypatch.setattr(study, "run_over_http", answered)
         wanted = StudySettings(tuple(LOADS), (ClosedLoop(1), ClosedLoop(4)), replace(SMALL, prompt_tokens=64))
-        list(study_server(Endpoint("http://somewhere"), wanted, lambda text: None))
+        list(study_server(MeasuredServer("http://somewhere"), wanted, lambda text: None))
         assert [workload.name for workload in asked[1:]] == [*LOADS, *LOADS]
         heads = [{request.tokens[:8].tobytes() for request in workload.requests} for workload in asked]
         assert sum(map(len, heads)) == len(set.union(*heads))
@@ -307,9 +307,9 @@ class TestStudy:
     ) -> None:
         engine = twin_engine(512)
         monkeypatch.setattr(study, "opened", lambda config, observer: contextlib.nullcontext(engine))
-        asked: list[Run] = []
+        asked: list[BenchmarkRun] = []
 
-        def noted(engine: BatchEngine, workload: Workload, arrivals: Arrivals) -> Run:
+        def noted(engine: BatchEngine, workload: Workload, arrivals: Arrivals) -> BenchmarkRun:
             asked.append(run_in_process(engine, workload, arrivals))
             return asked[-1]
 
@@ -329,7 +329,7 @@ class TestStudy:
 class TestOverHttp:
     def test_answers_are_read_as_they_stream(self, streaming: ThreadingHTTPServer) -> None:
         url = f"http://127.0.0.1:{streaming.server_port}/v1"
-        run = run_over_http(Endpoint(url, "m", "secret"), make_load("chat", SMALL), ClosedLoop(3))
+        run = run_over_http(MeasuredServer(url, "m", "secret"), make_load("chat", SMALL), ClosedLoop(3))
         summary = summarise(run)
         assert (summary.requests, summary.failed, summary.generated_tokens) == (12, 0, 48)
         assert summary.computed_tokens == summary.prompt_tokens - 12 * 5
@@ -341,17 +341,17 @@ class TestOverHttp:
     def test_a_refusal_is_an_outcome_with_the_servers_words(self, streaming: ThreadingHTTPServer) -> None:
         workload = make_load("decode", LoadSettings(1, 4, 4, VOCABULARY))
         workload.requests[0].tokens[0] = 0
-        run = run_over_http(Endpoint(f"127.0.0.1:{streaming.server_port}"), workload, OpenLoop(100.0))
+        run = run_over_http(MeasuredServer(f"127.0.0.1:{streaming.server_port}"), workload, OpenLoop(100.0))
         assert run.outcomes[0].message == "HTTP 429: come back later"
         assert summarise(run).failed == 1
 
     def test_an_absent_server_is_reported(self) -> None:
         with pytest.raises(OperationError, match="no server answers at"):
-            run_over_http(Endpoint("http://127.0.0.1:1"), make_load("chat", SMALL), ClosedLoop(1))
+            run_over_http(MeasuredServer("http://127.0.0.1:1"), make_load("chat", SMALL), ClosedLoop(1))
 
     def test_a_wrong_url_is_reported(self) -> None:
         with pytest.raises(UsageError, match="is no URL"):
-            run_over_http(Endpoint("ftp://somewhere"), make_load("chat", SMALL), ClosedLoop(1))
+            run_over_http(MeasuredServer("ftp://somewhere"), make_load("chat", SMALL), ClosedLoop(1))
 
 
 class TestComparable:

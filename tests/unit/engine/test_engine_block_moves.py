@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("torch", reason="needs the extra torch")
 
 from kvstore_engine.devices import DeviceName
-from kvstore_engine.restore.copies import HostCopies
+from kvstore_engine.restore.copies import HostPoolCopies
 from kvstore_engine.torch_executor import open_torch_copies
 from kvstore_engine.torch_executor.cache import Arrivals
 from kvstore_engine.torch_executor.planes import TorchPlanes
@@ -74,7 +74,7 @@ def test_without_a_device_that_copies_the_host_does_and_the_log_says_why(
     model = SimpleNamespace(device=DeviceName.parse("cuda:3"))
     executor: Any = SimpleNamespace(model=model, pool=twin_pool(8), arrivals=Arrivals(1))
     with open_torch_copies(executor) as copies:
-        assert isinstance(copies, HostCopies) and copies.device is None
+        assert isinstance(copies, HostPoolCopies) and copies.device is None
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert "blocks are copied through host memory: CUDA device 3 makes no copies" in record.message
@@ -84,7 +84,7 @@ def test_without_a_device_that_copies_the_host_does_and_the_log_says_why(
 def test_nothing_is_asked_of_a_driver_where_the_processor_computes(caplog: pytest.LogCaptureFixture) -> None:
     executor: Any = SimpleNamespace(model=SimpleNamespace(device=CPU), pool=twin_pool(8), arrivals=Arrivals(1))
     with open_torch_copies(executor) as copies:
-        assert isinstance(copies, HostCopies) and not caplog.records
+        assert isinstance(copies, HostPoolCopies) and not caplog.records
 
 
 def test_a_recorded_step_waits_for_all_layers_before_it_and_never_again() -> None:

@@ -15,7 +15,7 @@ from kvstore_cuda.compiler import Program
 from kvstore_engine.errors import UsageError
 from kvstore_engine.executors import DeviceName, PoolSetup, StepSizes
 from kvstore_engine.gguf import GGUFFile
-from kvstore_engine.kernels.cuda.attention import Crossover, PagedAttention
+from kvstore_engine.kernels.cuda.attention import AttentionCrossover, PagedAttention
 from kvstore_engine.kernels.cuda.crossover import VARIABLE, measured, pass_ratios, settled
 from kvstore_engine.kernels.cuda.program import STREAM_OF_DEFAULT, CacheShape, CudaError, Launcher
 from tests.cuda_shim.launcher import placed
@@ -88,7 +88,9 @@ def test_one_pass_is_chosen_from_where_it_was_measured_to_be_no_slower(at_once: 
 
 def test_one_slow_time_among_few_rows_does_not_make_partitions_the_choice_of_many() -> None:
     attention = PagedAttention(ModelledDevice(4), SHAPE)
-    assert measured(attention, {1: 0.9, 2: 1.3, 4: 0.9, 8: 0.9}) == Crossover(1.0), "8 thread blocks each, of 4 rows"
+    assert measured(attention, {1: 0.9, 2: 1.3, 4: 0.9, 8: 0.9}) == AttentionCrossover(1.0), (
+        "8 thread blocks each, of 4 rows"
+    )
 
 
 def test_the_pool_is_read_within_its_blocks_and_on_the_stream_that_is_timed() -> None:
@@ -114,8 +116,8 @@ class Measured:
     def __init__(self, *values: float) -> None:
         self._values = list(values)
 
-    def __call__(self) -> Crossover:
-        return Crossover(self._values.pop(0))
+    def __call__(self) -> AttentionCrossover:
+        return AttentionCrossover(self._values.pop(0))
 
     @property
     def left(self) -> int:
@@ -126,11 +128,11 @@ def test_what_was_measured_is_remembered_for_the_kind_of_device_and_the_program(
     device, measure = ModelledDevice(4), Measured(1.5, 0.25, 3.0, 4.0)
     bf16, fp8 = PagedAttention(device, SHAPE), PagedAttention(device, CacheShape(32, 8, 128, 16, cache="fp8"))
     for _ in range(2):
-        assert settled(bf16, "sm_90", "H100, 132", measure) == Crossover(1.5)
+        assert settled(bf16, "sm_90", "H100, 132", measure) == AttentionCrossover(1.5)
     for _ in range(2):
-        assert settled(bf16, "sm_90", "H200, 132", measure) == Crossover(0.25)
-        assert settled(bf16, "sm_80", "H100, 132", measure) == Crossover(3.0)
-        assert settled(fp8, "sm_90", "H100, 132", measure) == Crossover(4.0)
+        assert settled(bf16, "sm_90", "H200, 132", measure) == AttentionCrossover(0.25)
+        assert settled(bf16, "sm_80", "H100, 132", measure) == AttentionCrossover(3.0)
+        assert settled(fp8, "sm_90", "H100, 132", measure) == AttentionCrossover(4.0)
     assert len(list(folder.iterdir())) == 4
 
 
@@ -145,7 +147,7 @@ def test_the_executor_measures_on_its_own_planes_before_they_are_used(folder: Pa
     device: Any = ModelledDevice(64)
     with contextlib.closing(TorchModel(GGUFFile.open(path), DeviceName.parse("torch:cpu"), 160)) as model:
         pool, cache = new_pool(model, PoolSetup(BLOCKS, 16, "bf16"), StepSizes(threads=1, max_context=160))
-        assert crossover_on(device, cache) == Crossover(2.0), "from 8 rows on, each of 8 thread blocks"
+        assert crossover_on(device, cache) == AttentionCrossover(2.0), "from 8 rows on, each of 8 thread blocks"
         assert len(list(folder.iterdir())) == 1
         addresses = pool.plane_addresses(0)
     assert device.planes == {addresses}
@@ -158,18 +160,18 @@ def test_a_file_that_was_damaged_is_measured_anew(folder: Path, damage: bytes) -
     settled(attention, "sm_90", "H100", measure)
     (file,) = folder.iterdir()
     file.write_bytes(damage)
-    assert settled(attention, "sm_90", "H100", measure) == Crossover(2.5)
+    assert settled(attention, "sm_90", "H100", measure) == AttentionCrossover(2.5)
     assert file.read_bytes() == b"2.5"
 
 
 @pytest.mark.parametrize("error", [CudaError("cuGraphInstantiate: no memory"), RuntimeError("CUDA out of memory")])
 def test_the_default_holds_for_this_process_where_nothing_can_be_measured(folder: Path, error: Exception) -> None:
-    def fails() -> Crossover:
+    def fails() -> AttentionCrossover:
         raise error
 
     attention = PagedAttention(ModelledDevice(4), SHAPE)
-    assert settled(attention, "sm_90", "H100", fails) == Crossover() == Crossover(2.0)
-    assert settled(attention, "sm_90", "H100", Measured(1.5)) == Crossover(1.5)
+    assert settled(attention, "sm_90", "H100", fails) == AttentionCrossover() == AttentionCrossover(2.0)
+    assert settled(attention, "sm_90", "H100", Measured(1.5)) == AttentionCrossover(1.5)
 
 
 @pytest.mark.parametrize(("said", "version"), [("0", 1), ("0.5", 2), ("1e9", 2)])
@@ -180,7 +182,7 @@ def test_the_setting_is_taken_instead_of_a_measurement(
     settled(PagedAttention(device, SHAPE), "sm_90", "H100", measure)
     monkeypatch.setenv(VARIABLE, said)
     crossover = settled(PagedAttention(device, SHAPE), "sm_90", "H100", measure)
-    assert crossover == Crossover(float(said)) and measure.left == 0
+    assert crossover == AttentionCrossover(float(said)) and measure.left == 0
     assert PagedAttention(device, SHAPE, crossover=crossover).version(1, 4096) == version
 
 

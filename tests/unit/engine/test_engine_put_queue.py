@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from kvstore_engine.restore.put_queue import Hint, Put, PutQueue
+from kvstore_engine.restore.put_queue import PutQueue, QueuedHint, QueuedPut
 from tests.reference.memory_session import Bytes, MemorySession
 
 ENGINE_TOKENS, BLOCK_TOKENS, BYTES_PER_TOKEN = 16, 64, 4
@@ -38,8 +38,8 @@ def test_one_put_is_handed_over_at_a_time_with_the_hints_around_it(session: Memo
     queue = PutQueue(PlainPool())
     for block in range(3):
         tokens = _tokens(64 * (block + 1))
-        queue.hint(Hint(session, tokens, answer_tokens=block + 1))
-        queue.offer(Put(session, tokens, block, [[4 * block, 4 * block + 1, 4 * block + 2, 4 * block + 3]]))
+        queue.hint(QueuedHint(session, tokens, answer_tokens=block + 1))
+        queue.offer(QueuedPut(session, tokens, block, [[4 * block, 4 * block + 1, 4 * block + 2, 4 * block + 3]]))
     assert (queue.outstanding, session.puts, session.answer_hints) == (3, [], [])
     queue.settle(60.0)
     assert (session.puts, session.answer_hints) == ([(0, 1)], [(0, 1), (1, 2)]), "a hint after a put needs no turn"
@@ -54,10 +54,10 @@ def test_one_put_is_handed_over_at_a_time_with_the_hints_around_it(session: Memo
 def test_hints_take_no_place_of_puts(session: MemorySession) -> None:
     queue, tokens = PutQueue(PlainPool()), _tokens(64)
     for _ in range(300):
-        queue.hint(Hint(session, tokens, due_in_s=3.0))
+        queue.hint(QueuedHint(session, tokens, due_in_s=3.0))
     assert not queue.is_full and queue.outstanding == 0
     for answer in range(300):
-        queue.hint(Hint(session, tokens, answer_tokens=1 + answer))
+        queue.hint(QueuedHint(session, tokens, answer_tokens=1 + answer))
     queue.settle(60.0, everything=True)
     assert queue.close() == []
     assert (len(session.due), len(session.answer_hints)) == (64, 256 - 64)

@@ -6,13 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore_engine.errors import UsageError
-from kvstore_engine.sampler import Sampler, SamplingSettings
+from kvstore_engine.sampler import SamplingSettings, TokenSampler
 
 LOGITS = np.array([0.0, 3.0, 1.0, 3.0, -np.inf, 2.0], np.float32)
 
 
 def _choices(settings: SamplingSettings, count: int, logits: np.ndarray = LOGITS) -> list[int]:
-    sampler = Sampler(settings)
+    sampler = TokenSampler(settings)
     return [sampler.choose(logits) for _ in range(count)]
 
 
@@ -39,7 +39,7 @@ def test_the_same_seed_gives_the_same_tokens_and_another_others() -> None:
 
 
 def test_greedy_draws_no_random_numbers() -> None:
-    sampler = Sampler(SamplingSettings(temperature=0.0, seed=5))
+    sampler = TokenSampler(SamplingSettings(temperature=0.0, seed=5))
     sampler.choose(LOGITS)
     assert sampler._random.random() == np.random.Generator(np.random.PCG64(5)).random()
 
@@ -78,9 +78,9 @@ def test_broken_logits_are_refused(poison: float, temperature: float) -> None:
     logits = LOGITS.copy()
     logits[3] = poison
     with pytest.raises(RuntimeError, match="cannot be sampled"):
-        Sampler(SamplingSettings(temperature, seed=1)).choose(logits)
+        TokenSampler(SamplingSettings(temperature, seed=1)).choose(logits)
     with pytest.raises(RuntimeError, match="cannot be sampled"):
-        Sampler(SamplingSettings(temperature, seed=1)).choose(np.full(4, -np.inf, np.float32))
+        TokenSampler(SamplingSettings(temperature, seed=1)).choose(np.full(4, -np.inf, np.float32))
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_the_choice_is_among_the_top_k_and_inside_the_nucleus(
 ) -> None:
     logits = np.array(values, np.float32)
     before = logits.copy()
-    chosen = Sampler(SamplingSettings(temperature, top_k, top_p, seed)).choose(logits)
+    chosen = TokenSampler(SamplingSettings(temperature, top_k, top_p, seed)).choose(logits)
     assert np.array_equal(logits, before)
     order = np.lexsort((np.arange(logits.size), -logits.astype(float)))[: top_k or None]
     assert chosen in order
@@ -153,7 +153,7 @@ def test_a_draw_is_what_sorting_all_would_leave_in_the_order_of_ids(
     settings = SamplingSettings(temperature, top_k, top_p, seed)
     allowed, distance = _allowed(logits, settings)
     bounds = np.cumsum(allowed)
-    sampler, draws = Sampler(settings), np.random.Generator(np.random.PCG64(seed))
+    sampler, draws = TokenSampler(settings), np.random.Generator(np.random.PCG64(seed))
     for _ in range(20):
         chosen, draw = sampler.choose(logits), draws.random() * bounds[-1]
         if distance > 1e-9:

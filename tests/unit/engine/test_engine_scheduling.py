@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvstore_engine.batching.policies import Candidate, choose_policy
+from kvstore_engine.batching.policies import SchedulingCandidate, choose_policy
 from kvstore_engine.batching.scheduling_statistics import LengthPredictor, VirtualTokens
 from kvstore_engine.batching.step_budget import StepBudget
 from kvstore_restore.learned import LearnedCosts
@@ -137,7 +137,7 @@ def test_no_two_sequences_displace_each_other(name: str) -> None:
     randoms = np.random.default_rng(1)
     for _ in range(2000):
         one, two = (
-            Candidate(
+            SchedulingCandidate(
                 order=n,
                 arrived_s=(arrived := float(randoms.uniform(0, 50))),
                 since_s=arrived,

@@ -19,8 +19,8 @@ from kvstore_engine.model.weights import Model, load_model
 from kvstore_engine.pool import BlockPool
 from kvstore_engine.stages.pipeline import Pipeline, open_pipeline, stage_layers
 from kvstore_engine.stages.restoration import StageSide
-from kvstore_engine.stages.restorer import Restored, StagedRestorer
-from kvstore_engine.stages.stores import Found, StageStore, look_up, stage_fingerprints, store_prefix
+from kvstore_engine.stages.restorer import StagedRestoration, StagedRestorer
+from kvstore_engine.stages.stores import StageLookup, StageStore, look_up, stage_fingerprints, store_prefix
 from kvstore_proto.fingerprint import Fingerprint, LayerGroup
 from kvstore_restore.learned import LearnedCosts
 from kvstore_restore.stages import Stages
@@ -67,7 +67,7 @@ def _sessions(model: Model, stages: int) -> list[StageStore]:
 
 def _prefilled(
     pipeline: Pipeline, stores: Sequence[StageStore], **options: Any
-) -> tuple[npt.NDArray[np.float32], Restored]:
+) -> tuple[npt.NDArray[np.float32], StagedRestoration]:
     pipeline.pool.planes.fill(0)
     with StagedRestorer(pipeline, stores, **options) as restorer:
         return restorer.prefill(_TOKENS, _TABLE, keeps_inputs=True)
@@ -84,7 +84,7 @@ class Stored:
         self.check(logits)
         self.statuses = store_prefix(self.pipeline, self.stores, _TOKENS, _TABLE, self.cold.inputs)
 
-    def again(self, **options: Any) -> Restored:
+    def again(self, **options: Any) -> StagedRestoration:
         logits, restored = _prefilled(self.pipeline, self.stores, **{"loads_all": True, **options})
         self.check(logits)
         return restored
@@ -187,7 +187,7 @@ def test_each_stage_plans_by_its_own_costs(two: Stored) -> None:
     assert (second.plan, second.loaded) == ("load", _CHUNKS)  # computing would want the first stage to compute
 
 
-def _side(found: Found, costs: LearnedCosts, number: int = 0) -> StageSide:
+def _side(found: StageLookup, costs: LearnedCosts, number: int = 0) -> StageSide:
     return StageSide(
         chunk_tokens=64, chunk_bytes=1000, learned=costs, number=number, layers=range(number, number + 1), found=found,
         input_bytes=100,
@@ -200,7 +200,7 @@ def test_a_stage_leaves_to_its_link_what_it_could_only_compute_if_the_one_before
     costs.expect_load("nvme", 1000, 0.125)  # a chunk takes as long either way
 
     def side(number: int) -> StageSide:
-        found = Found(("nvme",) * _CHUNKS, ("absent",) * _CHUNKS)
+        found = StageLookup(("nvme",) * _CHUNKS, ("absent",) * _CHUNKS)
         made = _side(found, costs, number)
         made.make_plan(None if number == 0 else first)
         return made
@@ -223,7 +223,7 @@ def test_a_chunk_that_is_being_computed_when_the_loads_end_is_not_lost() -> None
     costs = LearnedCosts()
     assume(costs, [0.0, 1.0, 0.0])
     costs.expect_load("nvme", 1000, 0.125)
-    side = _side(Found(("nvme",) * _CHUNKS, ()), costs)
+    side = _side(StageLookup(("nvme",) * _CHUNKS, ()), costs)
     side.make_plan(None)
     side.stages = Stages([side.pointers], [])
     assert side.stages.next_compute(0) == 0
@@ -413,7 +413,7 @@ def test_before_the_first_load_from_a_tier_the_daemon_is_believed() -> None:
     prefix, session = _TOKENS[: 64 * _CHUNKS], MemorySession(1000, mapped_blocks=0, estimated_load_s=5.0 * _CHUNKS)
     session.put(prefix, first_block=0, payloads=[lambda dest: dest.fill(0)] * _CHUNKS)
     found = look_up(StageStore(session), prefix)
-    assert found == Found(("nvme",) * _CHUNKS, ("absent",) * _CHUNKS, {"nvme": 5.0})
+    assert found == StageLookup(("nvme",) * _CHUNKS, ("absent",) * _CHUNKS, {"nvme": 5.0})
     believed = replace(found, load_s={**found.load_s, "host": 1e-6})
     side = _side(believed, costs)
     side.make_plan(None)

@@ -31,12 +31,14 @@ _LOGITS = st.tuples(st.integers(1, 5), st.integers(1, 9)).flatmap(
 @given(_LOGITS, st.data())
 def test_a_device_chooses_as_the_host_does(logits: FloatArray, data: st.DataObject) -> None:
     torch = pytest.importorskip("torch", reason="needs the extra torch")
-    from kvstore_engine.torch_executor.step_memory import Computed, LogitsMemory
+    from kvstore_engine.torch_executor.step_memory import LogitsMemory, StepOutputs
 
     rows = data.draw(st.lists(st.integers(0, len(logits) - 1), unique=True))
     whole = data.draw(st.sampled_from([None, rows, [*reversed(rows)], [*range(len(logits))]]))
     host = HostLogits(logits)
-    device = LogitsMemory(DeviceName.parse("torch:cpu")).received(Computed.of(torch.from_numpy(logits.copy())), whole)
+    device = LogitsMemory(DeviceName.parse("torch:cpu")).received(
+        StepOutputs.of(torch.from_numpy(logits.copy())), whole
+    )
     np.testing.assert_array_equal(device.rows(rows), host.rows(rows))
     tokens, values = host.likeliest(rows)
     device_tokens, device_values = device.likeliest(rows)

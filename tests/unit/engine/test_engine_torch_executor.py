@@ -20,7 +20,7 @@ from kvstore_engine.errors import UsageError
 from kvstore_engine.executors import DeviceName, PoolSetup, StepExecutor, StepSizes
 from kvstore_engine.gguf import GGUFFile
 from kvstore_engine.graph import SequenceSlice
-from kvstore_engine.kernels.cuda.attention import Crossover
+from kvstore_engine.kernels.cuda.attention import AttentionCrossover
 from kvstore_engine.kernels.cuda.program import CacheShape
 from kvstore_engine.opening import open_executor
 from tests.cuda_shim.launcher import ShimLauncher
@@ -139,7 +139,7 @@ def test_a_long_context_is_attended_in_one_pass_or_in_partitions(tmp_path: Path,
     model = TorchModel(GGUFFile.open(path), _device("torch:cpu"), 800)
     table = np.random.default_rng(3).permutation(48).astype(np.int32)
     found, launchers = [], []
-    for crossover in (None, Crossover(0.0), Crossover(1e9)):
+    for crossover in (None, AttentionCrossover(0.0), AttentionCrossover(1e9)):
         pool, cache = new_pool(model, setup, sizes)
         for number, rows in enumerate(rows for layer in range(cache.config.layers) for rows in cache.rows(layer)):
             values = np.random.default_rng(number).standard_normal((768, *_HEADS), dtype=np.float32)

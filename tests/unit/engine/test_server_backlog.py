@@ -15,7 +15,7 @@ from kvstore_engine.server import messages
 from kvstore_engine.server.engine_client import EngineClient
 from kvstore_engine.server.messages import Ask
 from kvstore_engine.server.options import EngineOptions
-from kvstore_engine.server.responses import EventStream, Step
+from kvstore_engine.server.responses import ServerSentEvents, Step
 
 
 def test_an_answer_that_is_not_read_is_given_up_and_one_that_is_read_is_not() -> None:
@@ -63,7 +63,7 @@ def test_a_stream_that_is_given_up_has_no_end_that_looks_whole() -> None:
         async def receive() -> Message:
             return {"type": "http.disconnect"}
 
-        await EventStream(steps(), events())({"type": "http"}, receive, send)
+        await ServerSentEvents(steps(), events())({"type": "http"}, receive, send)
 
     asyncio.run(run())
     assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]

@@ -14,7 +14,7 @@ pytest.importorskip("uvicorn", reason="the extra server is not installed")
 pytest.importorskip("httptools", reason="the extra server is not installed")
 
 from kvstore_engine.server import connection
-from kvstore_engine.server.connection import Listener
+from kvstore_engine.server.connection import HttpListener
 
 _PATIENCE_S = 30.0
 Application = Callable[[Any, Any, Any], Awaitable[None]]
@@ -42,9 +42,9 @@ class _Echo:
 
 
 @contextlib.asynccontextmanager
-async def _listening(application: Application, connections: int = 64) -> AsyncIterator[tuple[int, Listener]]:
+async def _listening(application: Application, connections: int = 64) -> AsyncIterator[tuple[int, HttpListener]]:
     with socket.create_server(("127.0.0.1", 0)) as bound:
-        listener = Listener(application, bound, 1.0, connections)
+        listener = HttpListener(application, bound, 1.0, connections)
         serving = asyncio.create_task(listener.run_until_stopped())
         yield bound.getsockname()[1], listener
         listener.should_exit = True
@@ -210,9 +210,9 @@ def test_a_client_that_reads_slowly_gets_it_all(monkeypatch: pytest.MonkeyPatch)
             await send({"type": "http.response.body", "body": bytes(1 << 16), "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
-    watch = connection.Connection._watch_the_write_clock
+    watch = connection.HttpConnection._watch_the_write_clock
     monkeypatch.setattr(
-        connection.Connection, "_watch_the_write_clock", lambda self: (timers.append(1.0), watch(self))[1]
+        connection.HttpConnection, "_watch_the_write_clock", lambda self: (timers.append(1.0), watch(self))[1]
     )
 
     async def run() -> None:
@@ -241,13 +241,13 @@ def test_what_a_client_has_not_taken_when_its_connection_ends_is_dropped(monkeyp
         await send({"type": "http.response.start", "status": 200, "headers": [(b"connection", b"close")]})
         await send({"type": "http.response.body", "body": bytes(16 << 20)})
 
-    lost = connection.Connection.connection_lost
+    lost = connection.HttpConnection.connection_lost
 
     def connection_lost(self: Any, exc: Exception | None) -> None:
         lost(self, exc)
         aborted.set()
 
-    monkeypatch.setattr(connection.Connection, "connection_lost", connection_lost)
+    monkeypatch.setattr(connection.HttpConnection, "connection_lost", connection_lost)
 
     async def run() -> None:
         async with _listening(answer) as (port, _):

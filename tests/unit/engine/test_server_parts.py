@@ -32,7 +32,7 @@ from kvstore_engine.server.keys import KeyRing
 from kvstore_engine.server.messages import Ask, events_headers, unpack_events
 from kvstore_engine.server.metrics import Metrics
 from kvstore_engine.server.options import EngineOptions
-from kvstore_engine.server.run import _bound, _on_signals
+from kvstore_engine.server.server_process import _bound, _on_signals
 from kvstore_proto.fingerprint import Fingerprint
 from tests.reference.tiny_llama import write_tiny_llama
 

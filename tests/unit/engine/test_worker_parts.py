@@ -19,7 +19,7 @@ from kvstore_engine.graph.step import SequenceSlice, StepLimits
 from kvstore_engine.worker import RemoteExecutor, StepFailed, remote
 from kvstore_engine.worker.mailbox import Mailbox
 from kvstore_engine.worker.memory import SharedMemory, attach
-from kvstore_engine.worker.packets import MAX_PACKET_BYTES, Order, Reply, Status, WorkerSetup
+from kvstore_engine.worker.packets import MAX_PACKET_BYTES, EngineWorkerSetup, Order, Reply, Status
 from kvstore_engine.worker.patience import StepPatience
 
 _LIMITS = StepLimits(10, 64, 16, 32, 4, 96)
@@ -100,8 +100,8 @@ def test_packets_survive_the_way() -> None:
 
 
 def test_the_setup_survives_the_way() -> None:
-    setup = WorkerSetup("/m.gguf", PoolSetup(4, 16, "f16"), StepSizes(2, 64, 4, 256))
-    assert WorkerSetup.decode(setup.encode()) == setup
+    setup = EngineWorkerSetup("/m.gguf", PoolSetup(4, 16, "f16"), StepSizes(2, 64, 4, 256))
+    assert EngineWorkerSetup.decode(setup.encode()) == setup
 
 
 class _Worker:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvctl.dashboard import render
-from kvctl.snapshot import Past, Snapshot, hit_ratios, without_nan
+from kvctl.snapshot import DaemonSnapshot, SampleHistory, hit_ratios, without_nan
 from kvstore_console.terminal import Line, bar, is_terminal, size_of, sparkline, wants_colour
 from kvstore_proto.v1 import admin_pb2 as pb
 
@@ -46,7 +46,7 @@ def history(*more: pb.HistorySeries) -> pb.HistoryReply:
     )
 
 
-def snapshot(**changes: Any) -> Snapshot:
+def snapshot(**changes: Any) -> DaemonSnapshot:
     parts: dict[str, Any] = {
         "status": pb.StatusReply(
             version="9.9", state="serving", pid=4242, uptime_s=7384, clients=2, blocks=1234567, leases=1,
@@ -69,10 +69,10 @@ def snapshot(**changes: Any) -> Snapshot:
         ),
         "history": history(),
     }  # fmt: skip
-    return Snapshot(**(parts | changes))
+    return DaemonSnapshot(**(parts | changes))
 
 
-def shown(shot: Snapshot, width: int = 80, height: int = 0) -> list[str]:
+def shown(shot: DaemonSnapshot, width: int = 80, height: int = 0) -> list[str]:
     return [line.render(width, colour=False) for line in render(shot, width=width, height=height, clock="12:34:56")]
 
 
@@ -102,7 +102,7 @@ def test_the_largest_tenant_comes_first() -> None:
 
 
 def test_a_daemon_that_has_just_started_is_no_trouble() -> None:
-    empty = Snapshot(
+    empty = DaemonSnapshot(
         pb.StatusReply(version="9.9", state="starting"), pb.TiersReply(), pb.TenantsReply(), pb.HistoryReply()
     )
     lines = shown(empty)
@@ -151,20 +151,20 @@ def test_the_past_is_asked_by_seconds_not_by_samples() -> None:
     reply = pb.HistoryReply(
         at_s=[100, 101, 140], span_s=[1, 1, 39], series=[series("daemon", "", "lookups", [5.0, 5.0, 78.0])]
     )
-    past = Past(reply)
-    assert past.lately("daemon", "", "lookups", 10) == 78
-    assert past.rate_lately("daemon", "", "lookups", 10) == 2
-    assert past.lately("daemon", "", "lookups", 39.5) == 83
-    assert past.rates("daemon", "", "lookups") == [5, 5, 2]
-    assert past.lately("daemon", "", "unknown", 10) == 0
-    assert math.isnan(past.worst_lately("verb", "get", "p99_us", 10))
+    samples = SampleHistory(reply)
+    assert samples.lately("daemon", "", "lookups", 10) == 78
+    assert samples.rate_lately("daemon", "", "lookups", 10) == 2
+    assert samples.lately("daemon", "", "lookups", 39.5) == 83
+    assert samples.rates("daemon", "", "lookups") == [5, 5, 2]
+    assert samples.lately("daemon", "", "unknown", 10) == 0
+    assert math.isnan(samples.worst_lately("verb", "get", "p99_us", 10))
 
 
 def test_a_second_without_requests_has_no_ratio() -> None:
     reply = history()
     reply.series[0].values[5] = 0.0
     reply.series[1].values[5] = 0.0
-    ratios = hit_ratios(Past(reply))
+    ratios = hit_ratios(SampleHistory(reply))
     assert ratios[4] == pytest.approx(0.8) and math.isnan(ratios[5])
 
 

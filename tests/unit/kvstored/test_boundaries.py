@@ -11,7 +11,7 @@ import pytest
 from kvstored.clock import ManualClock
 from kvstored.lifecycle import Cause
 from kvstored.store.blocks.check import check
-from kvstored.store.policies import Policy, Share
+from kvstored.store.policies import EvictionPolicy, Share
 from kvstored.store.policies.boundaries import SPENT, Boundaries
 from kvstored.store.policies.factory import create
 from kvstored.store.policies.ranked import Priorities
@@ -27,7 +27,7 @@ class Scene:
         self.residency = self.shelf.residency
         self.residency.window_of = lambda fingerprint_id, group: self.window
         self.clock = ManualClock(10**9)
-        self.policy: Policy = create(policy, self.residency, 0)
+        self.policy: EvictionPolicy = create(policy, self.residency, 0)
         self.priorities = Priorities(self.residency)
         self.priorities.follow(self.policy)
         self.boundaries = Boundaries(self.residency, self.priorities, self.clock)

@@ -13,7 +13,7 @@ import pytest
 from kvstore_proto.terms import Terms
 from kvstore_proto.v1 import admin_pb2 as pb
 from kvstore_tiers.testing.faulty import Fault
-from kvstored.admin.drop import Drop
+from kvstored.admin.drop import OperatorDrop
 from tests.reference.small_store import FAR_S, SLOT_BYTES, SmallStore, small_store
 from tests.reference.tiers import HOST, NVME
 
@@ -34,7 +34,7 @@ def test_a_block_that_is_being_filled_is_kept(tmp_path: Path, how: str) -> None:
             slot = await small.store.rooms[HOST].allocate(SLOT_BYTES, tenant)
             assert slot is not None
             residency.attach(row, HOST, slot, small.clock.monotonic_ns(), filling=True)
-            drop = Drop(small.store, DIRECTORY)
+            drop = OperatorDrop(small.store, DIRECTORY)
 
             async def take_away() -> tuple[int, int]:
                 if how == "drop":
@@ -53,8 +53,8 @@ def test_a_block_that_is_being_filled_is_kept(tmp_path: Path, how: str) -> None:
     asyncio.run(run())
 
 
-def ready(small: SmallStore) -> Drop:
-    return Drop(small.store, DIRECTORY)
+def ready(small: SmallStore) -> OperatorDrop:
+    return OperatorDrop(small.store, DIRECTORY)
 
 
 def counts(reply: pb.DropReply) -> tuple[int, int, int, int]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvstored.admin.sampler import NAMED_TENANTS, OTHER_TENANTS, Sampler
+from kvstored.admin.sampler import NAMED_TENANTS, OTHER_TENANTS, MetricsSampler
 from kvstored.clock import ManualClock
 from kvstored.telemetry import Flows
 from kvstored.telemetry.history import (
@@ -174,7 +174,7 @@ def test_tenants_beyond_the_first_few_are_summed_up() -> None:
         tenants=SimpleNamespace(name_of_index=lambda name: f"tenant {name}"),
     )
     found: dict[SeriesKey, int] = {}
-    for key, value in Sampler(parts, Latencies())._tenants():
+    for key, value in MetricsSampler(parts, Latencies())._tenants():
         found[key] = found.get(key, 0) + value
     assert len({key.subject for key in found}) == NAMED_TENANTS + 1
     assert found[SeriesKey("tenant", "tenant 00", "host_bytes")] == 100

@@ -18,9 +18,9 @@ import pytest
 
 from kvstore_tiers.child_processes import receive_packet, send_packet
 from kvstored.lifetime.holder import MAX_CONNECTIONS
-from kvstored.lifetime.warm import keepers
-from kvstored.lifetime.warm.keeper import KeeperError
-from kvstored.lifetime.warm.keepers import HolderKeeper, choose_keeper
+from kvstored.lifetime.warm import holders
+from kvstored.lifetime.warm.descriptor_holder import HolderError
+from kvstored.lifetime.warm.holders import ProcessHolder, choose_holder
 from tests.reference.held_memory import held_memory, holder_pid
 from tests.reference.running_daemon import eventually
 
@@ -32,8 +32,8 @@ def place() -> Iterator[Path]:
 
 
 @pytest.fixture
-def keeper(place: Path) -> Iterator[HolderKeeper]:
-    made = HolderKeeper(place, 60.0)
+def holder(place: Path) -> Iterator[ProcessHolder]:
+    made = ProcessHolder(place, 60.0)
     yield made
     made.close(forget=True)
 
@@ -79,20 +79,20 @@ def connected(place: Path) -> Iterator[socket.socket]:
         yield connection
 
 
-def test_it_keeps_replaces_and_drops(place: Path, keeper: HolderKeeper) -> None:
+def test_it_keeps_replaces_and_drops(place: Path, holder: ProcessHolder) -> None:
     for name, content in (("a1", b"one"), ("a2", b"two"), ("a1", b"first")):
         descriptor = memory(content)
-        assert keeper.keep(name, descriptor)
+        assert holder.keep(name, descriptor)
         os.close(descriptor)
     assert contents(place) == {"a1": b"first", "a2": b"two"}
-    keeper.drop("a2")
-    keeper.drop("never there")
+    holder.drop("a2")
+    holder.drop("never there")
     assert contents(place) == {"a1": b"first"}
     assert (place / "holder.sock").stat().st_mode & 0o777 == 0o600
 
 
 def test_a_next_daemon_gets_everything(place: Path) -> None:
-    first = HolderKeeper(place, 60.0)
+    first = ProcessHolder(place, 60.0)
     descriptors = [memory(b"%d" % number) for number in range(300)]
     for number, descriptor in enumerate(descriptors):  # more than its queue takes before it runs
         first.keep(f"a{number}", descriptor)
@@ -102,7 +102,7 @@ def test_a_next_daemon_gets_everything(place: Path) -> None:
         os.close(descriptor)
     holder = holder_pid(place)
     first.close(forget=False)
-    second = HolderKeeper(place, 60.0)
+    second = ProcessHolder(place, 60.0)
     found = second.fetch()
     assert {name: os.pread(descriptor, 16, 0) for name, descriptor in found.items()} == {
         f"a{number}": b"%d" % number for number in range(300)
@@ -121,55 +121,55 @@ def test_a_small_soft_limit_costs_nothing(place: Path) -> None:
     open_now = len(os.listdir("/proc/self/fd"))
     resource.setrlimit(resource.RLIMIT_NOFILE, (open_now + 40, hard))
     try:
-        keeper = HolderKeeper(place, 60.0)
+        holder = ProcessHolder(place, 60.0)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    keeper.fetch()
+    holder.fetch()
     descriptor = memory(b"kept")
     for number in range(open_now + 200):
-        keeper.keep(f"a{number}", descriptor)
-    keeper.settle()
+        holder.keep(f"a{number}", descriptor)
+    holder.settle()
     assert len(contents(place)) == open_now + 200
     os.close(descriptor)
-    keeper.close(forget=True)
+    holder.close(forget=True)
 
 
-def test_no_more_is_sent_than_is_kept(place: Path, keeper: HolderKeeper, caplog: pytest.LogCaptureFixture) -> None:
-    keeper.limit = 2
+def test_no_more_is_sent_than_is_kept(place: Path, holder: ProcessHolder, caplog: pytest.LogCaptureFixture) -> None:
+    holder.limit = 2
     descriptor = memory(b"kept")
     with caplog.at_level(logging.WARNING):
-        kept = [keeper.keep(f"a{number}", descriptor) for number in range(5)]
-    assert kept == [True, True, False, False, False] and keeper.unkept == 3 and not keeper.is_behind
+        kept = [holder.keep(f"a{number}", descriptor) for number in range(5)]
+    assert kept == [True, True, False, False, False] and holder.unkept == 3 and not holder.is_behind
     assert [record.getMessage() for record in caplog.records] == [
         "the holder keeps 2 descriptors at most: memory beyond that will not survive a restart"
     ]
-    assert keeper.keep("a1", descriptor), "in place of what is there"
-    keeper.drop("a3")
-    keeper.drop("a0")
-    assert keeper.retry() == ["a2"] and keeper.unkept == 1
+    assert holder.keep("a1", descriptor), "in place of what is there"
+    holder.drop("a3")
+    holder.drop("a0")
+    assert holder.retry() == ["a2"] and holder.unkept == 1
     assert set(contents(place)) == {"a1", "a2"}
     os.close(descriptor)
 
 
-def test_at_the_end_it_waits_for_what_is_on_its_way(place: Path, keeper: HolderKeeper) -> None:
+def test_at_the_end_it_waits_for_what_is_on_its_way(place: Path, holder: ProcessHolder) -> None:
     descriptor = memory(b"kept")
     with stopped(place):
-        late = [f"a{number}" for number in range(600) if not keeper.keep(f"a{number}", descriptor)]
-        assert late and keeper.is_behind
-    assert sorted(keeper.settle()) == sorted(late) and keeper.unkept == 0
+        late = [f"a{number}" for number in range(600) if not holder.keep(f"a{number}", descriptor)]
+        assert late and holder.is_behind
+    assert sorted(holder.settle()) == sorted(late) and holder.unkept == 0
     os.close(descriptor)
     assert len(contents(place)) == 600
 
 
 def test_one_that_does_not_answer_is_given_up(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = HolderKeeper(place, 60.0)
+    first = ProcessHolder(place, 60.0)
     first.fetch()
     descriptor = memory(b"kept")
     assert first.keep("a1", descriptor)
     first.close(forget=False)
-    monkeypatch.setattr(keepers, "_ANSWER_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(holders, "_ANSWER_TIMEOUT_S", 0.3)
     with stopped(place) as former:
-        second = HolderKeeper(place, 60.0)
+        second = ProcessHolder(place, 60.0)
         assert second.fetch() == {}
     assert eventually(lambda: has_ended(former)), "and with it what it had"
     assert second.keep("a2", descriptor)
@@ -179,47 +179,47 @@ def test_one_that_does_not_answer_is_given_up(place: Path, monkeypatch: pytest.M
 
 
 def test_what_half_an_answer_gave_is_kept_by_another(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keepers, "_ANSWER_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(holders, "_ANSWER_TIMEOUT_S", 0.3)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stuck:
         stuck.bind(str(place / "holder.sock"))
         stuck.listen(1)
-        keeper = HolderKeeper(place, 60.0)
+        holder = ProcessHolder(place, 60.0)
         connection, _ = stuck.accept()
         with connection:
             descriptor = memory(b"given")
             send_packet(connection, b"Fa1", [descriptor])
             os.close(descriptor)
-            found = keeper.fetch()
-    assert list(found) == ["a1"] and not keeper.lost
+            found = holder.fetch()
+    assert list(found) == ["a1"] and not holder.lost
     assert eventually(lambda: contents(place) == {"a1": b"given"})
     os.close(found["a1"])
-    keeper.close(forget=True)
+    holder.close(forget=True)
 
 
 def test_one_that_cannot_be_replaced_at_once_is_replaced_later(
-    place: Path, keeper: HolderKeeper, monkeypatch: pytest.MonkeyPatch
+    place: Path, holder: ProcessHolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuses() -> socket.socket:
-        raise KeeperError("no process can be started")
+        raise HolderError("no process can be started")
 
-    keeper.fetch()
+    holder.fetch()
     assert eventually(lambda: holder_pid(place) > 0)
     os.kill(holder_pid(place), signal.SIGKILL)
-    assert eventually(lambda: bool(keeper.retry() or keeper.lost))
+    assert eventually(lambda: bool(holder.retry() or holder.lost))
     with monkeypatch.context() as patched:
-        patched.setattr(keeper, "_start", refuses)
-        with pytest.raises(KeeperError):
-            keeper.reopen()
-        assert keeper.retry() == [] and keeper.lost
-    keeper.reopen()
+        patched.setattr(holder, "_start", refuses)
+        with pytest.raises(HolderError):
+            holder.reopen()
+        assert holder.retry() == [] and holder.lost
+    holder.reopen()
     descriptor = memory(b"kept")
-    assert keeper.keep("a1", descriptor) and not keeper.lost
+    assert holder.keep("a1", descriptor) and not holder.lost
     os.close(descriptor)
     assert contents(place) == {"a1": b"kept"}
 
 
 def test_what_a_dying_daemon_sent_last_is_taken_in_before_others_are_answered(
-    place: Path, keeper: HolderKeeper
+    place: Path, holder: ProcessHolder
 ) -> None:
     pid = holder_pid(place) if eventually(lambda: holder_pid(place) > 0) else 0
     contents(place)
@@ -243,7 +243,7 @@ def test_what_a_dying_daemon_sent_last_is_taken_in_before_others_are_answered(
 
 
 def test_connections_that_say_nothing_keep_no_daemon_out(place: Path) -> None:
-    first = HolderKeeper(place, 60.0)
+    first = ProcessHolder(place, 60.0)
     descriptor = memory(b"kept")
     first.keep("a1", descriptor)
     os.close(descriptor)
@@ -256,16 +256,16 @@ def test_connections_that_say_nothing_keep_no_daemon_out(place: Path) -> None:
         assert len(os.listdir(f"/proc/{holder}/fd")) <= MAX_CONNECTIONS + 10
         assert contents(place) == {"a1": b"kept"}
         first.close(forget=False)
-        second = HolderKeeper(place, 60.0)
+        second = ProcessHolder(place, 60.0)
         found = second.fetch()
         assert list(found) == ["a1"] and holder_pid(place) == holder
         os.close(found["a1"])
     second.close(forget=True)
 
 
-def test_nonsense_is_survived(place: Path, keeper: HolderKeeper) -> None:
+def test_nonsense_is_survived(place: Path, holder: ProcessHolder) -> None:
     descriptor = memory(b"kept")
-    assert keeper.keep("a1", descriptor)
+    assert holder.keep("a1", descriptor)
     with connected(place) as connection:
         for packet in (b"?", b"K", b"Kname", b"D", b"Snever", b"S", b"K" + b"x" * 500, b"\0\xff"):
             connection.send(packet)
@@ -275,12 +275,12 @@ def test_nonsense_is_survived(place: Path, keeper: HolderKeeper) -> None:
 
 
 def test_it_ends_when_no_process_needs_it(place: Path) -> None:
-    empty = HolderKeeper(place, 60.0)
+    empty = ProcessHolder(place, 60.0)
     assert eventually(lambda: holder_pid(place) > 0)
     empty.close(forget=False)
     assert eventually(lambda: holder_pid(place) == 0), "it holds nothing"
     assert not (place / "holder.sock").exists()
-    impatient = HolderKeeper(place, 0.0)
+    impatient = ProcessHolder(place, 0.0)
     descriptor = memory(b"kept")
     assert impatient.keep("a1", descriptor)
     os.close(descriptor)
@@ -291,12 +291,12 @@ def test_it_ends_when_no_process_needs_it(place: Path) -> None:
 def test_it_ends_with_its_directory() -> None:
     with tempfile.TemporaryDirectory(prefix="kvh-") as directory:
         place = Path(directory)
-        keeper = HolderKeeper(place, 600.0)
+        holder = ProcessHolder(place, 600.0)
         descriptor = memory(b"kept")
-        assert keeper.keep("a1", descriptor)
+        assert holder.keep("a1", descriptor)
         os.close(descriptor)
         assert eventually(lambda: holder_pid(place) > 0)
-        keeper.close(forget=False)
+        holder.close(forget=False)
     assert eventually(lambda: holder_pid(place) == 0)
 
 
@@ -304,11 +304,11 @@ def test_it_outlives_the_process_that_started_it(place: Path) -> None:
     program = f"""
 import os, signal
 from pathlib import Path
-from kvstored.lifetime.warm.keepers import HolderKeeper
-keeper = HolderKeeper(Path({str(place)!r}), 60.0)
+from kvstored.lifetime.warm.holders import ProcessHolder
+holder = ProcessHolder(Path({str(place)!r}), 60.0)
 descriptor = os.memfd_create("test")
 os.write(descriptor, b"kept")
-assert keeper.keep("a1", descriptor)
+assert holder.keep("a1", descriptor)
 os.kill(os.getpid(), signal.SIGKILL)
 """
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -signal.SIGKILL
@@ -318,25 +318,25 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert eventually(lambda: holder_pid(place) == 0)
 
 
-def test_a_holder_that_does_not_read_does_not_delay_its_keeper(place: Path, keeper: HolderKeeper) -> None:
+def test_a_holder_that_does_not_read_does_not_delay_the_daemon(place: Path, holder: ProcessHolder) -> None:
     """The descriptors that cannot be sent at once are sent later, if they are still wanted then."""
     contents(place)
-    keeper.fetch()
+    holder.fetch()
     with stopped(place):
         descriptor = memory(b"kept")
-        kept = [keeper.keep(f"a{number}", descriptor) for number in range(600)]
-        assert not all(kept) and keeper.unkept > 0
+        kept = [holder.keep(f"a{number}", descriptor) for number in range(600)]
+        assert not all(kept) and holder.unkept > 0
         late = [number for number, sent in enumerate(kept) if not sent]
-        keeper.drop(f"a{late[0]}")
+        holder.drop(f"a{late[0]}")
     sent_late: set[str] = set()
-    assert eventually(lambda: bool(sent_late.update(keeper.retry()) or keeper.unkept == 0))
+    assert eventually(lambda: bool(sent_late.update(holder.retry()) or holder.unkept == 0))
     os.close(descriptor)
     assert sent_late == {f"a{number}" for number in late[1:]}
     assert set(contents(place)) == {f"a{number}" for number in range(600) if number != late[0]}
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become another user")
-def test_other_users_are_not_answered(place: Path, keeper: HolderKeeper) -> None:
+def test_other_users_are_not_answered(place: Path, holder: ProcessHolder) -> None:
     place.chmod(0o755)
     (place / "holder.sock").chmod(0o666)  # a mistake that an operator might make
     program = f"""
@@ -372,13 +372,13 @@ print(connection.recv(64))
     command = [sys.executable, "-S", "-c", program]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as stranger:
         assert stranger.stdout is not None and stranger.stdout.readline() == "listens\n"
-        keeper = HolderKeeper(place, 60.0)
+        holder = ProcessHolder(place, 60.0)
         try:
             assert stranger.stdout.readline() == "b''\n", "it hears nothing but the end"
             assert eventually(lambda: holder_pid(place) not in (0, stranger.pid)), "we have one of our own"
         finally:
-            keeper.close(forget=True)
+            holder.close(forget=True)
 
 
 def test_off_keeps_nothing(place: Path) -> None:
-    assert choose_keeper("off", place, 1.0) is None and not list(place.iterdir())
+    assert choose_holder("off", place, 1.0) is None and not list(place.iterdir())

@@ -15,8 +15,8 @@ from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.fingerprint import Fingerprint, LayerGroup
 from kvstore_proto.identity import NO_PARENT
 from kvstore_proto.v1 import kvstore_pb2 as pb
-from kvstored.clients.sessions import Session
-from kvstored.clients.staging import Staging
+from kvstored.clients.sessions import ClientSession
+from kvstored.clients.staging import StagingMemory
 from kvstored.clients.tenants import Peer, Tenant
 from kvstored.config.schema import TenantSection
 from kvstored.rpc.verbs.put import PutVerb
@@ -47,13 +47,13 @@ class Store:
         self.lending = PutVerb(self.puts, small.store)
         self.session = self.client()
 
-    def client(self) -> Session:
+    def client(self) -> ClientSession:
         tenant = Tenant("t", bytes(16), b"", TenantSection("t"))
         fingerprint = SIZES_LEFT_OPEN
-        return Session(
+        return ClientSession(
             session_id=1, token=bytes(16), peer=Peer(1, 1, 1), client_name="client", tenant=tenant,
             tenant_id=self.small.residency.tenant("tenant"), fingerprint=fingerprint,
-            fingerprint_digest=fingerprint.digest(), fingerprint_id=1, roots={}, staging=Staging(1 << 20, "test"),
+            fingerprint_digest=fingerprint.digest(), fingerprint_id=1, roots={}, staging=StagingMemory(1 << 20, "test"),
             give_back_staging=lambda _: None,
         )  # fmt: skip
 
@@ -62,7 +62,7 @@ class Store:
         replies = [reply async for reply in self.begin(keys)]
         return list(replies[0].store.statuses)
 
-    def begin(self, keys: Sequence[bytes], session: Session | None = None) -> Any:
+    def begin(self, keys: Sequence[bytes], session: ClientSession | None = None) -> Any:
         session = session or self.session
         pages = [1 + place * SLOT // 4096 for place in range(len(keys))]
         parents = b"".join([NO_PARENT, *keys[:-1]])

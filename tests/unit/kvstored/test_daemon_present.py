@@ -14,7 +14,7 @@ from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstore_tiers.base import ERRORS_IN_A_ROW
 from kvstore_tiers.testing.faulty import Fault, gone
 from kvstored.store.degraded.modes import Mode
-from kvstored.store.endurance.budget import Verdict
+from kvstored.store.endurance.budget import WriteVerdict
 from kvstored.store.operations.durability import settle_present
 from kvstored.store.transfer import group_commit
 from kvstored.store.transfer.gate import Refusal
@@ -162,10 +162,10 @@ async def test_batch_leaves_what_is_not_admitted_and_always_insists(client: Clie
 
 @over_a_client("nvme.endurance_bytes_per_day=1MiB", "nvme.endurance_wait_ms=0")
 async def test_what_the_budget_has_no_room_for_stays_volatile(client: Client, _: pytest.MonkeyPatch) -> None:
-    charge, verdict = client.small.store.endurance.charge, Verdict.GRANTED
-    while verdict in (Verdict.GRANTED, Verdict.SAVING):
+    charge, verdict = client.small.store.endurance.charge, WriteVerdict.GRANTED
+    while verdict in (WriteVerdict.GRANTED, WriteVerdict.SAVING):
         verdict = charge(client.store.session.tenant_id, 4096)
-        if verdict is Verdict.SAVING:
+        if verdict is WriteVerdict.SAVING:
             await client.small.settle()
     await client.store_volatile()
     for mode in (BATCH, ALWAYS):

@@ -8,14 +8,14 @@ import os
 
 import pytest
 
-from kvstored.clients.staging import Staging, StagingPool
+from kvstored.clients.staging import StagingMemory, StagingPool
 
 PAGE = 4096
 PAGES = 16
 
 
 def test_it_cannot_be_resized_and_writes_are_seen() -> None:
-    staging = Staging(PAGES * PAGE, "seal")
+    staging = StagingMemory(PAGES * PAGE, "seal")
     for size in (0, PAGE, 2 * PAGES * PAGE):
         with pytest.raises(PermissionError):
             os.ftruncate(staging.fd, size)

@@ -14,7 +14,7 @@ from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.fingerprint import Fingerprint, LayerGroup
 from kvstore_proto.matching import restorable_blocks
 from kvstore_proto.v1 import kvstore_pb2 as pb
-from kvstored.clients.sessions import Sessions
+from kvstored.clients.sessions import ClientSessions
 from kvstored.clients.staging import StagingPool
 from kvstored.clients.tenants import Peer
 from kvstored.clock import ManualClock
@@ -90,8 +90,8 @@ DIRECTORY: Any = SimpleNamespace(
 TENANT: Any = SimpleNamespace(name="t", index_name="t", roots=lambda print_: [b"", b""])
 
 
-def table(held: Any, former: Any = None, last_id: int = 0) -> Sessions:
-    return Sessions(held, DIRECTORY, SimpleNamespace(set=lambda *_: None), StagingPool(0, 0), former, last_id)  # type: ignore[arg-type]
+def table(held: Any, former: Any = None, last_id: int = 0) -> ClientSessions:
+    return ClientSessions(held, DIRECTORY, SimpleNamespace(set=lambda *_: None), StagingPool(0, 0), former, last_id)  # type: ignore[arg-type]
 
 
 def test_a_closed_session_is_removed_and_its_streams_are_notified_once() -> None:

@@ -17,10 +17,10 @@ from kvstored.store.endurance.budget import (
     MIN_CHUNK_BYTES,
     OVERHEAD_BYTES,
     BurstBudget,
+    ClockReading,
     FairShares,
-    Moment,
     SavedBudget,
-    Verdict,
+    WriteVerdict,
     medium_bytes,
 )
 from kvstored.store.transfer.gate import Backlog, Refusal, WriteGate
@@ -31,11 +31,11 @@ from tests.reference.tiers import NVME
 DAY_BYTES = 256 * MIN_CHUNK_BYTES
 
 
-def at(seconds: float, *, wall_s: float | None = None, boot: str = "boot") -> Moment:
-    return Moment(round(seconds * NS_PER_S), round((seconds if wall_s is None else wall_s) * NS_PER_S), boot)
+def at(seconds: float, *, wall_s: float | None = None, boot: str = "boot") -> ClockReading:
+    return ClockReading(round(seconds * NS_PER_S), round((seconds if wall_s is None else wall_s) * NS_PER_S), boot)
 
 
-def spend(budget: BurstBudget, nbytes: int, now: Moment) -> Verdict:
+def spend(budget: BurstBudget, nbytes: int, now: ClockReading) -> WriteVerdict:
     """Spend with allotments that are saved at once."""
     while budget.wants_allotment(nbytes, now.monotonic_ns):
         budget.begin_allotment(nbytes, now)
@@ -45,21 +45,21 @@ def spend(budget: BurstBudget, nbytes: int, now: Moment) -> Verdict:
 
 def test_a_day_earns_what_is_configured_and_no_more_than_a_day_is_kept() -> None:
     budget = BurstBudget(DAY_BYTES, None, at(0))
-    assert spend(budget, DAY_BYTES, at(0)) is Verdict.GRANTED, "a first start has a full bucket"
-    assert spend(budget, 1, at(0)) is Verdict.SPENT
+    assert spend(budget, DAY_BYTES, at(0)) is WriteVerdict.GRANTED, "a first start has a full bucket"
+    assert spend(budget, 1, at(0)) is WriteVerdict.SPENT
     assert budget.left_bytes(at(DAY_S / 4).monotonic_ns) == DAY_BYTES // 4
     assert budget.left_bytes(at(9 * DAY_S).monotonic_ns) == DAY_BYTES
-    assert spend(budget, DAY_BYTES + 1, at(9 * DAY_S)) is Verdict.SPENT
+    assert spend(budget, DAY_BYTES + 1, at(9 * DAY_S)) is WriteVerdict.SPENT
 
 
 def test_nothing_is_spent_before_its_allotment_is_saved() -> None:
     budget = BurstBudget(DAY_BYTES, None, at(0))
-    assert budget.spend(1000, 0) is Verdict.SAVING
+    assert budget.spend(1000, 0) is WriteVerdict.SAVING
     state = budget.begin_allotment(1000, at(0))
     assert state.level_bytes == DAY_BYTES - MIN_CHUNK_BYTES
-    assert budget.spend(1000, 0) is Verdict.SAVING, "it is under way, not saved"
+    assert budget.spend(1000, 0) is WriteVerdict.SAVING, "it is under way, not saved"
     budget.end_allotment(saved=False)
-    assert budget.spend(1000, 0) is Verdict.SAVING
+    assert budget.spend(1000, 0) is WriteVerdict.SAVING
     assert budget.left_bytes(0) == DAY_BYTES, "an allotment that could not be saved costs nothing"
 
 
@@ -67,7 +67,7 @@ def test_a_crash_costs_the_allotment_and_an_orderly_end_nothing() -> None:
     budget = BurstBudget(DAY_BYTES, None, at(0))
     saved = budget.begin_allotment(0, at(0))
     budget.end_allotment(saved=True)
-    assert budget.spend(1000, 0) is Verdict.GRANTED
+    assert budget.spend(1000, 0) is WriteVerdict.GRANTED
     assert BurstBudget(DAY_BYTES, saved, at(0)).left_bytes(0) == DAY_BYTES - MIN_CHUNK_BYTES
     assert BurstBudget(DAY_BYTES, budget.close(at(0)), at(0)).left_bytes(0) == DAY_BYTES - 1000
 
@@ -150,11 +150,11 @@ def test_nothing_is_granted_before_it_is_known_what_is_left(tmp_path: Path) -> N
 
     async def run() -> None:
         waiting = EnduranceAccount(DAY_BYTES, ManualClock(NS_PER_S), Counters())
-        assert waiting.charge(0, 1) is Verdict.SAVING and waiting.left_bytes == 0 and waiting.report().trouble
+        assert waiting.charge(0, 1) is WriteVerdict.SAVING and waiting.left_bytes == 0 and waiting.report().trouble
         asked = asyncio.create_task(waiting.charge_in_time(0, lambda: 1, 30))
         await asyncio.sleep(0)
         waiting.begin(save, packed(SavedBudget(5, 0, ManualClock(NS_PER_S).wall_ns(), "")))
-        assert await asked is Verdict.GRANTED and waiting.left_bytes == 4
+        assert await asked is WriteVerdict.GRANTED and waiting.left_bytes == 4
         lost = EnduranceAccount(DAY_BYTES, ManualClock(NS_PER_S), Counters())
         lost.begin(save, None, was_lost=True)
         assert lost.left_bytes == 0, "damage gives no budget away"
@@ -162,13 +162,13 @@ def test_nothing_is_granted_before_it_is_known_what_is_left(tmp_path: Path) -> N
     asyncio.run(run())
 
 
-async def granted(from_: EnduranceAccount, tenant: int, nbytes: int) -> Verdict:
+async def granted(from_: EnduranceAccount, tenant: int, nbytes: int) -> WriteVerdict:
     return await from_.charge_in_time(tenant, lambda: nbytes, 10, allotment_only=True)
 
 
 def test_without_a_budget_everything_is_granted_and_counted(tmp_path: Path) -> None:
     unlimited = account(tmp_path, ManualClock(), 0)
-    assert unlimited.charge(0, 1 << 40) is Verdict.GRANTED
+    assert unlimited.charge(0, 1 << 40) is WriteVerdict.GRANTED
     unlimited.refund(0, 1 << 39)
     assert unlimited.report().spent_bytes == 1 << 39
     assert list(tmp_path.iterdir()) == []
@@ -178,10 +178,10 @@ def test_a_restart_carries_the_budget_over(tmp_path: Path) -> None:
     async def run() -> None:
         clock = ManualClock(NS_PER_S)
         first = account(tmp_path, clock)
-        assert first.charge(0, 1000) is Verdict.SAVING
-        assert await granted(first, 0, DAY_BYTES // 4) is Verdict.GRANTED
+        assert first.charge(0, 1000) is WriteVerdict.SAVING
+        assert await granted(first, 0, DAY_BYTES // 4) is WriteVerdict.GRANTED
         await first.close()
-        assert first.charge(0, 1) is Verdict.SPENT, "a closed account grants nothing"
+        assert first.charge(0, 1) is WriteVerdict.SPENT, "a closed account grants nothing"
         second = account(tmp_path, clock)
         assert second.report().left_bytes == DAY_BYTES - DAY_BYTES // 4
         assert second.report().spent_bytes == DAY_BYTES // 4
@@ -195,7 +195,7 @@ def test_a_kill_gives_nothing_back(tmp_path: Path) -> None:
     async def run() -> None:
         clock = ManualClock(NS_PER_S)
         first = account(tmp_path, clock)
-        assert await granted(first, 0, 1000) is Verdict.GRANTED
+        assert await granted(first, 0, 1000) is WriteVerdict.GRANTED
         before = first.report().left_bytes
         assert account(tmp_path, clock).report().left_bytes <= before  # no close: killed
 
@@ -208,13 +208,13 @@ def test_a_file_that_cannot_be_written_stops_spending_and_comes_back(tmp_path: P
         broke = account(tmp_path, clock)
         failpoints.arm("endurance.saved=error:ENOSPC")
         try:
-            assert await granted(broke, 0, 1000) is Verdict.SPENT
+            assert await granted(broke, 0, 1000) is WriteVerdict.SPENT
             assert "cannot be written" in broke.report().trouble
-            assert broke.charge(0, 1000) is Verdict.SPENT
+            assert broke.charge(0, 1000) is WriteVerdict.SPENT
         finally:
             failpoints.disarm()
         clock.advance(s=31)
-        assert await granted(broke, 0, 1000) is Verdict.GRANTED
+        assert await granted(broke, 0, 1000) is WriteVerdict.GRANTED
         assert broke.report().trouble == ""
 
     asyncio.run(run())
@@ -227,12 +227,12 @@ def test_scarce_budget_is_shared(tmp_path: Path) -> None:
         noisy, modest, step = 1, 2, DAY_BYTES // 64
         await granted(shared, modest, 1000)
         used = 0
-        while await granted(shared, noisy, step) is Verdict.GRANTED:
+        while await granted(shared, noisy, step) is WriteVerdict.GRANTED:
             used += step
         assert 0.4 * DAY_BYTES <= used <= 0.6 * DAY_BYTES, "the noisy one burns half of the day's budget"
-        assert shared.charge(noisy, step) is Verdict.OVER_SHARE
+        assert shared.charge(noisy, step) is WriteVerdict.OVER_SHARE
         for _ in range(16):
-            assert await granted(shared, modest, step) is Verdict.GRANTED, "the other half is there for the others"
+            assert await granted(shared, modest, step) is WriteVerdict.GRANTED, "the other half is there for the others"
 
     asyncio.run(run())
 
@@ -241,15 +241,15 @@ def test_who_insists_waits_for_the_budget_to_be_earned_and_comes_first(tmp_path:
     async def run() -> None:
         clock = ManualClock(NS_PER_S)
         slow = account(tmp_path, clock)
-        assert await granted(slow, 0, DAY_BYTES) is Verdict.GRANTED
+        assert await granted(slow, 0, DAY_BYTES) is WriteVerdict.GRANTED
         waiting = asyncio.create_task(slow.charge_in_time(0, lambda: 1000, 30))
         while 0 not in slow._short:
             await asyncio.sleep(0)
         clock.advance(s=DAY_S / 4)
-        assert slow.charge(0, 10) is Verdict.SPENT, "who only asks does not overtake"
-        assert await waiting is Verdict.GRANTED
-        assert await slow.charge_in_time(0, lambda: DAY_BYTES, 0.01) is Verdict.SPENT
-        assert await slow.charge_in_time(0, lambda: None, 30) is Verdict.SPENT, "what it was for has gone"
+        assert slow.charge(0, 10) is WriteVerdict.SPENT, "who only asks does not overtake"
+        assert await waiting is WriteVerdict.GRANTED
+        assert await slow.charge_in_time(0, lambda: DAY_BYTES, 0.01) is WriteVerdict.SPENT
+        assert await slow.charge_in_time(0, lambda: None, 30) is WriteVerdict.SPENT, "what it was for has gone"
 
     asyncio.run(run())
 
@@ -285,7 +285,7 @@ def test_a_spent_budget_is_found_out_without_a_walk_to_the_head_of_a_long_chain(
     gate = WriteGate(shelf.residency, unused, spent, breaker, Counters(), backlog, clock, throttle_ms=100)
 
     async def run() -> None:
-        assert gate.pay(rows[-1]) is Verdict.SPENT
+        assert gate.pay(rows[-1]) is WriteVerdict.SPENT
         assert len(walked) <= 4, "three blocks could be paid for"
         walked.clear()
         assert await gate.pay_in_time(shelf.residency.token(rows[-1]), insists=True) is None

@@ -16,7 +16,7 @@ import zmq
 
 from kvstored.events import worker
 from kvstored.events.encoding import CopyPlace, encoder
-from kvstored.events.endpoint import Endpoint, Sent
+from kvstored.events.endpoint import EventEndpoint, Sent
 from kvstored.events.records import Changes, KindRecord, StoredBlock
 from kvstored.events.stream import NO_PARENT, EventStream
 from kvstored.events.worker import END, GIVEN_UP_S, STALL_S, WAITING_A_PEER, Replays
@@ -33,7 +33,7 @@ class Node:
     def __init__(self, context: Any, address: str, most: int = 8) -> None:
         self.now_s = 0.0
         self.stream = EventStream([CopyPlace("CPU")], encoder("map"), BATCHES, lambda: 0.0)
-        self.endpoint = Endpoint(context, zmq.ROUTER, address, most, 1000)
+        self.endpoint = EventEndpoint(context, zmq.ROUTER, address, most, 1000)
         self.replays = Replays(self.endpoint, self.stream, lambda: self.now_s)
         self.stream.apply([KindRecord(0, 1024, 0, TOPIC)])
         for number in range(BATCHES):
@@ -179,7 +179,7 @@ def test_a_socket_file_that_was_removed_is_made_again(node: Node, context: Any, 
 
 
 def test_subscribers_that_do_not_read_are_cut_and_their_memory_is_free(context: Any, tmp_path: Path) -> None:
-    endpoint = Endpoint(context, zmq.PUB, f"ipc://{tmp_path}/e", 8, 1000)
+    endpoint = EventEndpoint(context, zmq.PUB, f"ipc://{tmp_path}/e", 8, 1000)
     slow = context.socket(zmq.SUB)
     slow.linger = 0
     slow.setsockopt(zmq.RCVHWM, 1)

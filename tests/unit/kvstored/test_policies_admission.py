@@ -2,7 +2,7 @@
 
 from kvstored.lifecycle import Cause
 from kvstored.policy_names import CHAIN_HAZARD
-from kvstored.store.policies import Policy, PolicySettings, create, create_admission
+from kvstored.store.policies import EvictionPolicy, PolicySettings, create, create_admission
 from kvstored.store.policies.base import WARM_WORTH
 from kvstored.store.transfer.gate import MAX_PATH_BLOCKS, missing_path
 from tests.reference.blocks import Shelf
@@ -42,7 +42,7 @@ def test_a_parent_follows_its_child() -> None:
 # By worth
 
 
-def knowing(shelf: Shelf, keep_worth: float = 0.0) -> Policy:
+def knowing(shelf: Shelf, keep_worth: float = 0.0) -> EvictionPolicy:
     policy = create(CHAIN_HAZARD, shelf.residency, 0, PolicySettings(keep_worth))
     trust_at_once(policy)
     return policy

@@ -23,10 +23,10 @@ from kvstored.clock import ManualClock
 from kvstored.lifecycle import Cause
 from kvstored.policy_names import CHAIN_HAZARD
 from kvstored.rpc.verbs import Verbs
-from kvstored.store.operations.get import MISSING_MAX, Get
+from kvstored.store.operations.get import MISSING_MAX, Gets
 from kvstored.store.operations.lookup import DUE_MAX_MS, Hints
 from kvstored.store.operations.records import GetRequest
-from kvstored.store.policies import ChainHint, Policy, RequestContext
+from kvstored.store.policies import ChainHint, EvictionPolicy, RequestContext
 from kvstored.store.policies.chain_hazard import ChainHazard
 from kvstored.store.policies.lru import Lru
 from kvstored.store.prefetch.feed import Feed
@@ -122,12 +122,12 @@ def test_a_chain_is_not_displaced_by_its_own_continuation() -> None:
     assert policy.declines(0, key(5), 4, rows[-1], 2 * S)
 
 
-def feed_of(shelf: Shelf, policy: Policy) -> Feed:
+def feed_of(shelf: Shelf, policy: EvictionPolicy) -> Feed:
     unused: Any = None
     return Feed(shelf.residency, [policy], GuardedPredictor(None), unused, unused, ComputeTimes())
 
 
-def store_of(shelf: Shelf, policy: Policy, now_ns: int) -> Any:
+def store_of(shelf: Shelf, policy: EvictionPolicy, now_ns: int) -> Any:
     """Return the part of a store that operations use, as far as these tests go."""
     limits = SimpleNamespace(lease_ttl_ms=1000, max_keys=8, leases_per_client=8)
     store = MagicMock(residency=shelf.residency, clock=ManualClock(now_ns), feed=feed_of(shelf, policy))
@@ -135,8 +135,8 @@ def store_of(shelf: Shelf, policy: Policy, now_ns: int) -> Any:
     return store
 
 
-def get_over(shelf: Shelf, policy: Policy) -> Get:
-    return Get(store_of(shelf, policy, S), MagicMock())
+def get_over(shelf: Shelf, policy: EvictionPolicy) -> Gets:
+    return Gets(store_of(shelf, policy, S), MagicMock())
 
 
 def test_a_prompt_s_length_is_not_taken_for_another_request_s() -> None:

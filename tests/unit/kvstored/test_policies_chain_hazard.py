@@ -19,9 +19,9 @@ from kvstored.lifecycle import Cause
 from kvstored.policy_names import CHAIN_HAZARD
 from kvstored.store.policies import ChainHint, RequestContext, ResidencyClass, Share, create
 from kvstored.store.policies.chain_hazard import ChainHazard
+from kvstored.store.policies.chains.eviction_order import _DRAW_US
 from kvstored.store.policies.chains.ghost import FAN_BITS, SHARDS, TOUCHED_MAX, ChainGhost, ghost_limit, is_near_end
 from kvstored.store.policies.chains.guard import LruGuard
-from kvstored.store.policies.chains.worth import _DRAW_US
 from tests.reference.blocks import BLOCK_BYTES, Shelf, key
 from tests.reference.policies import trust_at_once
 
@@ -300,8 +300,8 @@ def test_of_chains_worth_the_same_the_one_that_is_dearer_to_compute_stays() -> N
     book, candidates = policy.follower.book, policy.follower.candidates[0]
     chains, ours, theirs = book.chains, book.owner[short[-1]], book.owner[long[-1]]
     chains.base[theirs] = chains.base[ours]
-    worth = candidates.worth(ours, 0.0)
-    assert worth < candidates.worth(theirs, 0.0) < 1.1 * worth
+    worth = candidates.value(ours, 0.0)
+    assert worth < candidates.value(theirs, 0.0) < 1.1 * worth
 
 
 def test_what_others_gave_a_prefix_is_known_when_it_comes_back() -> None:

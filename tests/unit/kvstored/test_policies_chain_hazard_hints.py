@@ -11,7 +11,7 @@ from kvstore_predictor.ages import HintFactors
 from kvstore_predictor.features import CHANCES, NEXT_STEPS, Features, continued, with_hint
 from kvstore_predictor.hazards import HazardTables, Ladder
 from kvstore_proto.v1.kvstore_pb2 import NextStep
-from kvstore_simulator.hints import Hints
+from kvstore_simulator.hints import HintOptions
 from kvstore_simulator.replay import Replay, ReplaySettings
 from kvstore_simulator.trace import Trace, TraceBuilder
 from kvstored.store.policies import ChainHint
@@ -37,7 +37,7 @@ def agents(sessions: int) -> Trace:
 @pytest.mark.slow
 def test_hints_that_say_nothing_change_nothing() -> None:
     trace = agents(100)
-    replay = Replay(trace, ReplaySettings("chain-hazard", trace.distinct_blocks // 10, hints=Hints(0.5)))
+    replay = Replay(trace, ReplaySettings("chain-hazard", trace.distinct_blocks // 10, hints=HintOptions(0.5)))
     replay.run()
     assert isinstance(replay.policy, ChainHazard)
     chance, next_step = replay.policy.follower.book.tables.hint_factors()

@@ -5,18 +5,18 @@ from __future__ import annotations
 from kvstore_simulator.policies import create
 from kvstore_simulator.policies.w_tinylfu import FrequencySketch
 from kvstored.lifecycle import Cause
-from kvstored.store.policies import Policy
+from kvstored.store.policies import EvictionPolicy
 from tests.reference.blocks import Shelf, key
 
 S = 1_000_000_000
 
 
-def shelf_of(name: str) -> tuple[Shelf, Policy]:
+def shelf_of(name: str) -> tuple[Shelf, EvictionPolicy]:
     shelf = Shelf()
     return shelf, create(name, shelf.residency, 0)
 
 
-def evict(shelf: Shelf, policy: Policy) -> int:
+def evict(shelf: Shelf, policy: EvictionPolicy) -> int:
     row = policy.next_victim(shelf.now_ns)
     shelf.residency.remove(row, Cause.EVICTED, shelf.now_ns)
     return row

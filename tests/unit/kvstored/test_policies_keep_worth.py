@@ -8,7 +8,7 @@ from kvstore_simulator.replay import Replay, ReplaySettings
 from kvstore_simulator.trace import TraceBuilder
 from kvstored.lifecycle import Cause
 from kvstored.policy_names import CHAIN_HAZARD
-from kvstored.store.policies import ChainHint, Policy, PolicySettings, ResidencyClass, create
+from kvstored.store.policies import ChainHint, EvictionPolicy, PolicySettings, ResidencyClass, create
 from kvstored.store.policies.base import WARM_WORTH
 from kvstored.store.policies.chain_hazard import ChainHazard
 from tests.reference.blocks import Shelf, key
@@ -19,23 +19,23 @@ S = 1_000_000_000
 LATE = 7200 * S  # by then a chain that was used at 0 is worth little
 
 
-def knowing(shelf: Shelf, keep_worth: float, tier: int = 0) -> Policy:
+def knowing(shelf: Shelf, keep_worth: float, tier: int = 0) -> EvictionPolicy:
     """A policy that believes its tables from the first request on."""
     policy = create(CHAIN_HAZARD, shelf.residency, tier, PolicySettings(keep_worth))
     trust_at_once(policy)
     return policy
 
 
-def worth(policy: Policy, row: int, now_ns: int) -> float:
+def worth(policy: EvictionPolicy, row: int, now_ns: int) -> float:
     found = policy.worth(row, now_ns)
     assert found is not None
     return found
 
 
-def leave(shelf: Shelf, policy: Policy, now_ns: int, limit: int = 64) -> list[int]:
+def leave(shelf: Shelf, policy: EvictionPolicy, now_ns: int, limit: int = 64) -> list[int]:
     """All that expires at that time; removing what may not leave crashes."""
     gone: list[int] = []
-    while rows := policy.worth_little(now_ns, limit):
+    while rows := policy.below_keep_worth(now_ns, limit):
         assert len(rows) <= limit
         for row in rows:
             shelf.residency.remove(row, Cause.EXPIRED, now_ns)
@@ -48,9 +48,9 @@ def test_a_chain_leaves_tail_first_once_it_is_worth_less() -> None:
     policy = knowing(shelf, WARM_WORTH)
     rows = shelf.chain(1, 2, 3)
     assert worth(policy, rows[0], 1) >= WARM_WORTH
-    assert policy.worth_little(1, 9) == []
+    assert policy.below_keep_worth(1, 9) == []
     assert worth(policy, rows[0], LATE) < WARM_WORTH
-    assert policy.worth_little(LATE, 9) == policy.worth_little(LATE, 9) == [rows[-1]], "asking changes nothing"
+    assert policy.below_keep_worth(LATE, 9) == policy.below_keep_worth(LATE, 9) == [rows[-1]], "asking changes nothing"
     assert leave(shelf, policy, LATE) == rows[::-1]
     assert len(policy) == 0
     assert shelf.residency.why_missing(0, key(3)).cause is Cause.EXPIRED
@@ -64,8 +64,8 @@ def test_it_names_no_more_than_was_asked_for_and_the_least_worth_first() -> None
         shelf.now_ns = number * 400 * S + 1
         rows += shelf.chain(number)
     now_ns = 3700 * S
-    found = policy.worth_little(now_ns, 4)
-    assert policy.worth_little(now_ns, 0) == []
+    found = policy.below_keep_worth(now_ns, 4)
+    assert policy.below_keep_worth(now_ns, 0) == []
     assert len(found) == 4
     worths = [worth(policy, row, now_ns) for row in found]
     assert worths == sorted(worths)
@@ -73,7 +73,7 @@ def test_it_names_no_more_than_was_asked_for_and_the_least_worth_first() -> None
 
 
 def test_all_leave_though_few_are_listed_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstored.store.policies.chains.worth._LISTED", 5)
+    monkeypatch.setattr("kvstored.store.policies.chains.eviction_order._LISTED", 5)
     shelf = Shelf()
     policy = knowing(shelf, WARM_WORTH)
     rows = [row for number in range(30) for row in shelf.chain(10 * number, 10 * number + 1)]
@@ -88,7 +88,7 @@ def test_a_leased_chain_stays_until_it_is_free_and_hides_no_other() -> None:
     policy = knowing(shelf, WARM_WORTH)
     leased, other = shelf.chain(1, 2), shelf.chain(11, 12)
     shelf.residency.pin(leased[-1])
-    assert policy.worth_little(LATE, 9) == [other[-1]]
+    assert policy.below_keep_worth(LATE, 9) == [other[-1]]
     assert leave(shelf, policy, LATE) == other[::-1]
     shelf.residency.unpin(leased[-1])
     assert leave(shelf, policy, LATE) == leased[::-1]
@@ -98,7 +98,7 @@ def test_what_was_used_again_stays() -> None:
     shelf = Shelf()
     policy = knowing(shelf, WARM_WORTH)
     used, other = shelf.chain(1, 2), shelf.chain(11, 12)
-    assert set(policy.worth_little(LATE, 9)) == {used[-1], other[-1]}
+    assert set(policy.below_keep_worth(LATE, 9)) == {used[-1], other[-1]}
     shelf.now_ns = LATE
     used = shelf.chain(1, 2, 3)
     assert leave(shelf, policy, LATE) == other[::-1]
@@ -109,11 +109,11 @@ def test_what_an_engine_will_ask_for_stays_until_it_is_long_overdue() -> None:
     shelf = Shelf()
     policy = knowing(shelf, WARM_WORTH)
     rows = shelf.chain(1, 2)
-    assert policy.worth_little(LATE, 9) == [rows[-1]]
+    assert policy.below_keep_worth(LATE, 9) == [rows[-1]]
     policy.on_hint(0, rows[-1], key(2), ChainHint(due_ns=LATE + 10 * S), LATE)
-    assert policy.worth_little(LATE, 9) == []
-    assert policy.worth_little(LATE + 20 * S, 9) == []
-    assert policy.worth_little(LATE + 120 * S, 9) == [rows[-1]]
+    assert policy.below_keep_worth(LATE, 9) == []
+    assert policy.below_keep_worth(LATE + 20 * S, 9) == []
+    assert policy.below_keep_worth(LATE + 120 * S, 9) == [rows[-1]]
 
 
 def test_a_shared_prefix_lives_by_the_touches_of_others() -> None:
@@ -136,7 +136,7 @@ def test_nothing_expires_by_worth_while_lru_decides() -> None:
     policy = create(CHAIN_HAZARD, shelf.residency, 0, PolicySettings(1e6))
     rows = shelf.chain(1, 2)
     assert policy.worth(rows[0], LATE) is None
-    assert policy.worth_little(LATE, 9) == []
+    assert policy.below_keep_worth(LATE, 9) == []
 
 
 def test_blocks_of_no_known_chain_stay_until_they_are_used() -> None:
@@ -144,7 +144,7 @@ def test_blocks_of_no_known_chain_stay_until_they_are_used() -> None:
     rows = shelf.chain(1, 2)
     policy = knowing(shelf, WARM_WORTH)
     assert policy.worth(rows[0], LATE) is None
-    assert policy.worth_little(LATE, 9) == []
+    assert policy.below_keep_worth(LATE, 9) == []
     shelf.chain(1, 2)
     assert leave(shelf, policy, LATE + 2 * S) == rows[::-1]
 
@@ -156,7 +156,7 @@ def test_above_nvme_the_copy_leaves_and_the_block_stays() -> None:
     for row in rows:
         shelf.residency.attach(row, 1, shelf.slot(), 1)
     for _ in rows:
-        (row,) = policy.worth_little(LATE, 9)
+        (row,) = policy.below_keep_worth(LATE, 9)
         shelf.residency.detach(row, 0)
     assert len(policy) == 0
     assert all(shelf.residency.has(row, 1) for row in rows)

@@ -12,8 +12,8 @@ from kvstored.clock import NS_PER_S
 from kvstored.lifecycle import Cause
 from kvstored.policy_names import POLICIES
 from kvstored.state.renewal import Renewal
-from kvstored.state.steps import Steps
-from kvstored.store.policies import Policy, create, create_empty
+from kvstored.state.step_runner import StepRunner
+from kvstored.store.policies import EvictionPolicy, create, create_empty
 from kvstored.store.policies.lru import Lru
 from tests.reference.blocks import Shelf, key
 
@@ -21,15 +21,15 @@ SESSIONS, LENGTH = 60, 6
 END_NS = 400 * NS_PER_S
 
 
-class Interrupted(Steps):
+class Interrupted(StepRunner):
     """Steps between which `others` run."""
 
     def __init__(self, others: Callable[[], None]) -> None:
         super().__init__()
         self._others = others
 
-    async def once(self, step):  # type: ignore[no-untyped-def]
-        found = await super().once(step)
+    async def run_one(self, step):  # type: ignore[no-untyped-def]
+        found = await super().run_one(step)
         self._others()
         return found
 
@@ -46,7 +46,7 @@ def stored(chance: random.Random, tenants: int) -> Shelf:
     return shelf
 
 
-def renewed(shelf: Shelf, name: str, others: Callable[[], None]) -> Policy:
+def renewed(shelf: Shelf, name: str, others: Callable[[], None]) -> EvictionPolicy:
     former = create(name, shelf.residency, 0)
     policy = create_empty(name, shelf.residency, 0)
     asyncio.run(Renewal(shelf.residency, policy).run(Interrupted(others)))
@@ -55,7 +55,7 @@ def renewed(shelf: Shelf, name: str, others: Callable[[], None]) -> Policy:
     return policy
 
 
-def drained(shelf: Shelf, policy: Policy) -> list[bytes]:
+def drained(shelf: Shelf, policy: EvictionPolicy) -> list[bytes]:
     """Evict all; return the keys in order."""
     gone = []
     while (row := policy.next_victim(shelf.now_ns + NS_PER_S)) >= 0:

@@ -14,7 +14,7 @@ from kvstored.clock import NS_PER_S, ManualClock
 from kvstored.lifecycle import Cause
 from kvstored.policy_names import CHAIN_HAZARD
 from kvstored.state.tables import CONTENTS, PIECE, packed
-from kvstored.store.policies import Learns, Origin, Policy, joined, succeed
+from kvstored.store.policies import EvictionPolicy, Learns, Origin, joined, succeed
 from kvstored.store.policies.chain_hazard import ChainHazard
 from kvstored.store.policies.chains import state as chain_state
 from tests.reference import learning
@@ -49,19 +49,19 @@ def chain_policy(shelf: Shelf) -> ChainHazard:
     return policy
 
 
-def saved(tmp_path: Path, shelf: Shelf, policies: list[Policy], clock: ManualClock) -> bytes:
+def saved(tmp_path: Path, shelf: Shelf, policies: list[EvictionPolicy], clock: ManualClock) -> bytes:
     """All that is saved."""
     return learning.keep(tmp_path, learned_of(shelf.residency, clock, policies)[0])
 
 
-def restored(tmp_path: Path, shelf: Shelf, clock: ManualClock, name: str = NAME) -> Policy:
+def restored(tmp_path: Path, shelf: Shelf, clock: ManualClock, name: str = NAME) -> EvictionPolicy:
     learned, policies = learned_of(shelf.residency, clock, [create(name, shelf.residency, 0)])
     learned.read(learning.kept(tmp_path), ())
     learning.hand_out(learned, renew=True)
     return policies[0]
 
 
-def knows(policy: Policy, tenant: int, number: int) -> bool:
+def knows(policy: EvictionPolicy, tenant: int, number: int) -> bool:
     """Return whether the policy can say whose a block is."""
     assert isinstance(policy, ChainHazard)
     return policy.follower.book.ghosts[tenant].owner_of(key(number)) >= 0

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from kvstored.store.prefetch.queue import Block, Candidate, PrefetchQueue
+from kvstored.store.prefetch.queue import PrefetchCandidate, PrefetchQueue, UnmappedBlock
 
 SLOW, FAST = 2, 1  # tiers
 MIB = 1 << 20
 
 
-def blocks(first: int, count: int, source: int = SLOW, load_s: float = 0.01) -> list[Block]:
-    return [Block(token, MIB, source, load_s) for token in range(first, first + count)]
+def blocks(first: int, count: int, source: int = SLOW, load_s: float = 0.01) -> list[UnmappedBlock]:
+    return [UnmappedBlock(token, MIB, source, load_s) for token in range(first, first + count)]
 
 
-def chain(first: int, count: int, probability: float = 1.0, due_s: float = 0.0, **how: object) -> Candidate:
+def chain(first: int, count: int, probability: float = 1.0, due_s: float = 0.0, **how: object) -> PrefetchCandidate:
     key = first.to_bytes(16, "big")
-    return Candidate(0, key, probability, due_s, due_s, due_s + 5, blocks(first, count, **how))  # type: ignore[arg-type]
+    return PrefetchCandidate(0, key, probability, due_s, due_s, due_s + 5, blocks(first, count, **how))  # type: ignore[arg-type]
 
 
 def drained(queue: PrefetchQueue, now_s: float = 0.0) -> list[int]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore_predictor.base import Hint, Predictor, Request
+from kvstore_predictor.base import Hint, Predictor, PredictorRequest
 from kvstore_predictor.ensemble import Ensemble
 from kvstore_predictor.markov import Markov
 from kvstore_predictor.session_return import SessionReturn
@@ -75,10 +75,10 @@ def taught(make: Callable[[], Predictor], shelf: Shelf) -> tuple[Learner, float]
     for _ in range(40):
         for tenant in range(3):
             keys = [key(tenant, 99, block) for block in range(4)]
-            learner.predictor.requested(Request(tenant, keys), now_s)
+            learner.predictor.requested(PredictorRequest(tenant, keys), now_s)
             learner.predictor.hinted(tenant, keys[-1], Hint(due_s=now_s + 10.0), now_s)
             now_s += 3.0 + 0.5 * tenant
-    learner.predictor.requested(Request(1, [key(1, 98, 0), key(1, 98, 1)]), now_s)
+    learner.predictor.requested(PredictorRequest(1, [key(1, 98, 0), key(1, 98, 1)]), now_s)
     return learner, now_s
 
 

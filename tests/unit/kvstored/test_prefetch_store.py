@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvstore_predictor.base import Array, Guess, Hint, Piece, Predictor, Request
+from kvstore_predictor.base import Array, Guess, Hint, Piece, Predictor, PredictorRequest
 from kvstore_tiers.testing.faulty import Fault
 from kvstored.clock import NS_PER_S, ManualClock
 from kvstored.completions import CompletionQueue
@@ -45,7 +45,7 @@ class Notes(Predictor):
         self.guessed: list[Guess] = []
         self.fails = False
 
-    def requested(self, request: Request, now_s: float) -> None:
+    def requested(self, request: PredictorRequest, now_s: float) -> None:
         if self.fails:
             raise ZeroDivisionError("a mistake")
         self.requests.append((request.tenant, list(request.keys)))

@@ -15,7 +15,7 @@ from kvstore_proto.identity import NO_PARENT
 from kvstore_tiers.base import Slot
 from kvstore_tiers.recovered import RecoveredBlocks, as_columns
 from kvstored.lifecycle import Cause
-from kvstored.store.blocks import Kind, Residency
+from kvstored.store.blocks import Residency, RowKind
 from kvstored.store.blocks.adoption import adopt
 from kvstored.store.blocks.check import check
 from kvstored.store.blocks.removal import TakenCopy
@@ -55,7 +55,7 @@ def columns(blocks: list[tuple[int, int | None, int]], tenant: int = 0) -> Recov
 def adopted(blocks: list[tuple[int, int | None, int]], ghost_keys: int = 100) -> Residency:
     residency = Residency(("host", "nvme"), ghost_keys=ghost_keys)
     residency.tenant("one")
-    assert adopt(residency, NVME, columns(blocks), [Kind(0, 7, 0)], 1) == []
+    assert adopt(residency, NVME, columns(blocks), [RowKind(0, 7, 0)], 1) == []
     return residency
 
 
@@ -89,7 +89,7 @@ def test_another_tenant_does_not_find_them() -> None:
     residency = adopted(list(chains(3)))
     other = residency.tenant("two")
     assert residency.find(other, key_of(0)) == residency.find_any(other, key_of(0)) == -1
-    assert adopt(residency, NVME, columns(list(chains(2)), tenant=1), [Kind(other, 7, 0)], 1) == []
+    assert adopt(residency, NVME, columns(list(chains(2)), tenant=1), [RowKind(other, 7, 0)], 1) == []
     rows = residency.find_run(other, keys_of(0, 3))
     assert len(rows) == 2 and {residency.tenant_of(row) for row in rows} == {other}
     assert len(residency.find_run(0, keys_of(0, 3))) == 3
@@ -168,7 +168,7 @@ def test_new_blocks_hang_on_adopted_ones() -> None:
 def test_cycles_and_keys_that_are_there_already_are_left_out() -> None:
     residency = adopted(list(chains(2)))
     circle = [(10, 12, 4), (11, 10, 5), (12, 11, 6), (13, 13, 1), (0, None, 0), (14, 1, 2)]
-    assert adopt(residency, NVME, columns(circle), [Kind(0, 7, 0)], 1) == [0, 3, 4]
+    assert adopt(residency, NVME, columns(circle), [RowKind(0, 7, 0)], 1) == [0, 3, 4]
     assert len(residency.find_run(0, keys_of(0, 2) + key_of(14))) == 3
     assert check(residency) == []
 
@@ -177,7 +177,7 @@ def test_access_counts_come_back_from_the_ghost() -> None:
     residency = adopted([(1, None, 0)])
     residency.touch_run([residency.find(0, key_of(1))] * 5, 2)
     residency.remove(residency.find(0, key_of(1)), Cause.DROPPED, 2)
-    adopt(residency, NVME, columns([(1, None, 0)]), [Kind(0, 7, 0)], 3)
+    adopt(residency, NVME, columns([(1, None, 0)]), [RowKind(0, 7, 0)], 3)
     assert residency.accesses(residency.find(0, key_of(1))) == 5
     assert check(residency) == []
 

@@ -13,7 +13,7 @@ from kvstore_proto.arena import BlockHeader
 from kvstore_proto.identity import NO_PARENT
 from kvstore_tiers.base import Slot
 from kvstore_tiers.recovered import as_columns, as_words
-from kvstored.store.blocks import Kind, Residency
+from kvstored.store.blocks import Residency, RowKind
 from kvstored.store.blocks.adoption import adopt
 from kvstored.store.blocks.check import check
 from kvstored.store.blocks.keys import KeyTable
@@ -63,7 +63,7 @@ def test_blocks_of_several_tenants_in_any_order(seed: int) -> None:
             for at, (tenant, chain, depth) in enumerate(part)
         ]  # fmt: skip
         columns = as_columns(listed)
-        kinds = [Kind(origin.tenant[0], 7, 0) for origin in columns.origins]
+        kinds = [RowKind(origin.tenant[0], 7, 0) for origin in columns.origins]
         for at in adopt(residency, NVME, columns, kinds, 1):  # on which others hang already
             header, kind = listed[at][1], kinds[int(columns.origin[at])]
             row = residency.insert(

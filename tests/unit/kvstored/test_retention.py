@@ -17,8 +17,8 @@ from kvstore_proto.errors import KVStoreError
 from kvstore_proto.terms import Terms
 from kvstore_proto.v1 import admin_pb2 as admin
 from kvstore_proto.v1 import kvstore_pb2 as pb
-from kvstored.admin.drop import Drop
-from kvstored.clients.sessions import Session
+from kvstored.admin.drop import OperatorDrop
+from kvstored.clients.sessions import ClientSession
 from kvstored.lifecycle import Cause
 from kvstored.rpc.verbs.put import PutVerb
 from kvstored.store.blocks.check import check
@@ -312,7 +312,7 @@ async def test_blocks_that_are_pinned_count_once_against_the_bound(driven: Drive
     keys = await put(driven, 1, 4, pin="a")
     assert 2 * driven.small.residency.pinned_bytes[tenant] > 64 << 10
     assert hints.touch(driven.client, b"".join(keys), Terms(pin="b")) == 4
-    verb, client = PutVerb(driven.operations.put, driven.small.store), cast(Session, driven.client)
+    verb, client = PutVerb(driven.operations.put, driven.small.store), cast(ClientSession, driven.client)
     again = verb.store_inline(client, driven.offer(keys, Terms(pin="c")), NONE)
     statuses = [list(answer.store.statuses) async for answer in again]
     assert statuses == [[StoreStatus.PRESENT] * 4]
@@ -322,7 +322,7 @@ async def test_blocks_that_are_pinned_count_once_against_the_bound(driven: Drive
 
 @over_a_store("limits.pinned_per_tenant=64KiB")
 async def test_pins_of_puts_under_way_count_against_the_bound(driven: DrivenStore) -> None:
-    verb, client = PutVerb(driven.operations.put, driven.small.store), cast(Session, driven.client)
+    verb, client = PutVerb(driven.operations.put, driven.small.store), cast(ClientSession, driven.client)
     answers = verb.store_inline(client, driven.offer(keys_of(1, 4), Terms(pin="a")), NONE)
     with pytest.raises(KVStoreError, match=r"limits\.pinned_per_tenant"):
         verb.store_inline(client, driven.offer(keys_of(2, 1), Terms(pin="a")), NONE)
@@ -352,7 +352,7 @@ async def test_a_put_under_way_keeps_the_owner_that_it_will_pin_for(driven: Driv
     keys = await put(driven, 1)
     for number in range(31):
         hints.touch(driven.client, keys[0], Terms(pin=f"owner {number}"))
-    verb, client = PutVerb(driven.operations.put, driven.small.store), cast(Session, driven.client)
+    verb, client = PutVerb(driven.operations.put, driven.small.store), cast(ClientSession, driven.client)
     answers = verb.store_inline(client, driven.offer(keys_of(2, 1), Terms(pin="of the put")), NONE)
     with pytest.raises(KVStoreError, match="32 owners"):
         hints.touch(driven.client, keys[0], Terms(pin="one more"))
@@ -380,7 +380,7 @@ async def test_the_bound_on_pins_follows_a_resize_of_dram(driven: DrivenStore) -
 async def test_an_operator_ends_the_pins_of_one_owner_or_of_all(driven: DrivenStore) -> None:
     """The tenant needs no client."""
     directory: Any = SimpleNamespace(number=lambda name, residency: {"tenant": driven.client.tenant_id}.get(name))
-    drop, owners = Drop(driven.small.store, directory), driven.small.store.retention.owners
+    drop, owners = OperatorDrop(driven.small.store, directory), driven.small.store.retention.owners
     first, second = await put(driven, 1, pin="a"), await put(driven, 2, pin="b")
     await put(driven, 1, pin="b")
     rows = [driven.small.residency.find(driven.client.tenant_id, keys[0]) for keys in (first, second)]

@@ -25,7 +25,7 @@ from kvstored.store.blocks.check import check
 from kvstored.store.endurance.budget import COMMIT_BYTES, OVERHEAD_BYTES
 from kvstored.store.transfer import staging as module
 from kvstored.store.transfer.demotion import Demotion
-from kvstored.store.transfer.staging import CodecStaging, Staged
+from kvstored.store.transfer.staging import CodecStaging, StagedImage
 from kvstored.telemetry import Counters
 from tests.reference.small_store import FAR_S, PAYLOAD_BYTES, SmallStore, small_store
 from tests.reference.stored_blocks import stored_slot
@@ -121,7 +121,7 @@ def test_a_block_whose_codec_fails_is_stored_as_it_is(
     monkeypatch.setattr(module, "codec_named", lambda _name: _Playing())
     monkeypatch.setattr(_Playing, "answer", answer)
 
-    async def main() -> Staged | Outcome:
+    async def main() -> StagedImage | Outcome:
         completions, counters = CompletionQueue(asyncio.get_running_loop()), Counters()
         with closing(HostTier(4 << 20, arena_bytes=1 << 20)) as host:
             staging = CodecStaging(Coding("made-up", 1 << 20), host, completions, counters)
@@ -131,7 +131,7 @@ def test_a_block_whose_codec_fails_is_stored_as_it_is(
             return staged
 
     with caplog.at_level(logging.WARNING):
-        assert asyncio.run(main()) == Staged(WHOLE_BYTES)
+        assert asyncio.run(main()) == StagedImage(WHOLE_BYTES)
     assert len(caplog.records) == 1 and "is stored as it is" in caplog.text
 
 
@@ -149,10 +149,10 @@ def test_staging_is_bounded_and_given_out_in_order() -> None:
                 asyncio.ensure_future(staging.stage(host, slot, header.key, WHOLE_BYTES))
                 for slot, (header, _) in zip(slots, blocks, strict=True)
             ]
-            held: list[Staged] = []
+            held: list[StagedImage] = []
             for position, each in enumerate(asked):
                 staged = await asyncio.wait_for(each, FAR_S)
-                assert isinstance(staged, Staged)
+                assert isinstance(staged, StagedImage)
                 if staged.image is None:
                     continue
                 held.append(staged)
@@ -166,7 +166,7 @@ def test_staging_is_bounded_and_given_out_in_order() -> None:
             assert staging._scratch.out_bytes == 0
             header, payload = block_with_pattern(34, 100_000)
             large = await staging.stage(host, stored_slot(host, header, payload), header.key, slot_bytes(100_000))
-            assert large == Staged(slot_bytes(100_000))
+            assert large == StagedImage(slot_bytes(100_000))
             view_at(host.slot_segment(slots[0]).address + HEADER_BYTES, 1)[0] ^= 1
             damaged = await staging.stage(host, slots[0], blocks[0][0].key, WHOLE_BYTES)
             assert isinstance(damaged, Outcome) and damaged.kind is OutcomeKind.CORRUPT

@@ -16,7 +16,7 @@ from kvstored.policy_names import CHAIN_HAZARD
 from kvstored.store.blocks.check import check
 from kvstored.store.operations.delete import Fate
 from kvstored.store.operations.durability import Durability, DurabilityMode
-from kvstored.store.operations.records import GetRequest, LeasedRun, StoreStatus
+from kvstored.store.operations.records import GetRequest, GrantedRun, StoreStatus
 from kvstored.store.policies.base import Share
 from kvstored.store.policies.chain_hazard import ChainHazard
 from tests.reference.driven_store import DrivenStore, keys_of
@@ -30,7 +30,7 @@ OTHERS = keys_of(2, BLOCKS)
 ON_BOTH = 1 << HOST | 1 << NVME
 
 
-def positions_of(runs: Sequence[LeasedRun]) -> list[int]:
+def positions_of(runs: Sequence[GrantedRun]) -> list[int]:
     return sorted(at for run in runs for at in range(run.first, run.first + len(run.rows)))
 
 
@@ -165,7 +165,7 @@ async def test_a_lease_of_a_stream_expires_counted_from_its_beginning(driven: Dr
     answers, first = await driven.begin_stream(GetRequest(PACKED))
     driven.small.clock.advance(s=3)
     second = await anext(answers)
-    assert isinstance(second, LeasedRun)
+    assert isinstance(second, GrantedRun)
     ttl_ms = driven.operations.get.lease_ttl_ms
     assert (first.expires_in_ms, second.expires_in_ms) == (ttl_ms, ttl_ms + 3000)
     await answers.aclose()
@@ -264,7 +264,7 @@ async def test_what_is_asked_for_second_is_loaded_second(driven: DrivenStore) ->
     first_us, second_us = [(await anext(get)).ready_us for get in gets]  # type: ignore[union-attr]
     assert max(first_us) < min(second_us), "and expected so"
     run = await anext(gets[1])
-    assert isinstance(run, LeasedRun) and run.first == 0
+    assert isinstance(run, GrantedRun) and run.first == 0
     assert [driven.tiers_of(key) for key in KEYS] == [ON_BOTH] * BLOCKS
     assert driven.tiers_of(OTHERS[-1]) == 1 << NVME
     for get in gets:

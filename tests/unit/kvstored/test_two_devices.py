@@ -22,7 +22,7 @@ from kvstored.tier_set import NO_TIERS, ONLY, TierSet
 from tests.reference.driven_store import DrivenStore, keys_of
 from tests.reference.small_store import SLOT_BYTES, SmallStore, small_store
 from tests.unit.kvstored.test_device_before_host import idle
-from tests.unit.kvstored.test_straight_promotion import CHAIN, on_nvme_alone, places
+from tests.unit.kvstored.test_device_promotion import CHAIN, on_nvme_alone, places
 
 FIRST, SECOND, HOST, NVME = ONLY[:4]
 BOTH = FIRST.union(SECOND)

@@ -23,8 +23,8 @@ from kvstored.clients.arena_grants import ArenaGrants
 from kvstored.clients.tenants import TenantDirectory
 from kvstored.lifetime.recovery import ArenaImport
 from kvstored.lifetime.warm import restart
+from kvstored.lifetime.warm.descriptor_holder import DescriptorHolder
 from kvstored.lifetime.warm.former_clients import FormerClients, start_ticks
-from kvstored.lifetime.warm.keeper import Keeper
 from kvstored.lifetime.warm.ledger import Ledger
 from kvstored.lifetime.warm.restart import Adopted, WarmRestart
 from kvstored.store.blocks import Residency
@@ -37,7 +37,7 @@ SLOT = 16 << 10
 OWNER = "ab" * 16
 
 
-class Deaf(Keeper):
+class Deaf(DescriptorHolder):
     """One that cannot be reached."""
 
     name = "deaf"
@@ -88,26 +88,26 @@ class Slow(Deaf):
 
 
 def test_what_a_kill_would_lose_is_kept_before_others_are_dropped() -> None:
-    keeper = Slow()
-    assert keeper.keep("a", 3) and keeper.keep("b", 4)
+    holder = Slow()
+    assert holder.keep("a", 3) and holder.keep("b", 4)
     for name in ("a", "b"):
-        keeper.drop(name)
-    assert not keeper.keep("c", 5) and not keeper.keep("d", 6)
-    keeper.queue = 0
-    assert keeper.retry() == ["c", "d"]
-    keeper.queue = 0
-    assert keeper.retry() == [] and keeper.taken[-2:] == ["drop a", "drop b"]
+        holder.drop(name)
+    assert not holder.keep("c", 5) and not holder.keep("d", 6)
+    holder.queue = 0
+    assert holder.retry() == ["c", "d"]
+    holder.queue = 0
+    assert holder.retry() == [] and holder.taken[-2:] == ["drop a", "drop b"]
 
 
-async def _fall_behind(warm: WarmRestart, keeper: Slow) -> None:
+async def _fall_behind(warm: WarmRestart, holder: Slow) -> None:
     running = asyncio.create_task(warm.run())
     await asyncio.sleep(0)  # it has begun to wait
-    keeper.queue = 2
-    assert not keeper.keep("late", 3)
-    keeper.queue = 0
+    holder.queue = 2
+    assert not holder.keep("late", 3)
+    holder.queue = 0
     try:
         async with asyncio.timeout(30):
-            while keeper.unkept:
+            while holder.unkept:
                 await asyncio.sleep(0.01)
     finally:
         running.cancel()
@@ -117,10 +117,10 @@ def test_what_falls_behind_while_nothing_was_is_kept_before_the_next_look(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(restart, "LOOK_S", 3600.0)
-    keeper = Slow()
+    holder = Slow()
     with closing(Ledger(tmp_path)) as ledger:
-        asyncio.run(_fall_behind(WarmRestart(keeper, ledger, {}), keeper))
-    assert keeper.taken == ["keep late"]
+        asyncio.run(_fall_behind(WarmRestart(holder, ledger, {}), holder))
+    assert holder.taken == ["keep late"]
 
 
 def test_an_arena_is_granted_without_a_look_at_the_others(host: HostTier, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 
-from kvstore_predictor.base import Array, Guess, Piece, Predictor, Request
+from kvstore_predictor.base import Array, Guess, Piece, Predictor, PredictorRequest
 from kvstore_predictor.ensemble import Ensemble
 
 
@@ -23,7 +23,7 @@ class Says(Predictor):
     def __init__(self, odd: float, even: float) -> None:
         self._chances = (even, odd)
 
-    def requested(self, request: Request, now_s: float) -> None:
+    def requested(self, request: PredictorRequest, now_s: float) -> None:
         pass
 
     def guesses(self, now_s: float, horizon_s: float, limit: int) -> list[Guess]:
@@ -48,7 +48,7 @@ def drive(ensemble: Ensemble, requests: int = 4000) -> float:
         draw = chance.random()
         even, odd = 2 * chance.randint(1, 50), 2 * chance.randint(0, 49) + 1
         asked = even if draw < 0.5 else odd if draw < 0.54 else 10_000 + chance.randrange(1 << 30)
-        ensemble.requested(Request(0, [key(asked)]), now_s)
+        ensemble.requested(PredictorRequest(0, [key(asked)]), now_s)
     return now_s
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore_predictor.base import Hint, Request
-from kvstore_predictor.learned import Learned
+from kvstore_predictor.base import Hint, PredictorRequest
+from kvstore_predictor.learned import LearnedPredictor
 from kvstore_predictor.return_trees import COLUMNS, ReturnTrees, without_trees
 from kvstore_predictor.session_return import SessionReturn
 from kvstored.config import ConfigError, load_config
@@ -33,7 +33,7 @@ def serve(predictor: Any, requests: int, *, pause_s: float = 10.0, sessions: int
         now_s += pause_s / sessions
         session = number % sessions
         lengths[session] += chance.randint(0, 1)
-        predictor.requested(Request(0, keys(session, lengths[session]), number), now_s)
+        predictor.requested(PredictorRequest(0, keys(session, lengths[session]), number), now_s)
     return now_s
 
 
@@ -49,7 +49,7 @@ def chances(predictor: Any, now_s: float, horizon_s: float = 10.0) -> dict[bytes
 
 
 def test_without_trees_it_says_what_session_return_says() -> None:
-    plain, learned = SessionReturn(), Learned(without_trees())
+    plain, learned = SessionReturn(), LearnedPredictor(without_trees())
     now_s = serve(plain, 300)
     serve(learned, 300)
     expected = chances(plain, now_s)
@@ -57,7 +57,7 @@ def test_without_trees_it_says_what_session_return_says() -> None:
 
 
 def test_the_model_moves_chances_where_it_knows_the_chain() -> None:
-    plain, learned = SessionReturn(), Learned(ReturnTrees(small_arrays(up=2.0, down=-2.0)))
+    plain, learned = SessionReturn(), LearnedPredictor(ReturnTrees(small_arrays(up=2.0, down=-2.0)))
     now_s = serve(plain, 20)
     serve(learned, 20)
     expected, found = chances(plain, now_s), chances(learned, now_s)
@@ -69,23 +69,23 @@ def test_a_chain_unlike_those_of_the_training_keeps_session_returns_chance() -> 
     arrays = small_arrays(up=2.0, down=-2.0)
     arrays["high"] = arrays["high"].copy()
     arrays["high"][COLUMNS.index("length")] = 1.0  # logarithm: chains of two blocks
-    plain, learned = SessionReturn(), Learned(ReturnTrees(arrays))
+    plain, learned = SessionReturn(), LearnedPredictor(ReturnTrees(arrays))
     now_s = serve(plain, 20)
     serve(learned, 20)
     assert chances(learned, now_s) == chances(plain, now_s)
 
 
 def test_what_an_engine_announced_keeps_its_chance() -> None:
-    learned = Learned(ReturnTrees(small_arrays(up=-3.0, down=-3.0)))
+    learned = LearnedPredictor(ReturnTrees(small_arrays(up=-3.0, down=-3.0)))
     now_s = serve(learned, 20)
     chain = keys(3, 4)
-    learned.requested(Request(0, chain), now_s)
+    learned.requested(PredictorRequest(0, chain), now_s)
     learned.hinted(0, chain[-1], Hint(due_s=now_s + 5.0), now_s)
     assert chances(learned, now_s)[chain[-1]] == pytest.approx(0.95)
 
 
 def test_a_model_that_foretells_worse_loses_its_say() -> None:
-    worse, better = Learned(ReturnTrees(small_arrays(up=-4.0, down=-4.0))), Learned(without_trees())
+    worse, better = LearnedPredictor(ReturnTrees(small_arrays(up=-4.0, down=-4.0))), LearnedPredictor(without_trees())
     now_s = serve(worse, 3000)
     serve(better, 3000)
     assert worse.say(10.0) < 0.01
@@ -97,20 +97,20 @@ def test_a_model_that_foretells_worse_loses_its_say() -> None:
 
 
 def test_what_was_deleted_is_not_taken_for_a_return() -> None:
-    learned = Learned(ReturnTrees(small_arrays(up=4.0, down=4.0)))
+    learned = LearnedPredictor(ReturnTrees(small_arrays(up=4.0, down=4.0)))
     for number in range(320):  # none of these goes on, and all are deleted
-        learned.requested(Request(0, keys(number, 4), number), number * 0.1)
+        learned.requested(PredictorRequest(0, keys(number, 4), number), number * 0.1)
     before = learned.say(10.0)
     learned.forget(0, None)
-    learned.requested(Request(0, keys(10_000, 4), 10_000), 1000.0)
+    learned.requested(PredictorRequest(0, keys(10_000, 4), 10_000), 1000.0)
     assert learned.say(10.0) == before
 
 
 def test_another_models_losses_are_not_taken_over() -> None:
-    worse = Learned(ReturnTrees(small_arrays(up=-4.0, down=-4.0)))
+    worse = LearnedPredictor(ReturnTrees(small_arrays(up=-4.0, down=-4.0)))
     serve(worse, 2000)
     state = state_of(worse)
-    same, other = Learned(ReturnTrees(small_arrays(up=-4.0, down=-4.0))), Learned(small_trees())
+    same, other = LearnedPredictor(ReturnTrees(small_arrays(up=-4.0, down=-4.0))), LearnedPredictor(small_trees())
     same.import_state(state, 0.0)
     other.import_state(state, 0.0)
     assert same.say(10.0) == worse.say(10.0) < 0.1
@@ -118,7 +118,7 @@ def test_another_models_losses_are_not_taken_over() -> None:
 
 
 def test_a_clock_that_was_set_back_costs_nothing() -> None:
-    before, after = Learned(small_trees()), Learned(small_trees())
+    before, after = LearnedPredictor(small_trees()), LearnedPredictor(small_trees())
     now_s = serve(before, 300)
     after.import_state(state_of(before), 30 * 86_400.0)
     serve(after, 300)
@@ -163,7 +163,7 @@ def _large(arrays: dict[str, Any]) -> None:
 
 
 def _steep(arrays: dict[str, Any]) -> None:
-    arrays["straight"] = np.array([0.0, np.inf])
+    arrays["calibration"] = np.array([0.0, np.inf])
 
 
 def _many(arrays: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore_predictor.base import Request
+from kvstore_predictor.base import PredictorRequest
 from kvstore_predictor.generations import Generations
 from kvstore_predictor.markov import Markov, Successors
 
@@ -21,7 +21,7 @@ def test_documents_in_a_cycle_are_foreseen_in_their_order() -> None:
     predictor, now_s = Markov(), 0.0
     for turn in range(60):
         now_s += 10.0
-        predictor.requested(Request(0, document(turn % 6) + question(turn)), now_s)
+        predictor.requested(PredictorRequest(0, document(turn % 6) + question(turn)), now_s)
     guesses = predictor.guesses(now_s, 12.0, 10)  # that of document 5 came last: 0 is next
     assert guesses[0].key == document(0)[-1]
     assert guesses[0].blocks == 10
@@ -35,14 +35,14 @@ def test_documents_in_a_cycle_are_foreseen_in_their_order() -> None:
 def test_a_document_is_known_without_its_question() -> None:
     predictor = Markov()
     for turn in range(4):
-        predictor.requested(Request(0, document(1, 11) + question(turn)), 5.0 * turn)
+        predictor.requested(PredictorRequest(0, document(1, 11) + question(turn)), 5.0 * turn)
     assert [each.key for each in predictor.guesses(16.0, 30.0, 1)] == [document(1, 11)[-1]]
 
 
 def test_prompts_asked_for_once_are_not_foreseen() -> None:
     predictor = Markov()
     for turn in range(50):
-        predictor.requested(Request(0, document(turn)), float(turn))
+        predictor.requested(PredictorRequest(0, document(turn)), float(turn))
     assert predictor.guesses(50.0, 60.0, 10) == []
 
 
@@ -66,8 +66,8 @@ def test_longer_contexts_decide_where_shorter_ones_cannot() -> None:
 def test_memory_is_bounded() -> None:
     predictor, successors = Markov(documents_max=16), Successors(10)
     for turn in range(600):
-        predictor.requested(Request(turn % 7, document(turn // 2 % 250)), float(turn))
-        predictor.requested(Request(turn % 7, document(turn // 2 % 250)), float(turn))
+        predictor.requested(PredictorRequest(turn % 7, document(turn // 2 % 250)), float(turn))
+        predictor.requested(PredictorRequest(turn % 7, document(turn // 2 % 250)), float(turn))
         successors.came((turn,), turn + 1, 1.0)
     assert len(successors) <= 11
     state: dict[str, int] = {}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvstore_predictor.ages import BINS, EDGES_S, END_S, age_of, at_age, chance, cumulative
-from kvstore_predictor.base import Guess, Hint, NextStep, Request
+from kvstore_predictor.base import Guess, Hint, NextStep, PredictorRequest
 from kvstore_predictor.session_return import SessionReturn
 
 
@@ -30,8 +30,8 @@ def taught() -> tuple[SessionReturn, float]:
     for turn in range(30):
         for session in range(40):
             now_s += 0.125
-            predictor.requested(Request(0, keys(session, 4 + turn)), now_s)
-        predictor.requested(Request(0, keys(100 + turn, 12)), now_s)
+            predictor.requested(PredictorRequest(0, keys(session, 4 + turn)), now_s)
+        predictor.requested(PredictorRequest(0, keys(100 + turn, 12)), now_s)
     return predictor, now_s
 
 
@@ -48,9 +48,9 @@ def test_it_learns_who_returns_and_when() -> None:
 def test_a_class_that_is_new_is_told_from_others_at_once() -> None:
     predictor = SessionReturn(1024)
     for session, first_s in ((1, 0.0), (2, 298.0)):  # the one comes again after 300 s, the other after 2 s
-        predictor.requested(Request(0, keys(session, 4)), first_s)
+        predictor.requested(PredictorRequest(0, keys(session, 4)), first_s)
     for session in (1, 2):
-        predictor.requested(Request(0, keys(session, 6)), 300.0)
+        predictor.requested(PredictorRequest(0, keys(session, 6)), 300.0)
     assert of(predictor, 2, 300.0, 10.0) > 1.5 * of(predictor, 1, 300.0, 10.0)
 
 
@@ -85,12 +85,12 @@ def test_hints_raise_lower_and_end() -> None:
 
 def test_an_answer_is_that_of_its_own_request() -> None:
     predictor = SessionReturn(64)
-    predictor.requested(Request(0, keys(1, 3), 7, 1500), 1.0)
+    predictor.requested(PredictorRequest(0, keys(1, 3), 7, 1500), 1.0)
     predictor.answered(7, 100, 2.0)
     predictor.answered(7, 900, 3.0)  # again: no longer awaited
     assert predictor.sessions.tokens[0] == 1600
-    predictor.requested(Request(0, keys(1, 5), 8, 1700), 4.0)
-    predictor.requested(Request(0, keys(1, 6), 9, 2000), 5.0)
+    predictor.requested(PredictorRequest(0, keys(1, 5), 8, 1700), 4.0)
+    predictor.requested(PredictorRequest(0, keys(1, 6), 9, 2000), 5.0)
     predictor.answered(8, 100, 6.0)  # another request continues the chain by now
     assert predictor.sessions.tokens[2] == 2000
 
@@ -98,7 +98,7 @@ def test_an_answer_is_that_of_its_own_request() -> None:
 def test_a_system_prompt_belongs_to_no_session() -> None:
     predictor, prompt = SessionReturn(256), keys(999, 3)
     for session in range(40):
-        predictor.requested(Request(0, prompt + keys(session, 1)), float(session))
+        predictor.requested(PredictorRequest(0, prompt + keys(session, 1)), float(session))
     turns = [each for each in predictor.sessions.turn if each]
     assert turns.count(1) >= 30
 
@@ -118,7 +118,7 @@ def test_horizons_are_the_inverse_of_ages() -> None:
 def test_chains_are_copied_in_the_order_of_their_last_use_and_a_few_at_a_time(slots: int) -> None:
     predictor = SessionReturn(slots)
     for number in range(slots + 300):
-        predictor.requested(Request(0, [number.to_bytes(16, "big")]), float(number))
+        predictor.requested(PredictorRequest(0, [number.to_bytes(16, "big")]), float(number))
     pieces = [piece for name, piece in predictor.export_state() if name == "chains"]
     assert max(map(len, pieces)) <= 128
     assert np.concatenate(pieces)["used_s"].tolist() == list(range(300, slots + 300))

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from kvstore_predictor.base import Guess, Hint, NextStep, Request
+from kvstore_predictor.base import Guess, Hint, NextStep, PredictorRequest
 from kvstored.store.prefetch.on_hint import BEFORE_MAX, LATE_S, OnHint
 from tests.contract.test_predictor_contract import state_of
 
@@ -27,7 +27,7 @@ def ask(predictor: OnHint, now_s: float, horizon_s: float = 60.0) -> list[Guess]
 
 
 def come(predictor: OnHint, number: int, now_s: float) -> None:
-    predictor.requested(Request(TENANT, [key(0), key(number), key(number + 1)]), now_s)
+    predictor.requested(PredictorRequest(TENANT, [key(0), key(number), key(number + 1)]), now_s)
 
 
 def test_an_engine_that_is_right_is_believed_and_to_the_second() -> None:
@@ -74,10 +74,10 @@ def test_requests_that_do_not_come_make_the_next_one_less_likely() -> None:
 
 def test_the_request_ends_the_guess_also_without_the_last_block_which_may_be_partial() -> None:
     predictor = OnHint()
-    predictor.requested(Request(TENANT, [key(0), key(1), key(2)]), 0.0)
+    predictor.requested(PredictorRequest(TENANT, [key(0), key(1), key(2)]), 0.0)
     announce(predictor, 2, 10.0, 1.0)
     assert len(ask(predictor, 5.0)) == 1
-    predictor.requested(Request(TENANT, [key(0), key(1), key(7), key(8)]), 11.0)
+    predictor.requested(PredictorRequest(TENANT, [key(0), key(1), key(7), key(8)]), 11.0)
     assert not ask(predictor, 11.0)
 
 
@@ -101,7 +101,7 @@ def test_the_engine_s_own_doubt_counts() -> None:
 @pytest.mark.parametrize("gone", [[key(1)], [key(2)], None])
 def test_nothing_names_a_deleted_block(gone: list[bytes] | None) -> None:
     predictor = OnHint()
-    predictor.requested(Request(TENANT, [key(0), key(1), key(2)]), 0.0)
+    predictor.requested(PredictorRequest(TENANT, [key(0), key(1), key(2)]), 0.0)
     announce(predictor, 2, 10.0, 1.0)
     predictor.forget(TENANT, gone)
     assert not ask(predictor, 5.0)
@@ -111,7 +111,7 @@ def test_nothing_names_a_deleted_block(gone: list[bytes] | None) -> None:
 def test_a_deletion_costs_no_more_the_more_requests_are_known() -> None:
     predictor = OnHint()
     for number in range(BEFORE_MAX + 100):
-        predictor.requested(Request(TENANT, [key(0), key(2 * number + 1), key(2 * number + 2)]), 0.0)
+        predictor.requested(PredictorRequest(TENANT, [key(0), key(2 * number + 1), key(2 * number + 2)]), 0.0)
     assert len(predictor._before) == len(predictor._ends) == BEFORE_MAX
     began_s = time.process_time()
     for number in range(2000):

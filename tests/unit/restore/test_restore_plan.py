@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore_restore.costs import ComputeCost, Contention, LinkCost, RestoreCosts
-from kvstore_restore.plan import Prefix, plan, plans_by_axis
+from kvstore_restore.plan import StoredPrefix, plan, plans_by_axis
 
 CHUNK_TOKENS, CHUNK_BYTES = 512, 1 << 20
 ALONE = Contention()
@@ -23,9 +23,9 @@ def _costs(
     return RestoreCosts(ComputeCost(fixed, token, attended), links, contention)
 
 
-def _prefix(chunks: int, *, slow: int = 0, input_bytes: int = 0) -> Prefix:
+def _prefix(chunks: int, *, slow: int = 0, input_bytes: int = 0) -> StoredPrefix:
     tiers = ("nvme",) * slow + ("host",) * (chunks - slow)
-    return Prefix(tiers, CHUNK_TOKENS, CHUNK_BYTES, input_bytes=input_bytes, input_tier="nvme")
+    return StoredPrefix(tiers, CHUNK_TOKENS, CHUNK_BYTES, input_bytes=input_bytes, input_tier="nvme")
 
 
 bytes_of_any_input = st.sampled_from([0, CHUNK_BYTES // 8, CHUNK_BYTES])
@@ -65,7 +65,7 @@ def test_two_tiers_are_loaded_at_once() -> None:
 def test_nothing_stored_takes_no_time() -> None:
     assert plan(_prefix(0), _costs()).finish_s == 0.0
     with pytest.raises(ValueError, match="at least one"):
-        Prefix((), 0, 1)
+        StoredPrefix((), 0, 1)
 
 
 def test_hidden_states_that_come_over_the_link_are_part_of_the_plan() -> None:

@@ -5,7 +5,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore_restore.pointers import Pointers, State, turn
+from kvstore_restore.pointers import ChunkState, Pointers, turn
 
 
 def test_the_two_meet() -> None:
@@ -33,7 +33,7 @@ def test_computing_leaves_a_chunk_that_it_cannot_overtake_to_the_load() -> None:
     pointers = Pointers(1, overtakes=lambda chunk: False)
     assert not pointers.computable(1)
     pointers.lose(0)  # it stalls
-    assert pointers.state(0) is State.LOST
+    assert pointers.state(0) is ChunkState.LOST
     assert pointers.computable(1)
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore_restore.pointers import Pointers, State
+from kvstore_restore.pointers import ChunkState, Pointers
 from kvstore_restore.stages import Input, Stages
 
 
@@ -101,7 +101,7 @@ def test_every_stage_is_whole_whatever_becomes_of_the_loads(count: int, chunks: 
                 held.add((stage, chunk))
         elif what == 2 and (chunk := stages.next_compute(stage)) is not None:
             assert busy is None
-            assert all(pointers[stage].state(before) is State.PRESENT for before in range(chunk))
+            assert all(pointers[stage].state(before) is ChunkState.PRESENT for before in range(chunk))
             assert not stage or (stage, chunk) in held
         elif what == 3 and busy is not None:
             if stages.computed(stage, busy):

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from kvstore_simulator.fleet import EVENTS, RANDOM, ROUTINGS, STICKY, FleetStudy, Router
+from kvstore_simulator.hit_value import models
 from kvstore_simulator.machine import load_machine
 from kvstore_simulator.node_settings import NodeSettings
 from kvstore_simulator.node_store import EnginePool
 from kvstore_simulator.options import parse_remote
 from kvstore_simulator.simulated_remote import RemoteSpec
+from kvstore_simulator.simulated_request import SimulatedRequest
 from kvstore_simulator.trace import Op, Trace
-from kvstore_simulator.visit import Visit
-from kvstore_simulator.worth import models
 from kvstored.cli import main
 from kvstored.policy_names import ALL
 from tests.reference.traces import sessions, trace_of, write_mooncake
@@ -89,9 +89,12 @@ def test_a_conversation_stays_at_its_node_unless_the_queue_there_is_long(waiting
     nodes: Any = [SimpleNamespace(pool=pool, store=None, trace=trace, settings=settings) for pool in pools]
     router = Router(EVENTS, nodes, 0)
     if waiting_tokens:
-        other = Visit(0, 0, [*keys, b"other"], waiting_tokens, Op.GET, 0)
+        other = SimulatedRequest(0, 0, [*keys, b"other"], waiting_tokens, Op.GET, 0)
         assert router.choose(other) is nodes[1]
-    assert router.choose(Visit(1, 0, keys, len(keys) * trace.block_tokens, Op.GET, 0)) is nodes[1 if stays else 0]
+    assert (
+        router.choose(SimulatedRequest(1, 0, keys, len(keys) * trace.block_tokens, Op.GET, 0))
+        is nodes[1 if stays else 0]
+    )
 
 
 @pytest.mark.slow

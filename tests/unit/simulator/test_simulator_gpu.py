@@ -70,7 +70,7 @@ def must_balance(node: Node) -> None:
 @pytest.mark.parametrize("plan", [ORCHESTRATED, ABLATIONS["overlap"]], ids=lambda plan: plan.name)
 def test_what_is_on_the_device_is_not_copied_from_the_host(plan: ServingPlan) -> None:
     node = serve(LONGER, ((GPU, 100), ("dram", 100), ("nvme", 100)), plan)
-    last, copying_s = node.served.visits[2], 4 * 2 * HBM_S  # each byte is read and written
+    last, copying_s = node.served.requests[2], 4 * 2 * HBM_S  # each byte is read and written
     assert (last.in_pool, last.found, last.recomputed) == (0, [4, 0, 0], 0)
     assert last.exposed_ns / NS_PER_S == near(copying_s / MODEL.layers if plan.overlaps else copying_s)
     moved = lanes(node)
@@ -80,7 +80,7 @@ def test_what_is_on_the_device_is_not_copied_from_the_host(plan: ServingPlan) ->
 
 def test_what_the_device_alone_has_does_not_come_back_to_dram() -> None:
     node = serve(LONGER, ((GPU, 100), ("dram", 4)))
-    assert node.served.visits[2].found == [4, 0]
+    assert node.served.requests[2].found == [4, 0]
     assert (lanes(node)["gpu→engine"], lanes(node)["gpu→dram"]) == (4, 0)
 
 
@@ -88,7 +88,7 @@ def test_what_the_device_alone_has_does_not_come_back_to_dram() -> None:
 def test_what_is_in_dram_costs_the_engines_own_copy(plan: ServingPlan) -> None:
     """The blocks are in DRAM because admission has not let them onto the device: the second use is this one."""
     node = serve(LONGER, ((GPU, 100), ("dram", 100)), plan, gpu=ALWAYS | {"admission": "second-touch"})
-    last, copying_s = node.served.visits[2], 4 * LINK_S
+    last, copying_s = node.served.requests[2], 4 * LINK_S
     assert (last.in_pool, last.found, last.recomputed) == (0, [0, 4], 0)
     assert last.exposed_ns / NS_PER_S == near(copying_s / MODEL.layers if plan.overlaps else copying_s)
     moved = lanes(node)
@@ -125,7 +125,7 @@ def test_the_engines_copies_wait_for_those_to_the_device_that_began_before() -> 
     copied = next(lane for lane in alone.store.lanes if lane.name == "dram→gpu")
     at_s = copied.moved[0][0] / NS_PER_S - LINK_S / 2  # half of the first copy is done, three have begun to wait
     node = serve(asked(*before, (at_s, [0, 1, 2, 3], Op.REQUEST)), tiers, ABLATIONS["overlap"], gpu=once)
-    assert (node.served.visits[3].in_pool, node.served.visits[3].found) == (0, [0, 4])
+    assert (node.served.requests[3].in_pool, node.served.requests[3].found) == (0, [0, 4])
     assert node.store is not None
     assert node.store.to_engine.moved[-1][0] / NS_PER_S == near(at_s + 3.5 * LINK_S + 4 * LINK_S)
 
@@ -133,7 +133,7 @@ def test_the_engines_copies_wait_for_those_to_the_device_that_began_before() -> 
 def test_a_tier_behind_dram_has_what_dram_has_no_room_for() -> None:
     """DRAM has room for one request: what returns to it pushes the other one's blocks out."""
     node = serve(LONGER, (("dram", 4), (GPU, 100), ("nvme", 100)))
-    last = node.served.visits[2]
+    last = node.served.requests[2]
     assert (last.in_pool, last.found) == (0, [0, 4, 0])
     moved = lanes(node)
     assert moved["gpu→engine"] == 0, "from there blocks come by way of DRAM"
@@ -147,12 +147,12 @@ def test_what_nvme_alone_has_comes_past_dram(way: str) -> None:
     gpu = ALWAYS | {"rate": "1", "from_nvme": way}
     plan = replace(ABLATIONS["weigh"], prefetches=False)
     node = serve(LONGER, ((GPU, 100), ("dram", 4), ("nvme", 100)), plan, gpu=gpu)
-    on_device, in_dram, on_nvme = node.served.visits[2].found
+    on_device, in_dram, on_nvme = node.served.requests[2].found
     assert on_nvme > 0 and on_device + in_dram + on_nvme == 4
-    moved, is_straight = lanes(node), way != "off"
-    assert moved.get("nvme→gpu", 0) == (on_nvme if is_straight else 0)
-    assert moved["nvme→dram"] == (0 if is_straight else on_nvme)
-    assert moved["gpu→engine"] == on_device + (on_nvme if is_straight else 0)
+    moved, skips_dram = lanes(node), way != "off"
+    assert moved.get("nvme→gpu", 0) == (on_nvme if skips_dram else 0)
+    assert moved["nvme→dram"] == (0 if skips_dram else on_nvme)
+    assert moved["gpu→engine"] == on_device + (on_nvme if skips_dram else 0)
     assert node.store is not None
     assert node.store.store.counters["straight_blocks"] == moved.get("nvme→gpu", 0)
 
@@ -165,7 +165,7 @@ def test_what_the_device_evicts_is_in_dram_again() -> None:
         (250, [19, 18, 17, 16], Op.REQUEST), (300, [0, 1, 2, 3], Op.REQUEST),
     )  # fmt: skip
     node = serve(trace, ((GPU, 8), ("dram", 5)))
-    on_device, in_dram = node.served.visits[4].found
+    on_device, in_dram = node.served.requests[4].found
     assert (on_device + in_dram, lanes(node)["gpu→dram"] > 0) == (4, True)
     assert 0 < in_dram < 4
 
@@ -183,20 +183,20 @@ def test_nothing_is_lost_and_nothing_is_copied_twice_for_one_use(
     admission: str, tiers: tuple[tuple[str, int], ...]
 ) -> None:
     node = serve(TRACE, tiers, pool=30, gpu={"admission": admission, "rate": "0"})
-    visits, moved = node.served.visits, lanes(node)
-    assert len(visits) == len(REQUESTS) and all(visit.is_served for visit in visits)
+    requests, moved = node.served.requests, lanes(node)
+    assert len(requests) == len(REQUESTS) and all(visit.is_served for visit in requests)
     at, host = ([name for name, _ in tiers].index(name) for name in (GPU, "dram"))
     assert node.store is not None
     flows = node.store.store.flows.tiers
     assert moved["gpu→dram"] == flows[at].promoted_blocks + (flows[at].demoted_blocks if at < host else 0)
     assert moved["dram→gpu"] > 0 and (at > host or moved["dram→gpu"] == node.store.store.counters["device_blocks"])
-    on_device = sum(visit.found[at] for visit in visits)
+    on_device = sum(visit.found[at] for visit in requests)
     assert on_device > 0 and moved["gpu→engine"] == (on_device if at < host else 0)
 
 
 def test_it_is_the_same_each_time_and_knows_nothing_of_what_comes_later() -> None:
     def ends(trace: Trace) -> list[tuple[int, list[int]]]:
-        return [(visit.end_ns, visit.found) for visit in serve(trace, CROWDED, pool=30, block_s=0.2).served.visits]
+        return [(visit.end_ns, visit.found) for visit in serve(trace, CROWDED, pool=30, block_s=0.2).served.requests]
 
     whole = ends(TRACE)
     assert whole == ends(TRACE)

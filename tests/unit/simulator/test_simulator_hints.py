@@ -7,7 +7,7 @@ import numpy.typing as npt
 import pytest
 
 from kvstore_proto.v1.kvstore_pb2 import NextStep
-from kvstore_simulator.hints import _STEPS, _TOOL_STEPS, NO_HINTS, Hints, _steps, made_up, parse_hints
+from kvstore_simulator.hints import _STEPS, _TOOL_STEPS, NO_HINTS, HintOptions, _steps, made_up, parse_hints
 from kvstore_simulator.replay import Replay, ReplaySettings
 from kvstore_simulator.trace import Op, RecordedHint, Trace, TraceBuilder
 from kvstored.store.policies import ChainHint
@@ -15,9 +15,9 @@ from tests.unit.kvstored.test_policies_chain_hazard import mixed_trace
 
 
 def test_what_is_asked_for() -> None:
-    assert parse_hints("will-continue:0.80,queue:10", 3) == Hints(0.8, 10.0, 3)
-    assert parse_hints("queue:2.5", 0) == Hints(None, 2.5, 0)
-    assert parse_hints("tool-call:0.9", 1) == Hints(seed=1, tool_call_auc=0.9)
+    assert parse_hints("will-continue:0.80,queue:10", 3) == HintOptions(0.8, 10.0, 3)
+    assert parse_hints("queue:2.5", 0) == HintOptions(None, 2.5, 0)
+    assert parse_hints("tool-call:0.9", 1) == HintOptions(seed=1, tool_call_auc=0.9)
 
 
 @pytest.mark.parametrize("text", ["", "will-continue", "will-continue:0.4", "will-continue:1", "queue:0", "tea:1"])
@@ -26,7 +26,7 @@ def test_a_wrong_one_is_named(text: str) -> None:
         parse_hints(text, 0)
 
 
-def chances(trace: Trace, hints: Hints) -> npt.NDArray[np.float64]:
+def chances(trace: Trace, hints: HintOptions) -> npt.NDArray[np.float64]:
     return np.array([each.will_continue for each in made_up(trace, hints) if each is not None], dtype=np.float64)
 
 
@@ -45,7 +45,7 @@ def test_what_the_steps_leave_of_a_score_is_of_the_quality_that_was_asked_for(au
 
 def test_chances_are_as_good_as_they_say() -> None:
     trace = mixed_trace(4000)
-    chance = chances(trace, Hints(0.8))
+    chance = chances(trace, HintOptions(0.8))
     assert sorted(set(chance.tolist())) == pytest.approx([0.1, 0.3, 0.5, 0.7, 0.9])
     request_of = np.repeat(np.arange(trace.requests), np.diff(trace.starts))
     last_use = dict(zip(trace.blocks.tolist(), request_of.tolist(), strict=True))
@@ -55,8 +55,10 @@ def test_chances_are_as_good_as_they_say() -> None:
 
 def test_a_tool_call_hint_leaves_the_other_hint_unchanged() -> None:
     trace = mixed_trace(2000)
-    both, alone = Hints(0.8, tool_call_auc=0.8), made_up(trace, Hints(tool_call_auc=0.999))
-    assert (chances(trace, both) == chances(trace, Hints(0.8))).all(), "the other hint is the same with and without"
+    both, alone = HintOptions(0.8, tool_call_auc=0.8), made_up(trace, HintOptions(tool_call_auc=0.999))
+    assert (chances(trace, both) == chances(trace, HintOptions(0.8))).all(), (
+        "the other hint is the same with and without"
+    )
     assert len({each.next_step for each in made_up(trace, both) if each is not None}) == 3
     assert all(each is not None and each.will_continue is None for each in alone)
     ends_ns = np.full(trace.distinct_blocks, -1)
@@ -80,7 +82,7 @@ def test_a_queue_brings_hits() -> None:
     trace = mixed_trace(1500)
     plain, hinted = (
         int(Replay(trace, ReplaySettings("chain-hazard", 150, hints=each)).run().hits.sum())
-        for each in (NO_HINTS, Hints(None, 10.0))
+        for each in (NO_HINTS, HintOptions(None, 10.0))
     )
     assert hinted > 1.05 * plain
 

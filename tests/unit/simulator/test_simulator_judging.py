@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvstore_predictor.base import Guess, Hint, Request
+from kvstore_predictor.base import Guess, Hint, PredictorRequest
 from kvstore_predictor.session_return import SessionReturn
-from kvstore_simulator.judging import Judged, Uses, ece, events, judge, log_loss, question_times
+from kvstore_simulator.judging import Judged, RequestTimes, ece, events, judge, log_loss, question_times
 from kvstore_simulator.trace import Op, RecordedHint, Trace, TraceBuilder
 
 S = 10**9
@@ -35,7 +35,7 @@ def test_a_guess_comes_true_by_its_block_or_the_one_before() -> None:
     for at_s, ids in ((0, [1, 2, 3]), (10, [1, 2, 4]), (20, [9, 10]), (30, [9, 11]), (40, [9, 12]), (50, [9, 13])):
         builder.add(at_s * 10**9, ids)
     trace = builder.build()
-    uses = Uses(trace)
+    uses = RequestTimes(trace)
     assert uses.is_within(trace.key(2), 0.0, 10.0)  # block 3: the one before it, 2, was used at 10 s
     assert not uses.is_within(trace.key(2), 0.0, 9.0)
     assert not uses.is_within(trace.key(2), 10.0, 100.0)
@@ -47,7 +47,7 @@ def test_a_put_is_no_request() -> None:
     builder.add(0, [1, 2, 3])
     builder.add(5 * S, [1, 2, 3], op=Op.PUT)
     trace = builder.build()
-    assert not Uses(trace).is_within(trace.key(2), 0.0, 10.0)
+    assert not RequestTimes(trace).is_within(trace.key(2), 0.0, 10.0)
 
 
 def test_the_brier_score_and_the_calibration_error() -> None:
@@ -64,7 +64,7 @@ class _Heard(SessionReturn):
         super().__init__(64)
         self.heard: list[tuple[str, float]] = []
 
-    def requested(self, request: Request, now_s: float) -> None:
+    def requested(self, request: PredictorRequest, now_s: float) -> None:
         self.heard.append(("request", now_s))
 
     def answered(self, number: int, output_tokens: int, now_s: float) -> None:

@@ -10,23 +10,23 @@ from pathlib import Path
 
 import pytest
 
+from kvstore_simulator.hit_value import ModelSize
 from kvstore_simulator.machine import PROFILES, MediumSpec, load_machine
-from kvstore_simulator.simulated_tiers import Medium, SimulatedLane
+from kvstore_simulator.simulated_tiers import SimulatedLane, SimulatedMedium
 from kvstore_simulator.virtual_time import Stuck, VirtualLoop, run_virtual
-from kvstore_simulator.worth import Model
 from kvstored.clock import NS_PER_S, ManualClock
 
 S = NS_PER_S
-FAST = Medium(MediumSpec("fast", 1, 1e15, 1e15, 0.0, 64, True))
+FAST = SimulatedMedium(MediumSpec("fast", 1, 1e15, 1e15, 0.0, 64, True))
 
 
 def shipped(profile: str) -> str:
     return resources.files("kvstore_simulator.profiles").joinpath(f"{profile}.toml").read_text()
 
 
-def medium(**changes: object) -> Medium:
+def medium(**changes: object) -> SimulatedMedium:
     spec = MediumSpec("slow", 10**9, 100.0, 50.0, 0.5, 2, True)
-    return Medium(replace(spec, **changes))  # type: ignore[arg-type]
+    return SimulatedMedium(replace(spec, **changes))  # type: ignore[arg-type]
 
 
 def times(lane: SimulatedLane, *transfers: tuple[int, float]) -> list[tuple[float, float]]:
@@ -67,7 +67,7 @@ def test_a_transfer_queues_at_the_slower_end_and_counts_at_both() -> None:
     lane = SimulatedLane("up", slow, FAST)
     lane.send(100, 0)
     assert FAST.writing.nbytes >= 100 and slow.reading.busy_ns == S
-    other = SimulatedLane("other", FAST, Medium(FAST.spec))
+    other = SimulatedLane("other", FAST, SimulatedMedium(FAST.spec))
     assert other.send(100, 0).begin_ns == 0, "the fast end has time for others"
 
 
@@ -89,7 +89,7 @@ def test_profiles_that_ship_have_every_tier_and_say_where_figures_come_from(name
     assert all("#" in line for line in figures)
 
 
-TOY = Model("toy", parameters=1e9, layers=10, heads=8, kv_heads=2, head_dim=64)
+TOY = ModelSize("toy", parameters=1e9, layers=10, heads=8, kv_heads=2, head_dim=64)
 
 
 def test_prefill_takes_what_its_operations_take() -> None:

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from kvstore_simulator import policies, replay
+from kvstore_simulator.hit_value import models
 from kvstore_simulator.machine import load_machine
 from kvstore_simulator.node import serve_trace
 from kvstore_simulator.node_settings import BASELINE, ORCHESTRATED, NodeSettings, ServingPlan
 from kvstore_simulator.simulated_tiers import SimulatedTier
-from kvstore_simulator.worth import models
 from kvstore_tiers.host import HostTier
 from kvstore_tiers.nvme.tier import NvmeTier
 from kvstored.clock import ManualClock
@@ -122,4 +122,4 @@ def test_what_orchestration_promotes_and_writes_goes_through_those_parts() -> No
     counters = node.store.store.counters.snapshot()
     assert counters["written_back_blocks"] == node.store.store.counters["stored_blocks"] > 0
     assert counters["durable_blocks"] == counters["written_back_blocks"]
-    assert sum(sum(visit.found[1:]) for visit in node.served.visits) <= counters["promoted_blocks"] + 100
+    assert sum(sum(visit.found[1:]) for visit in node.served.requests) <= counters["promoted_blocks"] + 100

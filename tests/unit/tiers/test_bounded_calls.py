@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvstore_tiers.remote.drivers.bounded_calls import BoundedCalls, Call, GivenUp
+from kvstore_tiers.remote.drivers.bounded_calls import BoundedCall, BoundedCalls, GivenUp
 
 PATIENCE_S = 30.0
 
@@ -19,7 +19,7 @@ class Stuck:
         self.go = threading.Event()
         self.saw_given_up: list[bool] = []
 
-    def __call__(self, call: Call) -> str:
+    def __call__(self, call: BoundedCall) -> str:
         assert self.go.wait(PATIENCE_S)
         self.saw_given_up.append(call.is_given_up)
         return "late"
@@ -35,7 +35,7 @@ def stuck() -> Iterator[Stuck]:
 def test_a_call_returns_and_raises_what_the_library_does() -> None:
     calls = BoundedCalls("library", 1)
 
-    def fail(_: Call) -> None:
+    def fail(_: BoundedCall) -> None:
         raise ConnectionError("away")
 
     assert calls.run(lambda call: call.remaining_s > 0, PATIENCE_S) is True
@@ -45,7 +45,7 @@ def test_a_call_returns_and_raises_what_the_library_does() -> None:
 
 
 def test_a_timeout_of_the_librarys_own_is_not_a_call_given_up() -> None:
-    def time_out(_: Call) -> None:
+    def time_out(_: BoundedCall) -> None:
         raise TimeoutError("its own")
 
     with pytest.raises(TimeoutError) as failed:

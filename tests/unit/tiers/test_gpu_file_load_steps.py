@@ -15,8 +15,8 @@ from kvstore_tiers.base import Outcome, OutcomeKind, Slot
 from kvstore_tiers.counters import TransferCounters
 from kvstore_tiers.gpu import wire
 from kvstore_tiers.gpu.file_loads import FileLoads
-from kvstore_tiers.gpu.link import DOWN, WorkerLink
-from kvstore_tiers.gpu.steps import Steps
+from kvstore_tiers.gpu.link import DOWN, GpuWorkerLink
+from kvstore_tiers.gpu.transfer_threads import TransferThreads
 from kvstore_tiers.gpu.worker_life import AUTO, BOUNCE
 from kvstore_tiers.image import aligned_up
 from kvstore_tiers.nvme import NvmeTier
@@ -32,7 +32,7 @@ class PlayedLink:
     otherwise.
     """
 
-    def __init__(self, steps: Steps) -> None:
+    def __init__(self, steps: TransferThreads) -> None:
         self.can_check, self.cannot_check = True, ""
         self.has_direct_storage, self.no_direct_storage = True, ""
         self._bounce = steps.bounce
@@ -46,15 +46,15 @@ class PlayedLink:
         ended(self.ends.pop(0) if self.ends else wire.End())
 
     def transfer(
-        self, letter: bytes, pieces: Sequence[wire.Piece], ended: Callable[[str], None], *, waits: bool = True
+        self, letter: bytes, pieces: Sequence[wire.RegionPiece], ended: Callable[[str], None], *, waits: bool = True
     ) -> None:
         self.when_written()
         ended("")
 
 
 @pytest.fixture
-def steps() -> Iterator[Steps]:
-    made = Steps(1 << 20, 2, "gpu")
+def steps() -> Iterator[TransferThreads]:
+    made = TransferThreads(1 << 20, 2, "gpu")
     yield made
     made.close()
     made.bounce.close()
@@ -71,10 +71,10 @@ def load(loads: FileLoads, directory: Path) -> Outcome:
         )
 
 
-def test_what_neither_the_host_nor_the_device_verified_is_not_readable(steps: Steps, tmp_path: Path) -> None:
+def test_what_neither_the_host_nor_the_device_verified_is_not_readable(steps: TransferThreads, tmp_path: Path) -> None:
     """The worker that wrote the header could checksum, the next one cannot."""
     link = PlayedLink(steps)
-    loads = FileLoads(cast(WorkerLink, link), steps, TransferCounters(), BOUNCE)
+    loads = FileLoads(cast(GpuWorkerLink, link), steps, TransferCounters(), BOUNCE)
 
     def another_worker() -> None:
         link.can_check = False
@@ -85,9 +85,9 @@ def test_what_neither_the_host_nor_the_device_verified_is_not_readable(steps: St
     assert load(loads, tmp_path).ok, "verified by the host"
 
 
-def test_one_death_is_counted_once_however_many_loads_the_worker_had(steps: Steps, tmp_path: Path) -> None:
+def test_one_death_is_counted_once_however_many_loads_the_worker_had(steps: TransferThreads, tmp_path: Path) -> None:
     link = PlayedLink(steps)
-    loads = FileLoads(cast(WorkerLink, link), steps, TransferCounters(), AUTO)
+    loads = FileLoads(cast(GpuWorkerLink, link), steps, TransferCounters(), AUTO)
 
     def fail(end: wire.End) -> bool:
         """Fail a load; return whether direct storage is still trusted after it."""

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore_tiers.parts import PART_ALIGNMENT, Parts
+from kvstore_tiers.range_allocator import PART_ALIGNMENT, RangeAllocator
 from kvstore_tiers.remote.store import Exchange
 from tests.reference.running_daemon import eventually
 
@@ -19,7 +19,7 @@ PATIENCE_S = 30.0
 @given(st.lists(st.one_of(st.integers(1, 5 * PART_ALIGNMENT), st.none()), max_size=60))
 def test_parts_do_not_overlap_and_none_is_lost(steps: list[int | None]) -> None:
     end = 16 * PART_ALIGNMENT
-    parts, out = Parts(PART_ALIGNMENT, end), list[tuple[int, int]]()
+    parts, out = RangeAllocator(PART_ALIGNMENT, end), list[tuple[int, int]]()
     for step in steps:
         used = sum(nbytes for _, nbytes in out)
         if step is None and out:
@@ -35,7 +35,7 @@ def test_parts_do_not_overlap_and_none_is_lost(steps: list[int | None]) -> None:
 
 
 def test_a_caller_waits_for_room_and_ends_with_the_tier() -> None:
-    parts = Parts(0, 4 * PART_ALIGNMENT)
+    parts = RangeAllocator(0, 4 * PART_ALIGNMENT)
     whole = parts.take(4 * PART_ALIGNMENT)
     taken: list[tuple[int, int]] = []
     waiting = threading.Thread(target=lambda: taken.append(parts.take(PART_ALIGNMENT)))
@@ -49,7 +49,7 @@ def test_a_caller_waits_for_room_and_ends_with_the_tier() -> None:
 
 
 def test_a_further_part_is_had_at_once_or_not_and_several_come_back_together() -> None:
-    parts = Parts(0, 4 * PART_ALIGNMENT)
+    parts = RangeAllocator(0, 4 * PART_ALIGNMENT)
     first, second = parts.take(PART_ALIGNMENT), parts.take_now(PART_ALIGNMENT)
     assert second == (PART_ALIGNMENT, PART_ALIGNMENT)
     assert parts.take_now(3 * PART_ALIGNMENT) is None
@@ -67,7 +67,7 @@ def test_a_further_part_is_had_at_once_or_not_and_several_come_back_together() -
 
 
 def test_a_large_part_is_not_passed_by_small_ones() -> None:
-    parts = Parts(0, 4 * PART_ALIGNMENT)
+    parts = RangeAllocator(0, 4 * PART_ALIGNMENT)
     small, large = parts.take(PART_ALIGNMENT), parts.take(3 * PART_ALIGNMENT)
     taken: dict[int, tuple[int, int]] = {}
 

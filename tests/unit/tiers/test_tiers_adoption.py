@@ -27,7 +27,7 @@ OWNER = bytes(range(16))
 
 
 class Keeping:
-    """Keeps descriptors and records as a daemon's keeper and ledger do."""
+    """Keeps descriptors and records as a daemon's holder and ledger do."""
 
     def __init__(self) -> None:
         self.descriptors: dict[int, int] = {}

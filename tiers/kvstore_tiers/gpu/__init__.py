@@ -5,6 +5,6 @@ started anew.
 """
 
 from kvstore_tiers.gpu.tier import GpuTier
-from kvstore_tiers.gpu.worker_life import WorkerSettings
+from kvstore_tiers.gpu.worker_life import GpuWorkerSettings
 
-__all__ = ["GpuTier", "WorkerSettings"]
+__all__ = ["GpuTier", "GpuWorkerSettings"]

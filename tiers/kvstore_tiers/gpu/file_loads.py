@@ -22,8 +22,8 @@ from kvstore_proto.arena import HEADER_BYTES
 from kvstore_tiers.base import Completion, FileImage, Outcome, OutcomeKind, Segment, Slot
 from kvstore_tiers.counters import TransferCounters
 from kvstore_tiers.gpu import wire
-from kvstore_tiers.gpu.link import DOWN, WorkerLink
-from kvstore_tiers.gpu.steps import Steps, WrittenBlock, blamed, check
+from kvstore_tiers.gpu.link import DOWN, GpuWorkerLink
+from kvstore_tiers.gpu.transfer_threads import TransferThreads, WrittenBlock, blamed, check
 from kvstore_tiers.gpu.worker_life import BOUNCE, DIRECT
 from kvstore_tiers.image import erase_header, judge_header
 from kvstore_tiers.segments import buffer_at, checksum_at, put_bytes
@@ -51,7 +51,7 @@ class FileLoads:
     missing.
     """
 
-    def __init__(self, link: WorkerLink, steps: Steps, counters: TransferCounters, way: str) -> None:
+    def __init__(self, link: GpuWorkerLink, steps: TransferThreads, counters: TransferCounters, way: str) -> None:
         self._link = link
         self._steps = steps
         self._counters = counters
@@ -145,8 +145,8 @@ class _Attempt:
     with a worker that died while it read by direct storage.
     """
 
-    link: WorkerLink
-    steps: Steps
+    link: GpuWorkerLink
+    steps: TransferThreads
     load: _Load
     is_direct: bool
     offset: int
@@ -220,7 +220,7 @@ class _Attempt:
             else:
                 self._end(_UNVERIFIED)
 
-        piece = wire.Piece(slot.container, slot.offset, wire.BOUNCE_REGION, self.offset, HEADER_BYTES)
+        piece = wire.RegionPiece(slot.container, slot.offset, wire.BOUNCE_REGION, self.offset, HEADER_BYTES)
         self.link.transfer(wire.WRITE, [piece], copied, waits=False)
         return Outcome(OutcomeKind.DONE)
 

@@ -22,13 +22,13 @@ from kvstore_tiers.arena import ChunkWitness
 from kvstore_tiers.gpu import wire
 from kvstore_tiers.gpu.outbox import Greeting, Outbox, Outgoing
 from kvstore_tiers.gpu.regions import Regions
-from kvstore_tiers.gpu.worker_life import WorkerLife, WorkerSettings
+from kvstore_tiers.gpu.worker_life import GpuWorkerLife, GpuWorkerSettings
 
 Done = Callable[[wire.End], None]
 
 
 @dataclass
-class Transfer:
+class WorkerTransfer:
     """A transfer that the GPU worker is asked for. `waits`: it waits for the next worker if there is none now."""
 
     ended: Done
@@ -42,7 +42,7 @@ class Pending:
     """The transfers that have not ended. It may be used from any thread; ends are called on the caller's thread."""
 
     def __init__(self) -> None:
-        self._transfers: dict[int, Transfer] = {}
+        self._transfers: dict[int, WorkerTransfer] = {}
         self._last = 0
         self._lock = threading.Lock()
 
@@ -52,7 +52,7 @@ class Pending:
             if not may():
                 return None
             self._last += 1
-            self._transfers[self._last] = Transfer(ended, time.monotonic(), patience_s, waits)
+            self._transfers[self._last] = WorkerTransfer(ended, time.monotonic(), patience_s, waits)
             return self._last
 
     def send(self, number: int) -> bool:
@@ -79,7 +79,7 @@ class Pending:
         if transfer is not None:
             transfer.ended(end)
 
-    def fail(self, concerns: Callable[[Transfer], bool], end_of: Callable[[Transfer], wire.End]) -> int:
+    def fail(self, concerns: Callable[[WorkerTransfer], bool], end_of: Callable[[WorkerTransfer], wire.End]) -> int:
         """End the transfers that `concerns` selects; return their number."""
         with self._lock:
             numbers = [number for number, each in self._transfers.items() if concerns(each)]
@@ -111,7 +111,7 @@ class _Chunk:
     descriptor: int = -1  # -1 until the worker has made it
 
 
-class WorkerLink:
+class GpuWorkerLink:
     """A link to the worker of `device`. `refused` is called with a chunk that could not be made, and why; `follower` is
     called with chunks that exist; `regions` learn which of them a worker has registered. `can_check` says whether
     the worker has `checksums`, and `has_direct_storage` whether it has that; `cannot_check` and `no_direct_storage`
@@ -125,15 +125,15 @@ class WorkerLink:
         *,
         follower: ChunkWitness | None = None,
         regions: Regions,
-        settings: WorkerSettings | None = None,
+        settings: GpuWorkerSettings | None = None,
     ) -> None:
-        self._settings = settings or WorkerSettings()
+        self._settings = settings or GpuWorkerSettings()
         self.can_check, self.cannot_check = False, ""
         self.has_direct_storage, self.no_direct_storage = False, ""
         self._refused = refused
         self._follower = follower
         self._heard = regions
-        self._regions: dict[int, wire.Region] = {}
+        self._regions: dict[int, wire.MemoryRegion] = {}
         self._leaving: dict[int, _Leaving] = {}  # regions that a worker may have mapped still
         self._has_worker = False  # or one that has not gone yet
         self._chunks: dict[int, _Chunk] = {}
@@ -141,12 +141,12 @@ class WorkerLink:
         self._lock = threading.Lock()  # of the tables
         self._outbox = Outbox(self._is_wanted, lambda item: self._pending.take_back(item.transfer))
         self.device_name, self.device_bytes, self.device_identity = "", 0, 0
-        self.worker = WorkerLife(device, self._settings, self)
+        self.worker = GpuWorkerLife(device, self._settings, self)
         if why := self.worker.start():
             self.close()
             raise OSError(why)
 
-    def add_region(self, number: int, region: wire.Region) -> None:
+    def add_region(self, number: int, region: wire.MemoryRegion) -> None:
         """Add host memory that transfers may name. Its descriptor stays the caller's, open until `drop_region` has
         ended.
         """
@@ -196,7 +196,12 @@ class WorkerLink:
             return os.dup(chunk.descriptor) if chunk is not None and chunk.descriptor >= 0 else -1
 
     def transfer(
-        self, letter: bytes, pieces: Sequence[wire.Piece] | Sequence[wire.Move], ended: Ended, *, waits: bool = True
+        self,
+        letter: bytes,
+        pieces: Sequence[wire.RegionPiece] | Sequence[wire.ChunkMove],
+        ended: Ended,
+        *,
+        waits: bool = True,
     ) -> None:
         """Copy pieces, by WRITE or READ, or moves, by MOVE. `ended` is called on a thread of this link's; on the
         caller's if there is no worker. Unless it `waits`, the transfer fails if only the next worker could do it.
@@ -217,7 +222,7 @@ class WorkerLink:
         """Compute xxh3_64 of each place in device memory: chunk, offset there (a multiple of 16) and bytes; at most
         wire.MAX_CHECKED. `summed` is called like `ended` in `transfer`.
         """
-        pieces = [wire.Piece(chunk, offset, 0, 0, nbytes) for chunk, offset, nbytes in places]
+        pieces = [wire.RegionPiece(chunk, offset, 0, 0, nbytes) for chunk, offset, nbytes in places]
         self._begin(lambda number: wire.pack_transfer(wire.CHECK, number, pieces), summed, waits=waits)
 
     def _begin(self, pack: Callable[[int], bytes], ended: Done, *, waits: bool, descriptor: int = -1) -> None:
@@ -307,8 +312,8 @@ class WorkerLink:
     def lack_direct_storage(self, why: str) -> None:
         self.has_direct_storage, self.no_direct_storage = False, why
 
-    def _fail(self, concerns: Callable[[Transfer], bool]) -> int:
-        def end_of(transfer: Transfer) -> wire.End:
+    def _fail(self, concerns: Callable[[WorkerTransfer], bool]) -> int:
+        def end_of(transfer: WorkerTransfer) -> wire.End:
             return wire.End(DOWN, is_down=True, dead_worker=self.worker.starts if transfer.is_sent else 0)
 
         return self._pending.fail(concerns, end_of)
@@ -359,5 +364,5 @@ class WorkerLink:
         return item.transfer < 0 or self._pending.send(item.transfer)
 
 
-def _region_packet(number: int, region: wire.Region) -> Outgoing:
+def _region_packet(number: int, region: wire.MemoryRegion) -> Outgoing:
     return Outgoing(wire.pack_region(number, region), os.dup(region.descriptor))

@@ -94,7 +94,7 @@ class Events:
 Ended = Callable[[int, DriverError | None], None]  # transfer, what went wrong
 
 
-class Copies:
+class StreamCopies:
     """The copies on one device. `ended` is called as `Events` says."""
 
     def __init__(self, driver: CudaDevice, events: Events, ended: Ended) -> None:
@@ -129,7 +129,7 @@ Range = tuple[int, int]  # an address of the device, a multiple of 16, and bytes
 Summed = Callable[[int, Sequence[int], DriverError | None], None]  # transfer, its sums, what went wrong
 
 
-class Argument(ctypes.Structure):
+class ChecksumArgument(ctypes.Structure):
     """The argument of the checksum kernel. `ranges`: the address of `count` records of _RANGE, as
     the device sees it.
     """
@@ -189,7 +189,7 @@ class Checksums:
 
     def _launch(self, sheet: Sheet, ranges: Sequence[Range]) -> None:
         sheet.rows[: len(ranges)] = [(address, nbytes, 0) for address, nbytes in ranges]
-        argument = Argument(sheet.address, len(ranges))
+        argument = ChecksumArgument(sheet.address, len(ranges))
         blocks = min(len(ranges), MOST_BLOCKS)
         grid, stream = (blocks, 1, 1), self._stream
         self._driver.start(self._kernel, grid, THREADS, argument, shared_bytes=_SHARED_BYTES, stream=stream)

@@ -51,11 +51,11 @@ from kvstore_tiers.counters import TransferCounters
 from kvstore_tiers.gpu import wire
 from kvstore_tiers.gpu.chunks import Chunks, header_room
 from kvstore_tiers.gpu.file_loads import FileLoads
-from kvstore_tiers.gpu.link import DOWN, WorkerLink
+from kvstore_tiers.gpu.link import DOWN, GpuWorkerLink
 from kvstore_tiers.gpu.regions import Regions
-from kvstore_tiers.gpu.steps import Steps
+from kvstore_tiers.gpu.transfer_threads import TransferThreads
 from kvstore_tiers.gpu.transfers import GpuTransfers
-from kvstore_tiers.gpu.worker_life import AUTO, OFF, WorkerSettings
+from kvstore_tiers.gpu.worker_life import AUTO, OFF, GpuWorkerSettings
 from kvstore_tiers.image import require_slot_size
 from kvstore_tiers.segments import buffer_at
 
@@ -78,13 +78,13 @@ class GpuTier(ContainerTier):
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
         bounce_bytes: int = DEFAULT_BOUNCE_BYTES,
         name: str = "gpu",
-        settings: WorkerSettings | None = None,
+        settings: GpuWorkerSettings | None = None,
         first_number: int = DEVICE_ARENAS,
         witness: ChunkWitness | None = None,
     ) -> None:
         if chunk_bytes <= 0 or chunk_bytes % MIN_CHUNK_BYTES:
             raise ValueError(f"a chunk is a multiple of {MIN_CHUNK_BYTES} bytes, not {chunk_bytes}")
-        settings = settings or WorkerSettings()
+        settings = settings or GpuWorkerSettings()
         self.info = TierInfo(
             name, "gpu", MemoryKind.DEVICE, is_exported=True, container_bytes=chunk_bytes,
             dram_bytes=header_room(capacity_bytes), loads_files=settings.from_files != OFF,
@@ -95,7 +95,7 @@ class GpuTier(ContainerTier):
         self._refused, self._refused_at_s, self._regrow_s = "", 0.0, settings.regrow_s
         self._closed = False
         self._regions = Regions(name)
-        self._link = WorkerLink(
+        self._link = GpuWorkerLink(
             device, lambda chunk, why: self._refusals.put((chunk, why)),
             follower=witness, regions=self._regions, settings=settings,
         )  # fmt: skip
@@ -103,9 +103,9 @@ class GpuTier(ContainerTier):
             capacity_bytes, chunk_bytes, self._link.device_identity, self._make, self._link.drop_chunk, first_number,
             witness,
         )  # fmt: skip
-        self._steps = Steps(max(bounce_bytes, chunk_bytes), 2, name)
+        self._steps = TransferThreads(max(bounce_bytes, chunk_bytes), 2, name)
         bounce = self._steps.bounce
-        self._link.add_region(wire.BOUNCE_REGION, wire.Region(bounce.descriptor, 0, bounce.nbytes))
+        self._link.add_region(wire.BOUNCE_REGION, wire.MemoryRegion(bounce.descriptor, 0, bounce.nbytes))
         self._register_bytes = settings.register_bytes
         self._numbers = count(wire.BOUNCE_REGION + 1)
         self._shared: dict[int, list[int]] = {}  # memory in parts, by the number of the first
@@ -266,7 +266,7 @@ class GpuTier(ContainerTier):
                 part_bytes = min(self._register_bytes, nbytes - offset)
                 parts.append(next(self._numbers))
                 self._regions.add(parts[-1], address + offset, part_bytes)
-                self._link.add_region(parts[-1], wire.Region(descriptor, offset, part_bytes))
+                self._link.add_region(parts[-1], wire.MemoryRegion(descriptor, offset, part_bytes))
             self._shared[parts[0]] = parts
         return parts[0]
 

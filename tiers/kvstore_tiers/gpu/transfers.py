@@ -20,9 +20,9 @@ from kvstore_proto.arena import HEADER_BYTES, BlockHeader
 from kvstore_tiers.base import Completion, Outcome, OutcomeKind, Segment, Slot
 from kvstore_tiers.counters import TransferCounters
 from kvstore_tiers.gpu import wire
-from kvstore_tiers.gpu.link import WorkerLink
+from kvstore_tiers.gpu.link import GpuWorkerLink
 from kvstore_tiers.gpu.regions import RegionPart, Regions
-from kvstore_tiers.gpu.steps import Steps, WrittenBlock, blamed, block_in, check
+from kvstore_tiers.gpu.transfer_threads import TransferThreads, WrittenBlock, blamed, block_in, check
 from kvstore_tiers.image import aligned_up, erase_header
 from kvstore_tiers.segments import (
     AlignedBuffer,
@@ -41,7 +41,9 @@ from kvstore_tiers.threads import run_transfer
 class GpuTransfers:
     """The transfers over `link`, counted in `counters`. `regions`: memory that the device may copy in place."""
 
-    def __init__(self, link: WorkerLink, steps: Steps, counters: TransferCounters, regions: Regions) -> None:
+    def __init__(
+        self, link: GpuWorkerLink, steps: TransferThreads, counters: TransferCounters, regions: Regions
+    ) -> None:
         self._link = link
         self._counters = counters
         self._steps = steps
@@ -75,7 +77,7 @@ class GpuTransfers:
             stamped = header.stamped(slot.generation, checksum)
             page = stamped.pack()
             put_bytes(address, page)
-            pieces = [wire.Piece(slot.container, slot.offset, wire.BOUNCE_REGION, offset, bounced_bytes)]
+            pieces = [wire.RegionPiece(slot.container, slot.offset, wire.BOUNCE_REGION, offset, bounced_bytes)]
             if is_direct and places is not None:
                 pieces += _pieces(slot, places)
         except BaseException:
@@ -133,7 +135,7 @@ class GpuTransfers:
         is_direct = places is not None and len(places) < wire.MAX_PIECES
         bounced_bytes = HEADER_BYTES + (0 if is_direct else payload_bytes)
         offset = self._bounce.take(bounced_bytes)
-        pieces = [wire.Piece(slot.container, slot.offset, wire.BOUNCE_REGION, offset, bounced_bytes)]
+        pieces = [wire.RegionPiece(slot.container, slot.offset, wire.BOUNCE_REGION, offset, bounced_bytes)]
         if is_direct and places is not None:
             pieces += _pieces(slot, places)
 
@@ -220,7 +222,7 @@ class GpuTransfers:
             offset = self._bounce.take(nbytes)
             try:
                 pieces = [
-                    wire.Piece(
+                    wire.RegionPiece(
                         slot.container, slot.offset, wire.BOUNCE_REGION, offset + at * HEADER_BYTES, HEADER_BYTES
                     )
                     for at, slot in enumerate(part)
@@ -236,12 +238,12 @@ class GpuTransfers:
         return pages
 
 
-def _pieces(slot: Slot, places: Sequence[RegionPart]) -> list[wire.Piece]:
+def _pieces(slot: Slot, places: Sequence[RegionPart]) -> list[wire.RegionPiece]:
     """Return the payload of a slot, piece by piece, and the place of each in host memory."""
-    pieces: list[wire.Piece] = []
+    pieces: list[wire.RegionPiece] = []
     at = slot.offset + HEADER_BYTES
     for place in places:
-        pieces.append(wire.Piece(slot.container, at, place.region, place.offset, place.nbytes))
+        pieces.append(wire.RegionPiece(slot.container, at, place.region, place.offset, place.nbytes))
         at += place.nbytes
     return pieces
 
@@ -253,8 +255,8 @@ _LOG = logging.getLogger(__name__)
 class _Move:
     """One relocation; each step begins the next. `header` and `page` are the target's."""
 
-    link: WorkerLink
-    steps: Steps
+    link: GpuWorkerLink
+    steps: TransferThreads
     source: Slot
     written: WrittenBlock
     target: Slot
@@ -267,7 +269,7 @@ class _Move:
     def begin(self) -> None:
         source, target = self.source, self.target
         image_bytes = aligned_up(HEADER_BYTES + self.header.payload_bytes)
-        move = wire.Move(source.container, source.offset, target.container, target.offset, image_bytes)
+        move = wire.ChunkMove(source.container, source.offset, target.container, target.offset, image_bytes)
         self.offset = self.steps.bounce.take(HEADER_BYTES)
         put_bytes(self.steps.bounce.address + self.offset, self.page)
         self.link.transfer(wire.MOVE, [move], self._stamp)
@@ -276,7 +278,9 @@ class _Move:
         if failure:
             self._copied(failure)
             return
-        page = wire.Piece(self.target.container, self.target.offset, wire.BOUNCE_REGION, self.offset, HEADER_BYTES)
+        page = wire.RegionPiece(
+            self.target.container, self.target.offset, wire.BOUNCE_REGION, self.offset, HEADER_BYTES
+        )
         self.link.transfer(wire.WRITE, [page], self._copied)
 
     def _copied(self, failure: str) -> None:

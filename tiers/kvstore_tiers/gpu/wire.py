@@ -48,7 +48,7 @@ _LOAD = struct.Struct("<8Q")
 _REGION = struct.Struct("<3Q")
 
 
-class Region(NamedTuple):
+class MemoryRegion(NamedTuple):
     """A region: `nbytes` of a memfd from `offset` on, which the process that shares it keeps open."""
 
     descriptor: int
@@ -56,7 +56,7 @@ class Region(NamedTuple):
     nbytes: int
 
 
-class Piece(NamedTuple):
+class RegionPiece(NamedTuple):
     """Bytes of a region and their place in a chunk. A transfer S needs no region."""
 
     chunk: int
@@ -66,7 +66,7 @@ class Piece(NamedTuple):
     nbytes: int
 
 
-class Move(NamedTuple):
+class ChunkMove(NamedTuple):
     """Bytes of a chunk and their new place in that chunk or another one; the places must not overlap."""
 
     source_chunk: int
@@ -113,32 +113,32 @@ def unpack(packet: bytes) -> tuple[int, int, str]:
     return number, nbytes, packet[1 + _NUMBERS.size :].decode(errors="replace")
 
 
-def pack_region(number: int, region: Region) -> bytes:
+def pack_region(number: int, region: MemoryRegion) -> bytes:
     return MAP + _REGION.pack(number, region.offset, region.nbytes)
 
 
-def unpack_region(packet: bytes, descriptor: int) -> tuple[int, Region]:
+def unpack_region(packet: bytes, descriptor: int) -> tuple[int, MemoryRegion]:
     """`descriptor`: the one that came with the packet."""
     number, offset, nbytes = _REGION.unpack_from(packet, 1)
-    return number, Region(descriptor, offset, nbytes)
+    return number, MemoryRegion(descriptor, offset, nbytes)
 
 
-def pack_transfer(letter: bytes, number: int, pieces: Sequence[Piece] | Sequence[Move]) -> bytes:
+def pack_transfer(letter: bytes, number: int, pieces: Sequence[RegionPiece] | Sequence[ChunkMove]) -> bytes:
     """Return the packet of a transfer. Raises ValueError for more than MAX_PIECES, or MAX_CHECKED of a transfer S."""
     if len(pieces) > (MAX_CHECKED if letter == CHECK else MAX_PIECES):
         raise ValueError(f"{len(pieces)} pieces do not fit a packet")
     return letter + _NUMBERS.pack(number, len(pieces)) + np.array(pieces, dtype="<i8").tobytes()
 
 
-def unpack_transfer(packet: bytes) -> tuple[int, list[Piece]]:
-    number, rows = _unpack_rows(packet, len(Piece._fields))
-    return number, [Piece(*row) for row in rows]
+def unpack_transfer(packet: bytes) -> tuple[int, list[RegionPiece]]:
+    number, rows = _unpack_rows(packet, len(RegionPiece._fields))
+    return number, [RegionPiece(*row) for row in rows]
 
 
-def unpack_moves(packet: bytes) -> tuple[int, list[Move]]:
+def unpack_moves(packet: bytes) -> tuple[int, list[ChunkMove]]:
     """Return the number and moves of a packet MOVE, which `pack_transfer` made."""
-    number, rows = _unpack_rows(packet, len(Move._fields))
-    return number, [Move(*row) for row in rows]
+    number, rows = _unpack_rows(packet, len(ChunkMove._fields))
+    return number, [ChunkMove(*row) for row in rows]
 
 
 def _unpack_rows(packet: bytes, columns: int) -> tuple[int, list[list[int]]]:

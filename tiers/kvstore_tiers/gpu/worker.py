@@ -26,8 +26,8 @@ from kvstore_proto.arena import HEADER_BYTES
 from kvstore_tiers.child_processes import receive_packet, send_packet
 from kvstore_tiers.gpu import wire
 from kvstore_tiers.gpu.file_reads import DirectStorage, DirectStorageFailed, FileRead, FileReads
-from kvstore_tiers.gpu.streams import Checksums, Copies, Events, Range
-from kvstore_tiers.gpu.worker_memory import DeviceMemory, HostMemory, Unregistered
+from kvstore_tiers.gpu.streams import Checksums, Events, Range, StreamCopies
+from kvstore_tiers.gpu.worker_memory import HostMemory, Unregistered, WorkerDeviceMemory
 from kvstore_tiers.image import aligned_up
 
 MAX_TOGETHER = 64  # transfers in one batch: more would delay the end of the first
@@ -47,13 +47,13 @@ class GpuWorker:
         self._sock = sock
         self._driver = driver
         self._events = Events(driver)
-        self._copies = Copies(driver, self._events, self._ended)
+        self._copies = StreamCopies(driver, self._events, self._ended)
         self._checksums: Checksums | None = None
         if checks:
             self._checksums = self._load_checksums()
         self._reads = FileReads(driver, self._events, self._load_direct_storage() if direct else None, self._ended)
         self._host = HostMemory(driver, self._events, self._say, self._end_broken)
-        self._device = DeviceMemory(driver, self._events, self._say)
+        self._device = WorkerDeviceMemory(driver, self._events, self._say)
         self._waiting: dict[bytes, list[tuple[int, list[_GroupedRun]]]] = {letter: [] for letter in _WAYS}
         self._unchecked: list[tuple[int, list[Range]]] = []
 
@@ -136,7 +136,7 @@ class GpuWorker:
 
     # Transfers
 
-    def _take(self, letter: bytes, number: int, pieces: list[wire.Piece]) -> None:
+    def _take(self, letter: bytes, number: int, pieces: list[wire.RegionPiece]) -> None:
         try:
             if letter == wire.CHECK:
                 self._unchecked.append((number, [self._range(piece) for piece in pieces]))
@@ -149,7 +149,7 @@ class GpuWorker:
         except KeyError:
             self._say_unmapped(number, [piece.chunk for piece in pieces])
 
-    def _take_moves(self, number: int, moves: list[wire.Move]) -> None:
+    def _take_moves(self, number: int, moves: list[wire.ChunkMove]) -> None:
         try:
             self._waiting[wire.MOVE].append((number, [self._move(move) for move in moves]))
         except KeyError:
@@ -159,7 +159,7 @@ class GpuWorker:
         payload_pages = aligned_up(load.payload_bytes)
         host_bytes = HEADER_BYTES + (0 if load.is_direct else payload_pages)
         try:
-            device, _ = self._range(wire.Piece(load.chunk, load.chunk_offset, 0, 0, payload_pages))
+            device, _ = self._range(wire.RegionPiece(load.chunk, load.chunk_offset, 0, 0, payload_pages))
             address = self._host.address_of(load.region, load.region_offset, host_bytes)
             host = self._host.view(load.region, load.region_offset, host_bytes)
             if descriptor < 0:
@@ -182,15 +182,15 @@ class GpuWorker:
             )
         )
 
-    def _range(self, piece: wire.Piece | wire.Move) -> Range:
+    def _range(self, piece: wire.RegionPiece | wire.ChunkMove) -> Range:
         return self._device.address_of(piece.chunk, piece.chunk_offset, piece.nbytes), piece.nbytes
 
-    def _move(self, move: wire.Move) -> _GroupedRun:
+    def _move(self, move: wire.ChunkMove) -> _GroupedRun:
         to, nbytes = self._range(move)
         source = self._device.address_of(move.source_chunk, move.source_offset, nbytes)
         return (move.source_chunk, move.chunk), CopyRun(to, source, nbytes)
 
-    def _run(self, piece: wire.Piece, *, to_device: bool) -> _GroupedRun:
+    def _run(self, piece: wire.RegionPiece, *, to_device: bool) -> _GroupedRun:
         device, nbytes = self._range(piece)
         host = self._host.address_of(piece.region, piece.region_offset, nbytes)
         return (piece.region,), CopyRun(device, host, nbytes) if to_device else CopyRun(host, device, nbytes)

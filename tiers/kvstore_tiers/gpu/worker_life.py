@@ -28,7 +28,7 @@ AUTO, DIRECT, BOUNCE, OFF = "auto", "direct", "bounce", "off"  # ways for blocks
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerSettings:
+class GpuWorkerSettings:
     """The settings of a worker. `checks`: the worker checksums device memory, if it can. `from_files`: the way it reads
     files; AUTO: by direct storage if it is there. `registers`: it copies memory of other tiers in place;
     `register_bytes`: the bytes registered in a call. `variables`: added to its environment.
@@ -95,10 +95,10 @@ class Correspondent(Protocol):
         ...
 
 
-class WorkerLife:
+class GpuWorkerLife:
     """The worker for `device`. `message`: why there is none."""
 
-    def __init__(self, device: int, settings: WorkerSettings, correspondent: Correspondent) -> None:
+    def __init__(self, device: int, settings: GpuWorkerSettings, correspondent: Correspondent) -> None:
         self._device = device
         self._settings = settings
         self._correspondent = correspondent

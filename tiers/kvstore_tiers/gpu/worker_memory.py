@@ -57,7 +57,7 @@ class HostMemory:
         self._changed = threading.Condition()
         threading.Thread(target=self._serve, name="gpu-register", daemon=True).start()
 
-    def add(self, number: int, region: wire.Region) -> None:
+    def add(self, number: int, region: wire.MemoryRegion) -> None:
         """Map a region, to be registered. A region that is known already, or cannot be mapped, is left out, and its
         transfers report it. Since all transfers need the bounce buffer, OSError is raised for that one: the next
         worker may have it. Raises DriverError if the context is broken.
@@ -140,7 +140,7 @@ class HostMemory:
         self._say(wire.pack(wire.LEFT, region.number))
 
 
-def _map(region: wire.Region) -> tuple[mmap.mmap, bool]:
+def _map(region: wire.MemoryRegion) -> tuple[mmap.mmap, bool]:
     """Return the mapping, and whether it may be written: sealed arenas may only be read."""
     descriptor, offset, nbytes = region
     try:
@@ -156,7 +156,7 @@ class _Chunk:
     nbytes: int
 
 
-class DeviceMemory:
+class WorkerDeviceMemory:
     """The chunks of device memory that the GPU worker has made. `say` sends a packet and descriptors. Raises
     DriverError if the context is broken.
     """

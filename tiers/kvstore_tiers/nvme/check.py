@@ -23,12 +23,12 @@ from pathlib import Path
 from kvstore_proto.identity import NO_PARENT
 from kvstore_proto.state_identity import IDENTITY_FILE
 from kvstore_tiers.nvme.check_slab import (
-    Finding,
-    Kind,
+    FindingKind,
     Live,
     LiveBlock,
     Progress,
     Severity,
+    SlabFinding,
     SlabWalk,
     damage,
     leftover,
@@ -36,7 +36,7 @@ from kvstore_tiers.nvme.check_slab import (
 )
 from kvstore_tiers.nvme.directory import SEAL, TierDirectory, read_format, version_text
 
-__all__ = ["Finding", "Kind", "Severity", "check_directory", "walk"]
+__all__ = ["SlabFinding", "FindingKind", "Severity", "check_directory", "walk"]
 
 _EXPECTED = {"lock", "format", "slabs", SEAL, IDENTITY_FILE}
 _TEMPORARY = {"format.new", f"{IDENTITY_FILE}.new", f"{SEAL}.new", "slabs/probe.new"}
@@ -50,7 +50,7 @@ def check_directory(
     verify_payloads: bool = False,
     notes: bool = False,
     progress: Progress = lambda nbytes: None,
-) -> list[Finding]:
+) -> list[SlabFinding]:
     """Check a directory and return everything that is wrong in it; an empty list when nothing is.
 
     `verify_payloads` reads every live slot whole and checks its checksum; `notes` adds what is worth knowing and not
@@ -68,7 +68,7 @@ def walk(
     capacity_bytes: int | None = None,
     verify_payloads: bool = False,
     progress: Progress = lambda nbytes: None,
-) -> Iterator[Finding]:
+) -> Iterator[SlabFinding]:
     """Yield the findings of `check_directory`, for a caller that holds the directory's lock."""
     yield from _walk_files(directory)
     live: Live = {}
@@ -81,12 +81,12 @@ def walk(
     yield from _walk_chains(live)
     for number, index in quarantined:
         where = f"{directory.slab_path(number)} slot {index}"
-        yield note(Kind.QUARANTINED, where, "in quarantine: out of use, its bytes kept", number, index)
+        yield note(FindingKind.QUARANTINED, where, "in quarantine: out of use, its bytes kept", number, index)
     if capacity_bytes is not None:
         used_bytes = bytes_used(directory)
         if used_bytes > capacity_bytes:
             what = f"{used_bytes} bytes are used, the capacity is {capacity_bytes}"
-            yield damage(Kind.CAPACITY, directory.path, what)
+            yield damage(FindingKind.CAPACITY, directory.path, what)
 
 
 def bytes_used(directory: TierDirectory) -> int:
@@ -113,38 +113,40 @@ def temporary_files(directory: TierDirectory) -> list[Path]:
     return [path for name in sorted(_TEMPORARY) if (path := directory.path / name).exists()]
 
 
-def _walk_files(directory: TierDirectory) -> Iterator[Finding]:
+def _walk_files(directory: TierDirectory) -> Iterator[SlabFinding]:
     numbers = directory.numbers()
     format_path = directory.path / "format"
     written = version_text(format_path)
     if written and read_format(written) is None:
-        yield leftover(Kind.FORMAT_MISSING, format_path, "what it says cannot be read")
+        yield leftover(FindingKind.FORMAT_MISSING, format_path, "what it says cannot be read")
     elif numbers and not written:
-        yield leftover(Kind.FORMAT_MISSING, format_path, "the format's version is not written down")
+        yield leftover(FindingKind.FORMAT_MISSING, format_path, "the format's version is not written down")
     for path in temporary_files(directory):
-        yield leftover(Kind.TEMPORARY, path, "an atomic replacement that was never finished")
+        yield leftover(FindingKind.TEMPORARY, path, "an atomic replacement that was never finished")
     for number in directory.numbers("new"):
         path = directory.slab_path(number, "new")
-        yield leftover(Kind.UNFINISHED_SLAB, path, "a slab file that was never finished", number)
+        yield leftover(FindingKind.UNFINISHED_SLAB, path, "a slab file that was never finished", number)
     for number in directory.numbers("damaged"):
         path = directory.slab_path(number, "damaged")
-        yield damage(Kind.PUT_ASIDE, path, "a slab file without a superblock", number)
+        yield damage(FindingKind.PUT_ASIDE, path, "a slab file without a superblock", number)
     for path in stray_files(directory):
-        yield note(Kind.STRAY, path, "not a file of kvstored; no capacity counts it")
+        yield note(FindingKind.STRAY, path, "not a file of kvstored; no capacity counts it")
 
 
-def _walk_keys(live: Live) -> Iterator[Finding]:
+def _walk_keys(live: Live) -> Iterator[SlabFinding]:
     for key, blocks in live.items():
         if len(blocks) > 1:
             unsure = len({block.sequence for block in blocks}) < len(blocks)
             what = f"{len(blocks)} records name this block"
             if unsure:
-                yield damage(Kind.DUPLICATE, key.hex(), f"{what}, two of one commit: nothing says which is newer")
+                yield damage(
+                    FindingKind.DUPLICATE, key.hex(), f"{what}, two of one commit: nothing says which is newer"
+                )
             else:
-                yield leftover(Kind.DUPLICATE, key.hex(), what)
+                yield leftover(FindingKind.DUPLICATE, key.hex(), what)
 
 
-def _walk_chains(live: Live) -> Iterator[Finding]:
+def _walk_chains(live: Live) -> Iterator[SlabFinding]:
     """Yield findings for chains that close on themselves, and for blocks that cannot be reached because a block before
     them is not stored.
     """
@@ -159,7 +161,7 @@ def _walk_chains(live: Live) -> Iterator[Finding]:
             ancestor = parents[ancestor]
         if ancestor in chain:
             at = newest(live[ancestor])
-            yield damage(Kind.CYCLE, ancestor.hex(), "its chain closes on itself", at.slab, at.slot)
+            yield damage(FindingKind.CYCLE, ancestor.hex(), "its chain closes on itself", at.slab, at.slot)
             reached[ancestor] = False
         elif ancestor not in reached and chain:
             heads.append(next(reversed(chain)))
@@ -169,7 +171,7 @@ def _walk_chains(live: Live) -> Iterator[Finding]:
     if orphans:
         named = ", ".join(head.hex() for head in heads[:_MAX_NAMED]) + (", ..." if len(heads) > _MAX_NAMED else "")
         what = f"{orphans} blocks cannot be reached until one before them is stored again; behind it: {named}"
-        yield note(Kind.ORPHANS, "chains", what)
+        yield note(FindingKind.ORPHANS, "chains", what)
 
 
 def newest(blocks: Iterable[LiveBlock]) -> LiveBlock:

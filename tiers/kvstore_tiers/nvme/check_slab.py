@@ -40,7 +40,7 @@ class Severity(Enum):
     DAMAGE = "damage"
 
 
-class Kind(Enum):
+class FindingKind(Enum):
     """The kinds of findings. The values are part of the output of `--json`."""
 
     FORMAT_MISSING = "format-missing"
@@ -67,7 +67,7 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class SlabFinding:
     """One thing found in a directory. `slab` and `slot` are the numbers of the slot concerned, -1 where the finding
     concerns none.
     """
@@ -75,7 +75,7 @@ class Finding:
     severity: Severity
     where: str
     what: str
-    kind: Kind
+    kind: FindingKind
     slab: int = -1
     slot: int = -1
 
@@ -83,16 +83,16 @@ class Finding:
         return f"{self.severity.value}: {self.where}: {self.what}"
 
 
-def damage(kind: Kind, where: object, what: str, slab: int = -1, slot: int = -1) -> Finding:
-    return Finding(Severity.DAMAGE, str(where), what, kind, slab, slot)
+def damage(kind: FindingKind, where: object, what: str, slab: int = -1, slot: int = -1) -> SlabFinding:
+    return SlabFinding(Severity.DAMAGE, str(where), what, kind, slab, slot)
 
 
-def leftover(kind: Kind, where: object, what: str, slab: int = -1, slot: int = -1) -> Finding:
-    return Finding(Severity.LEFTOVER, str(where), what, kind, slab, slot)
+def leftover(kind: FindingKind, where: object, what: str, slab: int = -1, slot: int = -1) -> SlabFinding:
+    return SlabFinding(Severity.LEFTOVER, str(where), what, kind, slab, slot)
 
 
-def note(kind: Kind, where: object, what: str, slab: int = -1, slot: int = -1) -> Finding:
-    return Finding(Severity.NOTE, str(where), what, kind, slab, slot)
+def note(kind: FindingKind, where: object, what: str, slab: int = -1, slot: int = -1) -> SlabFinding:
+    return SlabFinding(Severity.NOTE, str(where), what, kind, slab, slot)
 
 
 _RECORDS_A_READ = 16_384  # 4 MiB
@@ -128,62 +128,62 @@ class SlabWalk:
         self.quarantined: list[int] = []
         self.superblock: Superblock | None = None
 
-    def run(self) -> Iterator[Finding]:
+    def run(self) -> Iterator[SlabFinding]:
         """Walk the file and yield all findings. Raises FormatUnsupported when a newer version wrote the file, OSError
         when reading fails.
         """
         superblock = find_superblock(self._path)
         if isinstance(superblock, str):
-            yield damage(Kind.SUPERBLOCK, self._path, superblock, self._number)
+            yield damage(FindingKind.SUPERBLOCK, self._path, superblock, self._number)
             return
         self.superblock = superblock
         if superblock.number != self._number:
             what = f"its superblock is that of slab {superblock.number}"
-            yield damage(Kind.WRONG_NUMBER, self._path, what, self._number)
+            yield damage(FindingKind.WRONG_NUMBER, self._path, what, self._number)
             return
         if superblock.slot_bytes % ALIGNMENT_BYTES or superblock.slots > slots_that_fit(
             superblock.file_bytes, superblock.slot_bytes or ALIGNMENT_BYTES
         ):
             what = f"{superblock.slots} slots of {superblock.slot_bytes} bytes overlap in {superblock.file_bytes} bytes"
-            yield damage(Kind.GEOMETRY, self._path, what, self._number)
+            yield damage(FindingKind.GEOMETRY, self._path, what, self._number)
             return
         with open(self._path, "rb", buffering=0) as file:
             yield from self._walk_frame(file.fileno(), superblock)
             for first in range(0, superblock.slots, _RECORDS_A_READ):
                 yield from self._walk_records(file.fileno(), superblock, first)
 
-    def _walk_frame(self, fd: int, superblock: Superblock) -> Iterator[Finding]:
+    def _walk_frame(self, fd: int, superblock: Superblock) -> Iterator[SlabFinding]:
         """Yield the findings about the file's length and both copies of its superblock."""
         length_bytes = os.fstat(fd).st_size
         if length_bytes < superblock.file_bytes:
             what = f"truncated to {length_bytes} of {superblock.file_bytes} bytes"
-            yield damage(Kind.TRUNCATED, self._path, what, self._number)
+            yield damage(FindingKind.TRUNCATED, self._path, what, self._number)
             return
         if length_bytes > superblock.file_bytes:
             what = f"{length_bytes - superblock.file_bytes} bytes behind its end belong to no slot"
-            yield leftover(Kind.TOO_LONG, self._path, what, self._number)
+            yield leftover(FindingKind.TOO_LONG, self._path, what, self._number)
         for name, offset in (("front", 0), ("end", superblock.file_bytes - SUPERBLOCK_BYTES)):
             other = read_superblock(read_pages(fd, SUPERBLOCK_BYTES, offset))
             where = f"{self._path} {name}"
             if isinstance(other, str):
-                yield damage(Kind.SUPERBLOCK_COPY, where, other, self._number)
+                yield damage(FindingKind.SUPERBLOCK_COPY, where, other, self._number)
             elif other != superblock:
                 what = "the superblock of an earlier format"
-                yield leftover(Kind.SUPERBLOCK_COPY, where, what, self._number)
+                yield leftover(FindingKind.SUPERBLOCK_COPY, where, what, self._number)
 
-    def _walk_records(self, fd: int, superblock: Superblock, first: int) -> Iterator[Finding]:
+    def _walk_records(self, fd: int, superblock: Superblock, first: int) -> Iterator[SlabFinding]:
         raw, records, used = read_records(fd, superblock, first, _RECORDS_A_READ)
         self._progress(len(raw))
         for position in np.flatnonzero(used).tolist():
             index = first + position
             record = raw[position * RECORD_BYTES : (position + 1) * RECORD_BYTES]
             if not record_holds(record, superblock.record_seed(index)):
-                yield damage(Kind.RECORD, self._name(index), "the record does not hold", self._number, index)
+                yield damage(FindingKind.RECORD, self._name(index), "the record does not hold", self._number, index)
                 continue
             state, sequence = int(records["state"][position]), int(records["sequence"][position])
             if state not in (RecordState.FREE, RecordState.LIVE, RecordState.QUARANTINED):
                 what = f"the record's state is {state}, which means nothing"
-                yield damage(Kind.RECORD, self._name(index), what, self._number, index)
+                yield damage(FindingKind.RECORD, self._name(index), what, self._number, index)
             elif state == RecordState.QUARANTINED:
                 self.quarantined.append(index)
             elif state == RecordState.LIVE:
@@ -191,16 +191,16 @@ class SlabWalk:
 
     def _walk_live(
         self, fd: int, superblock: Superblock, index: int, record: bytes, sequence: int
-    ) -> Iterator[Finding]:
+    ) -> Iterator[SlabFinding]:
         named = record_header(record)
         block = LiveBlock(self._number, index, named.generation, sequence, named.parent)
         self._live.setdefault(named.key, []).append(block)
         if named.generation < superblock.first_generation:
             what = f"generation {named.generation} is below the slab's first, {superblock.first_generation}"
-            yield damage(Kind.GENERATION, self._name(index), what, self._number, index)
+            yield damage(FindingKind.GENERATION, self._name(index), what, self._number, index)
         if not 0 < sequence < _SEQUENCE_MAX:
             what = f"no commit has the number {sequence}"
-            yield damage(Kind.SEQUENCE, self._name(index), what, self._number, index)
+            yield damage(FindingKind.SEQUENCE, self._name(index), what, self._number, index)
         fault = judge_slot(fd, superblock, index, record, verify_payload=self._verify_payloads)
         self._progress(HEADER_BYTES + (named.stored_bytes if self._verify_payloads else 0))
         if fault is not None:
@@ -226,26 +226,26 @@ def read_records(
 
 def judge_slot(
     fd: int, superblock: Superblock, index: int, record: bytes, *, verify_payload: bool
-) -> tuple[Kind, str] | None:
+) -> tuple[FindingKind, str] | None:
     """Return what is wrong with the slot of a live record: its header against the record and, if asked, its payload."""
     named = record_header(record)
     offset = superblock.slot_offset(index)
     try:
         raw = os.pread(fd, HEADER_BYTES, offset)
     except OSError as error:
-        return Kind.HEADER, f"the header cannot be read: {error.strerror}"
+        return FindingKind.HEADER, f"the header cannot be read: {error.strerror}"
     header = judge_header(raw, named.key, superblock.slot_bytes - HEADER_BYTES, named.generation)
     if isinstance(header, str):
-        return Kind.HEADER, header
+        return FindingKind.HEADER, header
     if disagree(header, named):
-        return Kind.HEADER, "header and record disagree about the payload"
+        return FindingKind.HEADER, "header and record disagree about the payload"
     if (header.parent, header.tenant, header.fingerprint) != (named.parent, named.tenant, named.fingerprint):
-        return Kind.HEADER, "header and record disagree about parent, tenant or fingerprint"
+        return FindingKind.HEADER, "header and record disagree about parent, tenant or fingerprint"
     if verify_payload:
         try:
             stored = os.pread(fd, header.stored_bytes, offset + HEADER_BYTES)
         except OSError as error:
-            return Kind.PAYLOAD, f"the payload cannot be read: {error.strerror}"
+            return FindingKind.PAYLOAD, f"the payload cannot be read: {error.strerror}"
         if len(stored) != header.stored_bytes or payload_checksum(stored) != header.stored_checksum:
-            return Kind.PAYLOAD, false_checksum(header)
+            return FindingKind.PAYLOAD, false_checksum(header)
     return None

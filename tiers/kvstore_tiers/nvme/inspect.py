@@ -48,7 +48,7 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _RecordPlace:
     """A record that was written once, and its place."""
 
     slab: int
@@ -75,7 +75,7 @@ class Inspector:
         with open(self._path(number), "rb", buffering=0) as file:
             raw, _, used = read_records(file.fileno(), superblock, index, 1)
             sound = record_holds(raw, superblock.record_seed(index))
-            fields = self._describe(file.fileno(), superblock, _Place(number, index, raw, sound), bool(used[0]))
+            fields = self._describe(file.fileno(), superblock, _RecordPlace(number, index, raw, sound), bool(used[0]))
         return Report(self._about(), [fields])
 
     def block(self, digits: str) -> Report:
@@ -120,7 +120,7 @@ class Inspector:
 
     # Scanning
 
-    def _places(self) -> Iterator[_Place]:
+    def _places(self) -> Iterator[_RecordPlace]:
         """Yield every record that was ever written, slab by slab."""
         for number in self._numbers():
             with suppress(NotThere), open(self._path(number), "rb", buffering=0) as file:
@@ -130,7 +130,7 @@ class Inspector:
                     for position in np.flatnonzero(used).tolist():
                         record = raw[position * RECORD_BYTES : (position + 1) * RECORD_BYTES]
                         sound = record_holds(record, superblock.record_seed(first + position))
-                        yield _Place(number, first + position, record, sound)
+                        yield _RecordPlace(number, first + position, record, sound)
 
     def _headers(self) -> Iterator[tuple[int, int, BlockHeader]]:
         """Yield every slot header that is valid, regardless of its record."""
@@ -168,11 +168,11 @@ class Inspector:
         live = f"in use by {holder}: read beside it, what changes meanwhile may look torn"
         return {"directory": str(self.path), "state": live if self.holder_pid else "in use by no daemon"}
 
-    def _described(self, place: _Place) -> Fields:
+    def _described(self, place: _RecordPlace) -> Fields:
         with open(self._path(place.slab), "rb", buffering=0) as file:
             return self._describe(file.fileno(), self._superblock(place.slab), place, True)
 
-    def _describe(self, fd: int, superblock: Superblock, place: _Place, used: bool) -> Fields:
+    def _describe(self, fd: int, superblock: Superblock, place: _RecordPlace, used: bool) -> Fields:
         fields = _where(self._path(place.slab), place.slab, place.slot)
         fields["file offset"] = superblock.slot_offset(place.slot)
         fields["slot bytes"] = superblock.slot_bytes
@@ -215,7 +215,7 @@ class Inspector:
         return superblock
 
 
-def _names(place: _Place, key: bytes, *states: RecordState) -> bool:
+def _names(place: _RecordPlace, key: bytes, *states: RecordState) -> bool:
     if not place.is_sound or (states and place.record[6] not in states):
         return False
     return record_header(place.record).key == key

@@ -82,7 +82,7 @@ class FileStamp(NamedTuple):
         return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
-class Region(NamedTuple):
+class RecordRegion(NamedTuple):
     """A slab's first superblock and all its records, in a buffer that the caller gives back."""
 
     slab: int
@@ -101,11 +101,11 @@ class RegionReader:
         self._spare: SimpleQueue[memoryview] = SimpleQueue()
         for _ in range(_BUFFERS):
             self._spare.put(memoryview(b""))
-        self._read: SimpleQueue[Region | None] = SimpleQueue()
+        self._read: SimpleQueue[RecordRegion | None] = SimpleQueue()
         for number in range(_THREADS):
             threading.Thread(target=self._read_all, name=f"nvme-ahead-{number}", daemon=True).start()
 
-    def __iter__(self) -> Iterator[Region]:
+    def __iter__(self) -> Iterator[RecordRegion]:
         left = _THREADS
         while left:
             region = self._read.get()
@@ -114,7 +114,7 @@ class RegionReader:
             else:
                 yield region
 
-    def give_back(self, region: Region) -> None:
+    def give_back(self, region: RecordRegion) -> None:
         self._spare.put(region.buffer)
 
     def _read_all(self) -> None:
@@ -128,7 +128,7 @@ class RegionReader:
         finally:
             self._read.put(None)
 
-    def _region(self, number: int, buffer: memoryview) -> Region | None:
+    def _region(self, number: int, buffer: memoryview) -> RecordRegion | None:
         with suppress(OSError):  # the process that opens the tier meets it too, and reports it
             fd = _open(slab_path(self._slabs, number))
             try:
@@ -148,7 +148,7 @@ def _records_bytes(superblock: bytes | memoryview) -> int:
     return whole_pages(int.from_bytes(superblock[_SLOTS_AT : _SLOTS_AT + 8], "little") * _RECORD_BYTES)
 
 
-def _read(fd: int, number: int, buffer: memoryview) -> Region | None:
+def _read(fd: int, number: int, buffer: memoryview) -> RecordRegion | None:
     stamp = FileStamp.at(os.fstat(fd))
     superblock = read_buffer(_BEGIN)
     if os.preadv(fd, [superblock], 0) < _BEGIN:
@@ -164,7 +164,7 @@ def _read(fd: int, number: int, buffer: memoryview) -> Region | None:
         done += got
         if not got or done % mmap.PAGESIZE:
             return None  # cut short, since
-    return Region(number, stamp, bytes(superblock), buffer[:nbytes], buffer)
+    return RecordRegion(number, stamp, bytes(superblock), buffer[:nbytes], buffer)
 
 
 def _open(slab: Path) -> int:

@@ -21,35 +21,37 @@ from pathlib import Path
 from kvstore_proto.replaced_file import sync_directory
 from kvstore_tiers.base import Outcome
 from kvstore_tiers.nvme.check import check_directory, temporary_files
-from kvstore_tiers.nvme.check_slab import Finding, Kind, Progress
+from kvstore_tiers.nvme.check_slab import FindingKind, Progress, SlabFinding
 from kvstore_tiers.nvme.directory import TierDirectory
 from kvstore_tiers.nvme.slab_file import find_superblock
 from kvstore_tiers.nvme.tier import NvmeTier
 
 _REPAIRED_BY = {
-    Kind.FORMAT_MISSING: "write the format's version",
-    Kind.TEMPORARY: "delete it",
-    Kind.UNFINISHED_SLAB: "delete it",
-    Kind.SUPERBLOCK: "put the file aside as .damaged: without a superblock its records mean nothing",
-    Kind.GEOMETRY: "put the file aside as .damaged: its slots overlap",
-    Kind.WRONG_NUMBER: "give the file the name that its superblock says, or put it aside as .damaged if that is taken",
-    Kind.TRUNCATED: "withdraw the blocks behind the end and give the file its length back",
-    Kind.TOO_LONG: "cut the file to its length",
-    Kind.SUPERBLOCK_COPY: "write it again from the one that holds",
-    Kind.RECORD: "withdraw the record: its slot is free, its block will be computed again",
-    Kind.GENERATION: "quarantine the slot, its block will be computed again",
-    Kind.SEQUENCE: "quarantine the slot, its block will be computed again",
-    Kind.HEADER: "quarantine the slot, its block will be computed again",
-    Kind.PAYLOAD: "quarantine the slot, its block will be computed again",
-    Kind.CYCLE: "quarantine the slot: no client can have stored this",
-    Kind.DUPLICATE: "keep the newest record, withdraw the others",
-    Kind.CAPACITY: "delete the slabs with the fewest bytes until the rest fits",
+    FindingKind.FORMAT_MISSING: "write the format's version",
+    FindingKind.TEMPORARY: "delete it",
+    FindingKind.UNFINISHED_SLAB: "delete it",
+    FindingKind.SUPERBLOCK: "put the file aside as .damaged: without a superblock its records mean nothing",
+    FindingKind.GEOMETRY: "put the file aside as .damaged: its slots overlap",
+    FindingKind.WRONG_NUMBER: "give the file the name that its superblock says, "
+    "or put it aside as .damaged if that is taken",
+    FindingKind.TRUNCATED: "withdraw the blocks behind the end and give the file its length back",
+    FindingKind.TOO_LONG: "cut the file to its length",
+    FindingKind.SUPERBLOCK_COPY: "write it again from the one that holds",
+    FindingKind.RECORD: "withdraw the record: its slot is free, its block will be computed again",
+    FindingKind.GENERATION: "quarantine the slot, its block will be computed again",
+    FindingKind.SEQUENCE: "quarantine the slot, its block will be computed again",
+    FindingKind.HEADER: "quarantine the slot, its block will be computed again",
+    FindingKind.PAYLOAD: "quarantine the slot, its block will be computed again",
+    FindingKind.CYCLE: "quarantine the slot: no client can have stored this",
+    FindingKind.DUPLICATE: "keep the newest record, withdraw the others",
+    FindingKind.CAPACITY: "delete the slabs with the fewest bytes until the rest fits",
 }
 _CANNOT = {
-    Kind.PUT_ASIDE: "cannot be repaired: look at it or delete it by hand; until then it counts against the capacity",
-    Kind.CAPACITY: "cannot be repaired: files put aside take the room; delete them by hand",
+    FindingKind.PUT_ASIDE: "cannot be repaired: look at it or delete it by hand; "
+    "until then it counts against the capacity",
+    FindingKind.CAPACITY: "cannot be repaired: files put aside take the room; delete them by hand",
 }
-_SUSPECT = {Kind.GENERATION, Kind.SEQUENCE, Kind.HEADER, Kind.PAYLOAD, Kind.CYCLE}
+_SUSPECT = {FindingKind.GENERATION, FindingKind.SEQUENCE, FindingKind.HEADER, FindingKind.PAYLOAD, FindingKind.CYCLE}
 _BOUNDLESS = 1 << 62  # a capacity under which nothing is given up
 
 
@@ -59,9 +61,9 @@ class RepairReport:
     cannot be repaired and why.
     """
 
-    found: list[Finding] = field(default_factory=list)
+    found: list[SlabFinding] = field(default_factory=list)
     done: list[str] = field(default_factory=list)
-    left: list[tuple[Finding, str]] = field(default_factory=list)
+    left: list[tuple[SlabFinding, str]] = field(default_factory=list)
 
 
 def repair_directory(
@@ -86,7 +88,7 @@ def repair_directory(
     with closing(TierDirectory(directory)) as opened:
         opened.keep_format()  # the walk has read every superblock
         _repair_frame(opened, wanted)
-        over = any(finding.kind is Kind.CAPACITY for finding in wanted)
+        over = any(finding.kind is FindingKind.CAPACITY for finding in wanted)
         room_bytes = capacity_bytes if over and capacity_bytes else _BOUNDLESS
     with closing(NvmeTier.open(directory, room_bytes, io_threads=1)) as tier:
         report.done = [*_repair_slots(tier, wanted)]
@@ -99,27 +101,27 @@ def repair_directory(
     return report
 
 
-def _sentence(verb: str, finding: Finding) -> str:
+def _sentence(verb: str, finding: SlabFinding) -> str:
     return f"{finding.where}: {finding.what}: {verb} {_REPAIRED_BY[finding.kind]}"
 
 
-def _why_left(finding: Finding) -> str:
+def _why_left(finding: SlabFinding) -> str:
     return _CANNOT.get(finding.kind, "cannot be repaired: the medium did not take the repair; look at the system's log")
 
 
-def _repair_frame(directory: TierDirectory, wanted: Sequence[Finding]) -> None:
+def _repair_frame(directory: TierDirectory, wanted: Sequence[SlabFinding]) -> None:
     """Repair the names, lengths and leftovers of files, which the tier does not look at when it opens."""
     for path in temporary_files(directory):
         path.unlink()
     for finding in wanted:
         path = directory.slab_path(finding.slab)
-        if finding.kind is Kind.TOO_LONG:
+        if finding.kind is FindingKind.TOO_LONG:
             superblock = find_superblock(path)
             if not isinstance(superblock, str):
                 os.truncate(path, superblock.file_bytes)
-        elif finding.kind is Kind.GEOMETRY:
+        elif finding.kind is FindingKind.GEOMETRY:
             directory.put_aside(finding.slab)
-        elif finding.kind is Kind.WRONG_NUMBER:
+        elif finding.kind is FindingKind.WRONG_NUMBER:
             superblock = find_superblock(path)
             named = -1 if isinstance(superblock, str) else superblock.number
             right = directory.slab_path(named)
@@ -131,9 +133,9 @@ def _repair_frame(directory: TierDirectory, wanted: Sequence[Finding]) -> None:
         sync_directory(directory.slabs)
 
 
-def _repair_slots(tier: NvmeTier, wanted: Sequence[Finding]) -> Iterator[str]:
+def _repair_slots(tier: NvmeTier, wanted: Sequence[SlabFinding]) -> Iterator[str]:
     """Quarantine the slots that failed verification, as far as quarantine has room, and make that durable."""
-    suspect: dict[tuple[int, int], Finding] = {}
+    suspect: dict[tuple[int, int], SlabFinding] = {}
     for finding in (finding for finding in wanted if finding.kind in _SUSPECT):
         superblock = find_superblock(tier.path / "slabs" / f"{finding.slab:08d}.slab")
         if not isinstance(superblock, str):

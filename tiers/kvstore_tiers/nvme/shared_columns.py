@@ -16,7 +16,7 @@ import numpy as np
 from kvstore_tiers.nvme.early_scan import SlabReport
 from kvstore_tiers.nvme.layout import RECORD_BYTES, SUPERBLOCK_BYTES, Superblock, read_superblock
 from kvstore_tiers.nvme.record_checksums import RecordChecksums, words_of
-from kvstore_tiers.nvme.region_reader import Region, whole_pages
+from kvstore_tiers.nvme.region_reader import RecordRegion, whole_pages
 from kvstore_tiers.nvme.verdicts import Array, Judge, LiveBlocks, Origins, Verdicts
 
 _NOTHING = np.empty(0)
@@ -76,7 +76,7 @@ class SlabScanner:
         self._end = 0
         self._checksums = RecordChecksums()
 
-    def scan(self, region: Region) -> SlabReport | None:
+    def scan(self, region: RecordRegion) -> SlabReport | None:
         """Scan a region and return the report on its slab; None where the region is not consistent, so that the tier
         judges it later.
         """

@@ -41,7 +41,7 @@ class Placed(NamedTuple):
     memory: memoryview
 
 
-class Written(Enum):
+class WriteResult(Enum):
     STORED = "stored"
     EXISTS = "exists"  # a value of this name was there, and still is
     NO_ROOM = "no room"  # the store is full, and refused this one
@@ -79,7 +79,7 @@ class Driver(ABC):
         """
 
     @abstractmethod
-    def write(self, values: Sequence[Placed]) -> list[Written]:
+    def write(self, values: Sequence[Placed]) -> list[WriteResult]:
         """Store each value whose name is not taken; `values` are in the order of their chain. Of several writers of one
         name exactly one gets STORED. The driver keeps no view of the memory.
         """

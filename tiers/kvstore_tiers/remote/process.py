@@ -155,7 +155,7 @@ class _Running:
         return self.refused or f"the worker of {self._name} has died"
 
 
-class WorkerProcess:
+class RemoteWorkerProcess:
     """The worker process of the tier `name`. It shares the memory of `memory_fd`."""
 
     def __init__(self, name: str, settings: RemoteSettings, memory_fd: int) -> None:

@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from kvstore_tiers.objects import DIGEST_BYTES, DamagedObject, Found, ObjectStore
-from kvstore_tiers.parts import PART_ALIGNMENT, Parts
+from kvstore_tiers.range_allocator import PART_ALIGNMENT, RangeAllocator
 from kvstore_tiers.remote.envelope import HEAD_BYTES, value_bytes
-from kvstore_tiers.remote.process import Message, RemoteSettings, WorkerProcess
+from kvstore_tiers.remote.process import Message, RemoteSettings, RemoteWorkerProcess
 
 NAMES_A_CALL = 1000
 READERS, WRITERS = 2, 2  # threads of the worker
@@ -38,7 +38,7 @@ class Exchange:
         self._mapping.close()
 
 
-class _Place(NamedTuple):
+class _ImagePlace(NamedTuple):
     """The size and layout of the memory for an image's value, and for the image itself: inside a plain value, behind an
     encrypted one.
     """
@@ -73,10 +73,10 @@ class RemoteStore(ObjectStore):
         self._is_plain = is_plain
         self._exchange = Exchange(exchange_bytes)
         half = exchange_bytes // 2 // PART_ALIGNMENT * PART_ALIGNMENT
-        self._for_reads, self._for_writes = Parts(0, half), Parts(half, exchange_bytes)
+        self._for_reads, self._for_writes = RangeAllocator(0, half), RangeAllocator(half, exchange_bytes)
         self.largest_bytes = half // 2 - 2 * PART_ALIGNMENT
         settings = RemoteSettings(url, timeout_s, credentials, secret.hex(), READERS, WRITERS)
-        self._worker = WorkerProcess(name, settings, self._exchange.fd)
+        self._worker = RemoteWorkerProcess(name, settings, self._exchange.fd)
 
     @property
     def is_ready(self) -> bool:
@@ -100,7 +100,7 @@ class RemoteStore(ObjectStore):
         reads: list[Message] = []
         try:
             for name, most_bytes in wanted:
-                place = _Place(min(most_bytes, self.largest_bytes), self._is_plain(name[:DIGEST_BYTES]))
+                place = _ImagePlace(min(most_bytes, self.largest_bytes), self._is_plain(name[:DIGEST_BYTES]))
                 part = self._for_reads.take_now(place.nbytes) if parts else self._for_reads.take(place.nbytes)
                 if part is None:
                     break
@@ -118,7 +118,7 @@ class RemoteStore(ObjectStore):
         return self._exchange.memory[answer[0] : answer[0] + answer[1]]
 
     def write(self, name: bytes, nbytes: int, fill: Callable[[memoryview], None]) -> None:
-        place = _Place(nbytes, self._is_plain(name[:DIGEST_BYTES]))
+        place = _ImagePlace(nbytes, self._is_plain(name[:DIGEST_BYTES]))
         part = self._for_writes.take(place.nbytes)
         try:
             request = place.request(name, part[0])

@@ -25,7 +25,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from kvstore_tiers.objects import DamagedObject
-from kvstore_tiers.remote.driver import Driver, MemoryHeld, Placed, Written
+from kvstore_tiers.remote.driver import Driver, MemoryHeld, Placed, WriteResult
 from kvstore_tiers.remote.drivers import open_driver
 from kvstore_tiers.remote.encryption import Sealer
 from kvstore_tiers.remote.envelope import HEAD_BYTES, TAG_BYTES, value_bytes
@@ -145,9 +145,9 @@ class RemoteWorker:
             self._sealer.seal(name, image, value, plain=request["plain"])
             placed.append(Placed(self._sealer.value_name(name), value))
         for request, written in zip(requests, self._driver.write(placed), strict=True):
-            if written is Written.NO_ROOM:
+            if written is WriteResult.NO_ROOM:
                 self._answer(request, {"error": "the store has no room", "errno": errno.ENOSPC})
-            elif written is Written.BEGUN:
+            elif written is WriteResult.BEGUN:
                 self._answer(
                     request, {"error": "another node is writing this value, or died at it", "errno": errno.EBUSY}
                 )

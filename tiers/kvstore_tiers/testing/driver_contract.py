@@ -17,7 +17,7 @@ from mmap import mmap
 import numpy as np
 import pytest
 
-from kvstore_tiers.remote.driver import NAME_CHARACTERS, Driver, Placed, Written
+from kvstore_tiers.remote.driver import NAME_CHARACTERS, Driver, Placed, WriteResult
 
 LENT_BYTES = 64 << 20
 MIB = 1 << 20
@@ -59,11 +59,11 @@ class Lent:
         piece[:] = value
         return piece
 
-    def write(self, name: str, value: bytes) -> Written:
+    def write(self, name: str, value: bytes) -> WriteResult:
         (written,) = self.driver.write([Placed(name, self.filled(value))])
         return written
 
-    def write_all(self, names: Sequence[str], values: Sequence[bytes]) -> list[Written]:
+    def write_all(self, names: Sequence[str], values: Sequence[bytes]) -> list[WriteResult]:
         return self.driver.write([Placed(name, self.filled(value)) for name, value in zip(names, values, strict=True)])
 
     def read(self, name: str, room: int) -> bytes | None:
@@ -100,7 +100,7 @@ class DriverContract:
     def test_a_value_comes_back_as_it_was_written(self, nbytes: int) -> None:
         with self.lent_driver() as lent:
             name, value = new_name(), noise(nbytes)
-            assert lent.write(name, value) is Written.STORED
+            assert lent.write(name, value) is WriteResult.STORED
             assert lent.driver.sizes([name]) == [nbytes]
             assert lent.read(name, nbytes) == value
 
@@ -109,21 +109,21 @@ class DriverContract:
         with self.lent_driver() as lent:
             value = bytes([byte]) * 1000
             name = new_name()
-            assert lent.write(name, value) is Written.STORED
+            assert lent.write(name, value) is WriteResult.STORED
             assert lent.read(name, len(value)) == value
 
     def test_another_driver_finds_what_one_wrote(self) -> None:
         with self.lent_driver() as one, self.lent_driver() as other:
             name = new_name()
             assert other.read(name, 100) is None
-            assert one.write(name, noise(100)) is Written.STORED
+            assert one.write(name, noise(100)) is WriteResult.STORED
             assert other.driver.sizes([name]) == [100]
             assert other.read(name, 100) == noise(100)
 
     def test_a_value_outlives_its_driver(self) -> None:
         name = new_name()
         with self.lent_driver() as lent:
-            assert lent.write(name, noise(100)) is Written.STORED
+            assert lent.write(name, noise(100)) is WriteResult.STORED
         with self.lent_driver() as lent:
             assert lent.read(name, 100) == noise(100)
 
@@ -152,7 +152,7 @@ class DriverContract:
                 [name for name, is_known in zip(names, known, strict=True) if is_known],
                 [value for value, is_known in zip(values, known, strict=True) if is_known],
             )
-            assert set(written) == {Written.STORED}
+            assert set(written) == {WriteResult.STORED}
             sizes = [len(value) if is_known else 0 for value, is_known in zip(values, known, strict=True)]
             assert lent.driver.sizes(names) == sizes
             wanted = [value if is_known else None for value, is_known in zip(values, known, strict=True)]
@@ -161,13 +161,13 @@ class DriverContract:
     def test_a_batch_of_large_values(self) -> None:
         with self.lent_driver() as lent:
             names, values = new_names(16), [noise(MIB + number, number) for number in range(16)]
-            assert lent.write_all(names, values) == [Written.STORED] * 16
+            assert lent.write_all(names, values) == [WriteResult.STORED] * 16
             assert lent.read_all(names, [MIB + 100] * 16) == values
 
     def test_one_name_may_be_asked_for_twice(self) -> None:
         with self.lent_driver() as lent:
             name = new_name()
-            assert lent.write(name, noise(100)) is Written.STORED
+            assert lent.write(name, noise(100)) is WriteResult.STORED
             assert lent.driver.sizes([name, name]) == [100, 100]
             assert lent.read_all([name, name], [100, 200]) == [noise(100)] * 2
 
@@ -193,9 +193,9 @@ class DriverContract:
     def test_a_taken_name_keeps_its_value(self) -> None:
         with self.lent_driver() as lent:
             name = new_name()
-            assert lent.write(name, noise(100, 1)) is Written.STORED
-            assert lent.write(name, noise(100, 2)) is Written.EXISTS
-            assert lent.write(name, noise(50, 3)) is Written.EXISTS
+            assert lent.write(name, noise(100, 1)) is WriteResult.STORED
+            assert lent.write(name, noise(100, 2)) is WriteResult.EXISTS
+            assert lent.write(name, noise(50, 3)) is WriteResult.EXISTS
             assert lent.read(name, 100) == noise(100, 1)
 
     def test_a_batch_may_hold_taken_names(self) -> None:
@@ -203,21 +203,24 @@ class DriverContract:
             names = new_names(4)
             lent.write_all(names[1:3], [noise(100, 1), noise(100, 2)])
             written = lent.write_all(names, [noise(70, 10 + number) for number in range(4)])
-            assert written == [Written.STORED, Written.EXISTS, Written.EXISTS, Written.STORED]
+            assert written == [WriteResult.STORED, WriteResult.EXISTS, WriteResult.EXISTS, WriteResult.STORED]
             wanted = [noise(70, 10), noise(100, 1), noise(100, 2), noise(70, 13)]
             assert lent.read_all(names, [100] * 4) == wanted
 
     def test_a_batch_may_hold_one_name_twice(self) -> None:
         with self.lent_driver() as lent:
             name = new_name()
-            assert lent.write_all([name, name], [noise(90, 1), noise(90, 2)]) == [Written.STORED, Written.EXISTS]
+            assert lent.write_all([name, name], [noise(90, 1), noise(90, 2)]) == [
+                WriteResult.STORED,
+                WriteResult.EXISTS,
+            ]
             assert lent.read(name, 90) == noise(90, 1)
 
     def test_no_view_of_the_memory_is_kept(self) -> None:
         with self.lent_driver() as lent:
             name, value = new_name(), noise(MIB)
             piece = lent.filled(value)
-            assert lent.driver.write([Placed(name, piece)]) == [Written.STORED]
+            assert lent.driver.write([Placed(name, piece)]) == [WriteResult.STORED]
             piece[:] = bytes(MIB)
             assert lent.read(name, MIB) == value
 
@@ -235,7 +238,7 @@ class DriverContract:
         with self.lent_driver() as lent:
             name = new_name()
             for seed in range(3):
-                assert lent.write(name, noise(500, seed)) is Written.STORED
+                assert lent.write(name, noise(500, seed)) is WriteResult.STORED
                 assert lent.read(name, 500) == noise(500, seed)
                 lent.driver.remove([name])
                 assert lent.read(name, 500) is None
@@ -246,7 +249,7 @@ class DriverContract:
             clients = [Lent(driver) for driver in drivers]
             together = threading.Barrier(writers)
 
-            def write(writer: int, names: Sequence[str]) -> list[Written]:
+            def write(writer: int, names: Sequence[str]) -> list[WriteResult]:
                 together.wait(timeout=30)
                 return clients[writer % 2].write_all(names, [noise(20_000, writer)] * len(names))
 
@@ -255,8 +258,8 @@ class DriverContract:
                 answers = list(pool.map(write, range(writers), [names] * writers))
                 for number, name in enumerate(names):
                     written = [answer[number] for answer in answers]
-                    assert sorted(written, key=str) == [Written.EXISTS] * (writers - 1) + [Written.STORED]
-                    winner = written.index(Written.STORED)
+                    assert sorted(written, key=str) == [WriteResult.EXISTS] * (writers - 1) + [WriteResult.STORED]
+                    winner = written.index(WriteResult.STORED)
                     assert clients[0].read(name, 20_000) == noise(20_000, winner)
 
     def test_a_reader_never_sees_half_a_value(self) -> None:
@@ -275,7 +278,7 @@ class DriverContract:
             with ThreadPoolExecutor(2) as pool:
                 watchers = [pool.submit(watch, number) for number in (0, len(names) - 1)]
                 for number, name in enumerate(names):
-                    assert writer.write(name, noise(2 * MIB, number)) is Written.STORED
+                    assert writer.write(name, noise(2 * MIB, number)) is WriteResult.STORED
                 stop.set()
                 for number, watcher in zip((0, len(names) - 1), watchers, strict=True):
                     assert watcher.result(timeout=60) <= {None, noise(2 * MIB, number)}
@@ -287,7 +290,7 @@ class DriverContract:
                 for batch in range(6):
                     names = new_names(8)
                     values = [noise(30_000 + number, 1000 * seed + 10 * batch + number) for number in range(8)]
-                    assert lent.write_all(names, values) == [Written.STORED] * 8
+                    assert lent.write_all(names, values) == [WriteResult.STORED] * 8
                     assert lent.driver.sizes(names) == [len(value) for value in values]
                     assert lent.read_all(names, [40_000] * 8) == values
                     lent.driver.remove(names[:4])

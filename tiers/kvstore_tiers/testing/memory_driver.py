@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from kvstore_tiers.remote.driver import Driver, Placed, Written
+from kvstore_tiers.remote.driver import Driver, Placed, WriteResult
 
 
 class MemoryStore:
@@ -27,18 +27,18 @@ class MemoryStore:
     def used_bytes(self) -> int:
         return sum(map(len, self.values.values()))
 
-    def add(self, name: str, value: bytes) -> Written:
+    def add(self, name: str, value: bytes) -> WriteResult:
         with self.lock:
             if name in self.values:
-                return Written.EXISTS
+                return WriteResult.EXISTS
             if len(value) > self.capacity_bytes:
-                return Written.NO_ROOM
+                return WriteResult.NO_ROOM
             while self.used_bytes + len(value) > self.capacity_bytes:
                 if not self.evicts:
-                    return Written.NO_ROOM
+                    return WriteResult.NO_ROOM
                 del self.values[next(iter(self.values))]
             self.values[name] = value
-            return Written.STORED
+            return WriteResult.STORED
 
 
 class MemoryDriver(Driver):
@@ -63,7 +63,7 @@ class MemoryDriver(Driver):
                 placed.memory[: len(value)] = value
         return [len(value) for value in values]
 
-    def write(self, values: Sequence[Placed]) -> list[Written]:
+    def write(self, values: Sequence[Placed]) -> list[WriteResult]:
         self.probe()
         return [self._store.add(placed.name, bytes(placed.memory)) for placed in values]
 

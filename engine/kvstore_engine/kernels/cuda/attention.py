@@ -15,8 +15,8 @@ from kvstore_engine.kernels.cuda.program import (
     STREAM_OF_DEFAULT,
     THREADS,
     CacheShape,
+    KernelProgram,
     Launcher,
-    Program,
     address_of,
     aligned,
 )
@@ -54,7 +54,7 @@ class _Argument(ct.Structure):
 
 
 @dataclass(frozen=True, slots=True)
-class Crossover:
+class AttentionCrossover:
     """The number of thread blocks for each multiprocessor from which on V1 is faster.
 
     The default is what occupancy suggests; `crossover.settled` has measured values.
@@ -84,7 +84,7 @@ class PagedAttention:
     """Attention of one cache shape. `tile`: keys staged at a time, of TILE_KEYS; 0 chooses."""
 
     def __init__(
-        self, launcher: Launcher, shape: CacheShape, *, crossover: Crossover | None = None, tile: int = 0,
+        self, launcher: Launcher, shape: CacheShape, *, crossover: AttentionCrossover | None = None, tile: int = 0,
         partition_keys: int = PARTITION_KEYS,
     ) -> None:  # fmt: skip
         if tile not in (0, *TILE_KEYS):
@@ -94,13 +94,13 @@ class PagedAttention:
         self.shape = shape
         self.heads = min(shape.group, 8 if shape.head_dim <= 128 else 4)  # that share a read of K and V
         self._launcher = launcher
-        self._crossover = crossover or Crossover()
+        self._crossover = crossover or AttentionCrossover()
         self._partition_keys = partition_keys
         self._parts = -(-shape.group // self.heads)
         fitting = (keys for keys in TILE_KEYS if self._shared(keys) <= _SHARED_BYTES)
         tile = tile or next(fitting, TILE_KEYS[-1])
         self.shared_bytes = self._shared(tile)
-        self.program = Program.of(
+        self.program = KernelProgram.of(
             "paged_attention.cu",
             KV_QUERY=ELEMENTS[shape.compute].type_name,
             KV_CACHE=shape.element.type_name,

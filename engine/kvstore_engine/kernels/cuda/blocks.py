@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvstore_engine.kernels.cuda.program import STREAM_OF_DEFAULT, Launcher, Program, address_of
+from kvstore_engine.kernels.cuda.program import STREAM_OF_DEFAULT, KernelProgram, Launcher, address_of
 
 Int32Array = npt.NDArray[np.int32]
 PIECE_BYTES = 32 << 10  # what a thread block takes at once
-_PROGRAM = Program.of("blocks.cu")
+_PROGRAM = KernelProgram.of("blocks.cu")
 
 
 class _Argument(ct.Structure):

@@ -24,7 +24,7 @@ from kvstore_cuda.compiler import program_digest
 from kvstore_cuda.kernel_cache import cache_folder, keep
 from kvstore_cuda.nvrtc import CompileError
 from kvstore_engine.errors import UsageError
-from kvstore_engine.kernels.cuda.attention import Crossover, KernelRows, PagedAttention
+from kvstore_engine.kernels.cuda.attention import AttentionCrossover, KernelRows, PagedAttention
 from kvstore_engine.kernels.cuda.program import ELEMENTS, CudaError
 
 VARIABLE = "KVENGINE_ATTENTION_CROSSOVER"
@@ -34,7 +34,9 @@ Queue = Callable[[int], object]
 _log = logging.getLogger(__name__)
 
 
-def settled(attention: PagedAttention, architecture: str, device: str, measure: Callable[[], Crossover]) -> Crossover:
+def settled(
+    attention: PagedAttention, architecture: str, device: str, measure: Callable[[], AttentionCrossover]
+) -> AttentionCrossover:
     """Return the environment's value, an earlier measurement, or the result of `measure`; the default if it fails.
 
     `architecture` as NVRTC names it; `device`: other properties that its speed depends on. Raises UsageError for a
@@ -52,17 +54,17 @@ def settled(attention: PagedAttention, architecture: str, device: str, measure: 
             keep(target, repr(found.blocks_per_multiprocessor).encode())
     except (CompileError, CudaError, RuntimeError) as error:  # as torch's, that memory is short
         _log.info("attention's crossover is the default, it cannot be measured: %s", error)
-        return Crossover()
+        return AttentionCrossover()
     _log.info("attention is one pass from %.3g thread blocks a multiprocessor on", found.blocks_per_multiprocessor)
     return found
 
 
-def measured(attention: PagedAttention, ratios: Mapping[int, float]) -> Crossover:
+def measured(attention: PagedAttention, ratios: Mapping[int, float]) -> AttentionCrossover:
     """Return the crossover that `pass_ratios` show. If partitions are faster for all rows that were tried, it is at
     twice as many.
     """
     rows = least_rows(ratios) or 2 * max(ratios)
-    return Crossover(attention.blocks_per_multiprocessor(rows))
+    return AttentionCrossover(attention.blocks_per_multiprocessor(rows))
 
 
 def least_rows(ratios: Mapping[int, float]) -> int | None:
@@ -104,7 +106,7 @@ def pass_ratios(
     return {count: seconds(partial(queue, count, 1)) / seconds(partial(queue, count, 2)) for count in sorted(rows)}
 
 
-def _asked() -> Crossover | None:
+def _asked() -> AttentionCrossover | None:
     text = os.environ.get(VARIABLE, "")
     if not text:
         return None
@@ -114,12 +116,12 @@ def _asked() -> Crossover | None:
         value = math.nan
     if not 0 <= value < math.inf:
         raise UsageError(f"{VARIABLE} must be a number of thread blocks a multiprocessor, at least 0, got {text!r}")
-    return Crossover(value)
+    return AttentionCrossover(value)
 
 
-def _remembered(target: Path) -> Crossover | None:
+def _remembered(target: Path) -> AttentionCrossover | None:
     try:
         value = float(target.read_text())
     except (OSError, ValueError):
         return None
-    return Crossover(value) if 0 < value < math.inf else None
+    return AttentionCrossover(value) if 0 < value < math.inf else None

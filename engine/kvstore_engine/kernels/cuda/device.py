@@ -19,7 +19,7 @@ import numpy.typing as npt
 from kvstore_cuda.device import CudaDevice
 from kvstore_cuda.driver import DriverError
 from kvstore_cuda.nvrtc import EXTRA, CompileError
-from kvstore_engine.kernels.cuda.program import STREAM_OF_DEFAULT, THREADS, CudaError, Launcher, Program
+from kvstore_engine.kernels.cuda.program import STREAM_OF_DEFAULT, THREADS, CudaError, KernelProgram, Launcher
 
 _FREE_SHARED_BYTES = 48 << 10  # what a kernel may have without asking
 _MULTIPROCESSORS, _SHARED_OPT_IN = 16, 97  # CUdevice_attribute
@@ -74,8 +74,8 @@ class Device(CudaDevice, Launcher):
         self._shared_bytes = self.attribute(_SHARED_OPT_IN)
         self._kept_bytes = 0
         self._loading = threading.Lock()  # of what follows
-        self._modules: dict[Program, Any] = {}
-        self._functions: dict[tuple[Program, str], Any] = {}
+        self._modules: dict[KernelProgram, Any] = {}
+        self._functions: dict[tuple[KernelProgram, str], Any] = {}
 
     def call(self, name: str, *arguments: Any) -> Any:
         """Call the driver. Raises CudaError."""
@@ -89,7 +89,7 @@ class Device(CudaDevice, Launcher):
         return self._multiprocessors
 
     def launch(
-        self, program: Program, kernel: str, grid: tuple[int, int, int], argument: ct.Structure,
+        self, program: KernelProgram, kernel: str, grid: tuple[int, int, int], argument: ct.Structure,
         *, shared_bytes: int = 0, stream: int = STREAM_OF_DEFAULT,
     ) -> None:  # fmt: skip
         function = self._functions.get((program, kernel))
@@ -172,7 +172,7 @@ class Device(CudaDevice, Launcher):
         self._functions.clear()
         super().close()
 
-    def _load(self, program: Program, kernel: str, shared_bytes: int) -> Any:
+    def _load(self, program: KernelProgram, kernel: str, shared_bytes: int) -> Any:
         if shared_bytes > self._shared_bytes:
             raise CudaError(
                 f"{kernel} needs {shared_bytes} bytes of shared memory; the device has {self._shared_bytes}"

@@ -89,13 +89,13 @@ class CacheShape:
         return self.block_tokens * self.kv_heads * row
 
 
-class Program(kvstore_cuda.compiler.Program):
+class KernelProgram(kvstore_cuda.compiler.Program):
     """A source of csrc/ for one shape."""
 
     __slots__ = ()
 
     @classmethod
-    def of(cls, source: str, **defines: str | int) -> Program:
+    def of(cls, source: str, **defines: str | int) -> KernelProgram:
         named = {"KV_THREADS": THREADS} | defines
         return cls(SOURCES, source, tuple((name, str(value)) for name, value in sorted(named.items())))
 
@@ -110,7 +110,7 @@ class Launcher(ABC):
 
     @abstractmethod
     def launch(
-        self, program: Program, kernel: str, grid: tuple[int, int, int], argument: ct.Structure,
+        self, program: KernelProgram, kernel: str, grid: tuple[int, int, int], argument: ct.Structure,
         *, shared_bytes: int = 0, stream: int = STREAM_OF_DEFAULT,
     ) -> None:  # fmt: skip
         """Queue `kernel` with thread blocks of THREADS on `stream`, a CUstream's address. Raises CudaError.

@@ -17,8 +17,8 @@ from kvstore_engine.kernels.cuda.program import (
     STREAM_OF_DEFAULT,
     THREADS,
     CacheShape,
+    KernelProgram,
     Launcher,
-    Program,
     address_of,
     aligned,
 )
@@ -91,7 +91,7 @@ class RopeCache:
             raise ValueError(f"{rotary} rotated dimensions: an even number up to {shape.head_dim} is needed")
         self.shape, self.rotary, self.interleaved = shape, rotary, interleaved
         self._launcher = launcher
-        self.program = Program.of(
+        self.program = KernelProgram.of(
             "rope_cache.cu",
             KV_QUERY=ELEMENTS[shape.compute].type_name,
             KV_CACHE=shape.element.type_name,

@@ -5,7 +5,7 @@ A new kind needs its file, its import and its entry in `KINDS`.
 
 from typing import Final
 
-from kvstored.config.tiers.base import Cluster, Machine, Start, TierSection
+from kvstored.config.tiers.base import Cluster, MachineSizes, Start, TierSection
 from kvstored.config.tiers.dram import MemorySection, SharedSection
 from kvstored.config.tiers.gpu import GpuSection
 from kvstored.config.tiers.nvme import NvmeSection
@@ -15,7 +15,7 @@ __all__ = [
     "KINDS",
     "Cluster",
     "GpuSection",
-    "Machine",
+    "MachineSizes",
     "MemorySection",
     "NvmeSection",
     "RemoteSection",

@@ -32,7 +32,7 @@ MIN_STAGING_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineSizes:
     """The machine that percentages and defaults refer to."""
 
     memory_bytes: int
@@ -85,12 +85,12 @@ class TierSection(ABC):
 
     @classmethod
     @abstractmethod
-    def read(cls, name: str, table: Table, machine: Machine) -> Self:
+    def read(cls, name: str, table: Table, machine: MachineSizes) -> Self:
         """Make a section from the keys of reference.toml or `DEFAULTS`, every one of them present. Raises
         ConfigError.
         """
 
-    def check(self, machine: Machine) -> None:
+    def check(self, machine: MachineSizes) -> None:
         """Check the settings. Raises ConfigError for impossible values."""
         need(
             self.policy not in FOR_STUDIES,
@@ -115,7 +115,7 @@ class TierSection(ABC):
             f"{self.name}.{key} must be 0 (never) or a number of {unit}, got {value}",
         )
 
-    def _need_memory(self, machine: Machine) -> None:
+    def _need_memory(self, machine: MachineSizes) -> None:
         capacity, memory = human_bytes(self.capacity_bytes), human_bytes(machine.memory_bytes)
         need(
             self.capacity_bytes <= machine.memory_bytes,
@@ -143,7 +143,7 @@ class CodedSection(TierSection):
     codec: str = NO_CODEC
     codec_staging_bytes: int = 0
 
-    def check(self, machine: Machine) -> None:
+    def check(self, machine: MachineSizes) -> None:
         from kvstore_tiers.codecs import codec_names
 
         super().check(machine)

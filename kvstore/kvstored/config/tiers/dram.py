@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from kvstore_console.units import human_bytes
 from kvstored.config.mistakes import need, one_of
 from kvstored.config.section_fields import Table, section_of, size
-from kvstored.config.tiers.base import CodedSection, Machine, Start, TierSection, coding_of, container
+from kvstored.config.tiers.base import CodedSection, MachineSizes, Start, TierSection, coding_of, container
 from kvstored.policy_names import WITH_WORTH
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class SharedSection(TierSection):
     warm_linger_s: float
 
     @classmethod
-    def read(cls, name: str, table: Table, machine: Machine) -> Self:
+    def read(cls, name: str, table: Table, machine: MachineSizes) -> Self:
         capacity_bytes = size(name, table, "capacity", machine.memory_bytes)
         known = {
             "name": name,
@@ -54,7 +54,7 @@ class SharedSection(TierSection):
         }
         return section_of(cls, name, table, known)
 
-    def check(self, machine: Machine) -> None:
+    def check(self, machine: MachineSizes) -> None:
         name, memory = self.name, human_bytes(machine.memory_bytes)
         self._need_memory(machine)
         self._need_threads("copy_threads", self.copy_threads)
@@ -112,13 +112,13 @@ class MemorySection(CodedSection):
     numa_node: int
 
     @classmethod
-    def read(cls, name: str, table: Table, machine: Machine) -> Self:
+    def read(cls, name: str, table: Table, machine: MachineSizes) -> Self:
         capacity_bytes = size(name, table, "capacity", machine.memory_bytes)
         arena_bytes = container(name, table, "arena", capacity_bytes)
         known = {"name": name, "capacity_bytes": capacity_bytes, "arena_bytes": arena_bytes}
         return section_of(cls, name, table, known)
 
-    def check(self, machine: Machine) -> None:
+    def check(self, machine: MachineSizes) -> None:
         name, node = self.name, self.numa_node
         need(self.capacity_bytes > 0, f'{name}.capacity is missing: write a size, for instance capacity = "8GiB"')
         self._need_memory(machine)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from kvstore_console.units import human_bytes
 from kvstored.config.mistakes import ConfigError, need, one_of
 from kvstored.config.section_fields import Table, section_of, size
-from kvstored.config.tiers.base import AUTO, Machine, Start, TierSection
+from kvstored.config.tiers.base import AUTO, MachineSizes, Start, TierSection
 from kvstored.policy_names import ADMISSIONS, SECOND_TOUCH
 
 if TYPE_CHECKING:
@@ -58,12 +58,12 @@ class GpuSection(TierSection):
         return bool(table["before_host"])
 
     @classmethod
-    def read(cls, name: str, table: Table, machine: Machine) -> Self:
+    def read(cls, name: str, table: Table, machine: MachineSizes) -> Self:
         sizes = {f"{key}_bytes": size(name, table, key) for key in ("capacity", "chunk", "bounce")}
         rate_bytes = None if table["rate"] == AUTO else size(name, table, "rate")
         return section_of(cls, name, table, {"name": name, "rate_bytes": rate_bytes, **sizes})
 
-    def check(self, machine: Machine) -> None:
+    def check(self, machine: MachineSizes) -> None:
         name, granularity = self.name, human_bytes(GRANULARITY_BYTES)
         need(self.capacity_bytes > 0, f'{name}.capacity is missing: write a size, for instance capacity = "8GiB"')
         need(self.device >= 0, f"{name}.device must be the number of a CUDA device, got {self.device}")
@@ -90,9 +90,9 @@ class GpuSection(TierSection):
         driver.
         """
         from kvstore_proto.arena import DEVICE_ARENAS
-        from kvstore_tiers.gpu import GpuTier, WorkerSettings
+        from kvstore_tiers.gpu import GpuTier, GpuWorkerSettings
 
-        settings = WorkerSettings(
+        settings = GpuWorkerSettings(
             checks=self.verify, from_files=self.from_nvme if self.before_host else OFF, registers=self.register_host
         )
         try:

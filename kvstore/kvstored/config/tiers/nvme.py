@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 from kvstore_console.units import human_bytes
 from kvstored.config.mistakes import need, need_within, one_of
 from kvstored.config.section_fields import Table, section_of, size
-from kvstored.config.tiers.base import CodedSection, Machine, Start, coding_of, container
+from kvstored.config.tiers.base import CodedSection, MachineSizes, Start, coding_of, container
 from kvstored.policy_names import ADMISSIONS
 
 if TYPE_CHECKING:
@@ -36,14 +36,14 @@ class NvmeSection(CodedSection):
     endurance_wait_ms: int
 
     @classmethod
-    def read(cls, name: str, table: Table, machine: Machine) -> Self:
+    def read(cls, name: str, table: Table, machine: MachineSizes) -> Self:
         path = Path(table["path"]).absolute() if table["path"] else machine.state_dir / name
         capacity_bytes = size(name, table, "capacity", _file_system_bytes(path))
         slab_bytes = container(name, table, "slab", capacity_bytes)
         known = {"name": name, "path": path, "capacity_bytes": capacity_bytes, "slab_bytes": slab_bytes}
         return section_of(cls, name, table, known)
 
-    def check(self, machine: Machine) -> None:
+    def check(self, machine: MachineSizes) -> None:
         name = self.name
         self._need_threads("io_threads", self.io_threads)
         need(self.endurance_wait_ms >= 0, f"{name}.endurance_wait_ms must not be negative")

@@ -14,7 +14,7 @@ from kvstore_proto.version import pip_install
 from kvstored.config.mistakes import ConfigError, need, need_within, one_of
 from kvstored.config.private_input import read_private_lines
 from kvstored.config.section_fields import Table, section_of, size
-from kvstored.config.tiers.base import Machine, Start, TierSection
+from kvstored.config.tiers.base import MachineSizes, Start, TierSection
 from kvstored.policy_names import ADMISSIONS, SHARES
 
 if TYPE_CHECKING:
@@ -53,11 +53,11 @@ class RemoteSection(TierSection):
     rate_bytes: int
 
     @classmethod
-    def read(cls, name: str, table: Table, machine: Machine) -> Self:
+    def read(cls, name: str, table: Table, machine: MachineSizes) -> Self:
         capacity_bytes = size(name, table, "capacity")
         return section_of(cls, name, table, {"name": name, "capacity_bytes": capacity_bytes})
 
-    def check(self, machine: Machine) -> None:
+    def check(self, machine: MachineSizes) -> None:
         name = self.name
         schemes = ", ".join(f"{scheme}://" for scheme in _schemes())
         need(bool(self.url), f'{name}.url is missing: write where the store is, for instance url = "redis://host:6379"')

@@ -24,7 +24,7 @@ from kvstored.health.scrub.worker import ScrubSettings, position_of
 from kvstored.store.assembly import Store
 from kvstored.store.transfer.lane import Priority, Refused
 from kvstored.store.transfer.link import lane_name
-from kvstored.store.transfer.mover import Transfer
+from kvstored.store.transfer.mover import LaneTransfer
 
 log = logging.getLogger(__name__)
 RESTARTS, RESTARTS_IN_S = 5, 3600
@@ -83,7 +83,7 @@ class Verification:
 
         residency.pin(row)
         try:
-            ticket = self._store.mover.submit(lane, Priority.MAINTENANCE, slot.nbytes, Transfer(start, done))
+            ticket = self._store.mover.submit(lane, Priority.MAINTENANCE, slot.nbytes, LaneTransfer(start, done))
             if isinstance(ticket, Refused):
                 return None
             outcome = await asyncio.shield(ended)
@@ -99,7 +99,7 @@ class Verification:
         return outcome
 
 
-class Place(Protocol):
+class ScrubPositionStore(Protocol):
     """Keeps the scrubber's position over restarts. `was_tried`: to read it."""
 
     scrub: bytes | None
@@ -109,7 +109,7 @@ class Place(Protocol):
 class Scrubber:
     """`run` is a task until it is cancelled. `store` has an NVMe tier. `place` is where its position, JSON, is kept."""
 
-    def __init__(self, settings: ScrubSettings, store: Store, place: Place) -> None:
+    def __init__(self, settings: ScrubSettings, store: Store, place: ScrubPositionStore) -> None:
         self._settings = settings
         self._store = store
         self._place = place

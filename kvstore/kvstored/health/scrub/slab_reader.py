@@ -47,7 +47,7 @@ class Suspect:
 
 
 @dataclass(frozen=True, slots=True)
-class Visit:
+class SlotReading:
     """The reading of one slot. `next_slot` is the slot to go on with after it."""
 
     slab: int
@@ -65,7 +65,7 @@ class SlabReader:
         self._wait = wait
         self._buffer = AlignedBuffer(0)
 
-    def visits(self, first: int) -> Iterator[Visit]:
+    def readings(self, first: int) -> Iterator[SlotReading]:
         """Yield every live slot from `first` on. A file that went away, or has no superblock now, has none."""
         with suppress(FileNotFoundError, DirectoryError):
             superblock = find_superblock(self._path)
@@ -74,20 +74,22 @@ class SlabReader:
             record_fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
             slot_fd = _open_direct(self._path, record_fd)
             try:
-                yield from self._visit_all(superblock, record_fd, slot_fd, first)
+                yield from self._read_slots(superblock, record_fd, slot_fd, first)
             finally:
                 os.close(record_fd)
                 os.close(slot_fd)
 
-    def _visit_all(self, superblock: Superblock, record_fd: int, slot_fd: int, first: int) -> Iterator[Visit]:
+    def _read_slots(self, superblock: Superblock, record_fd: int, slot_fd: int, first: int) -> Iterator[SlotReading]:
         while first < superblock.slots:
             _, records, used = read_records(record_fd, superblock, first, _RECORDS_A_READ)
             for index in (first + np.flatnonzero(used)).tolist():
-                nbytes, suspect = self._visit(superblock, record_fd, slot_fd, index)
-                yield Visit(self._number, index + 1, nbytes, suspect)
+                nbytes, suspect = self._read_slot(superblock, record_fd, slot_fd, index)
+                yield SlotReading(self._number, index + 1, nbytes, suspect)
             first += len(records)
 
-    def _visit(self, superblock: Superblock, record_fd: int, slot_fd: int, index: int) -> tuple[int, Suspect | None]:
+    def _read_slot(
+        self, superblock: Superblock, record_fd: int, slot_fd: int, index: int
+    ) -> tuple[int, Suspect | None]:
         record = _record(record_fd, index)
         if not any(record):  # zeroed since it was found used: the slab is getting another geometry
             return RECORD_BYTES, None

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from kvstore_tiers.nvme.directory_files import slab_numbers
-from kvstored.health.scrub.slab_reader import SlabReader, Visit
+from kvstored.health.scrub.slab_reader import SlabReader, SlotReading
 
 REPORTED_EVERY_S = 1.0
 SAVED_EVERY_S = 5.0
@@ -91,7 +91,7 @@ def position_of(content: bytes) -> Position:
     return position if all(0 <= value < _END for value in asdict(position).values()) else Position()
 
 
-class Ended(Exception):
+class InputClosed(Exception):
     """The daemon closed this process's standard input."""
 
 
@@ -106,7 +106,7 @@ class ScrubSettings:
 
 
 class ScrubWorker:
-    """Passes over the slabs until `Ended`."""
+    """Passes over the slabs until `InputClosed`."""
 
     def __init__(self, settings: ScrubSettings) -> None:
         self._slabs = Path(settings.directory) / "slabs"
@@ -133,8 +133,8 @@ class ScrubWorker:
             first = position.slot if number == position.slab else 0
             reader = SlabReader(self._slabs / f"{number:08d}.slab", number, self._wait)
             try:
-                for visit in reader.visits(first):
-                    self._note(visit)
+                for reading in reader.readings(first):
+                    self._note(reading)
             except OSError as error:
                 say("unreadable", {"slab": number, "error": str(error)})
         position.end(time.time())
@@ -150,16 +150,16 @@ class ScrubWorker:
             },
         )
 
-    def _note(self, visit: Visit) -> None:
+    def _note(self, reading: SlotReading) -> None:
         position = self._position
-        position.slab, position.slot = visit.slab, visit.next_slot
-        position.pass_bytes += visit.nbytes
+        position.slab, position.slot = reading.slab, reading.next_slot
+        position.pass_bytes += reading.nbytes
         position.pass_slots += 1
-        self._unreported_bytes += visit.nbytes
+        self._unreported_bytes += reading.nbytes
         self._unreported_slots += 1
-        if visit.suspect is not None:
+        if reading.suspect is not None:
             self._report()
-            say("suspect", asdict(visit.suspect))
+            say("suspect", asdict(reading.suspect))
         self._now_and_then()
 
     def _wait(self, nbytes: int) -> None:
@@ -188,14 +188,14 @@ def say(what: str, fields: dict[str, object]) -> None:
     try:
         os.write(sys.stdout.fileno(), json.dumps({what: fields}).encode() + b"\n")
     except BrokenPipeError:
-        raise Ended from None
+        raise InputClosed from None
 
 
 def pause(seconds: float) -> None:
     """Sleep. Raises Ended if standard input is closed."""
     readable, _, _ = select.select([sys.stdin.fileno()], [], [], max(0.0, seconds))
     if readable and not os.read(sys.stdin.fileno(), 64):
-        raise Ended
+        raise InputClosed
 
 
 def step_back() -> None:
@@ -219,7 +219,7 @@ def main(argv: list[str]) -> int:
     settings = ScrubSettings(**json.loads(argv[1]))
     try:
         ScrubWorker(settings).run()
-    except Ended:
+    except InputClosed:
         return 0
     return 0
 

@@ -15,7 +15,7 @@ import os
 from dataclasses import dataclass
 
 from kvstore_proto.arena import DEVICE_ARENAS
-from kvstored.clients.sessions import Session
+from kvstored.clients.sessions import ClientSession
 from kvstored.lifetime.warm.ledger import FormerSession, Ledger, tier_of_chunk
 from kvstored.lifetime.warm.restart import Adopted, Place
 from kvstored.process import start_ticks
@@ -74,7 +74,7 @@ class FormerClients:
             self._leases.retire(slot, tenant)
         self._leases.record_in(self._ledger, self._ledger.last_lease_id)
 
-    def arrived(self, session: Session, token: bytes) -> list[int]:
+    def arrived(self, session: ClientSession, token: bytes) -> list[int]:
         """Receive a client that connects. A former one gets its former session; return the leases that it has again."""
         former_id = self._by_token.get(token) if token else None
         absent = self._absent.get(former_id) if former_id is not None else None
@@ -89,7 +89,7 @@ class FormerClients:
         self._counters.add("warm_leases", len(found))
         return found
 
-    def left(self, session: Session) -> None:
+    def left(self, session: ClientSession) -> None:
         self._ledger.close_session(session.session_id)
 
     def close(self) -> None:

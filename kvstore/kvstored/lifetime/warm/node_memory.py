@@ -1,7 +1,7 @@
 """The daemon's DRAM: the host tier, and the part of it and of device memory that a restart keeps.
 
 The module opens the tier, takes over the former process's memory, and closes it: the memory is freed, or left to its
-keeper.
+holder.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class NodeMemory:
         self.is_forgotten = False
 
     def open(self, *, forget: bool) -> HostTier:
-        """Open the tier. `forget`: the blocks in DRAM are of no use any more. Raises KeeperError; ValueError for a
+        """Open the tier. `forget`: the blocks in DRAM are of no use any more. Raises HolderError; ValueError for a
         capacity that is too small.
         """
         host = self._config.host
@@ -111,7 +111,7 @@ class NodeMemory:
         """Return a sentence: what happens to DRAM, and to device memory if it holds blocks."""
         if self.warm is None:
             return 'DRAM is given back: nothing keeps it (host.warm_restart = "off", or host.sealed)'
-        text = "DRAM is given back, as Ctrl-C asks for" if self.is_forgotten else self.warm.keeper.after_stop
+        text = "DRAM is given back, as Ctrl-C asks for" if self.is_forgotten else self.warm.holder.after_stop
         return text.replace("DRAM", "DRAM, with what is on GPUs,", 1) if self.warm.keeps_device_memory else text
 
     def close(self, *, has_served: bool) -> None:

@@ -37,8 +37,8 @@ from kvstored.clients.tenants import TenantDirectory
 from kvstored.clock import Clock
 from kvstored.config.tiers import SharedSection
 from kvstored.lifetime.recovery import ArenaImport
-from kvstored.lifetime.warm.keeper import Keeper, KeeperError, no_listener
-from kvstored.lifetime.warm.keepers import choose_keeper, dismiss_others
+from kvstored.lifetime.warm.descriptor_holder import DescriptorHolder, HolderError, no_listener
+from kvstored.lifetime.warm.holders import choose_holder, dismiss_others
 from kvstored.lifetime.warm.ledger import ForeignLedger, Ledger, tier_of_chunk
 from kvstored.store.blocks import Residency
 from kvstored.telemetry import Counters
@@ -76,8 +76,8 @@ class WarmRestart:
     served; `run` is a task.
     """
 
-    def __init__(self, keeper: Keeper, ledger: Ledger, kept: dict[str, int]) -> None:
-        self.keeper = keeper
+    def __init__(self, holder: DescriptorHolder, ledger: Ledger, kept: dict[str, int]) -> None:
+        self.holder = holder
         self.ledger = ledger
         self._kept = kept  # descriptors of the process before, by name
         self._arenas: dict[int, Arena] = {}
@@ -126,7 +126,7 @@ class WarmRestart:
         return adopted
 
     def _keep_chunk(self, shadow: Arena | None, descriptor: int, memory: int) -> None:
-        """Keep the descriptors of an adopted chunk, which the keeper has already."""
+        """Keep the descriptors of an adopted chunk, which the holder has already."""
         assert shadow is not None
         os.close(descriptor)  # the shadow has its own
         self._arenas[shadow.number] = shadow
@@ -142,13 +142,13 @@ class WarmRestart:
         counters.add("warm_dropped_slots", adopted.dropped_slots)
 
     async def run(self) -> None:
-        """Retry to keep descriptors, with another keeper if this one is gone."""
+        """Retry to keep descriptors, with another holder if this one is gone."""
         loop, behind = asyncio.get_running_loop(), asyncio.Event()
 
         def wake() -> None:
             loop.call_soon_threadsafe(behind.set)
 
-        self.keeper.on_behind = wake
+        self.holder.on_behind = wake
         try:
             while True:
                 with contextlib.suppress(TimeoutError):
@@ -156,45 +156,45 @@ class WarmRestart:
                         await behind.wait()
                 behind.clear()
                 self.look()
-                while self.keeper.is_behind:
+                while self.holder.is_behind:
                     await asyncio.sleep(SOON_S)
                     self.look()
         finally:
-            self.keeper.on_behind = no_listener
+            self.holder.on_behind = no_listener
 
     def look(self) -> None:
-        for name in self.keeper.retry():
+        for name in self.holder.retry():
             self._list(name)
-        if not self.keeper.lost:
+        if not self.holder.lost:
             return
         try:
-            self.keeper.reopen()
-        except KeeperError as error:
+            self.holder.reopen()
+        except HolderError as error:
             log.warning("blocks in memory would not survive a restart now: %s", error)
             return
-        log.warning("the %s that keeps our memory had gone; a new one keeps it now", self.keeper.name)
-        self.keeper.keep(LEDGER_NAME, self.ledger.fd)
+        log.warning("the %s that keeps our memory had gone; a new one keeps it now", self.holder.name)
+        self.holder.keep(LEDGER_NAME, self.ledger.fd)
         for arena in list(self._arenas.values()):
-            if self.keeper.keep(_name(arena.number), arena.fd):
+            if self.holder.keep(_name(arena.number), arena.fd):
                 self._list(_name(arena.number))
         for number, memory in list(self._memories.items()):
-            self.keeper.keep(_memory_name(number), memory)
+            self.holder.keep(_memory_name(number), memory)
         with self._of_devices:
             for process, pidfd in self._workers.items():
-                self.keeper.keep(_worker_name(process), pidfd)
+                self.holder.keep(_worker_name(process), pidfd)
 
     def settle(self) -> None:
         """Keep what is not kept yet, or lose it: the host tier is about to leave its arenas."""
-        for name in self.keeper.settle():
+        for name in self.holder.settle():
             self._list(name)
 
     def close(self, *, forget: bool) -> None:
-        """Close the keeper, after the host tier has left its arenas. With `forget` nothing stays for a next process."""
+        """Close the holder, after the host tier has left its arenas. With `forget` nothing stays for a next process."""
         if forget:
-            self.keeper.drop(LEDGER_NAME)
+            self.holder.drop(LEDGER_NAME)
             for number in [each for each in self._arenas if each >= DEVICE_ARENAS]:  # their tiers left them
                 self.released(number)
-        self.keeper.close(forget=forget)
+        self.holder.close(forget=forget)
         self.ledger.close()
         for descriptor in (*self._memories.values(), *self._workers.values()):
             os.close(descriptor)
@@ -206,7 +206,7 @@ class WarmRestart:
     def made(self, arena: Arena) -> None:
         self._arenas[arena.number] = arena
         self.ledger.number_taken(arena.number)  # even if it is not kept: clients map it under that number
-        if self.keeper.keep(_name(arena.number), arena.fd):
+        if self.holder.keep(_name(arena.number), arena.fd):
             self.ledger.add_arena(arena.record)
         else:
             self._unlisted[_name(arena.number)] = arena
@@ -221,10 +221,10 @@ class WarmRestart:
     def released(self, number: int) -> None:
         with self._of_devices:
             self._arenas.pop(number, None)
-            self.keeper.drop(_name(number))
+            self.holder.drop(_name(number))
             memory = self._memories.pop(number, -1)
             if memory >= 0:
-                self.keeper.drop(_memory_name(number))
+                self.holder.drop(_memory_name(number))
                 os.close(memory)
 
     def has_memory(self, number: int, descriptor: int) -> None:
@@ -234,18 +234,18 @@ class WarmRestart:
         with self._of_devices, contextlib.suppress(OSError):
             if number in self._arenas:  # not given up meanwhile
                 memory = self._memories[number] = os.dup(descriptor)
-                self.keeper.keep(_memory_name(number), memory)
+                self.holder.keep(_memory_name(number), memory)
 
     def worker_started(self, process: int) -> None:
         with self._of_devices, contextlib.suppress(OSError):
             pidfd = self._workers[process] = os.pidfd_open(process)
-            self.keeper.keep(_worker_name(process), pidfd)
+            self.holder.keep(_worker_name(process), pidfd)
 
     def worker_ended(self, process: int) -> None:
         with self._of_devices:
             pidfd = self._workers.pop(process, -1)
             if pidfd >= 0:
-                self.keeper.drop(_worker_name(process))
+                self.holder.drop(_worker_name(process))
                 os.close(pidfd)
 
     # Inside
@@ -261,32 +261,32 @@ class WarmRestart:
         if descriptor >= 0:
             empty_memory(descriptor)
             os.close(descriptor)
-        self.keeper.drop(name)
+        self.holder.drop(name)
 
 
 def open_warm(host: SharedSection, state_dir: Path, *, forget: bool = False) -> WarmRestart | None:
     """Return the warm restart that `host.warm_restart` asks for; None if it is off. With `forget` the former process's
-    memory is freed, because nothing reaches it. Raises KeeperError.
+    memory is freed, because nothing reaches it. Raises HolderError.
 
-    Memory that a former process left with another keeper, or in a form that this one cannot use, is freed.
+    Memory that a former process left with another holder, or in a form that this one cannot use, is freed.
     """
     mode = host.warm_restart
     if host.sealed and mode != "off":
         if mode != "auto":
-            raise KeeperError(
+            raise HolderError(
                 "host.sealed = true forbids what host.warm_restart needs, to map an arena again: "
                 'set host.warm_restart = "off", or host.sealed = false'
             )
         mode = "off"
-    keeper = choose_keeper(mode, state_dir, host.warm_linger_s)
-    dismiss_others(keeper, state_dir)
-    if keeper is None:
+    holder = choose_holder(mode, state_dir, host.warm_linger_s)
+    dismiss_others(holder, state_dir)
+    if holder is None:
         return None
-    kept = keeper.fetch()
+    kept = holder.fetch()
     descriptor = kept.pop(LEDGER_NAME, None)
     ledger = None
     why = "that no secret reaches" if forget else "since a process of its GPU may still write there"
-    forget = not _outwait_workers(keeper, kept) or forget
+    forget = not _outwait_workers(holder, kept) or forget
     if descriptor is not None and forget:
         nbytes = sum(os.fstat(each).st_blocks * 512 for name, each in kept.items() if not name.startswith(_MEMORY))
         log.warning("dropped %s of DRAM, kept by the process before, %s", human_bytes(nbytes), why)
@@ -301,11 +301,11 @@ def open_warm(host: SharedSection, state_dir: Path, *, forget: bool = False) -> 
             os.close(descriptor)
     if ledger is None:
         ledger = Ledger(state_dir)
-        keeper.keep(LEDGER_NAME, ledger.fd)
-    return WarmRestart(keeper, ledger, kept)
+        holder.keep(LEDGER_NAME, ledger.fd)
+    return WarmRestart(holder, ledger, kept)
 
 
-def _outwait_workers(keeper: Keeper, kept: dict[str, int]) -> bool:
+def _outwait_workers(holder: DescriptorHolder, kept: dict[str, int]) -> bool:
     """Wait for the former daemon's GPU processes, and drop their descriptors; return False if one does not end."""
     give_up_s = time.monotonic() + WORKERS_END_S
     are_gone = True
@@ -314,7 +314,7 @@ def _outwait_workers(keeper: Keeper, kept: dict[str, int]) -> bool:
         ended = select.poll()
         ended.register(pidfd, select.POLLIN)
         are_gone = bool(ended.poll(max(0.0, give_up_s - time.monotonic()) * 1000)) and are_gone
-        keeper.drop(name)
+        holder.drop(name)
         os.close(pidfd)
     return are_gone
 

@@ -19,22 +19,22 @@ from kvstore_proto.matching import boundaries, longest_common, restorable_blocks
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstore_proto.v1.explain_pb2 import ExplainReply, ExplainRequest
 from kvstored.clients.codes import codes_by_mask, known_step, miss_reason, tier_code
-from kvstored.clients.sessions import Session
+from kvstored.clients.sessions import ClientSession
 from kvstored.rpc.verbs.put import PutVerb
 from kvstored.rpc.verbs.validate import keys_of, known_group, terms_of
 from kvstored.store.assembly import Store
 from kvstored.store.operations import Operations
 from kvstored.store.operations.delete import Fate
 from kvstored.store.operations.lookup import DUE_MAX_MS, Presence
-from kvstored.store.operations.records import Acquired, GetRequest, LeasedRun, Outlook
+from kvstored.store.operations.records import Acquired, GetRequest, GrantedRun, Outlook
 from kvstored.store.policies import ChainHint, RequestContext
 from kvstored.telemetry import RecentMisses
 
 log = logging.getLogger(__name__)
 
 
-Quick = Callable[[Session, pb.Request], pb.Response | None]
-Slow = Callable[[Session, pb.Request], AsyncGenerator[pb.Response, None]]
+Quick = Callable[[ClientSession, pb.Request], pb.Response | None]
+Slow = Callable[[ClientSession, pb.Request], AsyncGenerator[pb.Response, None]]
 
 
 class Verbs:
@@ -48,7 +48,7 @@ class Verbs:
         store: Store,
         operations: Operations,
         misses: RecentMisses,
-        explain: Callable[[Session, ExplainRequest], Awaitable[ExplainReply]],
+        explain: Callable[[ClientSession, ExplainRequest], Awaitable[ExplainReply]],
     ) -> None:
         limits = store.config.limits
         self._max_keys, self._leases_per_client = limits.max_keys, limits.leases_per_client
@@ -60,7 +60,7 @@ class Verbs:
         self._requests = 0  # gets that said how long their prompt is
         self._code = cache(partial(tier_code, store.residency))
         self._codes_by_mask = cache(partial(codes_by_mask, store.residency))
-        quick: dict[str, Callable[[Session, Any], Any]] = {
+        quick: dict[str, Callable[[ClientSession, Any], Any]] = {
             "lookup": self._looked_up,
             "acquire": self._acquired_mapped,
             "release": self._released,
@@ -69,7 +69,7 @@ class Verbs:
             "prefetch": self._prefetched,
             "ping": lambda _, request: pb.PingReply(payload=request.payload),
         }
-        slow: dict[str, Callable[[Session, Any], Awaitable[Any]]] = {
+        slow: dict[str, Callable[[ClientSession, Any], Awaitable[Any]]] = {
             "lend": lambda session, _: self._puts.lend(session),
             "reserve_slots": self._puts.reserve,
             "delete": self._deleted,
@@ -80,14 +80,14 @@ class Verbs:
         self.slow |= {"store": self._puts.store, "acquire": self._acquired}
         self.store_inline = self._puts.store_inline
 
-    def undelivered(self, session: Session, reply: pb.Response) -> None:
+    def undelivered(self, session: ClientSession, reply: pb.Response) -> None:
         """Take back what a reply granted that could not be sent."""
         if reply.HasField("acquire"):
             self._get.release(session, [reply.acquire.lease_id])
         elif reply.HasField("reserve_slots"):
             self._puts.undo(session, reply.reserve_slots)
 
-    def _keys_of(self, session: Session, key_set: pb.KeySet) -> list[bytes]:
+    def _keys_of(self, session: ClientSession, key_set: pb.KeySet) -> list[bytes]:
         """Return the keys of a set. Raises KVStoreError for an invalid set."""
         keys = keys_of(key_set.keys, self._max_keys)
         known_group(session, key_set.group)
@@ -95,13 +95,13 @@ class Verbs:
 
     # Get
 
-    def _acquired_mapped(self, session: Session, request: pb.Acquire) -> pb.AcquireReply | None:
+    def _acquired_mapped(self, session: ClientSession, request: pb.Acquire) -> pb.AcquireReply | None:
         if request.order != pb.ACQUIRE_ORDER_WHOLE:
             return None
         held = self._get.acquire_mapped(session, self._asked(session, request, 0))
         return None if held is None else self._reply(session, request, held)
 
-    async def _acquired(self, session: Session, whole: pb.Request) -> AsyncGenerator[pb.Response, None]:
+    async def _acquired(self, session: ClientSession, whole: pb.Request) -> AsyncGenerator[pb.Response, None]:
         """Yield one answer, a lease on all that could be had in time. In an order: answers as blocks become readable,
         each a lease on one run of them, the last one without any, with the reason why the chain ends. The first one
         says what to expect, without a lease if all blocks must be loaded."""
@@ -121,7 +121,7 @@ class Verbs:
                     if not answer.tiers or not {pb.TIER_CODE_HOST, pb.TIER_CODE_GPU}.isdisjoint(tiers):
                         continue  # another answer comes at once
                     reply = pb.AcquireReply(more=True)
-                elif isinstance(answer, LeasedRun):
+                elif isinstance(answer, GrantedRun):
                     reply = pb.AcquireReply(first=answer.first, more=True)
                     self._enter(answer, reply)
                 else:
@@ -131,7 +131,7 @@ class Verbs:
                 expected = pb.AcquireReply()
                 yield pb.Response(acquire=reply)
 
-    def _asked(self, session: Session, request: pb.Acquire, deadline_ms: int) -> GetRequest:
+    def _asked(self, session: ClientSession, request: pb.Acquire, deadline_ms: int) -> GetRequest:
         """Return the get that the message asks for. Raises KVStoreError for a request that is wrong as a whole, or one
         lease too many.
         """
@@ -147,7 +147,7 @@ class Verbs:
             request.order == pb.ACQUIRE_ORDER_BACK, context, request.host_only,
         )  # fmt: skip
 
-    def _one_too_many(self, session: Session) -> KVStoreError:
+    def _one_too_many(self, session: ClientSession) -> KVStoreError:
         most, ttl_s = self._leases_per_client, self._get.lease_ttl_ms / 1000
         self._counters.add("lease_limit_refusals")
         if not session.is_over_leases:
@@ -160,7 +160,7 @@ class Verbs:
         message = f"this client holds {most} leases, limits.leases_per_client: release some, or let them expire"
         return KVStoreError(ErrorKind.THROTTLED, message, 10)
 
-    def _reply(self, session: Session, request: pb.Acquire, held: Acquired) -> pb.AcquireReply:
+    def _reply(self, session: ClientSession, request: pb.Acquire, held: Acquired) -> pb.AcquireReply:
         reply = pb.AcquireReply(blocks=held.blocks, resident_blocks=held.resident_blocks, load_us=held.load_us)
         if held.cause is not None:
             keys = request.set.keys
@@ -172,7 +172,7 @@ class Verbs:
             self._enter(held.run, reply)
         return reply
 
-    def _enter(self, run: LeasedRun, reply: pb.AcquireReply) -> None:
+    def _enter(self, run: GrantedRun, reply: pb.AcquireReply) -> None:
         """Enter a lease into a reply."""
         reply.blocks = len(run.rows)
         reply.lease_id = run.lease_id
@@ -185,12 +185,12 @@ class Verbs:
         reply.promoted_blocks = run.promoted.total()
         reply.promoted_bytes = run.promoted_bytes
 
-    def _released(self, session: Session, request: pb.Release) -> pb.ReleaseReply:
+    def _released(self, session: ClientSession, request: pb.Release) -> pb.ReleaseReply:
         return pb.ReleaseReply(released=self._get.release(session, request.lease_ids))
 
     # Lookup, hints, delete
 
-    def _looked_up(self, session: Session, request: pb.Lookup) -> pb.LookupReply:
+    def _looked_up(self, session: ClientSession, request: pb.Lookup) -> pb.LookupReply:
         count = sum(len(key_set.keys) for key_set in request.sets) // KEY_BYTES
         if count > self._max_keys:
             raise KVStoreError(
@@ -203,7 +203,7 @@ class Verbs:
         self._look_up.count(session)
         return reply
 
-    def _note_missing(self, session: Session, sets: Sequence[pb.KeySet], found: Sequence[Presence]) -> None:
+    def _note_missing(self, session: ClientSession, sets: Sequence[pb.KeySet], found: Sequence[Presence]) -> None:
         """Note the miss of a lookup: of several layer groups, the block that ended what all of them have."""
         place, usable = 0, found[0].usable
         if len(sets) > 1:
@@ -221,7 +221,7 @@ class Verbs:
             cause = session.why_missing(self._residency, key)
         self._misses.note("lookup", session, key, cause, usable, len(found[place].rows), key_set.group)
 
-    def _look_up_set(self, session: Session, key_set: pb.KeySet, presence: pb.Presence) -> Presence:
+    def _look_up_set(self, session: ClientSession, key_set: pb.KeySet, presence: pb.Presence) -> Presence:
         self._keys_of(session, key_set)
         usable_of = partial(restorable_blocks, match=key_set.match, window_blocks=key_set.window_blocks)
         found = self._look_up.look_up(session, key_set.keys, usable_of)
@@ -233,7 +233,7 @@ class Verbs:
             presence.miss_reason = miss_reason(found.cause)
         return found
 
-    def _prefetched(self, session: Session, request: pb.Prefetch) -> pb.PrefetchReply:
+    def _prefetched(self, session: ClientSession, request: pb.Prefetch) -> pb.PrefetchReply:
         self._keys_of(session, request.set)
         queued = self._hints.prefetch(session, request.set.keys, request.budget_bytes, request.in_ms)
         return pb.PrefetchReply(
@@ -243,7 +243,7 @@ class Verbs:
             scheduled_bytes=queued.scheduled_bytes,
         )
 
-    def _hinted(self, session: Session, request: pb.Hint) -> pb.HintReply:
+    def _hinted(self, session: ClientSession, request: pb.Hint) -> pb.HintReply:
         keys = self._keys_of(session, request.set)
         if not keys:
             raise KVStoreError(ErrorKind.INVALID, "a hint names a chain by its last key, got none")
@@ -258,7 +258,7 @@ class Verbs:
         due_in_ms = request.due_in_ms if request.HasField("due_in_ms") else None
         return pb.HintReply(known_blocks=self._hints.hint(session, keys, hint, due_in_ms))
 
-    def _touched(self, session: Session, request: pb.Touch) -> pb.TouchReply:
+    def _touched(self, session: ClientSession, request: pb.Touch) -> pb.TouchReply:
         reply = pb.TouchReply(expires_in_ms=self._hints.lease_ttl_ms)
         if request.HasField("set"):
             self._keys_of(session, request.set)
@@ -266,7 +266,7 @@ class Verbs:
         reply.renewed = self._hints.renew(session, request.lease_ids)
         return reply
 
-    async def _deleted(self, session: Session, request: pb.Delete) -> pb.DeleteReply:
+    async def _deleted(self, session: ClientSession, request: pb.Delete) -> pb.DeleteReply:
         deleted = await self._delete.delete(session, self._keys_of(session, request.set))
         count = deleted.fates.count
         return pb.DeleteReply(
@@ -278,20 +278,20 @@ class Verbs:
         )
 
 
-def _at_once(op: str, verb: Callable[[Session, Any], Any]) -> Quick:
+def _at_once(op: str, verb: Callable[[ClientSession, Any], Any]) -> Quick:
     """Return what answers a request with the reply of `verb`, which is named as its request is."""
 
-    def answer(session: Session, request: pb.Request) -> pb.Response | None:
+    def answer(session: ClientSession, request: pb.Request) -> pb.Response | None:
         reply = verb(session, getattr(request, op))
         return None if reply is None else pb.Response(**{op: reply})
 
     return answer
 
 
-def _in_a_task(op: str, verb: Callable[[Session, Any], Awaitable[Any]]) -> Slow:
+def _in_a_task(op: str, verb: Callable[[ClientSession, Any], Awaitable[Any]]) -> Slow:
     """Return what answers a request with the reply of `verb` once that has ended."""
 
-    async def answers(session: Session, request: pb.Request) -> AsyncGenerator[pb.Response, None]:
+    async def answers(session: ClientSession, request: pb.Request) -> AsyncGenerator[pb.Response, None]:
         yield pb.Response(**{op: await verb(session, getattr(request, op))})
 
     return answers

@@ -21,7 +21,7 @@ from kvstore_proto.v1 import unary_pb2 as unary
 from kvstore_tiers.base import Outcome, Slot
 from kvstore_tiers.segments import Segment
 from kvstored.clients.codes import miss_reason
-from kvstored.clients.sessions import Session
+from kvstored.clients.sessions import ClientSession
 from kvstored.clients.staging import InlineBlocks
 from kvstored.rpc.verbs import Verbs
 from kvstored.rpc.verbs.naming import NamedBlocks
@@ -65,7 +65,7 @@ class InlineCalls:
         self._reading: set[asyncio.Task[list[tuple[Bytes, Outcome]]]] = set()
 
     def look_up(
-        self, session: Session, blocks: NamedBlocks, request: unary.UnaryLookupRequest
+        self, session: ClientSession, blocks: NamedBlocks, request: unary.UnaryLookupRequest
     ) -> unary.UnaryLookupReply:
         key_set = pb.KeySet(
             group=blocks.group, keys=blocks.packed, match=request.match, window_blocks=request.window_blocks
@@ -82,7 +82,9 @@ class InlineCalls:
             payload_bytes=[self._residency.payload_bytes(row) if row >= 0 else 0 for row in rows],
         )
 
-    async def put(self, session: Session, blocks: NamedBlocks, request: unary.UnaryPutRequest) -> unary.UnaryPutReply:
+    async def put(
+        self, session: ClientSession, blocks: NamedBlocks, request: unary.UnaryPutRequest
+    ) -> unary.UnaryPutReply:
         if blocks.are_given:
             raise KVStoreError(
                 ErrorKind.INVALID, "blocks are put by token_ids or by object: keys are the daemon's to make"
@@ -114,7 +116,9 @@ class InlineCalls:
             reply.retry_after_ms = RETRY_AFTER_MS
         return reply
 
-    async def get(self, session: Session, blocks: NamedBlocks, request: unary.UnaryGetRequest) -> unary.UnaryGetReply:
+    async def get(
+        self, session: ClientSession, blocks: NamedBlocks, request: unary.UnaryGetRequest
+    ) -> unary.UnaryGetReply:
         wanted = self._that_fit(session, blocks, request)
         acquired = pb.AcquireReply()
         images: list[tuple[Bytes, Outcome]] = []
@@ -145,7 +149,7 @@ class InlineCalls:
         return reply
 
     def prefetch(
-        self, session: Session, blocks: NamedBlocks, request: unary.UnaryPrefetchRequest
+        self, session: ClientSession, blocks: NamedBlocks, request: unary.UnaryPrefetchRequest
     ) -> unary.UnaryPrefetchReply:
         residency = self._residency
         run = self._retention.find_run(session.tenant_id, blocks.packed)
@@ -166,7 +170,9 @@ class InlineCalls:
         reply.miss_reasons.extend(self._reasons(session, blocks, missing))
         return reply
 
-    def touch(self, session: Session, blocks: NamedBlocks, request: unary.UnaryTouchRequest) -> unary.UnaryTouchReply:
+    def touch(
+        self, session: ClientSession, blocks: NamedBlocks, request: unary.UnaryTouchRequest
+    ) -> unary.UnaryTouchReply:
         key_set = pb.KeySet(group=blocks.group, keys=blocks.packed)
         touched = self._quick(session, touch=pb.Touch(set=key_set, terms=request.terms)).touch.touched
         missing = [row < 0 for row in self._retention.find_each(session.tenant_id, blocks.packed)]
@@ -177,7 +183,7 @@ class InlineCalls:
         )
 
     async def delete(
-        self, session: Session, blocks: NamedBlocks, request: unary.UnaryDeleteRequest
+        self, session: ClientSession, blocks: NamedBlocks, request: unary.UnaryDeleteRequest
     ) -> unary.UnaryDeleteReply:
         missing = [row < 0 for row in self._retention.find_each(session.tenant_id, blocks.packed)]
         reasons = self._reasons(session, blocks, missing)  # before the call's own deletions are among them
@@ -190,14 +196,14 @@ class InlineCalls:
 
     # Inside
 
-    def _quick(self, session: Session, **op: object) -> pb.Response:
+    def _quick(self, session: ClientSession, **op: object) -> pb.Response:
         """Return the answer of a verb that does not wait."""
         (name,) = op
         response = self._verbs.quick[name](session, pb.Request(**op))  # type: ignore[arg-type]  # one of its messages
         assert response is not None, f"{name} must run as a task"
         return response
 
-    def _that_fit(self, session: Session, blocks: NamedBlocks, request: unary.UnaryGetRequest) -> int:
+    def _that_fit(self, session: ClientSession, blocks: NamedBlocks, request: unary.UnaryGetRequest) -> int:
         """Return how many leading blocks are here and fit into one answer. Raises KVStoreError if not even the first
         one fits.
         """
@@ -218,7 +224,7 @@ class InlineCalls:
                 return position
         return len(run)
 
-    async def _acquire(self, session: Session, request: pb.Acquire) -> pb.AcquireReply:
+    async def _acquire(self, session: ClientSession, request: pb.Acquire) -> pb.AcquireReply:
         wrapped = pb.Request(acquire=request)
         held = self._verbs.quick["acquire"](session, wrapped)
         if held is None:
@@ -227,7 +233,7 @@ class InlineCalls:
         return held.acquire
 
     async def _read(
-        self, session: Session, blocks: NamedBlocks, acquired: pb.AcquireReply
+        self, session: ClientSession, blocks: NamedBlocks, acquired: pb.AcquireReply
     ) -> list[tuple[Bytes, Outcome]]:
         """Return copies of the leased blocks, made and verified in the host tier's threads, with the outcome of each;
         then the lease ends.
@@ -252,7 +258,9 @@ class InlineCalls:
         finally:
             self._quick(session, release=pb.Release(lease_ids=[acquired.lease_id]))
 
-    def _reasons(self, session: Session, blocks: NamedBlocks, missing: Sequence[bool]) -> list[pb.MissReason.ValueType]:
+    def _reasons(
+        self, session: ClientSession, blocks: NamedBlocks, missing: Sequence[bool]
+    ) -> list[pb.MissReason.ValueType]:
         return [
             miss_reason(session.why_missing(self._residency, key)) if miss else pb.MISS_REASON_UNSPECIFIED
             for key, miss in zip(blocks.keys, missing, strict=True)

@@ -19,7 +19,7 @@ from kvstore_proto.identity import KEY_BYTES, NO_EXTRA, NO_PARENT, chain, pack_t
 from kvstore_proto.objects import MAX_NAME_BYTES, OBJECTS, object_tokens
 from kvstore_proto.token_ids import TokenIds
 from kvstore_proto.v1 import unary_pb2 as pb
-from kvstored.clients.sessions import Session
+from kvstored.clients.sessions import ClientSession
 from kvstored.rpc.verbs.validate import keys_of, known_group
 from kvstored.store.operations.records import NO_EXTRA_FIELD
 
@@ -61,7 +61,7 @@ def fingerprint_of(named: pb.Chain) -> Fingerprint:
         raise KVStoreError(ErrorKind.INVALID, str(error)) from None
 
 
-async def blocks_of(session: Session, named: pb.Chain, max_keys: int) -> NamedBlocks:
+async def blocks_of(session: ClientSession, named: pb.Chain, max_keys: int) -> NamedBlocks:
     known_group(session, named.group)
     if bool(named.keys) + bool(named.object) + bool(named.token_ids) > 1:
         raise KVStoreError(ErrorKind.INVALID, "name blocks by token_ids, by object or by keys: one of them")
@@ -93,7 +93,7 @@ def _check_count(what: str, count: int, max_keys: int) -> None:
         raise KVStoreError(ErrorKind.TOO_LARGE, f"{what} in one message, the limit is {max_keys} blocks")
 
 
-async def _by_tokens(session: Session, named: pb.Chain, token_ids: TokenIds) -> NamedBlocks:
+async def _by_tokens(session: ClientSession, named: pb.Chain, token_ids: TokenIds) -> NamedBlocks:
     fingerprint = session.fingerprint
     size = fingerprint.block_tokens
     count = len(token_ids) // size

@@ -22,14 +22,22 @@ from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.terms import NO_TERMS
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstore_tiers.base import Slot
-from kvstored.clients.sessions import Session
+from kvstored.clients.sessions import ClientSession
 from kvstored.clients.staging import ReservedBlocks
 from kvstored.clock import NS_PER_MS
 from kvstored.rpc.verbs.validate import keys_of, known_group, payload_size, terms_of
 from kvstored.store.assembly import Store
 from kvstored.store.operations.durability import DurabilityMode
-from kvstored.store.operations.put import Put
-from kvstored.store.operations.records import NO_EXTRA_FIELD, NOWHERE, Offer, PutAnswer, Reserved, Staged, StoreStatus
+from kvstored.store.operations.put import Puts
+from kvstored.store.operations.records import (
+    NO_EXTRA_FIELD,
+    NOWHERE,
+    Offer,
+    PutAnswer,
+    Reserved,
+    StagedBlocks,
+    StoreStatus,
+)
 from kvstored.store.reservations import Reservation
 
 AHEAD_SHARE = 128  # at most one part in so many of DRAM is held for puts that may follow
@@ -41,7 +49,7 @@ class PutVerb:
     have of staging.
     """
 
-    def __init__(self, put: Put, store: Store) -> None:
+    def __init__(self, put: Puts, store: Store) -> None:
         self._put = put
         self._reservations, self._residency = store.reservations, store.residency
         self._retention = store.retention
@@ -49,7 +57,7 @@ class PutVerb:
         self._in_place, self._limits = store.config.put, store.config.limits
         self._default_mode = store.config.durability.mode  # of tenants that have none of their own
 
-    async def lend(self, session: Session) -> pb.LendReply:
+    async def lend(self, session: ClientSession) -> pb.LendReply:
         """Lend the client's staging memory, under a new number, once nothing reads it any more."""
         if session.staging is None:
             return pb.LendReply()
@@ -59,8 +67,8 @@ class PutVerb:
             await asyncio.wait(set(session.copying))
         return pb.LendReply(loan=number)
 
-    def store(self, session: Session, whole: pb.Request) -> AsyncGenerator[pb.Response, None]:
-        """Store the blocks of a request, as `Put.store`. Raises KVStoreError for an invalid request, and for more puts
+    def store(self, session: ClientSession, whole: pb.Request) -> AsyncGenerator[pb.Response, None]:
+        """Store the blocks of a request, as `Puts.store`. Raises KVStoreError for an invalid request, and for more puts
         at once than allowed."""
         request, limits = whole.store, self._limits
         keys, parents = keys_of(request.keys, limits.max_keys), keys_of(request.parents, limits.max_keys)
@@ -72,7 +80,7 @@ class PutVerb:
         if len(request.pages) != len(keys):
             raise KVStoreError(ErrorKind.INVALID, f"{len(keys)} keys with {len(request.pages)} pages")
         offsets: Sequence[int]
-        staged: Staged | None
+        staged: StagedBlocks | None
         reserved: Reserved | None = None
         if request.reservation:
             offsets = [page - 1 for page in request.pages]  # NOWHERE for a block that is not written
@@ -92,13 +100,13 @@ class PutVerb:
             raise
 
     def store_inline(
-        self, session: Session, offer: Offer, durability: pb.DurabilityMode.ValueType
+        self, session: ClientSession, offer: Offer, durability: pb.DurabilityMode.ValueType
     ) -> AsyncGenerator[pb.Response, None]:
-        """Store blocks that were checked, or came in their message, as `Put.store`."""
+        """Store blocks that were checked, or came in their message, as `Puts.store`."""
         self._check_terms(session, offer)
         return _replies(self._put.store(session, offer, self._mode_of(session, durability)))
 
-    def _check_terms(self, session: Session, offer: Offer) -> None:
+    def _check_terms(self, session: ClientSession, offer: Offer) -> None:
         """Raise KVStoreError for terms that are out of bounds, or pin more than the tenant may."""
         if offer.terms != NO_TERMS:
             rows = self._retention.find_each(session.tenant_id, offer.packed) if offer.terms.pin else []
@@ -106,14 +114,14 @@ class PutVerb:
             nbytes = sum(slot_bytes(offer.payload_bytes[at]) for at in newly)
             self._retention.check(session.tenant_id, offer.terms, nbytes)
 
-    def _mode_of(self, session: Session, asked: pb.DurabilityMode.ValueType) -> DurabilityMode:
+    def _mode_of(self, session: ClientSession, asked: pb.DurabilityMode.ValueType) -> DurabilityMode:
         """Return the durability that is asked for; where that is none, or one of a newer version, the tenant's."""
         try:
             return DurabilityMode(asked)
         except ValueError:
             return DurabilityMode[(session.tenant.limits.durability or self._default_mode).upper()]
 
-    def _staged(self, session: Session, request: pb.Store) -> tuple[Staged | None, list[int]]:
+    def _staged(self, session: ClientSession, request: pb.Store) -> tuple[StagedBlocks | None, list[int]]:
         """Return the staging memory, None if its loan has ended, and the place of each block in it; NOWHERE for blocks
         that were not written. Raises KVStoreError unless all are in the memory and apart.
         """
@@ -132,7 +140,7 @@ class PutVerb:
         self._check_inflight(session)
         return staging, offsets
 
-    def _check_inflight(self, session: Session) -> None:
+    def _check_inflight(self, session: ClientSession) -> None:
         """Raise KVStoreError for one put too many: the stream's limit does not count the puts of a broken stream."""
         if len(session.copying) >= self._limits.inflight_per_client:
             raise KVStoreError(
@@ -141,7 +149,7 @@ class PutVerb:
 
     # Slots that a client writes itself
 
-    def _reserved(self, session: Session, request: pb.Store, places: Sequence[int]) -> ReservedBlocks | None:
+    def _reserved(self, session: ClientSession, request: pb.Store, places: Sequence[int]) -> ReservedBlocks | None:
         """Return the blocks at `places` of a reservation; None if it has ended. Raises KVStoreError for places that are
         not in it.
         """
@@ -158,7 +166,7 @@ class PutVerb:
         taken = self._reservations.take(found, wanted)
         return ReservedBlocks(taken, session.tenant_id, self._host, self._reservations)
 
-    async def reserve(self, session: Session, request: pb.ReserveSlots) -> pb.ReserveSlotsReply:
+    async def reserve(self, session: ClientSession, request: pb.ReserveSlots) -> pb.ReserveSlotsReply:
         """Reserve slots of arenas for a put in place. Raises KVStoreError for a request that is wrong as a whole, or
         not allowed.
         """
@@ -197,11 +205,11 @@ class PutVerb:
             expires_in_ms=max(0, expires_ns - self._clock.monotonic_ns()) // NS_PER_MS,
         )
 
-    def undo(self, session: Session, reply: pb.ReserveSlotsReply) -> None:
+    def undo(self, session: ClientSession, reply: pb.ReserveSlotsReply) -> None:
         """Take back slots of a reply that could not be sent."""
         self._reservations.give_back(session.session_id, reply.reservation)
 
-    async def _fill(self, session: Session, reservation: Reservation, request: pb.ReserveSlots) -> None:
+    async def _fill(self, session: ClientSession, reservation: Reservation, request: pb.ReserveSlots) -> None:
         """Find slots one by one, evicting for them; fewer if there is no room for more."""
         nbytes, room, tenant = slot_bytes(request.payload_bytes), self._room, session.tenant_id
         left_bytes = self._limits.staging_per_client_bytes - self._reservations.held_bytes(session.session_id)

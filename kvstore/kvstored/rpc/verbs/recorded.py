@@ -14,11 +14,11 @@ from kvstore_proto.identity import KEY_BYTES, NO_PARENT, split_keys
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstore_tiers.base import CANNOT_WRITE
 from kvstored.clients.codes import known_step
-from kvstored.clients.sessions import Session
+from kvstored.clients.sessions import ClientSession
 from kvstored.clock import Clock
 from kvstored.rpc.verbs import Quick, Verbs
 from kvstored.store.operations.records import Offer
-from kvstored.telemetry.recorder import Event, Hinted, Recorder
+from kvstored.telemetry.recorder import Hinted, RecordedRequest, Recorder
 
 log = logging.getLogger(__name__)
 
@@ -56,21 +56,21 @@ class RecordedVerbs(Verbs):
         self.slow = verbs.slow | {"store": self._store, "acquire": self._acquire}
         self.store_inline = self._store_inline
 
-    def undelivered(self, session: Session, reply: pb.Response) -> None:
+    def undelivered(self, session: ClientSession, reply: pb.Response) -> None:
         self._verbs.undelivered(session, reply)
 
-    def _store(self, session: Session, request: pb.Request) -> AsyncGenerator[pb.Response, None]:
+    def _store(self, session: ClientSession, request: pb.Request) -> AsyncGenerator[pb.Response, None]:
         answers = self._verbs.slow["store"](session, request)
         keys, parents = split_keys(request.store.keys), split_keys(request.store.parents)
         return self._store_recorded(session, keys, parents, answers)
 
     def _store_inline(
-        self, session: Session, offer: Offer, durability: pb.DurabilityMode.ValueType
+        self, session: ClientSession, offer: Offer, durability: pb.DurabilityMode.ValueType
     ) -> AsyncGenerator[pb.Response, None]:
         answers = self._verbs.store_inline(session, offer, durability)
         return self._store_recorded(session, offer.keys, offer.parents, answers)
 
-    async def _acquire(self, session: Session, request: pb.Request) -> AsyncGenerator[pb.Response, None]:
+    async def _acquire(self, session: ClientSession, request: pb.Request) -> AsyncGenerator[pb.Response, None]:
         asked, answers = request.acquire, self._verbs.slow["acquire"](session, request)
         leased: set[int] = set()
         found: int | None = None  # by an acquire in an order
@@ -92,7 +92,7 @@ class RecordedVerbs(Verbs):
 
     async def _store_recorded(
         self,
-        session: Session,
+        session: ClientSession,
         keys: Sequence[bytes],
         parents: Sequence[bytes],
         answers: AsyncGenerator[pb.Response, None],
@@ -105,20 +105,20 @@ class RecordedVerbs(Verbs):
                 is_first = False
                 yield response
 
-    def _note_lookup(self, session: Session, request: pb.Request, response: pb.Response) -> None:
+    def _note_lookup(self, session: ClientSession, request: pb.Request, response: pb.Response) -> None:
         for asked, presence in zip(request.lookup.sets, response.lookup.sets, strict=True):
             self._note("lookup", session, asked.keys, NO_PARENT, presence.usable_blocks)
 
-    def _note_acquired(self, session: Session, request: pb.Request, response: pb.Response) -> None:
+    def _note_acquired(self, session: ClientSession, request: pb.Request, response: pb.Response) -> None:
         self._note_acquire(session, request.acquire, response.acquire)
 
-    def _note_acquire(self, session: Session, asked: pb.Acquire, reply: pb.AcquireReply) -> None:
+    def _note_acquire(self, session: ClientSession, asked: pb.Acquire, reply: pb.AcquireReply) -> None:
         """Record an acquire. A `peek` leaves more in slower tiers: another acquire, for all of them, may follow."""
         op = "peek" if reply.blocks < reply.resident_blocks else "get"
         found = max(reply.blocks, reply.resident_blocks)
         self._note(op, session, asked.set.keys, NO_PARENT, found, asked.prompt_tokens)
 
-    def _note_hint(self, session: Session, request: pb.Request, response: pb.Response) -> None:
+    def _note_hint(self, session: ClientSession, request: pb.Request, response: pb.Response) -> None:
         hint = request.hint
         hinted = Hinted(
             hint.will_continue if hint.HasField("will_continue") else None, known_step(hint.next_step),
@@ -126,7 +126,7 @@ class RecordedVerbs(Verbs):
         )  # fmt: skip
         self._note("hint", session, hint.set.keys, NO_PARENT, response.hint.known_blocks, hinted=hinted)
 
-    def _note_stored(self, session: Session, blocks: Iterable[tuple[bytes, bytes]], statuses: bytes) -> None:
+    def _note_stored(self, session: ClientSession, blocks: Iterable[tuple[bytes, bytes]], statuses: bytes) -> None:
         """Record one event for each piece of a chain, with the blocks that found no room or were not admitted."""
         keys: list[bytes] = []
         first_parent = NO_PARENT
@@ -147,7 +147,7 @@ class RecordedVerbs(Verbs):
     def _note(
         self,
         op: str,
-        session: Session,
+        session: ClientSession,
         keys: bytes,
         parent: bytes,
         found: int,
@@ -157,17 +157,17 @@ class RecordedVerbs(Verbs):
         if len(keys) < KEY_BYTES:
             return
         self._recorder.note(
-            Event(
+            RecordedRequest(
                 op, self._clock.monotonic_ns(), session.tenant_id, session.session_id,
                 session.fingerprint.block_tokens, bytes(keys), parent, found, prompt_tokens, hinted,
             )
         )  # fmt: skip
 
 
-def _noted(verb: Quick, note: Callable[[Session, pb.Request, pb.Response], None]) -> Quick:
+def _noted(verb: Quick, note: Callable[[ClientSession, pb.Request, pb.Response], None]) -> Quick:
     """Return `verb`, whose answers are noted."""
 
-    def answer(session: Session, request: pb.Request) -> pb.Response | None:
+    def answer(session: ClientSession, request: pb.Request) -> pb.Response | None:
         response = verb(session, request)
         if response is not None:
             note(session, request, response)

@@ -6,7 +6,7 @@ from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.identity import KEY_BYTES, split_keys
 from kvstore_proto.terms import Terms
 from kvstore_proto.v1 import kvstore_pb2 as pb
-from kvstored.clients.sessions import Session
+from kvstored.clients.sessions import ClientSession
 
 
 def keys_of(packed: bytes, max_keys: int) -> list[bytes]:
@@ -29,7 +29,7 @@ def terms_of(message: pb.Terms) -> Terms:
     )
 
 
-def known_group(session: Session, group_id: int) -> None:
+def known_group(session: ClientSession, group_id: int) -> None:
     """Check that the session's fingerprint has this layer group."""
     if session.fingerprint.group(group_id) is None:
         known = [group.group_id for group in session.fingerprint.groups]
@@ -38,7 +38,7 @@ def known_group(session: Session, group_id: int) -> None:
         )
 
 
-def payload_size(session: Session, group_id: int, payload_bytes: int, max_block_bytes: int) -> None:
+def payload_size(session: ClientSession, group_id: int, payload_bytes: int, max_block_bytes: int) -> None:
     """Check that a group with a fixed size is given no other, and that the size is within the limit."""
     expected = session.fingerprint.payload_bytes(group_id)
     if payload_bytes <= 0:

@@ -2,6 +2,6 @@
 
 from kvstored.store.blocks.index import Residency
 from kvstored.store.blocks.tree import CyclicChainError
-from kvstored.store.blocks.view import Kind, ResidencyView
+from kvstored.store.blocks.view import ResidencyView, RowKind
 
-__all__ = ["CyclicChainError", "Kind", "Residency", "ResidencyView"]
+__all__ = ["CyclicChainError", "RowKind", "Residency", "ResidencyView"]

@@ -19,7 +19,7 @@ from kvstored.clock import NS_PER_S
 from kvstored.lifecycle import CopyState, Step, advance
 from kvstored.store.blocks.index import Residency
 from kvstored.store.blocks.keys import BulkKeys, KeyTable
-from kvstored.store.blocks.view import Kind
+from kvstored.store.blocks.view import RowKind
 from kvstored.tier_set import ONLY
 
 _EXPIRY_MASK = (1 << 32) - 1
@@ -41,7 +41,7 @@ def keep(residency: Residency, rows: Column, kept: Column, now_ns: int, wall_ns:
     columns.fill("priority", rows[priority != 0], priority[priority != 0])
 
 
-def adopt(residency: Residency, tier: int, blocks: RecoveredBlocks, kinds: Sequence[Kind], now_ns: int) -> list[int]:
+def adopt(residency: Residency, tier: int, blocks: RecoveredBlocks, kinds: Sequence[RowKind], now_ns: int) -> list[int]:
     """Do `insert` and `attach` of all `blocks`, readable in `tier`, some hundred times as fast. `kinds` belong to
     `blocks.origins`. Return the positions of blocks that are left out and must be inserted one by one: keys that
     have a row already, and blocks that are no deeper than their parents, which may close a cycle.
@@ -75,7 +75,7 @@ class _Crowd:
         self.table = KeyTable(keys, members)
 
 
-def _by_tenant(blocks: RecoveredBlocks, kinds: Sequence[Kind]) -> list[_Crowd]:
+def _by_tenant(blocks: RecoveredBlocks, kinds: Sequence[RowKind]) -> list[_Crowd]:
     """Return the tenants that have blocks here."""
     present = _distinct(blocks.origin)
     tenants = sorted({kinds[origin].tenant for origin in present})
@@ -85,7 +85,7 @@ def _by_tenant(blocks: RecoveredBlocks, kinds: Sequence[Kind]) -> list[_Crowd]:
     return [_Crowd(tenant, blocks.key, np.flatnonzero(owner == tenant)) for tenant in tenants]
 
 
-def _known(residency: Residency, blocks: RecoveredBlocks, kinds: Sequence[Kind]) -> Column:
+def _known(residency: Residency, blocks: RecoveredBlocks, kinds: Sequence[RowKind]) -> Column:
     """Return the positions of blocks that have a row already."""
     found = [np.empty(0, np.int64)]
     for number, index in enumerate(residency.tenants):
@@ -130,7 +130,7 @@ def _enter(
     residency: Residency,
     tier: int,
     blocks: RecoveredBlocks,
-    kinds: Sequence[Kind],
+    kinds: Sequence[RowKind],
     crowds: Sequence[_Crowd],
     parents: Column,
     hanging: Column,
@@ -191,7 +191,7 @@ def _make_findable(residency: Residency, crowd: _Crowd, first: int, count: int) 
 
 
 def _link_to_others(
-    residency: Residency, tier: int, blocks: RecoveredBlocks, kinds: Sequence[Kind], hanging: Column, first: int
+    residency: Residency, tier: int, blocks: RecoveredBlocks, kinds: Sequence[RowKind], hanging: Column, first: int
 ) -> None:
     """Link the blocks whose parents are not among them: under rows that were there before, or under placeholders."""
     rows, kids = residency.rows, residency.copies[tier].kids

@@ -13,7 +13,7 @@ from kvstored.lifecycle import CopyState, Step, advance
 from kvstored.store.blocks.events import Listeners, NullListener
 from kvstored.store.blocks.keys import TenantIndex
 from kvstored.store.blocks.tree import ChainTree, CyclicChainError
-from kvstored.store.blocks.view import Kind, ResidencyView
+from kvstored.store.blocks.view import ResidencyView, RowKind
 from kvstored.tier_set import ONLY, TIER_SETS
 
 _FILLING = int(CopyState.FILLING)  # a plain int: half the time of a comparison with a member
@@ -207,7 +207,7 @@ class Arrival:
         number = self._kind_numbers.get(kind)
         if number is None:
             number = self._kind_numbers[kind] = len(self._view.kinds)
-            self._view.kinds.append(Kind(*kind))
+            self._view.kinds.append(RowKind(*kind))
             self._view.kind_tenant.append(kind[0])
             self._view.kind_window.append(self._view.window_of(kind[1], kind[2]))
         return number

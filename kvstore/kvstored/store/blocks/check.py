@@ -24,13 +24,13 @@ _COPY_STEP_ROWS = 2**16  # copied between two pauses: about 0.1 ms
 
 def check(residency: ResidencyView) -> list[str]:
     """Return broken invariants in words; none when all hold."""
-    walk = Walk(residency, bulk_keys=True)
-    for _ in walk.steps():
+    walk = TreeCheck(residency, bulk_keys=True)
+    for _ in walk.walk_in_steps():
         pass
     return walk.faults + walk.shared()
 
 
-class Walk:
+class TreeCheck:
     """One check of the index: it walks over all rows. `steps` may be paused after each step, as long as nothing changes
     before it continues; then call `shared`, in any thread. `bulk_keys`: also look up the keys that are in no dictionary
     (`keys`).
@@ -47,7 +47,7 @@ class Walk:
         self._listed = bytearray(capacity)
         self._links = array("I", bytes(4 * capacity))
 
-    def steps(self) -> Iterator[None]:
+    def walk_in_steps(self) -> Iterator[None]:
         """Walk, with a pause after each step; faults are added to `faults`."""
         yield from self._mark_live()
         for rows in self._live_runs():

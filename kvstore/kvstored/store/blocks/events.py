@@ -104,7 +104,7 @@ class PresenceListener(Protocol):
 
 class Listeners:
     """The listeners of the index. `by_tier`: the listener of each tier. `presence`: the observers; `noted`: called with
-    the row alone of each change, if it is set; `is_followed`: there is one of them. `forgets`: another keeper of
+    the row alone of each change, if it is set; `is_followed`: there is one of them. `forgets`: another record of
     blocks' names, if there is one; `uses`: another follower of their uses.
     """
 

@@ -1,8 +1,8 @@
 """The residency index: which blocks exist, in which tiers, their parents, and which may be evicted.
 
 Owns every fact about where a block is; the tiers own the bytes. `view` holds the facts and answers questions;
-`arrival`, `removal`, `tree` and `Uses` change them, and notify each tier's listener (the policy). Never does I/O, reads
-a clock or decides what is worth keeping. Single-threaded: the control thread's alone.
+`arrival`, `removal`, `tree` and `UseCounts` change them, and notify each tier's listener (the policy). Never does I/O,
+reads a clock or decides what is worth keeping. Single-threaded: the control thread's alone.
 
 Invariants (verified by `check`)
 - A tenant's key has at most one row. A row is *readable* (a RESIDENT copy), *filling* (only
@@ -32,7 +32,7 @@ DEFAULT_GHOST_KEYS = 65_536
 _ACCESSES_MAX = 0xFFFF
 
 
-class Uses:
+class UseCounts:
     """Counts uses of blocks, in the columns `accesses` and `last_access_ns`, and the pins that keep all copies of a
     block: a lease pins what it covers, and so does a transfer."""
 
@@ -174,7 +174,7 @@ class Residency(ResidencyView):
         self.remove_run = removal.remove_run
         self.detach = removal.detach
         self.forget = removal.forget
-        uses = Uses(self, listeners)
+        uses = UseCounts(self, listeners)
         self.touch_run = uses.touch_run
         self.request_run = uses.request_run
         self.record_refusal = uses.record_refusal

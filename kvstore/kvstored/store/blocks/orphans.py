@@ -20,7 +20,7 @@ from kvstored.tier_set import holding
 Tokens = npt.NDArray[np.uint64]
 
 
-class Chains(NamedTuple):
+class ChainColumns(NamedTuple):
     """A copy of the columns for `find`, by row: parent row (-1: none), tiers with a readable copy, depth,
     generation.
     """
@@ -38,7 +38,7 @@ class Orphans(NamedTuple):
     by_tier: list[Tokens]  # those of them with a readable copy there
 
 
-def snapshot(residency: ResidencyView) -> Chains | None:
+def snapshot(residency: ResidencyView) -> ChainColumns | None:
     """Return a copy of the chains, some 13 bytes a row; None if every parent is stored, which the tenants' counts show
     at once. Blocks of windowed and recurrent layer groups, which need no parent, are left out.
     """
@@ -50,10 +50,10 @@ def snapshot(residency: ResidencyView) -> Chains | None:
     if any(windows):
         needs_parent = np.array(windows)[np.frombuffer(rows.kind, np.uint32)] == 0
         mask = (np.frombuffer(mask, np.uint8) * needs_parent).astype(np.uint8).tobytes()
-    return Chains(rows.parent.tobytes(), mask, rows.depth.tobytes(), rows.generation.tobytes())
+    return ChainColumns(rows.parent.tobytes(), mask, rows.depth.tobytes(), rows.generation.tobytes())
 
 
-def find(chains: Chains, tiers: int) -> Orphans:
+def find(chains: ChainColumns, tiers: int) -> Orphans:
     """Find the orphans by pointer jumping: as many passes over the rows as the longest chain's length has binary digits
     (Wyllie 1979). The generations are the snapshot's: a row may hold another block by now.
     """

@@ -25,7 +25,7 @@ from kvstored.tier_set import MAX_TIERS, MEMBERS, NO_TIERS, ONLY, TIER_SETS, Tie
 _RESIDENT = int(CopyState.RESIDENT)  # a plain int: half the time of a comparison with a member
 
 
-class Kind(NamedTuple):
+class RowKind(NamedTuple):
     """The facts that blocks of one row kind share."""
 
     tenant: int
@@ -61,7 +61,7 @@ class ResidencyView:
         self.rows = RowColumns()
         self.copies = tuple(TierCopies(name) for name in tiers)
         self.tenants: list[TenantIndex] = []
-        self.kinds: list[Kind] = []
+        self.kinds: list[RowKind] = []
         self.pins: dict[int, int] = {}
         self.pinned_bytes: defaultdict[int, int] = defaultdict(int)  # by tenant, slots of blocks that owners pinned
         self.kind_tenant: list[int] = []  # by kind number
@@ -318,7 +318,7 @@ class ResidencyView:
         """Return the tenant of each row; the vectorised form of `tenant_of`."""
         return np.array(self.kind_tenant, np.int64)[np.frombuffer(self.rows.kind, np.uint32)[rows]]
 
-    def kind(self, row: int) -> Kind:
+    def kind(self, row: int) -> RowKind:
         """Return the tenant, fingerprint and group of a row's block."""
         return self.kinds[self.rows.kind[row]]
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from kvstore_tiers import failpoints
 from kvstored.clock import NS_PER_S, Clock
-from kvstored.store.endurance.budget import BurstBudget, FairShares, Moment, SavedBudget, Verdict
+from kvstored.store.endurance.budget import BurstBudget, ClockReading, FairShares, SavedBudget, WriteVerdict
 from kvstored.telemetry import Counters
 
 log = logging.getLogger(__name__)
@@ -110,10 +110,10 @@ class EnduranceAccount:
             return False
         return budget.left_bytes(self._clock.monotonic_ns()) < SCARCE_SHARE * budget.burst_bytes
 
-    def charge(self, tenant: int, nbytes: int, *, waited: bool = False) -> Verdict:
+    def charge(self, tenant: int, nbytes: int, *, waited: bool = False) -> WriteVerdict:
         """Take `nbytes` for a tenant, or return why not. Waiting requests come before requests that only ask."""
         verdict = self._judge(tenant, nbytes, waited)
-        if verdict is Verdict.GRANTED:
+        if verdict is WriteVerdict.GRANTED:
             self._counters.add("endurance_bytes", nbytes)
         return verdict
 
@@ -124,23 +124,23 @@ class EnduranceAccount:
             return 0
         return None if self._budget is None else self._budget.left_bytes(self._clock.monotonic_ns())
 
-    def reject(self, tenant: int) -> Verdict:
+    def reject(self, tenant: int) -> WriteVerdict:
         """Answer as `charge` does for more than is left, which need not be counted then."""
         if self._is_waiting:
-            return Verdict.SAVING
+            return WriteVerdict.SAVING
         now_ns = self._clock.monotonic_ns()
         self._shares.asked(tenant, now_ns)
         if self.is_scarce and self._shares.is_over(tenant, now_ns):
-            return Verdict.OVER_SHARE
-        self._log_spent(Verdict.SPENT)
-        return Verdict.SPENT
+            return WriteVerdict.OVER_SHARE
+        self._log_spent(WriteVerdict.SPENT)
+        return WriteVerdict.SPENT
 
     def charge_unasked(self, nbytes: int) -> bool:
         """Take `nbytes` for what has to be written anyway, if the allotment covers it; no tenant's share counts."""
         if self._is_waiting:
             return False
         if self._budget is not None:
-            if self._budget.spend(nbytes, self._clock.monotonic_ns()) is not Verdict.GRANTED:
+            if self._budget.spend(nbytes, self._clock.monotonic_ns()) is not WriteVerdict.GRANTED:
                 return False
         else:
             self._unlimited_spent_bytes += nbytes
@@ -157,21 +157,21 @@ class EnduranceAccount:
 
     async def charge_in_time(
         self, tenant: int, cost: Callable[[], int | None], timeout_s: float, *, allotment_only: bool = False
-    ) -> Verdict:
+    ) -> WriteVerdict:
         """Take bytes as `charge` does, but wait up to `timeout_s` for the budget to earn them, in the order of
         requests. Return GRANTED, or the last verdict. `cost` is evaluated anew each time (it may be `TOO_MUCH`);
         None ends the wait. With `allotment_only` wait for no more than an allotment.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
-        verdict = Verdict.SPENT
+        verdict = WriteVerdict.SPENT
         try:
             async with asyncio.timeout_at(deadline), self._turns.setdefault(tenant, asyncio.Lock()):
                 while (nbytes := cost()) is not None:
                     verdict = self.reject(tenant) if nbytes == TOO_MUCH else self.charge(tenant, nbytes, waited=True)
-                    if verdict is Verdict.GRANTED or (allotment_only and verdict is not Verdict.SAVING):
+                    if verdict is WriteVerdict.GRANTED or (allotment_only and verdict is not WriteVerdict.SAVING):
                         break
-                    if verdict is Verdict.SAVING:
+                    if verdict is WriteVerdict.SAVING:
                         self._short.discard(tenant)
                     else:
                         self._short.add(tenant)
@@ -216,40 +216,40 @@ class EnduranceAccount:
 
     # Inside
 
-    def _judge(self, tenant: int, nbytes: int, waited: bool) -> Verdict:
+    def _judge(self, tenant: int, nbytes: int, waited: bool) -> WriteVerdict:
         if self._is_waiting:
-            return Verdict.SAVING
+            return WriteVerdict.SAVING
         if self._budget is None:
             self._unlimited_spent_bytes += nbytes
-            return Verdict.GRANTED
+            return WriteVerdict.GRANTED
         now_ns = self._clock.monotonic_ns()
         self._shares.asked(tenant, now_ns)
         if not waited and tenant in self._short:
-            return Verdict.SPENT
+            return WriteVerdict.SPENT
         if not waited and tenant in self._turns and self._turns[tenant].locked():
-            return Verdict.SAVING
+            return WriteVerdict.SAVING
         if self.is_scarce and self._shares.is_over(tenant, now_ns):
-            return Verdict.OVER_SHARE
+            return WriteVerdict.OVER_SHARE
         verdict = self._budget.spend(nbytes, now_ns)
-        if verdict is Verdict.GRANTED:
+        if verdict is WriteVerdict.GRANTED:
             self._shares.used(tenant, nbytes, now_ns)
-        self._allot_ahead(0 if verdict is Verdict.GRANTED else nbytes)
-        if verdict is Verdict.SAVING and self._allotting is None:
-            return Verdict.SPENT  # no allotment can be had: it cannot be saved, or the account is closed
+        self._allot_ahead(0 if verdict is WriteVerdict.GRANTED else nbytes)
+        if verdict is WriteVerdict.SAVING and self._allotting is None:
+            return WriteVerdict.SPENT  # no allotment can be had: it cannot be saved, or the account is closed
         self._log_spent(verdict)
         return verdict
 
-    def _log_spent(self, verdict: Verdict) -> None:
+    def _log_spent(self, verdict: WriteVerdict) -> None:
         """Log once when the budget runs out, and once when half a day's worth is there again."""
         assert self._budget is not None
-        if verdict is Verdict.SPENT and not self._was_spent:
+        if verdict is WriteVerdict.SPENT and not self._was_spent:
             self._was_spent = True
             self._counters.add("endurance_spent_times")
             log.warning(
                 "the endurance budget of %d bytes a day is spent: blocks stay volatile until more of it is earned",
                 self._budget.bytes_per_day,
             )
-        elif verdict is Verdict.GRANTED and self._was_spent and not self.is_scarce:
+        elif verdict is WriteVerdict.GRANTED and self._was_spent and not self.is_scarce:
             self._was_spent = False
             log.info("the endurance budget has recovered")
 
@@ -292,5 +292,5 @@ class EnduranceAccount:
         self._trouble = ""
         return True
 
-    def _moment(self) -> Moment:
-        return Moment(self._clock.monotonic_ns(), self._clock.wall_ns(), self._boot_id)
+    def _moment(self) -> ClockReading:
+        return ClockReading(self._clock.monotonic_ns(), self._clock.wall_ns(), self._boot_id)

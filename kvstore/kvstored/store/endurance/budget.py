@@ -40,7 +40,7 @@ def medium_bytes(slot_bytes: int) -> int:
     return slot_bytes + OVERHEAD_BYTES
 
 
-class Verdict(Enum):
+class WriteVerdict(Enum):
     """An answer to a request to write."""
 
     GRANTED = "granted"
@@ -63,7 +63,7 @@ class SavedBudget:
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class ClockReading:
     """The present, by every clock there is."""
 
     monotonic_ns: int
@@ -80,7 +80,7 @@ class Moment:
 class BurstBudget:
     """The bucket of one tier. `saved` None: a first start, with a full bucket."""
 
-    def __init__(self, bytes_per_day: int, saved: SavedBudget | None, now: Moment) -> None:
+    def __init__(self, bytes_per_day: int, saved: SavedBudget | None, now: ClockReading) -> None:
         self.bytes_per_day = bytes_per_day
         self.burst_bytes = bytes_per_day
         self.chunk_bytes = min(MAX_CHUNK_BYTES, max(MIN_CHUNK_BYTES, bytes_per_day // CHUNKS_A_DAY))
@@ -98,13 +98,13 @@ class BurstBudget:
         self._refill(now_ns)
         return int(self._level_bytes) + self._allotted_bytes + self._saving_bytes
 
-    def spend(self, nbytes: int, now_ns: int) -> Verdict:
+    def spend(self, nbytes: int, now_ns: int) -> WriteVerdict:
         """Take `nbytes` from the allotment, all or nothing."""
         if nbytes <= self._allotted_bytes:
             self._allotted_bytes -= nbytes
             self.spent_bytes += nbytes
-            return Verdict.GRANTED
-        return Verdict.SAVING if nbytes <= self.left_bytes(now_ns) else Verdict.SPENT
+            return WriteVerdict.GRANTED
+        return WriteVerdict.SAVING if nbytes <= self.left_bytes(now_ns) else WriteVerdict.SPENT
 
     def give_back(self, nbytes: int) -> None:
         """Undo a `spend`: nothing was written after all."""
@@ -120,7 +120,7 @@ class BurstBudget:
         self._refill(now_ns)
         return self._level_bytes >= 1 and self._allotted_bytes < max(wanted_bytes, self.chunk_bytes // 2)
 
-    def begin_allotment(self, wanted_bytes: int, now: Moment) -> SavedBudget:
+    def begin_allotment(self, wanted_bytes: int, now: ClockReading) -> SavedBudget:
         """Take a chunk, or as much as is wanted, out of the bucket, and return the budget to save; then call
         `end_allotment`.
         """
@@ -138,7 +138,7 @@ class BurstBudget:
             self._level_bytes += self._saving_bytes
         self._saving_bytes = 0
 
-    def close(self, now: Moment) -> SavedBudget:
+    def close(self, now: ClockReading) -> SavedBudget:
         """Return the budget to save at an orderly end: the unspent allotment goes back. Nothing can be spent after
         this.
         """
@@ -147,7 +147,7 @@ class BurstBudget:
         self._level_bytes, self._allotted_bytes, self._saving_bytes = 0.0, 0, 0
         return self._saved(left_bytes, now)
 
-    def _saved(self, level_bytes: int, now: Moment) -> SavedBudget:
+    def _saved(self, level_bytes: int, now: ClockReading) -> SavedBudget:
         return SavedBudget(level_bytes, now.monotonic_ns, now.wall_ns, now.boot_id, self.spent_bytes)
 
     def _refill(self, now_ns: int) -> None:

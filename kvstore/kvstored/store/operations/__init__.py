@@ -10,9 +10,9 @@ from kvstored.store.assembly import Store
 from kvstored.store.operations.client import Client
 from kvstored.store.operations.delete import Delete
 from kvstored.store.operations.discovery import Discovery
-from kvstored.store.operations.get import Get
+from kvstored.store.operations.get import Gets
 from kvstored.store.operations.lookup import Hints, LookUp
-from kvstored.store.operations.put import Put
+from kvstored.store.operations.put import Puts
 from kvstored.telemetry import DeletionLog
 
 __all__ = ["Client", "Operations"]
@@ -22,9 +22,9 @@ class Operations:
     """All operations over one store."""
 
     def __init__(self, store: Store, deletions: DeletionLog) -> None:
-        self.put = Put(store)
+        self.put = Puts(store)
         self.discovery = Discovery(store)
-        self.get = Get(store, self.discovery)
+        self.get = Gets(store, self.discovery)
         self.look_up = LookUp(store)
         self.hints = Hints(store)
         self.delete = Delete(store, deletions)

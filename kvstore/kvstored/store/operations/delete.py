@@ -36,7 +36,7 @@ _GONE = (Fate.DELETED, Fate.MISSING)
 
 
 @dataclass(frozen=True)
-class Deleted:
+class DeletionResult:
     """The result of a deletion. `fates` in the order of the keys; payload bytes of the blocks that were deleted."""
 
     fates: list[Fate]
@@ -56,7 +56,7 @@ class Delete:
         self._removals = 0  # blocks removed so far, and how many of them a sync is known to have made final
         self._final_removals = 0
 
-    async def delete(self, client: Client, keys: Sequence[bytes]) -> Deleted:
+    async def delete(self, client: Client, keys: Sequence[bytes]) -> DeletionResult:
         """Delete the blocks `keys`, in chain order. Raises KVStoreError (UNAVAILABLE) if the deletion did not reach the
         disk: then asking again, even if nothing is left to delete, tries that again.
         """
@@ -82,7 +82,7 @@ class Delete:
         if Fate.DELETED in fates:
             self._log.note(client, fates.count(Fate.DELETED), nbytes)
         await self._make_final()
-        return Deleted(fates, nbytes)
+        return DeletionResult(fates, nbytes)
 
     async def _settle(self, tenant: int, keys: Sequence[bytes]) -> None:
         """Wait for copies of the blocks that are being made, and let no more begin."""

@@ -22,7 +22,7 @@ from kvstore_tiers.base import Outcome, OutcomeKind
 from kvstore_tiers.keyed import UNKNOWN
 from kvstored.store.assembly import Store
 from kvstored.store.operations.client import Client
-from kvstored.store.remote import DEADLINE_MS, AnswerTimes, RemoteValue, Verdict
+from kvstored.store.remote import DEADLINE_MS, AnswerTimes, RemoteValue, RemoteVerdict
 
 MOST_OWED = 16  # answers of one tier; their questions wait in its queue
 MOST_ASKED = 4096  # blocks of one question
@@ -82,14 +82,14 @@ class Discovery:
         nbytes = round(self.value.expected_blocks(tenant, blocks) * self.value.block_bytes(tenant))
         load_us = self._promoter.load_us(positions[0], nbytes) if nbytes else 0.0
         verdict = self.value.judge(tenant, blocks, tokens, load_us, times)
-        if verdict is Verdict.NO:
+        if verdict is RemoteVerdict.NO:
             self._counters.add("discovery_declined")
             return None
         question = self._asked.get((tenant, first))
         if question is None and self._residency.find(tenant, first) < 0:
             question = self._begin(client, split_keys(keys), known, group, positions)
         is_quick = limit_ms >= times.expected_s * 1000 and not self._is_behind(positions[0])
-        return question if verdict is Verdict.WAIT and is_quick else None
+        return question if verdict is RemoteVerdict.WAIT and is_quick else None
 
     async def wait(self, question: Question, limit_ms: int) -> None:
         """Wait for the answer, until the deadline; blocks found in time are in the index then."""

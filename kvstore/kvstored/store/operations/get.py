@@ -21,16 +21,16 @@ from kvstored.lifecycle import Cause
 from kvstored.store.assembly import Store
 from kvstored.store.operations.client import Client
 from kvstored.store.operations.discovery import Discovery, Question
-from kvstored.store.operations.records import Acquired, GetRequest, LeasedRun, Outlook
+from kvstored.store.operations.records import Acquired, GetRequest, GrantedRun, Outlook
 from kvstored.store.policies import Listens
 from kvstored.store.prefetch.feed import MISSING_MAX
 from kvstored.store.remote import DEADLINE_MS
+from kvstored.store.transfer.device_promotion import DevicePromotion
 from kvstored.store.transfer.lane import Priority
-from kvstored.store.transfer.straight import StraightPromotion
 from kvstored.tier_set import MEMBERS, TierSet
 
 
-class Get:
+class Gets:
     """The gets of all clients. `discovery` asks other stores."""
 
     def __init__(self, store: Store, discovery: Discovery) -> None:
@@ -78,7 +78,7 @@ class Get:
 
     async def acquire_in_order(
         self, client: Client, asked: GetRequest, held: int = 0
-    ) -> AsyncGenerator[Outlook | LeasedRun | Acquired, None]:
+    ) -> AsyncGenerator[Outlook | GrantedRun | Acquired, None]:
         """Yield the outlook at once; then runs of blocks as they become readable; the last answer says why the chain
         ends. Blocks left over when the time is up, or when the caller stops, are given back.
 
@@ -230,7 +230,7 @@ class Get:
         began_ns: int | None = None,
         *,
         continues: bool = False,
-    ) -> LeasedRun:
+    ) -> GrantedRun:
         """Grant a lease over `rows`, which are pinned and mapped; the first is at position `first`. It names device
         memory if the client reads that, otherwise the mapped tier.
         """
@@ -262,7 +262,7 @@ class Get:
             leased_in = Counter({mapped: len(rows) - promoted.total()})
         for position, blocks in (leased_in + promoted).items():
             self._flows.hit(position, blocks)
-        return LeasedRun(first, lease.lease_id, expires_in_ms, rows, slots, promoted, promoted_bytes)
+        return GrantedRun(first, lease.lease_id, expires_in_ms, rows, slots, promoted, promoted_bytes)
 
     def _count_access(self, client: Client, tokens: Sequence[int], asked: GetRequest, found: int, now_ns: int) -> None:
         """Count an access of the blocks that are still there, by a request that asked for others too."""
@@ -287,8 +287,8 @@ class Loading:
     """
 
     def __init__(self, store: Store, rows: Sequence[int], readable: TierSet) -> None:
-        self._straight = [each for each in store.straight if each.destination in readable]
-        self._taken: dict[int, StraightPromotion] = {}  # by position of a block that goes past the mapped tier
+        self._device_promotions = [each for each in store.device_promotions if each.destination in readable]
+        self._taken: dict[int, DevicePromotion] = {}  # by position of a block that goes past the mapped tier
         self._residency, self._promoter, self._clock = store.residency, store.promoter, store.clock
         self._dram_check = store.dram_check
         self._readable = readable
@@ -345,8 +345,8 @@ class Loading:
                 self.sources[position] = residency.fastest(row)
                 lacking.append((position, row))
         patience_ms = promoter.patience_ms([row for _, row in lacking])
-        ways: dict[int, StraightPromotion] = {}  # by row, of those that should go past the mapped tier
-        for each in self._straight:
+        ways: dict[int, DevicePromotion] = {}  # by row, of those that should go past the mapped tier
+        for each in self._device_promotions:
             ways |= dict.fromkeys(each.choose([row for _, row in sorted(lacking) if row not in ways]), each)
         for position, row in lacking:
             way, promotion = ways.get(row), None

@@ -72,7 +72,7 @@ class LookUp:
 
 
 @dataclass(frozen=True, slots=True)
-class Prefetched:
+class PrefetchResult:
     """The result of a prefetch: the numbers of stored blocks that were mapped already, or queued to be mapped; and
     their payload bytes.
     """
@@ -93,7 +93,7 @@ class Hints:
         self.lease_ttl_ms = store.config.limits.lease_ttl_ms
         self._prefetch_budget_bytes = store.config.movement.prefetch_budget_bytes
 
-    def prefetch(self, client: Client, keys: bytes, budget_bytes: int = 0, in_ms: int = 0) -> Prefetched:
+    def prefetch(self, client: Client, keys: bytes, budget_bytes: int = 0, in_ms: int = 0) -> PrefetchResult:
         """Start to move the leading run up, head first, within the budget and the room for prefetch. A later demand
         takes over queued blocks. `in_ms`: when a request for it is expected, 0: unknown.
         """
@@ -114,7 +114,7 @@ class Hints:
                 break
             scheduled += 1
             scheduled_bytes += nbytes
-        return Prefetched(resident, scheduled, len(rows), scheduled_bytes)
+        return PrefetchResult(resident, scheduled, len(rows), scheduled_bytes)
 
     def hint(self, client: Client, keys: Sequence[bytes], hint: ChainHint, due_in_ms: int | None) -> int:
         """Pass on an expectation about the chain `keys`, and in how many milliseconds a request for it is due; return

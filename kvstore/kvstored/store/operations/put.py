@@ -72,7 +72,7 @@ class _Intake:
     parts: list[_Part] = field(default_factory=list)
 
 
-class Put:
+class Puts:
     """The puts of all clients. Without a durable tier everything is volatile."""
 
     def __init__(self, store: Store) -> None:
@@ -382,7 +382,7 @@ def _leading_chain(offer: Offer) -> Sequence[bytes]:
 async def _answers(
     storing: asyncio.Task[Settling], statuses: bytearray, durability: bytearray, present: Settling, mode: DurabilityMode
 ) -> AsyncGenerator[PutAnswer, None]:
-    """Yield the answers of `Put.store`. For blocks that were stored before, `durability` holds the known answers and
+    """Yield the answers of `Puts.store`. For blocks that were stored before, `durability` holds the known answers and
     `present` the futures of the pending ones.
     """
     settling, waits = await asyncio.shield(storing) | present, mode == DurabilityMode.ALWAYS

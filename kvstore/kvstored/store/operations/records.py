@@ -41,7 +41,7 @@ class StoreStatus(IntEnum):
     DECLINED = 10
 
 
-class Staged(Protocol):
+class StagedBlocks(Protocol):
     """The place of the blocks of a put until they are stored; each is named by its offset."""
 
     def tokens_at(self, offset: int) -> bytes:
@@ -51,7 +51,7 @@ class Staged(Protocol):
     def payload_at(self, offset: int, nbytes: int) -> Segment: ...
 
 
-class Reserved(Staged, Protocol):
+class Reserved(StagedBlocks, Protocol):
     """Blocks that are in slots of their tier already."""
 
     def take(self, offset: int) -> Slot:
@@ -76,7 +76,7 @@ class StagedBlock:
     extra: bytes
     group: int
     payload_bytes: int
-    staged: Staged
+    staged: StagedBlocks
     offset: int
     nbytes: int
     reserved: Reserved | None = None
@@ -112,7 +112,7 @@ class Offer:
     parents: Sequence[bytes]
     extras: Sequence[bytes]
     payload_bytes: Sequence[int]
-    staged: Staged
+    staged: StagedBlocks
     offsets: Sequence[int]
     reserved: Reserved | None = None  # `staged`, where each block is in its slot already
     terms: Terms = NO_TERMS  # how long to keep the blocks
@@ -164,7 +164,7 @@ class GetRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class LeasedRun:
+class GrantedRun:
     """Blocks `first`, `first + 1`, … of a chain, readable now: one lease on their slots in the mapped tier. `promoted`:
     the number read for this get, by tier. `expires_in_ms` counts from the start of a get in order, otherwise from
     now.
@@ -188,7 +188,7 @@ class Acquired:
 
     blocks: int
     cause: Cause | None
-    run: LeasedRun | None = None
+    run: GrantedRun | None = None
     resident_blocks: int = 0
     load_us: int = 0
 

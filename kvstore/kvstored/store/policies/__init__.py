@@ -5,10 +5,10 @@ from kvstored.policy_names import ADMISSIONS, BEST, POLICIES, WITH_WORTH, resolv
 from kvstored.store.policies.admission import Admission
 from kvstored.store.policies.base import (
     ChainHint,
+    EvictionPolicy,
     Learns,
     Listens,
     Origin,
-    Policy,
     PolicySettings,
     RequestContext,
     ResidencyClass,
@@ -28,7 +28,7 @@ __all__ = [
     "Learns",
     "Listens",
     "Origin",
-    "Policy",
+    "EvictionPolicy",
     "PolicySettings",
     "RequestContext",
     "ResidencyClass",

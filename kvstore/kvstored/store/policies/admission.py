@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from kvstored.store.blocks import ResidencyView
-from kvstored.store.policies.base import WARM_WORTH, Policy, Weighs
+from kvstored.store.policies.base import WARM_WORTH, EvictionPolicy, Weighs
 
 
 class Admission(ABC):
@@ -17,7 +17,7 @@ class Admission(ABC):
     policy of the tier that blocks come from.
     """
 
-    def __init__(self, residency: ResidencyView, tier: int, above: Policy | None = None) -> None:
+    def __init__(self, residency: ResidencyView, tier: int, above: EvictionPolicy | None = None) -> None:
         self.residency = residency
         self.tier = tier
         self.above = above

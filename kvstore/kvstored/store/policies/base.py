@@ -96,7 +96,7 @@ class Origin:
     now_ns: int
 
 
-class Policy(ABC):
+class EvictionPolicy(ABC):
     """A policy, which decides what leaves a tier; the module has the obligations of both sides. It listens to
     residency.
 
@@ -266,11 +266,11 @@ class Weighs(ABC):
     """A policy that knows the worth of a block."""
 
     @abstractmethod
-    def worth(self, row: int, now_ns: int) -> float | None:
+    def expected_uses_per_hour(self, row: int, now_ns: int) -> float | None:
         """Return the expected uses for each hour that the block is held, for a row in this tier; None: not known."""
 
     @abstractmethod
-    def worth_little(self, now_ns: int, limit: int) -> list[int]:
+    def below_keep_worth(self, now_ns: int, limit: int) -> list[int]:
         """Return up to `limit` rows that may be evicted and are worth less than `settings.keep_worth`, the least first.
         Takes O(limit), but for a look at all now and then.
         """
@@ -286,7 +286,7 @@ _NOTHING = ChainHint()
 
 
 def deliver_hint(
-    policies: Sequence[Policy | Listens],
+    policies: Sequence[EvictionPolicy | Listens],
     residency: ResidencyView,
     tenant: int,
     key: bytes,

@@ -28,10 +28,10 @@ from kvstored.store.policies.base import (
     HOT_WORTH,
     WARM_WORTH,
     ChainHint,
+    EvictionPolicy,
     Learns,
     Listens,
     Origin,
-    Policy,
     PolicySettings,
     RequestContext,
     Rows,
@@ -39,11 +39,11 @@ from kvstored.store.policies.base import (
     Weighs,
 )
 from kvstored.store.policies.chains.book import NS, UNKNOWN, UNOWNED
+from kvstored.store.policies.chains.eviction_order import block_value
 from kvstored.store.policies.chains.follower import APART, HOUR_S, ChainFollower, LearningSettings
 from kvstored.store.policies.chains.state import ladders as ladders_in
 from kvstored.store.policies.chains.state import pieces as state_of
 from kvstored.store.policies.chains.state import restore
-from kvstored.store.policies.chains.worth import worth_of
 from kvstored.store.policies.ordered import choose_tenant
 
 _HOT_RANK = HOT_WORTH / HOUR_S  # worth one use a minute of holding it
@@ -52,7 +52,7 @@ _NOT_OURS = -1.0
 _DEFAULT = LearningSettings()
 
 
-class ChainHazard(Policy, Learns, Listens, Weighs):
+class ChainHazard(EvictionPolicy, Learns, Listens, Weighs):
     """The policy chain-hazard: it evicts the blocks with the fewest expected uses. An access costs O(1), except for
     looks at all chains, one in some requests; memory is 21 bytes a row more than LRU, 100 a chain, and a dictionary
     entry for a key of the ghost.
@@ -161,7 +161,7 @@ class ChainHazard(Policy, Learns, Listens, Weighs):
             candidates = follower.candidates[0]
             row = candidates.first(now_s, exclude)
             if row >= 0:
-                follower.named, follower.named_worth = row, candidates.worth_of_first
+                follower.named, follower.named_worth = row, candidates.value_of_first
                 return row
         if follower.is_lru:
             return follower.lru.next_victim(now_ns, exclude=exclude, tenant=tenant)
@@ -215,8 +215,8 @@ class ChainHazard(Policy, Learns, Listens, Weighs):
         its_worth = follower.named_worth
         if victim != follower.named or its_worth < 0.0:
             candidates = follower.candidates[chains.tenant[theirs]]
-            its_worth = follower.named_worth = candidates.worth(theirs, now_ns * NS)
-        worth = follower.candidates[tenant].worth_of_new(ours, depth)
+            its_worth = follower.named_worth = candidates.value(theirs, now_ns * NS)
+        worth = follower.candidates[tenant].value_of_new(ours, depth)
         if worth > its_worth:
             return False
         return worth < its_worth or (worth == its_worth and chains.order[ours] < chains.order[theirs])
@@ -239,7 +239,7 @@ class ChainHazard(Policy, Learns, Listens, Weighs):
         row = follower.candidates[tenant].first(now_ns * NS, exclude)
         return row if row >= 0 else follower.lru.first(tenant, now_ns, exclude)
 
-    def worth_little(self, now_ns: int, limit: int) -> list[int]:
+    def below_keep_worth(self, now_ns: int, limit: int) -> list[int]:
         follower = self.follower
         if follower.poor is None or follower.is_lru:
             return []
@@ -253,13 +253,13 @@ class ChainHazard(Policy, Learns, Listens, Weighs):
         chain = self.follower.book.owner[row]
         if chain < 0 or self.follower.book.chains.tail[chain] != row:
             return _NOT_OURS
-        return self.follower.candidates[self.follower.book.chains.tenant[chain]].worth(chain, self.follower.now_s)
+        return self.follower.candidates[self.follower.book.chains.tenant[chain]].value(chain, self.follower.now_s)
 
-    def worth(self, row: int, now_ns: int) -> float | None:
+    def expected_uses_per_hour(self, row: int, now_ns: int) -> float | None:
         chain = self.follower.book.owner[row] if row < len(self.follower.book.owner) else UNOWNED
         if self.follower.is_lru or chain < 0:
             return None
-        return worth_of(self.follower.book, chain, row, now_ns * NS) * HOUR_S
+        return block_value(self.follower.book, chain, row, now_ns * NS) * HOUR_S
 
     def classes(self, rows: Rows, now_ns: int) -> npt.NDArray[np.int64]:
         """Return classes by the chains' ranks, once there are any."""

@@ -15,13 +15,13 @@ from kvstore_predictor.base import Array, Piece
 from kvstored.policy_names import ADMISSIONS, POLICIES
 from kvstored.store.blocks import Residency
 from kvstored.store.policies.admission import Admission
-from kvstored.store.policies.base import Learns, Origin, Policy, PolicySettings
+from kvstored.store.policies.base import EvictionPolicy, Learns, Origin, PolicySettings
 from kvstored.store.policies.ordered import together
 from kvstored.store.policies.queued import Discipline, QueuedPolicy
 from kvstored.tier_set import holding
 
 
-def create(name: str, residency: Residency, tier: int, settings: PolicySettings | None = None) -> Policy:
+def create(name: str, residency: Residency, tier: int, settings: PolicySettings | None = None) -> EvictionPolicy:
     """Return the policy `name` for a tier, listening to residency and knowing the present blocks. Raises ValueError as
     `create_empty` does.
     """
@@ -31,7 +31,7 @@ def create(name: str, residency: Residency, tier: int, settings: PolicySettings 
     return policy
 
 
-def create_empty(name: str, residency: Residency, tier: int, settings: PolicySettings | None = None) -> Policy:
+def create_empty(name: str, residency: Residency, tier: int, settings: PolicySettings | None = None) -> EvictionPolicy:
     """Return the policy `name` for a tier, which knows no block and does not listen.
 
     `name` may be an address, MODULE:MAKER, of one that the configuration does not know. Raises ValueError for an
@@ -42,12 +42,12 @@ def create_empty(name: str, residency: Residency, tier: int, settings: PolicySet
         policy: object = QueuedPolicy(residency, tier, settings, name, make)
     else:
         policy = make(residency, tier, settings, name)
-    if not isinstance(policy, Policy):
+    if not isinstance(policy, EvictionPolicy):
         raise RuntimeError(f"{name} is no Policy")
     return policy
 
 
-def create_admission(name: str, residency: Residency, tier: int, above: Policy | None = None) -> Admission:
+def create_admission(name: str, residency: Residency, tier: int, above: EvictionPolicy | None = None) -> Admission:
     """Return the admission `name` for a tier; `above` is the policy of the tier that its blocks come from. Raises
     ValueError for an unknown name, listing the known ones.
     """
@@ -65,7 +65,7 @@ def joined(pieces: Iterable[Piece]) -> dict[str, Array]:
     return {name: np.concatenate(arrays) for name, arrays in parts.items()}
 
 
-def succeed(policy: Policy, former: Policy, now_ns: int) -> None:
+def succeed(policy: EvictionPolicy, former: EvictionPolicy, now_ns: int) -> None:
     """Let a new policy go on from the learned state of `former`, its predecessor, if they are of one kind."""
     if isinstance(policy, Learns) and isinstance(former, Learns) and policy.name == former.name:
         state = joined(former.export_state())
@@ -83,7 +83,7 @@ def _load(name: str, known: dict[str, str], what: str) -> Callable[..., object]:
     return loaded
 
 
-def _adopt(policy: Policy) -> None:
+def _adopt(policy: EvictionPolicy) -> None:
     """Let a new policy adopt the blocks in its tier, in the order of their last use, children before parents."""
     residency, tier = policy.residency, policy.tier
     rows = np.flatnonzero(holding(np.frombuffer(residency.rows.mask, np.uint8), tier))

@@ -24,7 +24,7 @@ from kvstored.store.blocks import ResidencyView
 from kvstored.store.blocks.rows import grown
 from kvstored.store.policies.base import PolicySettings, Rows
 from kvstored.store.policies.ordered import OUT, QUEUED, OrderedPolicy, together
-from kvstored.store.policies.rowqueue import Links, RowQueue
+from kvstored.store.policies.rowqueue import QueueArrays, RowQueue
 
 _USES_MAX = 64
 _HOT_LEAD = 4  # generations ahead of the last victim
@@ -36,7 +36,7 @@ class _Buckets:
 
     __slots__ = ("_links", "by_key", "keys")
 
-    def __init__(self, links: Links) -> None:
+    def __init__(self, links: QueueArrays) -> None:
         self._links = links
         self.by_key: dict[int, RowQueue] = {}
         self.keys: list[int] = []
@@ -87,7 +87,7 @@ class LfuTtl(OrderedPolicy):
         super().__init__(residency, tier, settings, name)
         self._age = 0
         self._key = array("I")  # K of each row, which a turnover of the whole tier raises by at most _USES_MAX
-        self._links = Links()
+        self._links = QueueArrays()
         self._buckets: list[_Buckets] = []
 
     # Events

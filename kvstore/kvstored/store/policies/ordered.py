@@ -20,13 +20,13 @@ import numpy.typing as npt
 
 from kvstored.store.blocks import ResidencyView
 from kvstored.store.blocks.rows import grown
-from kvstored.store.policies.base import Policy, PolicySettings, Share
+from kvstored.store.policies.base import EvictionPolicy, PolicySettings, Share
 
 _NO_SHARE = Share()
 
 
 def choose_tenant(
-    policy: Policy,
+    policy: EvictionPolicy,
     tenants: int,
     *,
     first: Callable[[int], int],
@@ -57,7 +57,7 @@ OUT, QUEUED, PARKED, RETURNED = range(4)
 _GROWTH_MIN_ROWS = 1024
 
 
-class OrderedPolicy(Policy):
+class OrderedPolicy(EvictionPolicy):
     """A policy with a total order. Subclasses keep the order (`_enqueue`, `_dequeue`, `_queue`, `_rank`) and set
     `stamp` on every access.
 

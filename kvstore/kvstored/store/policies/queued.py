@@ -22,7 +22,7 @@ import numpy.typing as npt
 from kvstored.store.blocks import ResidencyView
 from kvstored.store.policies.base import PolicySettings, Rows
 from kvstored.store.policies.ordered import OUT, PARKED, QUEUED, OrderedPolicy
-from kvstored.store.policies.rowqueue import Links, RowQueue
+from kvstored.store.policies.rowqueue import QueueArrays, RowQueue
 
 
 class Queues:
@@ -39,7 +39,7 @@ class Queues:
         self.residency = residency
         self.where = where
         self.door = inside
-        self.links = Links()
+        self.links = QueueArrays()
         self.of: list[tuple[RowQueue, ...]] = []
         self.sizes: list[list[int]] = []
         self.queue_of = bytearray()

@@ -15,9 +15,9 @@ import numpy.typing as npt
 
 from kvstored.store.blocks import Residency, ResidencyView
 from kvstored.store.blocks.events import KeyListener, TierListener
-from kvstored.store.policies.base import Policy, Rows
+from kvstored.store.policies.base import EvictionPolicy, Rows
 from kvstored.store.policies.ordered import OUT, QUEUED, OrderedPolicy
-from kvstored.store.policies.rowqueue import Links, RowQueue
+from kvstored.store.policies.rowqueue import QueueArrays, RowQueue
 
 _STAMP_BITS = 64
 
@@ -29,7 +29,7 @@ class Ranked(OrderedPolicy):
     def __init__(self, residency: ResidencyView, tier: int) -> None:
         super().__init__(residency, tier, name="priority")
         self.may_name = residency.is_evictable
-        self._links = Links()
+        self._links = QueueArrays()
         self._queues: list[dict[int, RowQueue]] = []  # by tenant, then priority
 
     def accessed(self, rows: Sequence[int], now_ns: int) -> None:
@@ -128,10 +128,10 @@ class Priorities:
 
     def __init__(self, residency: Residency) -> None:
         self._residency = residency
-        self._policies: dict[int, Policy] = {}
+        self._policies: dict[int, EvictionPolicy] = {}
         self.in_tier: dict[int, Ranked] = {}
 
-    def follow(self, policy: Policy) -> None:
+    def follow(self, policy: EvictionPolicy) -> None:
         """Let `policy`, which listens to its tier, decide about blocks without a priority from now on."""
         self._policies[policy.tier] = policy
         if self.in_tier:
@@ -173,7 +173,7 @@ class Priorities:
                 if self._residency.has(row, tier):
                     ranked.inserted((row,), self._residency.last_access_ns(row))
 
-    def _listen(self, policy: Policy) -> None:
+    def _listen(self, policy: EvictionPolicy) -> None:
         ranked = self.in_tier[policy.tier]
         ranked.shares = policy.shares
         both = _BothByKey(policy, ranked) if isinstance(policy, KeyListener) else _Both(policy, ranked)

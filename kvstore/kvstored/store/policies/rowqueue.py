@@ -1,6 +1,6 @@
 """Doubly linked queues of rows over two shared arrays: 8 bytes a row, O(1) at both ends and in the middle.
 
-A row is in at most one queue of a `Links`. Queues do not know which rows they hold: unlinking a row from a
+A row is in at most one queue of a `QueueArrays`. Queues do not know which rows they hold: unlinking a row from a
 queue that does not hold it corrupts both, so owners keep a state a row.
 """
 
@@ -17,7 +17,7 @@ from kvstored.store.blocks.rows import add_zeros
 _NONE = -1
 
 
-class Links:
+class QueueArrays:
     """The arrays under a family of queues."""
 
     __slots__ = ("after", "before")
@@ -37,7 +37,7 @@ class RowQueue:
 
     __slots__ = ("_after", "_before", "back", "front")
 
-    def __init__(self, links: Links) -> None:
+    def __init__(self, links: QueueArrays) -> None:
         self._before = links.before
         self._after = links.after
         self.front = _NONE
@@ -124,7 +124,7 @@ class TenantQueues:
     __slots__ = ("links", "of")
 
     def __init__(self) -> None:
-        self.links = Links()
+        self.links = QueueArrays()
         self.of: list[RowQueue] = []  # by tenant
 
     def add(self) -> None:

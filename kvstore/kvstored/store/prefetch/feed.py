@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvstore_predictor.base import Hint, NextStep, Request
+from kvstore_predictor.base import Hint, NextStep, PredictorRequest
 from kvstore_proto.identity import KEY_BYTES, NO_PARENT, split_keys
 from kvstored.clock import NS_PER_S
 from kvstored.store.blocks import Residency
-from kvstored.store.policies import ChainHint, Listens, Policy, RequestContext, deliver_hint
+from kvstored.store.policies import ChainHint, EvictionPolicy, Listens, RequestContext, deliver_hint
 from kvstored.store.prefetch.guarded_predictor import GuardedPredictor
 from kvstored.store.prefetch.prefetcher import Prefetcher
 from kvstored.store.prefetch.recent import RecentRequests
@@ -31,7 +31,7 @@ class Feed:
     def __init__(
         self,
         residency: Residency,
-        policies: Sequence[Policy],
+        policies: Sequence[EvictionPolicy],
         predictor: GuardedPredictor,
         recent: RecentRequests,
         prefetcher: Prefetcher,
@@ -94,7 +94,7 @@ class Feed:
         self._prefetcher.forgotten(tenant, keys)
 
     def _requested(self, tenant: int, keys: Sequence[bytes], context: RequestContext, now_ns: int) -> None:
-        request = Request(tenant, keys, context.number, context.input_tokens, context.kind)
+        request = PredictorRequest(tenant, keys, context.number, context.input_tokens, context.kind)
         self._predictor.attempt(lambda it: it.requested(request, now_ns / NS_PER_S), None)
         self._predictor.attempt(lambda _: self._prefetcher.requested(tenant, keys, now_ns), None)
 

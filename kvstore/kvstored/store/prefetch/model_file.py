@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from kvstore_predictor.base import Array
-from kvstore_predictor.learned import Learned
+from kvstore_predictor.learned import LearnedPredictor
 from kvstore_predictor.return_trees import ReturnTrees
 from kvstore_proto.replaced_file import replaced_file, usual_mode
 
@@ -19,11 +19,11 @@ ARRAYS_MAX = 64
 _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
-def learned(path: Path | None) -> Learned:
+def learned(path: Path | None) -> LearnedPredictor:
     """Return the predictor with the model of this file. Raises ValueError with one line."""
     if path is None:
         raise ValueError("it needs a model: make one with kvstored predictor train")
-    return Learned(read_model(path))
+    return LearnedPredictor(read_model(path))
 
 
 def read_model(path: Path) -> ReturnTrees:

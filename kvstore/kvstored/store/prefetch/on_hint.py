@@ -18,7 +18,7 @@ from math import inf
 
 import numpy as np
 
-from kvstore_predictor.base import Array, Guess, Hint, NextStep, Piece, Predictor, Request, parts
+from kvstore_predictor.base import Array, Guess, Hint, NextStep, Piece, Predictor, PredictorRequest, parts
 
 HINTS_MAX = 8192  # a look at one costs the control thread up to 50 us, four times a second
 LATE_S = 30.0  # a request that does not come so long after it was due, or after twice its pause, does not come
@@ -108,7 +108,7 @@ class OnHint(Predictor):
         self._lateness: OrderedDict[int, Lateness] = OrderedDict()
         self._numbers = count()
 
-    def requested(self, request: Request, now_s: float) -> None:
+    def requested(self, request: PredictorRequest, now_s: float) -> None:
         tenant, keys = request.tenant, request.keys
         self._began_s = min(self._began_s, now_s)
         if self._due:

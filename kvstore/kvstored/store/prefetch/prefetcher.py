@@ -17,10 +17,10 @@ from kvstore_predictor.base import Guess
 from kvstored.clock import NS_PER_S, Clock
 from kvstored.config.schema import PrefetchSection
 from kvstored.store.blocks import Residency
-from kvstored.store.policies import ChainHint, Listens, Policy, ResidencyClass, Weighs
+from kvstored.store.policies import ChainHint, EvictionPolicy, Listens, ResidencyClass, Weighs
 from kvstored.store.prefetch.credit import Held, PrefetchCredit, PrefetchFigures
 from kvstored.store.prefetch.guarded_predictor import GuardedPredictor
-from kvstored.store.prefetch.queue import Block, Candidate, PrefetchQueue
+from kvstored.store.prefetch.queue import PrefetchCandidate, PrefetchQueue, UnmappedBlock
 from kvstored.store.prefetch.recent import RecentRequests
 from kvstored.store.transfer.promote import Promoter
 from kvstored.tier_set import MEMBERS
@@ -58,7 +58,7 @@ class PrefetchStatus:
 class _Walked:
     """The missing blocks of a chain when it was looked at; they count as unchanged until `until_s`."""
 
-    blocks: list[Block]
+    blocks: list[UnmappedBlock]
     until_s: float
 
 
@@ -71,7 +71,7 @@ class Prefetcher:
         predictor: GuardedPredictor,
         residency: Residency,
         promoter: Promoter,
-        policies: Sequence[Policy],
+        policies: Sequence[EvictionPolicy],
         clock: Clock,
         recent: RecentRequests,
         credit: PrefetchCredit,
@@ -140,7 +140,7 @@ class Prefetcher:
         guesses = self._predictor.guesses(now_s, self._settings.horizon_s, GUESSES)
         self._guesses = len(guesses)
         former, self._walked = self._walked, {}
-        candidates: list[Candidate] = []
+        candidates: list[PrefetchCandidate] = []
         left = PLANNED_BLOCKS
         for guess in guesses:
             chain = (guess.tenant, guess.key)
@@ -160,7 +160,9 @@ class Prefetcher:
             if walked.blocks:
                 blocks = walked.blocks[:left]
                 left -= len(blocks)
-                candidates.append(Candidate(*chain, guess.probability, guess.first_s, guess.due_s, until_s, blocks))
+                candidates.append(
+                    PrefetchCandidate(*chain, guess.probability, guess.first_s, guess.due_s, until_s, blocks)
+                )
             if left <= 0:
                 break
         for token in self._queue.plan(candidates):
@@ -172,7 +174,7 @@ class Prefetcher:
         if not planning.cancelled():
             planning.result()
 
-    async def _missing(self, row: int) -> list[Block]:
+    async def _missing(self, row: int) -> list[UnmappedBlock]:
         """Return the blocks of the chain that ends with `row` that are not mapped, up to one above that is, the head
         first, in slices. If the end is mapped, it was put there a moment ago: blocks between it and other mapped
         ones have made room for it; if there are no others, they are with the engine.
@@ -180,7 +182,7 @@ class Prefetcher:
         residency = self._residency
         mask, parents, payload_bytes = residency.rows.mask, residency.rows.parent, residency.rows.payload_bytes
         took: dict[tuple[int, int], tuple[int, float]] = {}  # of blocks of one size and place
-        blocks: list[Block] = []
+        blocks: list[UnmappedBlock] = []
         is_end_mapped = residency.mapped in MEMBERS[mask[row]]
         for step in range(1, WALK_BLOCKS):
             is_mapped = row >= 0 and residency.mapped in MEMBERS[mask[row]]
@@ -190,7 +192,7 @@ class Prefetcher:
                 like = (mask[row], payload_bytes[row])
                 source, load_s = took[like] if like in took else took.setdefault(like, self._promoter.seconds_of(row))
                 if source >= 0:
-                    blocks.append(Block(residency.token(row), residency.slot_bytes(row), source, load_s))
+                    blocks.append(UnmappedBlock(residency.token(row), residency.slot_bytes(row), source, load_s))
             row = parents[row]
             if step % STEPS == 0 and row >= 0:
                 token = residency.token(row)
@@ -236,12 +238,12 @@ class Prefetcher:
     def _pays(self, uses_an_hour: float, victim: int) -> bool:
         """Return whether a block with this many uses an hour, while it is held, is worth more than `victim`."""
         policy, now_ns = self._policies[self._residency.mapped], self._clock.monotonic_ns()
-        worth = policy.worth(victim, now_ns) if isinstance(policy, Weighs) else None
+        worth = policy.expected_uses_per_hour(victim, now_ns) if isinstance(policy, Weighs) else None
         if worth is None:
             return policy.residency_class(victim, now_ns) is ResidencyClass.COLD
         return uses_an_hour > worth
 
-    def _ended(self, candidate: Candidate, block: Block, is_mapped: bool, is_late: bool) -> None:
+    def _ended(self, candidate: PrefetchCandidate, block: UnmappedBlock, is_mapped: bool, is_late: bool) -> None:
         self._queue.ended(block.token)
         row, now_s = self._residency.current(block.token), self._now_s()
         tenant, probability = candidate.tenant, candidate.probability

@@ -29,7 +29,7 @@ HOUR_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class UnmappedBlock:
     """A block that is not mapped: its `token`, the tier `source` that it is read from, and how long that takes."""
 
     token: int
@@ -39,7 +39,7 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class PrefetchCandidate:
     """A chain that may be requested, and its blocks that are not mapped, in the order in which they are of use.
     `until_s`: how long they would be held for it."""
 
@@ -49,7 +49,7 @@ class Candidate:
     first_s: float
     due_s: float
     until_s: float
-    blocks: Sequence[Block]
+    blocks: Sequence[UnmappedBlock]
 
     def uses_an_hour(self, now_s: float) -> float:
         """Return the expected uses an hour of a block that is brought now, while it is held."""
@@ -72,16 +72,16 @@ class _Source:
 
 @dataclass(slots=True)
 class _UnderWay:
-    block: Block
+    block: UnmappedBlock
     chain: tuple[int, bytes]
     is_given_up: bool = False
 
 
 @dataclass(slots=True)
 class _Entry:
-    candidate: Candidate
+    candidate: PrefetchCandidate
     value: float
-    left: list[Block]  # the next one last
+    left: list[UnmappedBlock]  # the next one last
     load_s: float  # of those
 
 
@@ -109,7 +109,7 @@ class PrefetchQueue:
     def under_way_of(self, tenant: int) -> int:
         return self._by_tenant[tenant]
 
-    def plan(self, candidates: Iterable[Candidate]) -> list[int]:
+    def plan(self, candidates: Iterable[PrefetchCandidate]) -> list[int]:
         """Replace the wanted chains by `candidates`. Return the tokens under way of chains that are no longer wanted,
         each once. Another caller may wait for these promotions.
         """
@@ -143,7 +143,7 @@ class PrefetchQueue:
                 self._source(block.source).planned_s -= block.load_s
         self._plan = kept
 
-    def next(self, now_s: float) -> tuple[Candidate, Block] | None:
+    def next(self, now_s: float) -> tuple[PrefetchCandidate, UnmappedBlock] | None:
         """Return the block to hand out now, or None. It stays in the plan until `started`, `skip` or `drop`."""
         for entry in self._plan:
             block = entry.left[-1]
@@ -153,7 +153,7 @@ class PrefetchQueue:
                 return entry.candidate, block
         return None
 
-    def started(self, candidate: Candidate, block: Block) -> None:
+    def started(self, candidate: PrefetchCandidate, block: UnmappedBlock) -> None:
         """Note that a block has been handed out: it is under way until `ended`."""
         source = self._source(block.source)
         source.bucket.spend(block.nbytes)
@@ -162,7 +162,7 @@ class PrefetchQueue:
         self._by_tenant[candidate.tenant] += 1
         self.skip(block)
 
-    def skip(self, block: Block) -> None:
+    def skip(self, block: UnmappedBlock) -> None:
         """Skip the block, which `next` named: it need not be brought any more."""
         for at, entry in enumerate(self._plan):
             if entry.left[-1] is block:
@@ -179,7 +179,7 @@ class PrefetchQueue:
         self._by_tenant[tenant] -= 1
         self._source(block.source).under_way_bytes -= block.nbytes
 
-    def _may_start(self, source: _Source, block: Block, now_s: float) -> bool:
+    def _may_start(self, source: _Source, block: UnmappedBlock, now_s: float) -> bool:
         is_full = source.under_way_bytes and source.under_way_bytes + block.nbytes > self._ahead_bytes
         return not is_full and source.bucket.ready(round(now_s * NS_PER_S))
 

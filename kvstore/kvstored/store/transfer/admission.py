@@ -2,8 +2,8 @@
 
 A gate says which blocks are worth a write there, and how fast they may be written, where the lane has no budget of its
 own; there is one for a tier, for what is evicted from the tier above it and for what is copied early, so that both
-together keep to the rate. A contest says whether a block may take the place of another one. Both ask admissions and
-residency, and write nothing.
+together keep to the rate. A frequency admission says whether a block may take the place of another one. Both ask
+admissions and residency, and write nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvstored.clock import NS_PER_S, Clock
 from kvstored.policy_names import ALWAYS, EVICTED
 from kvstored.store.blocks import ResidencyView
 from kvstored.store.policies import Admission
-from kvstored.store.transfer.link import Link
+from kvstored.store.transfer.link import TierLink
 from kvstored.store.transfer.rates import TokenBucket
 from kvstored.store.transfer.room import Room
 from kvstored.telemetry import Counters
@@ -90,14 +90,14 @@ class TierGate:
         self._bucket.spend(nbytes)
 
 
-class Contest:
-    """The contest for a place in the full tier at position `tier`: a block is copied there only if it was used more
-    often than the one that would leave for it.
+class FrequencyAdmission:
+    """The admission to the full tier at position `tier` by frequency of use: a block is copied there only if it was
+    used more often than the one that would leave for it.
 
     Admission by comparison with the victim is TinyLFU's (Einziger, Friedman, Manes, ACM TOS 13(4), 2017). Uses are
     counted by residency, over evictions too, and not by a sketch: nothing is done at a use. A block that was popular
     once must give way in the end, so a victim loses in any case once the tier has declined `_TURNOVERS` times its own
-    blocks since the last use of the victim that was seen here. Without the contest a set of blocks that are used in
+    blocks since the last use of the victim that was seen here. Without this admission a set of blocks that are used in
     turn, larger than the tier, is copied there over and over, and hardly one is read from it.
     """
 
@@ -107,7 +107,7 @@ class Contest:
         self._declined = 0  # blocks
         self._won: dict[int, tuple[int, int]] = {}  # by token: its last use, and `_declined` when that was first seen
 
-    def wins(self, row: int, victim: int, blocks: int = 1) -> bool:
+    def admits(self, row: int, victim: int, blocks: int = 1) -> bool:
         """Return whether `row` takes the place of `victim`. If it does not, `blocks` blocks are counted as declined:
         `row` and the blocks that need it.
         """
@@ -126,13 +126,13 @@ class Contest:
         return False
 
 
-class Intake(NamedTuple):
+class TierIntake(NamedTuple):
     """The parts that a tier needs to take in blocks that no eviction sends to it. `link` leads to the tier of `room`;
-    `gate` says which blocks the tier should have. `contest` decides about places in a tier before DRAM; where it is
+    `gate` says which blocks the tier should have. `frequency` decides about places in a tier before DRAM; where it is
     None, a block may take the place of any other.
     """
 
-    link: Link
+    link: TierLink
     room: Room
     gate: TierGate
-    contest: Contest | None = None
+    frequency: FrequencyAdmission | None = None

@@ -17,7 +17,7 @@ from kvstored.store.transfer.admission import TierGate
 from kvstored.store.transfer.damage import Damage
 from kvstored.store.transfer.eviction import Demoter
 from kvstored.store.transfer.lane import Priority
-from kvstored.store.transfer.link import BlockMove, Link, Moves
+from kvstored.store.transfer.link import BlockMove, Moves, TierLink
 from kvstored.store.transfer.room import Room
 from kvstored.telemetry import Flows
 
@@ -33,7 +33,7 @@ class Bounds:
     at_once: int = 1 << 30
     wait_s: float | None = None
     gate: TierGate | None = None
-    direct: Link | None = None
+    direct: TierLink | None = None
     priority: Priority = Priority.DEMAND
 
 
@@ -41,7 +41,7 @@ class Demotion:
     """Demotes blocks along `link` into `room`; `beyond` is the demoter of the tier below that one."""
 
     def __init__(
-        self, residency: Residency, link: Link, room: Room, beyond: Demoter, damage: Damage, flows: Flows,
+        self, residency: Residency, link: TierLink, room: Room, beyond: Demoter, damage: Damage, flows: Flows,
         bounds: Bounds | None = None,
     ) -> None:  # fmt: skip
         self._residency = residency

@@ -21,7 +21,7 @@ from kvstored.clock import Clock
 from kvstored.store.blocks import Residency, ResidencyView
 from kvstored.store.degraded.breaker import TierBreaker
 from kvstored.store.endurance.account import TOO_MUCH, EnduranceAccount
-from kvstored.store.endurance.budget import COMMIT_BYTES, Verdict, medium_bytes
+from kvstored.store.endurance.budget import COMMIT_BYTES, WriteVerdict, medium_bytes
 from kvstored.store.policies import Admission
 from kvstored.store.transfer.link import BlockMove
 from kvstored.telemetry import Counters
@@ -207,13 +207,13 @@ class WriteGate:
         blocks = left_bytes // medium_bytes(self._residency.slot_bytes(row))
         return blocks if blocks < MAX_PATH_BLOCKS else MAX_CHAIN_BLOCKS  # a longer path is cut to what can be paid for
 
-    def pay(self, row: int) -> list[int] | Verdict:
+    def pay(self, row: int) -> list[int] | WriteVerdict:
         """Pay for the path of a block. Return the path, or the reason why the budget does not allow it."""
         path, tenant = self.path(row), self._residency.tenant_of(row)
         if path is None:
             return self.endurance.reject(tenant)
         verdict = self.endurance.charge(tenant, self._cost_of(path))
-        if verdict is not Verdict.GRANTED:
+        if verdict is not WriteVerdict.GRANTED:
             return verdict
         self._is_commit_paid |= bool(path)
         return path
@@ -239,7 +239,7 @@ class WriteGate:
         verdict = await self.endurance.charge_in_time(
             residency.tenant_of(row), cost, wait_s, allotment_only=not insists
         )
-        if verdict is Verdict.GRANTED:
+        if verdict is WriteVerdict.GRANTED:
             self._is_commit_paid |= bool(path)
             return path
         if residency.is_current(token):
@@ -283,8 +283,8 @@ class WriteGate:
         """Forget a refusal of a block that is written after all."""
         self._refusals.pop(token, None)
 
-    def breaker_or(self, verdict: Verdict) -> Refusal:
+    def breaker_or(self, verdict: WriteVerdict) -> Refusal:
         """Return what a verdict of the budget means for a block."""
         if not self.breaker.takes_writes:
             return Refusal.TIER
-        return Refusal.SHARE if verdict is Verdict.OVER_SHARE else Refusal.BUDGET
+        return Refusal.SHARE if verdict is WriteVerdict.OVER_SHARE else Refusal.BUDGET

@@ -94,7 +94,7 @@ class Refused(Enum):
 
 
 @dataclass(slots=True)
-class Item(Generic[Work]):
+class LaneItem(Generic[Work]):
     """Work in a lane. The lane counts it by `ticket`; `arrival` orders demand that is due at one time."""
 
     ticket: int
@@ -134,9 +134,9 @@ class Lane(Generic[Work]):
         self.name = name
         self.settings = settings or LaneSettings()
         chosen, limits = self.settings, self.settings.limits
-        self._queues: tuple[OrderedDict[int, Item[Work]], ...] = tuple(OrderedDict() for _ in Priority)
+        self._queues: tuple[OrderedDict[int, LaneItem[Work]], ...] = tuple(OrderedDict() for _ in Priority)
         self._by_due: list[tuple[int, int, int]] = []  # a heap: due, arrival, ticket of demand; also of what has left
-        self._running: dict[int, Item[Work]] = {}
+        self._running: dict[int, LaneItem[Work]] = {}
         self._buckets = tuple(TokenBucket(limits[p].bytes_per_s, limits[p].burst_bytes) for p in Priority)
         self.neighbours: list[Lane[Work]] = []  # lanes that share the medium
         self._closed = False
@@ -180,7 +180,7 @@ class Lane(Generic[Work]):
         self._tickets += 1
         if priority == Priority.DEMAND:
             self._demand_arrives(nbytes, now_ns)
-        self._enqueue(Item(self._tickets, work, nbytes, priority, now_ns, self._due_ns(now_ns, due_ns)))
+        self._enqueue(LaneItem(self._tickets, work, nbytes, priority, now_ns, self._due_ns(now_ns, due_ns)))
         return self._tickets
 
     def promote(self, ticket: int, priority: Priority, now_ns: int, due_ns: int | None = None) -> bool:
@@ -225,9 +225,9 @@ class Lane(Generic[Work]):
 
     # Scheduling
 
-    def next(self, now_ns: int) -> list[Item[Work]]:
+    def next(self, now_ns: int) -> list[LaneItem[Work]]:
         """Return everything that should start now; it counts as in flight from here on."""
-        started: list[Item[Work]] = []
+        started: list[LaneItem[Work]] = []
         while self.has_queued and len(self._running) < self.settings.max_in_flight:
             item = self._choose(now_ns)
             if item is None:
@@ -305,7 +305,7 @@ class Lane(Generic[Work]):
 
     # Inside
 
-    def _choose(self, now_ns: int) -> Item[Work] | None:
+    def _choose(self, now_ns: int) -> LaneItem[Work] | None:
         """Return the item to start now, if any: one of demotion or maintenance that has aged passes waiting demand."""
         demand = self._queues[Priority.DEMAND]
         if demand:
@@ -317,7 +317,7 @@ class Lane(Generic[Work]):
             return None
         return self._most_urgent() if first == Priority.DEMAND else next(iter(self._queues[first].values()))
 
-    def _most_urgent(self) -> Item[Work]:
+    def _most_urgent(self) -> LaneItem[Work]:
         """Return the queued demand whose deadline is the earliest."""
         demand = self._queues[Priority.DEMAND]
         while True:
@@ -361,7 +361,7 @@ class Lane(Generic[Work]):
             self._pauses.began(now_ns)
         self._pauses.added(nbytes)
 
-    def _start(self, item: Item[Work], now_ns: int) -> None:
+    def _start(self, item: LaneItem[Work], now_ns: int) -> None:
         passes_demand = item.priority > Priority.PREFETCH and bool(self._queues[Priority.DEMAND])
         self._dequeue(item)
         self._buckets[item.priority].spend(item.nbytes)
@@ -381,10 +381,10 @@ class Lane(Generic[Work]):
         item.started_ns = now_ns
         item.shared_bytes = self._in_flight_bytes
 
-    def _queued(self, ticket: int) -> Item[Work] | None:
+    def _queued(self, ticket: int) -> LaneItem[Work] | None:
         return next((queue[ticket] for queue in self._queues if ticket in queue), None)
 
-    def _enqueue(self, item: Item[Work]) -> None:
+    def _enqueue(self, item: LaneItem[Work]) -> None:
         self._queues[item.priority][item.ticket] = item
         if item.priority == Priority.DEMAND:
             self._arrivals += 1
@@ -395,6 +395,6 @@ class Lane(Generic[Work]):
                 self._by_due = sorted((queued.due_ns, queued.arrival, at) for at, queued in demand.items())
         self._queued_bytes[item.priority] += item.nbytes
 
-    def _dequeue(self, item: Item[Work]) -> None:
+    def _dequeue(self, item: LaneItem[Work]) -> None:
         del self._queues[item.priority][item.ticket]
         self._queued_bytes[item.priority] -= item.nbytes

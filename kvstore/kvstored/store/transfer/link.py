@@ -26,8 +26,8 @@ from kvstored.clock import NS_PER_S, Clock
 from kvstored.store.blocks import Residency
 from kvstored.store.degraded.breaker import TierBreaker
 from kvstored.store.transfer.lane import Priority, Refused
-from kvstored.store.transfer.mover import Mover, Transfer
-from kvstored.store.transfer.staging import CodecStaging, Staged
+from kvstored.store.transfer.mover import LaneTransfer, Mover
+from kvstored.store.transfer.staging import CodecStaging, StagedImage
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ def lane_name(tiers: Sequence[str], source: int, destination: int) -> str:
     return f"{tiers[source]}→{tiers[destination]}"
 
 
-class Link:
+class TierLink:
     """The way from the tier at `source` to the tier at `destination`, through the lane `lane`. `breaker` belongs to the
     slower of the two tiers; None when that tier is memory. `staging` belongs to a destination with a codec: a block
     gets its coded form there before it gets a slot.
@@ -82,7 +82,7 @@ class Link:
         now_ns = self.clock.monotonic_ns()
         return (self.lane.spare_at_ns(now_ns) - now_ns) / NS_PER_S
 
-    async def stage(self, source: Slot, key: bytes, whole_bytes: int) -> Staged | Outcome:
+    async def stage(self, source: Slot, key: bytes, whole_bytes: int) -> StagedImage | Outcome:
         """Bring the block `key` in the slot `source` into the form of the destination's codec (`CodecStaging.stage`).
         `whole_bytes` is the size of a slot for the block as it is. The destination must have a codec."""
         assert self.staging is not None
@@ -143,7 +143,7 @@ class BlockMove:
     token: int
     nbytes: int  # of a slot for it as it is
     tenant: int
-    link: Link
+    link: TierLink
     priority: Priority
     due_ns: int | None = None
     waiters: int = 1
@@ -250,7 +250,7 @@ class Moves(Generic[Kind]):
         move.ticket, move.outcome = 0, None
         return outcome
 
-    async def _stage(self, move: Kind) -> Staged | Outcome | Unmoved:
+    async def _stage(self, move: Kind) -> StagedImage | Outcome | Unmoved:
         """Bring the block into the destination's form. Meanwhile its copy may be removed by force, and the slot may be
         used again."""
         residency, link = self._residency, move.link
@@ -263,11 +263,11 @@ class Moves(Generic[Kind]):
         row = residency.current(move.token)
         if self._is_wanted(move, row) and residency.slot(row, link.source) == source:
             return staged
-        if isinstance(staged, Staged):
+        if isinstance(staged, StagedImage):
             self._release(move, staged)
         return Unmoved.IN_VAIN
 
-    def _release(self, move: Kind, staged: Staged | None) -> None:
+    def _release(self, move: Kind, staged: StagedImage | None) -> None:
         if staged is not None and move.link.staging is not None:
             move.link.staging.release(staged)
 
@@ -278,7 +278,7 @@ class Moves(Generic[Kind]):
             log.exception("making room in tier %s failed", move.link.destination_tier.info.name)
             return None
 
-    def queue(self, move: Kind, slot: Slot, staged: Staged | None = None) -> None:
+    def queue(self, move: Kind, slot: Slot, staged: StagedImage | None = None) -> None:
         """Queue the transfer of the copy, or of its `staged` form, into `slot`. Free the slot if the move is in vain by
         now."""
         residency, link, tier = self._residency, move.link, move.link.destination_tier
@@ -314,7 +314,7 @@ class Moves(Generic[Kind]):
             if not ended.done():
                 ended.set_result(outcome)
 
-        transfer = Transfer(start, end)
+        transfer = LaneTransfer(start, end)
         nbytes = source.nbytes if staged is None else slot.nbytes
         ticket = link.mover.submit(link.lane.name, move.priority, nbytes, transfer, move.due_ns)
         if isinstance(ticket, Refused):

@@ -14,11 +14,11 @@ from functools import partial
 from kvstore_tiers.base import Completion, Outcome, OutcomeKind
 from kvstored.clock import NS_PER_S, Clock
 from kvstored.completions import CompletionQueue
-from kvstored.store.transfer.lane import Item, Lane, Priority, Refused
+from kvstored.store.transfer.lane import Lane, LaneItem, Priority, Refused
 
 
 @dataclass(slots=True)
-class Transfer:
+class LaneTransfer:
     """One item of a lane: `start` begins the transfer of a block, and `done` gets its outcome."""
 
     start: Callable[[Completion], None]
@@ -28,7 +28,7 @@ class Transfer:
 class Mover:
     """The lanes of the daemon by name, and their timers."""
 
-    def __init__(self, lanes: Iterable[Lane[Transfer]], completions: CompletionQueue, clock: Clock) -> None:
+    def __init__(self, lanes: Iterable[Lane[LaneTransfer]], completions: CompletionQueue, clock: Clock) -> None:
         self.lanes = {lane.name: lane for lane in lanes}
         self._completions = completions
         self._clock = clock
@@ -36,7 +36,7 @@ class Mover:
         self._pump_scheduled: set[str] = set()
 
     def submit(
-        self, lane_name: str, priority: Priority, nbytes: int, transfer: Transfer, due_ns: int | None = None
+        self, lane_name: str, priority: Priority, nbytes: int, transfer: LaneTransfer, due_ns: int | None = None
     ) -> int | Refused:
         """Queue a transfer of `nbytes` bytes in a lane. Return its ticket, or the reason for the refusal. The transfer
         starts on the next turn of the loop at the earliest, so that the lane sees a whole batch. `due_ns`: when the
@@ -69,24 +69,24 @@ class Mover:
             for transfer in lane.close():
                 transfer.done(Outcome(OutcomeKind.CANCELLED, message="the daemon is stopping"))
 
-    def _schedule(self, lane: Lane[Transfer]) -> None:
+    def _schedule(self, lane: Lane[LaneTransfer]) -> None:
         if lane.name not in self._pump_scheduled:
             self._pump_scheduled.add(lane.name)
             asyncio.get_running_loop().call_soon(self._pump, lane)
 
-    def _pump(self, lane: Lane[Transfer]) -> None:
+    def _pump(self, lane: Lane[LaneTransfer]) -> None:
         self._pump_scheduled.discard(lane.name)
         now_ns = self._clock.monotonic_ns()
         for item in lane.next(now_ns):
             item.work.start(self._completions.to_loop(partial(self._ended, lane, item)))
         self._set_timer(lane, now_ns)
 
-    def _ended(self, lane: Lane[Transfer], item: Item[Transfer], outcome: Outcome) -> None:
+    def _ended(self, lane: Lane[LaneTransfer], item: LaneItem[LaneTransfer], outcome: Outcome) -> None:
         lane.completed(item.ticket, self._clock.monotonic_ns(), ok=outcome.ok)
         item.work.done(outcome)
         self._look_again(lane)
 
-    def _look_again(self, lane: Lane[Transfer]) -> None:
+    def _look_again(self, lane: Lane[LaneTransfer]) -> None:
         """Schedule the lanes that may start an item now that an item has left `lane`."""
         if lane.has_queued:
             self._schedule(lane)
@@ -94,7 +94,7 @@ class Mover:
             if other.has_prefetch_queued:
                 self._schedule(other)
 
-    def _set_timer(self, lane: Lane[Transfer], now_ns: int) -> None:
+    def _set_timer(self, lane: Lane[LaneTransfer], now_ns: int) -> None:
         timer = self._timers.pop(lane.name, None)
         if timer is not None:
             timer.cancel()

@@ -23,7 +23,7 @@ from kvstored.store.degraded.breaker import TierBreaker
 from kvstored.store.degraded.modes import DegradedModes
 from kvstored.store.transfer.damage import Damage
 from kvstored.store.transfer.lane import Priority
-from kvstored.store.transfer.link import BlockMove, Link, Moves, Unmoved
+from kvstored.store.transfer.link import BlockMove, Moves, TierLink, Unmoved
 from kvstored.store.transfer.room import Room
 from kvstored.telemetry import Counters, Flows
 from kvstored.tier_set import TIER_SETS, TierSet
@@ -50,7 +50,7 @@ class Promoter:
     def __init__(
         self,
         residency: Residency,
-        links: Sequence[Link],
+        links: Sequence[TierLink],
         room: Room,
         counters: Counters,
         flows: Flows,
@@ -134,7 +134,7 @@ class Promoter:
         return self._begin(row, priority, link, slot, due_ns).answer
 
     def _begin(
-        self, row: int, priority: Priority, link: Link, slot: Slot | None, due_ns: int | None = None
+        self, row: int, priority: Priority, link: TierLink, slot: Slot | None, due_ns: int | None = None
     ) -> _Promotion:
         """Begin to read into `slot`, or into one for which room is made first."""
         residency = self._residency
@@ -249,7 +249,7 @@ class Promoter:
             load_us = max(load_us, until_us)
         return estimates
 
-    def _link_of(self, row: int) -> Link | None:
+    def _link_of(self, row: int) -> TierLink | None:
         """Return the link of the fastest tier that has the block and can be read."""
         has = self._residency.has
         return next((link for source, link in self._links.items() if has(row, source) and link.is_open), None)
@@ -350,7 +350,7 @@ class Promoter:
             self._prefetch_room_bytes -= sign * promotion.nbytes
 
 
-def _stall_us(link: Link) -> int:
+def _stall_us(link: TierLink) -> int:
     """Return the microseconds by which the oldest transfer is overdue; a reader has to expect them in addition."""
     stalled_us = link.breaker.stalled_us() if link.breaker is not None else 0
     return stalled_us if stalled_us > OVERDUE_US else 0

@@ -17,7 +17,7 @@ from kvstored.completions import CompletionQueue
 from kvstored.store.endurance.budget import medium_bytes
 from kvstored.store.transfer.group_commit import GroupCommit
 from kvstored.store.transfer.lane import Priority, Refused
-from kvstored.store.transfer.mover import Mover, Transfer
+from kvstored.store.transfer.mover import LaneTransfer, Mover
 
 AT_ONCE = 32  # copies in flight
 
@@ -100,7 +100,7 @@ class LaneRelocation:
             ended.set_result(outcome)
 
         moved_bytes = copy.source.nbytes + copy.target.nbytes  # it is read and written
-        ticket = self._mover.submit(self._lane, Priority.DEMOTION, moved_bytes, Transfer(start, end))
+        ticket = self._mover.submit(self._lane, Priority.DEMOTION, moved_bytes, LaneTransfer(start, end))
         if isinstance(ticket, Refused):
             end(Outcome(OutcomeKind.CANCELLED, message="the lane's queue is full"))
         return ended

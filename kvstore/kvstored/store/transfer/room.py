@@ -16,7 +16,7 @@ from kvstore_tiers.arena import writable_owner
 from kvstore_tiers.base import Slot, Tier, TierState
 from kvstored.lifecycle import Cause
 from kvstored.store.blocks import Residency
-from kvstored.store.policies import Policy
+from kvstored.store.policies import EvictionPolicy
 from kvstored.store.transfer.evacuation import BUSY, Evacuation
 from kvstored.store.transfer.eviction import SLICE_EVICTIONS, Allowance, Eviction
 from kvstored.store.transfer.victims import SkippedRows, Victims
@@ -48,7 +48,7 @@ class Room:
         self._evacuation = evacuation
         self._position = eviction.position
 
-    def follow(self, policy: Policy) -> None:
+    def follow(self, policy: EvictionPolicy) -> None:
         """Let this policy name victims from now on."""
         self._victims.policy = policy
 

@@ -17,10 +17,10 @@ from functools import partial
 
 from kvstored.store.blocks import Residency
 from kvstored.store.remote import Absences
-from kvstored.store.transfer.admission import Intake
+from kvstored.store.transfer.admission import TierIntake
 from kvstored.store.transfer.damage import Damage
 from kvstored.store.transfer.lane import Priority
-from kvstored.store.transfer.link import BlockMove, Link, Moves, Unmoved
+from kvstored.store.transfer.link import BlockMove, Moves, TierLink, Unmoved
 from kvstored.telemetry import Counters
 
 AT_ONCE = 8
@@ -38,8 +38,8 @@ class Sharing:
     def __init__(
         self,
         residency: Residency,
-        intake: Intake,
-        back: Link,
+        intake: TierIntake,
+        back: TierLink,
         absences: Absences | None,
         damage: Damage,
         counters: Counters,
@@ -137,9 +137,9 @@ class Sharing:
             return  # under way too: it may still wait for room
         nbytes, tenant = residency.slot_bytes(row), residency.tenant_of(row)
         slot = self._room.allocate_now(nbytes, tenant)
-        if slot is None and self._intake.contest is not None:
+        if slot is None and self._intake.frequency is not None:
             victim, blocks = self._room.next_victim(nbytes, tenant), 1 + len(self._path)
-            if victim >= 0 and not self._intake.contest.wins(row, victim, blocks):
+            if victim >= 0 and not self._intake.frequency.admits(row, victim, blocks):
                 self._counters.add("device_declined_blocks", blocks)
                 self._path.clear()
                 return

@@ -5,8 +5,8 @@ The module owns the memory for this work, which is bounded and counted in the ca
 of callers that wait for it. The copy threads of the mapped tier do the work. A block is stored as it is when the codec
 does not make it small enough for a smaller slot, or when it does not fit into the memory. The module makes no other
 decision: `link.py` pins the block and finds the slot. Invariants: memory is given out in the order of the requests.
-Each `Staged` is released once. A caller that holds staging memory of one tier waits for room in that tier, never for
-staging memory of a tier before it, so these waits form no circle.
+Each `StagedImage` is released once. A caller that holds staging memory of one tier waits for room in that tier, never
+for staging memory of a tier before it, so these waits form no circle.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Staged:
+class StagedImage:
     """The data for a slot of `slot_bytes`: `image`, in `buffer` if there is one; without an image, the copy in the
     source as it is."""
 
@@ -54,17 +54,17 @@ class CodecStaging:
         self._scratch = Scratch(coding.staging_bytes // 2)  # the other half is for reading
         self._waiting: deque[tuple[int, asyncio.Future[AlignedBuffer]]] = deque()
 
-    async def stage(self, tier: Tier, source: Slot, key: bytes, whole_bytes: int) -> Staged | Outcome:
+    async def stage(self, tier: Tier, source: Slot, key: bytes, whole_bytes: int) -> StagedImage | Outcome:
         """Bring the block `key` in the slot `source` of `tier` into the codec's form. `whole_bytes` is the size of a
         slot for the block as it is. Return an outcome when the copy in `source` is damaged or cannot be read."""
         is_as_put = tier.info.is_in_memory and tier.info.coding.is_none
         if tier.info.is_in_memory and tier.info.coding.codec == self._coding.codec:
-            return Staged(source.nbytes, tier.slot_segment(source))  # it has that form, or was not worth it there
+            return StagedImage(source.nbytes, tier.slot_segment(source))  # it has that form, or was not worth it there
         raw_bytes = 0 if is_as_put else whole_bytes
         needed_bytes = raw_bytes + image_bytes(self._codec, whole_bytes - HEADER_BYTES)
         if needed_bytes > self._scratch.most_bytes:
             self._counters.add("uncoded_blocks")
-            return Staged(whole_bytes)
+            return StagedImage(whole_bytes)
         buffer = await self._take(needed_bytes)
         try:
             staged = await self._stage(tier, source, key, buffer.segment(needed_bytes), raw_bytes)
@@ -73,15 +73,17 @@ class CodecStaging:
             raise
         if isinstance(staged, Outcome) or staged.image is None:
             self._give_back(buffer)
-            return Staged(whole_bytes) if isinstance(staged, Staged) else staged
-        return Staged(staged.slot_bytes, staged.image, buffer)
+            return StagedImage(whole_bytes) if isinstance(staged, StagedImage) else staged
+        return StagedImage(staged.slot_bytes, staged.image, buffer)
 
-    def release(self, staged: Staged) -> None:
+    def release(self, staged: StagedImage) -> None:
         """Free the memory of `staged`; nothing may read it any more."""
         if staged.buffer is not None:
             self._give_back(staged.buffer)
 
-    async def _stage(self, tier: Tier, source: Slot, key: bytes, room: Segment, raw_bytes: int) -> Staged | Outcome:
+    async def _stage(
+        self, tier: Tier, source: Slot, key: bytes, room: Segment, raw_bytes: int
+    ) -> StagedImage | Outcome:
         ask = self._completions.outcome_of
         if raw_bytes:
             image = room.part(0, raw_bytes)
@@ -103,9 +105,9 @@ class CodecStaging:
             self._counters.add("coded_blocks")
             self._counters.add("coded_bytes", header.payload_bytes)
             self._counters.add("coded_stored_bytes", header.stored_bytes)
-            return Staged(coded_slot_bytes(header.payload_bytes, header.stored_bytes), target)
+            return StagedImage(coded_slot_bytes(header.payload_bytes, header.stored_bytes), target)
         self._counters.add("uncoded_blocks")
-        return Staged(0)
+        return StagedImage(0)
 
     async def _take(self, nbytes: int) -> AlignedBuffer:
         if not self._waiting:

@@ -18,7 +18,7 @@ from kvstored.clock import Clock
 from kvstored.store.blocks import Residency
 from kvstored.store.blocks.orphans import Tokens
 from kvstored.store.blocks.rows import TierCopies
-from kvstored.store.policies import Learns, Policy, Weighs
+from kvstored.store.policies import EvictionPolicy, Learns, Weighs
 from kvstored.store.policies.ranked import Priorities
 
 MAX_LOOKS = 256  # at rows in containers that are passed over, for one question
@@ -74,7 +74,7 @@ class OrphanQueue:
         """
         self._rounds = [_Round(tokens) for tokens in by_tier]
 
-    def next(self, policy: Policy, exclude: Container[int], tenant: int | None) -> int:
+    def next(self, policy: EvictionPolicy, exclude: Container[int], tenant: int | None) -> int:
         """Return an orphan whose copy may be evicted from the policy's tier now, or -1. With `tenant`, only an orphan
         of that tenant.
         """
@@ -96,7 +96,7 @@ class Victims:
     """The victims of one tier, which is the tier of `policy`."""
 
     def __init__(
-        self, policy: Policy, residency: Residency, orphans: OrphanQueue, priorities: Priorities, clock: Clock
+        self, policy: EvictionPolicy, residency: Residency, orphans: OrphanQueue, priorities: Priorities, clock: Clock
     ) -> None:
         self.policy = policy
         self._residency = residency

@@ -17,11 +17,11 @@ from collections.abc import Iterable, Sequence
 from kvstore_tiers.base import Outcome, OutcomeKind
 from kvstored.store.blocks import Residency
 from kvstored.store.degraded.modes import DegradedModes
-from kvstored.store.endurance.budget import Verdict
+from kvstored.store.endurance.budget import WriteVerdict
 from kvstored.store.transfer.gate import Refusal, Write, WriteState
 from kvstored.store.transfer.group_commit import GroupCommit
 from kvstored.store.transfer.lane import Priority
-from kvstored.store.transfer.link import Link, Moves, Unmoved
+from kvstored.store.transfer.link import Moves, TierLink, Unmoved
 from kvstored.store.transfer.room import Room
 from kvstored.telemetry import Counters, Flows
 from kvstored.tier_set import TIER_SETS
@@ -64,7 +64,7 @@ class WriteBack:
     def __init__(
         self,
         residency: Residency,
-        links: Sequence[Link],
+        links: Sequence[TierLink],
         room: Room,
         counters: Counters,
         flows: Flows,
@@ -140,9 +140,9 @@ class WriteBack:
         if token in self._waiting:
             return self._waiting[token]
         paid = [] if self.gate.is_coming(row) else self.gate.pay(row)
-        if not isinstance(paid, Verdict):
+        if not isinstance(paid, WriteVerdict):
             settled = self._enqueue_paid(paid, row, Priority.DEMAND if at_once else Priority.DEMOTION)
-        elif (at_once or paid is Verdict.SAVING) and len(self._waiting) < MAX_THROTTLED:
+        elif (at_once or paid is WriteVerdict.SAVING) and len(self._waiting) < MAX_THROTTLED:
             settled = self._wait_for_budget(token, paid, insists=at_once)
         else:
             self.gate.refuse(token, self.gate.breaker_or(paid))
@@ -219,10 +219,10 @@ class WriteBack:
 
     # Waiting for the budget
 
-    def _wait_for_budget(self, token: int, verdict: Verdict, *, insists: bool) -> asyncio.Future[bool]:
+    def _wait_for_budget(self, token: int, verdict: WriteVerdict, *, insists: bool) -> asyncio.Future[bool]:
         """Write a block once it is paid for. `insists`: wait until the budget has earned enough; otherwise wait only
         for an allotment that is under way."""
-        if verdict is not Verdict.SAVING:
+        if verdict is not WriteVerdict.SAVING:
             self._counters.add("budget_throttled_blocks")
         self._waiting[token] = task = asyncio.get_running_loop().create_task(self._when_paid(token, insists))
         return task

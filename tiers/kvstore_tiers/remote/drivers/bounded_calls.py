@@ -1,6 +1,6 @@
 """Calls of a library that knows no deadline: each runs in a thread, and is given up when its time is over.
 
-A call that was given up runs on, as a library cannot be stopped; it sees `Call.is_given_up` and only ends. While
+A call that was given up runs on, as a library cannot be stopped; it sees `BoundedCall.is_given_up` and only ends. While
 `most_given_up` of them are still running, further calls fail at once, so that a store that hangs does not fill the
 process with threads.
 """
@@ -21,7 +21,7 @@ class GivenUp(TimeoutError):
     """The call did not end in time and is still running."""
 
 
-class Call:
+class BoundedCall:
     """A call of a library, with a deadline. `deadline`: a time of time.monotonic."""
 
     def __init__(self, deadline: float) -> None:
@@ -43,13 +43,13 @@ class BoundedCalls:
         self._running = 0
         self._given_up = 0
 
-    def run(self, function: Callable[[Call], _Result], timeout_s: float) -> _Result:
+    def run(self, function: Callable[[BoundedCall], _Result], timeout_s: float) -> _Result:
         """Return the result of `function`, or raise its error. Raises GivenUp after `timeout_s` seconds."""
         with self._lock:
             if self._given_up >= self._most_given_up:
                 raise TimeoutError(f"{self._given_up} calls that were given up are still running")
             self._running += 1
-        call, ended = Call(time.monotonic() + timeout_s), Future[_Result]()
+        call, ended = BoundedCall(time.monotonic() + timeout_s), Future[_Result]()
         threading.Thread(target=self._run, args=(function, call, ended), name=self._name, daemon=True).start()
         wait([ended], timeout_s)
         with self._lock:
@@ -64,7 +64,7 @@ class BoundedCalls:
         with self._lock:
             return self._lock.wait_for(lambda: not self._running, timeout_s)
 
-    def _run(self, function: Callable[[Call], _Result], call: Call, ended: Future[_Result]) -> None:
+    def _run(self, function: Callable[[BoundedCall], _Result], call: BoundedCall, ended: Future[_Result]) -> None:
         try:
             end: Callable[[], None] = partial(ended.set_result, function(call))
         except BaseException as error:  # raised again in the thread that waits for it

@@ -32,9 +32,9 @@ from urllib.parse import parse_qsl, urlsplit
 import numpy as np
 
 from kvstore_console.units import parse_size
-from kvstore_tiers.remote.driver import Driver, MemoryHeld, Placed, Written
+from kvstore_tiers.remote.driver import Driver, MemoryHeld, Placed, WriteResult
 from kvstore_tiers.remote.drivers import advice
-from kvstore_tiers.remote.drivers.bounded_calls import BoundedCalls, Call, GivenUp
+from kvstore_tiers.remote.drivers.bounded_calls import BoundedCall, BoundedCalls, GivenUp
 
 DEFAULT_PORT = 50051
 QUERY: Final = frozenset({"protocol", "device", "metadata", "segment", "local"})
@@ -121,7 +121,7 @@ RPC_SHARE = 0.8  # of the time limit: the library gives up first, and says why
 GIVEN_UP_PER_THREAD = 4
 NICE = 5  # of a thread that waits for a transfer, as the daemon's threads that copy: on a full machine a much higher
 # one would notice the end late
-_KINDS: Final = {0: Written.STORED, NO_ROOM: Written.NO_ROOM}
+_KINDS: Final = {0: WriteResult.STORED, NO_ROOM: WriteResult.NO_ROOM}
 RETRY_S = 0.02
 TAKEN_PATIENCE_S = 0.5  # with a name that another writer began: what it moves takes some milliseconds
 
@@ -170,7 +170,7 @@ class MooncakeDriver(Driver):
     def read(self, wanted: Sequence[Placed]) -> list[int]:
         has_begun = threading.Event()
 
-        def read(store: Any, call: Call) -> list[int]:
+        def read(store: Any, call: BoundedCall) -> list[int]:
             there = self._exist(store, [placed.name for placed in wanted])
             found = [placed for placed, is_there in zip(wanted, there, strict=True) if is_there]
             has_begun.set()
@@ -188,7 +188,7 @@ class MooncakeDriver(Driver):
                 raise MemoryHeld(f"{error}, and may still write to the memory") from error
             raise
 
-    def write(self, values: Sequence[Placed]) -> list[Written]:
+    def write(self, values: Sequence[Placed]) -> list[WriteResult]:
         return self._run(lambda store, call: self._write(store, values, call)) if values else []
 
     def remove(self, names: Sequence[str]) -> None:
@@ -247,7 +247,7 @@ class MooncakeDriver(Driver):
                 sizes[number] = size
         return sizes
 
-    def _write(self, store: Any, values: Sequence[Placed], call: Call) -> list[Written]:
+    def _write(self, store: Any, values: Sequence[Placed], call: BoundedCall) -> list[WriteResult]:
         """Write values. The library has one session for each name: a name that another thread is writing counts as
         taken.
         """
@@ -260,10 +260,12 @@ class MooncakeDriver(Driver):
             with self._writing_lock:
                 self._writing -= mine.keys()
         written |= self._of_others(store, {value.name for value in values} - written.keys(), call)
-        is_again = [mine.get(value.name) is not value and written[value.name] is Written.STORED for value in values]
-        return [Written.EXISTS if again else written[value.name] for value, again in zip(values, is_again, strict=True)]
+        is_again = [mine.get(value.name) is not value and written[value.name] is WriteResult.STORED for value in values]
+        return [
+            WriteResult.EXISTS if again else written[value.name] for value, again in zip(values, is_again, strict=True)
+        ]
 
-    def _of_others(self, store: Any, names: set[str], call: Call) -> dict[str, Written]:
+    def _of_others(self, store: Any, names: set[str], call: BoundedCall) -> dict[str, WriteResult]:
         """Return the result for names that others began to write: they exist once they can be read."""
         began, there = time.monotonic(), set[str]()
         while names - there:
@@ -274,9 +276,9 @@ class MooncakeDriver(Driver):
                 break
             if names - there:
                 time.sleep(min(RETRY_S, left_s))
-        return {name: Written.EXISTS if name in there else Written.BEGUN for name in names}
+        return {name: WriteResult.EXISTS if name in there else WriteResult.BEGUN for name in names}
 
-    def _store_each(self, store: Any, values: Sequence[Placed], call: Call) -> dict[str, Written]:
+    def _store_each(self, store: Any, values: Sequence[Placed], call: BoundedCall) -> dict[str, WriteResult]:
         """Return the result of each name that was not taken."""
         names, places, sizes = _arguments(values)
         answers = dict(zip(names, store.batch_put_session_start(names, sizes), strict=True))
@@ -303,7 +305,7 @@ class MooncakeDriver(Driver):
                 store.batch_put_session_revoke(open_names)
         return {name: _KINDS[answer] for name, answer in answers.items() if answer != TAKEN}
 
-    def _remove(self, store: Any, names: list[str], call: Call) -> None:
+    def _remove(self, store: Any, names: list[str], call: BoundedCall) -> None:
         while True:
             answers = store.batch_remove(names, True)
             need(self._where, answers, allowed=ABSENT | BUSY)
@@ -314,7 +316,7 @@ class MooncakeDriver(Driver):
 
     # The library's client
 
-    def _run(self, function: Callable[[Any, Call], _Result]) -> _Result:
+    def _run(self, function: Callable[[Any, BoundedCall], _Result]) -> _Result:
         """Return the result of `function`. Raises OSError that names this store."""
         try:
             return self._calls.run(lambda call: function(self._connected(call), call), self._timeout_s)
@@ -325,7 +327,7 @@ class MooncakeDriver(Driver):
     def _where(self) -> str:
         return f"Mooncake's master at {self._place.master}"
 
-    def _connected(self, call: Call) -> Any:
+    def _connected(self, call: BoundedCall) -> Any:
         with self._connecting:
             if self._is_closed:
                 raise ConnectionError(f"{self._where}: the driver is closed")
@@ -335,7 +337,7 @@ class MooncakeDriver(Driver):
                 raise TimeoutError("given up")
             return self._store
 
-    def _connect(self, call: Call) -> Any:
+    def _connect(self, call: BoundedCall) -> Any:
         if self._memory is None:
             raise RuntimeError("no memory was lent to the driver")
         place = self._place

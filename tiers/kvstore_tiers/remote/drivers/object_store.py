@@ -25,12 +25,12 @@ import threading
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
-from kvstore_tiers.remote.driver import Driver, Placed, Written
+from kvstore_tiers.remote.driver import Driver, Placed, WriteResult
 from kvstore_tiers.remote.drivers.bucket import Bucket, split_options
 from kvstore_tiers.remote.drivers.runs.log import Log, run_key
 from kvstore_tiers.remote.drivers.runs.objects import Objects
 from kvstore_tiers.remote.drivers.runs.reading import WantedValue, read_runs, write_runs
-from kvstore_tiers.remote.drivers.runs.values import AddedRun, Change, Drop
+from kvstore_tiers.remote.drivers.runs.values import AddedRun, DropPlan, RunChange
 
 INDEX_AGE_S: Final = 2.0
 LARGEST_VALUE_BYTES: Final = 1 << 30
@@ -73,7 +73,7 @@ class ObjectStoreDriver(Driver):
     def read(self, wanted: Sequence[Placed]) -> list[int]:
         return self._call(self._read(wanted)) if wanted else []
 
-    def write(self, values: Sequence[Placed]) -> list[Written]:
+    def write(self, values: Sequence[Placed]) -> list[WriteResult]:
         return self._call(self._write(values)) if values else []
 
     def remove(self, names: Sequence[str]) -> None:
@@ -146,7 +146,7 @@ class ObjectStoreDriver(Driver):
             sizes[at] = 0
         return sizes
 
-    async def _write(self, values: Sequence[Placed]) -> list[Written]:
+    async def _write(self, values: Sequence[Placed]) -> list[WriteResult]:
         await self._log.refresh(self._index_age_s)
         known = self._log.values
         new: dict[bytes, tuple[int, memoryview]] = {}
@@ -156,19 +156,19 @@ class ObjectStoreDriver(Driver):
                 raise ValueError(f"a value of {len(placed.memory)} bytes: at most {LARGEST_VALUE_BYTES}")
             if name not in known:
                 new.setdefault(name, (at, placed.memory))
-        answers = [Written.EXISTS] * len(values)
+        answers = [WriteResult.EXISTS] * len(values)
         if not new:
             return answers
         added: list[AddedRun] = []
 
-        def change() -> Change | None:
+        def change() -> RunChange | None:
             places = [(name, known.find(name)) for name in new]
             if any(place is not None and place.run_id in own for _, place in places):
                 return None  # this change is appended, though its answer was lost
             free = {name for name, place in places if place is None}
             for run in added:
                 run.rows["live"] = [name in free for name in run.rows["name"].tolist()]
-            return Change((), added) if free else None
+            return RunChange((), added) if free else None
 
         try:
             added += await write_runs(self._objects, [(name, memory) for name, (_, memory) in new.items()])
@@ -177,18 +177,18 @@ class ObjectStoreDriver(Driver):
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
-            return [Written.NO_ROOM if name in new else Written.EXISTS for name in names]
+            return [WriteResult.NO_ROOM if name in new else WriteResult.EXISTS for name in names]
         for name, (at, _) in new.items():
             place = known.find(name)
             if place is not None and place.run_id in own:
-                answers[at] = Written.STORED
+                answers[at] = WriteResult.STORED
         await self._delete(own)
         return answers
 
     async def _drop(self, names: Sequence[bytes], *, is_final: bool) -> None:
         await self._log.refresh(0 if is_final else self._index_age_s)
 
-        def plan() -> Drop | None:
+        def plan() -> DropPlan | None:
             return self._log.values.plan_drop(names, is_final=is_final, most_bytes=_MOVED_BYTES)
 
         old = self._old_runs
@@ -196,10 +196,10 @@ class ObjectStoreDriver(Driver):
             added = await self._moved(planned)
             old.update(planned.rewritten, (run.run_id for run in added))
 
-            def change(planned: Drop = planned, added: list[AddedRun] = added) -> Change | None:
+            def change(planned: DropPlan = planned, added: list[AddedRun] = added) -> RunChange | None:
                 if plan() != planned:
                     return None
-                return Change([*planned.dropped, *(name for name, _ in planned.moved)], added)
+                return RunChange([*planned.dropped, *(name for name, _ in planned.moved)], added)
 
             old.update(await self._log.append(change) or ())
         await self._delete(old)
@@ -211,7 +211,7 @@ class ObjectStoreDriver(Driver):
         if unused:
             await self._objects.delete(unused)
 
-    async def _moved(self, planned: Drop) -> list[AddedRun]:
+    async def _moved(self, planned: DropPlan) -> list[AddedRun]:
         """Return the values that stay, in new runs; values whose bytes are gone are left out."""
         kept = [(name, WantedValue(place, memoryview(bytearray(place.length)))) for name, place in planned.moved]
         lost = await read_runs(self._objects, [wanted for _, wanted in kept])

@@ -25,8 +25,8 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 import redis
 from redis.exceptions import RedisError, ResponseError
 
-from kvstore_tiers.remote.driver import Driver, Placed, Written
-from kvstore_tiers.remote.drivers.redis_line import Line, Reply, fields_of
+from kvstore_tiers.remote.driver import Driver, Placed, WriteResult
+from kvstore_tiers.remote.drivers.redis_line import RedisLine, Reply, fields_of
 
 LARGEST_VALUE_BYTES = 512 << 20
 DEFAULT_PORT, DEFAULT_PREFIX = 6379, "kvstored:"
@@ -48,7 +48,9 @@ def open_driver(url: str, *, timeout_s: float, threads: int, credentials: Mappin
         raise ValueError(f"redis takes no credential {min(unknown)!r}: the names are {', '.join(sorted(CREDENTIALS))}")
     kind, settings, prefix = _connection_of(url, credentials)
     settings |= {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s}
-    return RedisDriver(lambda name: Line(kind, settings, name), f"redis at {url.partition('?')[0]}", prefix, timeout_s)
+    return RedisDriver(
+        lambda name: RedisLine(kind, settings, name), f"redis at {url.partition('?')[0]}", prefix, timeout_s
+    )
 
 
 class RedisDriver(Driver):
@@ -56,13 +58,13 @@ class RedisDriver(Driver):
 
     largest_value_bytes = LARGEST_VALUE_BYTES
 
-    def __init__(self, new_line: Callable[[str], Line], place: str, prefix: str, timeout_s: float) -> None:
+    def __init__(self, new_line: Callable[[str], RedisLine], place: str, prefix: str, timeout_s: float) -> None:
         self._new_line = new_line
         self._place = place
         self._prefix = prefix
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
-        self._idle: list[Line] = []
+        self._idle: list[RedisLine] = []
         self._lost: set[int] = set()  # connections that a call was given up on: the server may still carry it out
         self._server_run = ""  # of the server that numbered them
         self._former = self._name = ""  # what the names of connections of dead processes begin with; of ours
@@ -107,14 +109,14 @@ class RedisDriver(Driver):
                     sizes.append(size)
         return sizes
 
-    def write(self, values: Sequence[Placed]) -> list[Written]:
+    def write(self, values: Sequence[Placed]) -> list[WriteResult]:
         commands = [("SET", self._prefix + placed.name, placed.memory, "NX") for placed in values]
-        written = [Written.EXISTS] * len(values)
+        written = [WriteResult.EXISTS] * len(values)
         for number, reply in self._exchange(commands):
             if isinstance(reply, ResponseError):
-                written[number] = Written.NO_ROOM
+                written[number] = WriteResult.NO_ROOM
             elif reply is not None:
-                written[number] = Written.STORED
+                written[number] = WriteResult.STORED
         return written
 
     def remove(self, names: Sequence[str]) -> None:
@@ -160,7 +162,7 @@ class RedisDriver(Driver):
             return _replies(line, commands)
 
     @contextmanager
-    def _line(self) -> Iterator[Line]:
+    def _line(self) -> Iterator[RedisLine]:
         """Yield a connection for one call. Every error that leaves is an OSError that names this store."""
         with self._lock:
             if self._is_closed:
@@ -188,7 +190,7 @@ class RedisDriver(Driver):
             if not is_kept:
                 line.close()
 
-    def _connected(self, line: Line) -> None:
+    def _connected(self, line: RedisLine) -> None:
         """Handle a new connection. A restarted server numbers its clients anew: lost connections ended with the former
         server, and their numbers belong to other clients now.
         """
@@ -206,7 +208,7 @@ class RedisDriver(Driver):
         return OSError(errno.EIO, f"{self._place} answered: {text}")
 
 
-def _replies(line: Line, commands: Sequence[tuple[str | memoryview, ...]]) -> list[tuple[int, Reply]]:
+def _replies(line: RedisLine, commands: Sequence[tuple[str | memoryview, ...]]) -> list[tuple[int, Reply]]:
     """Return each command's number and reply. OOM and WRONGTYPE are replies; another error of the server is raised."""
     replies: list[tuple[int, Reply]] = []
     for start in range(0, len(commands), CHUNK_NAMES):

@@ -149,7 +149,7 @@ class Replies:
             raise ConnectionError("the server does not speak redis: a value is longer than its length")
 
 
-class Line:
+class RedisLine:
     """A connection of redis-py's `kind` with these `settings`. If it has a `name`, the server knows it before the first
     command of a caller. One thread at a time uses it.
     """

@@ -17,9 +17,9 @@ from kvstore_predictor.prior import shipped
 from kvstored.store.blocks import ResidencyView
 from kvstored.store.policies.base import ChainHint, PolicySettings, RequestContext
 from kvstored.store.policies.chains.book import NS, UNKNOWN, UNOWNED, ChainBook
+from kvstored.store.policies.chains.eviction_order import Candidates, PoorChains
 from kvstored.store.policies.chains.guard import LruGuard
 from kvstored.store.policies.chains.learning import US_A_BLOCK
-from kvstored.store.policies.chains.worth import Candidates, PoorChains
 from kvstored.store.policies.lru import Lru
 from kvstored.store.policies.ordered import OUT, PARKED, QUEUED
 

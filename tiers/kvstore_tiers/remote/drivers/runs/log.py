@@ -24,7 +24,7 @@ from datetime import timedelta
 from typing import Final
 
 from kvstore_tiers.remote.drivers.runs.objects import Listed, Objects
-from kvstore_tiers.remote.drivers.runs.values import Change, DamagedChange, Values
+from kvstore_tiers.remote.drivers.runs.values import DamagedChange, RunChange, Values
 
 LOG, CHECKPOINTS, RUNS = "log", "checkpoints", "runs"
 CHECKPOINT_EVERY: Final = 256
@@ -86,7 +86,7 @@ class Log:
             self._reading.add_done_callback(_seen)
         return self._reading
 
-    async def append(self, make: Callable[[], Change | None]) -> list[str] | None:
+    async def append(self, make: Callable[[], RunChange | None]) -> list[str] | None:
         """Append the change that `make` returns. `make` is called again when changes came in between, and ends the
         attempt with None. Return the runs without a value since; None if nothing was appended.
         """
@@ -163,7 +163,7 @@ class Log:
         if number % self._checkpoint_every == 0 and (self._tidying is None or self._tidying.done()):
             self._tidying = asyncio.create_task(self._tidy(number, self.values.snapshot()))
 
-    async def _tidy(self, number: int, snapshot: Change) -> None:
+    async def _tidy(self, number: int, snapshot: RunChange) -> None:
         try:
             content = await asyncio.to_thread(snapshot.pack)
             await self._objects.put(_key(CHECKPOINTS, number), content)
@@ -191,12 +191,12 @@ class Log:
             await self._objects.delete(old)
 
 
-def _unpacked(key: str, content: bytes | None) -> Change | None:
+def _unpacked(key: str, content: bytes | None) -> RunChange | None:
     if content is None:
         _LOGGER.warning("%s of the index is gone: what it says is forgotten", key)
         return None
     try:
-        return Change.unpack(content)
+        return RunChange.unpack(content)
     except DamagedChange as damage:
         _LOGGER.warning("%s of the index is damaged (%s): what it says is forgotten", key, damage)
         return None

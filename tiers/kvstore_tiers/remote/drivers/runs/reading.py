@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from kvstore_tiers.remote.drivers.runs.log import run_key
 from kvstore_tiers.remote.drivers.runs.objects import Objects
-from kvstore_tiers.remote.drivers.runs.values import RUN_ID_BYTES, AddedRun, Place, rows_of
+from kvstore_tiers.remote.drivers.runs.values import RUN_ID_BYTES, AddedRun, ValuePlace, rows_of
 
 RUN_BYTES: Final = 8 << 20
 SPAN_BYTES: Final = RUN_BYTES  # of a request, where values are shorter
@@ -30,20 +30,20 @@ _LOGGER = logging.getLogger(__name__)
 class WantedValue(NamedTuple):
     """A value to read. `memory` has room for it."""
 
-    place: Place
+    place: ValuePlace
     memory: memoryview
 
 
-class Span(NamedTuple):
+class ByteSpan(NamedTuple):
     run_id: str
     start: int
     end: int
     values: list[WantedValue]
 
 
-def spans_of(wanted: Sequence[WantedValue], span_bytes: int = SPAN_BYTES) -> list[Span]:
+def spans_of(wanted: Sequence[WantedValue], span_bytes: int = SPAN_BYTES) -> list[ByteSpan]:
     """Return stretches of runs that hold these values, whole values each."""
-    spans: list[Span] = []
+    spans: list[ByteSpan] = []
     for each in sorted(wanted, key=lambda each: each.place):
         run_id, start, length = each.place
         last = spans[-1] if spans else None
@@ -52,7 +52,7 @@ def spans_of(wanted: Sequence[WantedValue], span_bytes: int = SPAN_BYTES) -> lis
             last.values.append(each)
             spans[-1] = last._replace(end=max(last.end, start + length))
         else:
-            spans.append(Span(run_id, start, start + length, [each]))
+            spans.append(ByteSpan(run_id, start, start + length, [each]))
     return spans
 
 
@@ -62,7 +62,7 @@ async def read_runs(objects: Objects, wanted: Sequence[WantedValue]) -> set[str]
     """
     gone: set[str] = set()
 
-    async def read(span: Span) -> None:
+    async def read(span: ByteSpan) -> None:
         content = await objects.get_range(run_key(span.run_id), span.start, span.end)
         if content is None or len(content) < span.end - span.start:
             if content is not None:

@@ -49,7 +49,7 @@ class AddedRun:
 
 
 @dataclass(frozen=True)
-class Change:
+class RunChange:
     """A change: first the dropped names lose their values, then the live rows of the added runs get theirs."""
 
     dropped: Sequence[bytes] = ()
@@ -63,7 +63,7 @@ class Change:
         return body + xxhash.xxh3_128_digest(body)
 
     @classmethod
-    def unpack(cls, raw: bytes) -> Change:
+    def unpack(cls, raw: bytes) -> RunChange:
         """Return the change in `raw`. Raises DamagedChange for bytes that are no whole change."""
         body, digest = raw[:-_DIGEST_BYTES], raw[-_DIGEST_BYTES:]
         if not body.startswith(_MAGIC):
@@ -76,7 +76,7 @@ class Change:
             raise DamagedChange(str(error)) from error
 
     @classmethod
-    def _parsed(cls, body: bytes) -> Change:
+    def _parsed(cls, body: bytes) -> RunChange:
         at = len(_MAGIC)
         dropped_count, run_count = _COUNTS.unpack_from(body, at)
         at += _COUNTS.size
@@ -113,7 +113,7 @@ REWRITE_BELOW: Final = 0.25  # live part of a run's bytes under which an evictio
 _SHIFT: Final = MOST_ROWS.bit_length()
 
 
-class Place(NamedTuple):
+class ValuePlace(NamedTuple):
     """The place of a value's bytes."""
 
     run_id: str
@@ -122,33 +122,33 @@ class Place(NamedTuple):
 
 
 @dataclass
-class _Run:
+class _StoredRun:
     run_id: str
     rows: Rows
     live_rows: int
     live_bytes: int
 
-    def place(self, row: int) -> Place:
-        return Place(self.run_id, int(self.rows["offset"][row]), int(self.rows["length"][row]))
+    def place(self, row: int) -> ValuePlace:
+        return ValuePlace(self.run_id, int(self.rows["offset"][row]), int(self.rows["length"][row]))
 
     def dead_names(self) -> set[bytes]:
         return set(self.rows["name"][self.rows["live"] == 0].tolist())
 
 
-class Drop(NamedTuple):
+class DropPlan(NamedTuple):
     """A plan by which names lose their values: `moved` values are written to a run of their own, the runs `rewritten`
     are removed.
     """
 
     dropped: list[bytes]
-    moved: list[tuple[bytes, Place]]
+    moved: list[tuple[bytes, ValuePlace]]
     rewritten: list[str]
 
 
 class Values:
     def __init__(self) -> None:
         self._rows: dict[bytes, int] = {}  # name -> number of its run and of its row there
-        self._runs: dict[int, _Run] = {}
+        self._runs: dict[int, _StoredRun] = {}
         self._numbers: dict[str, int] = {}
         self._next_number = 0
 
@@ -158,14 +158,14 @@ class Values:
     def __contains__(self, name: bytes) -> bool:
         return name in self._rows
 
-    def find(self, name: bytes) -> Place | None:
+    def find(self, name: bytes) -> ValuePlace | None:
         at = self._rows.get(name)
         return None if at is None else self._runs[at >> _SHIFT].place(at & (1 << _SHIFT) - 1)
 
     def holds_run(self, run_id: str) -> bool:
         return run_id in self._numbers
 
-    def apply(self, change: Change) -> list[str]:
+    def apply(self, change: RunChange) -> list[str]:
         """Apply a change; return the runs that have no value any more."""
         emptied = self._unbind(change.dropped)
         for added in change.added:
@@ -175,14 +175,14 @@ class Values:
             self._add(added)
         return emptied
 
-    def replace(self, change: Change) -> None:
+    def replace(self, change: RunChange) -> None:
         """Forget everything, then apply the change."""
         self._rows, self._runs, self._numbers = {}, {}, {}
         self.apply(change)
 
-    def snapshot(self) -> Change:
+    def snapshot(self) -> RunChange:
         """Return a change that makes this index from nothing."""
-        return Change((), tuple(AddedRun(run.run_id, run.rows.copy()) for run in self._runs.values()))
+        return RunChange((), tuple(AddedRun(run.run_id, run.rows.copy()) for run in self._runs.values()))
 
     def forget_run(self, run_id: str) -> None:
         """Forget the values of a run whose object is gone."""
@@ -190,7 +190,7 @@ class Values:
             run = self._runs[self._numbers[run_id]]
             self._unbind(run.rows["name"][run.rows["live"] == 1].tolist())
 
-    def plan_drop(self, names: Iterable[bytes], *, is_final: bool, most_bytes: int) -> Drop | None:
+    def plan_drop(self, names: Iterable[bytes], *, is_final: bool, most_bytes: int) -> DropPlan | None:
         """Return a plan to drop the values of these names; None if there are none. With `is_final` no run keeps bytes
         of them; otherwise only runs of little use are rewritten. The plan moves about `most_bytes` at most: the rest
         is left for the next plan.
@@ -204,7 +204,7 @@ class Values:
             for number, run in self._runs.items():
                 if run.live_rows < len(run.rows) and run.dead_names() & asked:
                     wanted.setdefault(number, [])
-        plan, moved_bytes = Drop([], [], []), 0
+        plan, moved_bytes = DropPlan([], [], []), 0
         for number, leaving in wanted.items():
             run = self._runs[number]
             left_bytes = run.live_bytes - sum(place.length for place in map(self.find, leaving) if place)
@@ -218,7 +218,7 @@ class Values:
                 plan.rewritten.append(run.run_id)
         return plan if plan.dropped or plan.rewritten else None
 
-    def _left_in(self, number: int, leaving: Collection[bytes]) -> list[tuple[bytes, Place]]:
+    def _left_in(self, number: int, leaving: Collection[bytes]) -> list[tuple[bytes, ValuePlace]]:
         run = self._runs[number]
         names: Sequence[bytes] = run.rows["name"].tolist()
         return [
@@ -236,7 +236,7 @@ class Values:
         number, self._next_number = self._next_number, self._next_number + 1
         rows = added.rows.copy()
         live = rows["live"] == 1
-        run = _Run(added.run_id, rows, int(live.sum()), int(rows["length"][live].sum()))
+        run = _StoredRun(added.run_id, rows, int(live.sum()), int(rows["length"][live].sum()))
         self._runs[number], self._numbers[run.run_id] = run, number
         first = number << _SHIFT
         for row, (name, is_live) in enumerate(zip(rows["name"].tolist(), live.tolist(), strict=True)):

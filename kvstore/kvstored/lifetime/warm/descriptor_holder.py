@@ -1,4 +1,4 @@
-"""A keeper holds descriptors while there is no daemon.
+"""A descriptor holder holds descriptors while there is no daemon.
 
 The module owns which names are wanted, which of them the other side has, and how many it takes. It does not know what a
 descriptor is, nor how it is sent. Between the start and `settle` it never waits for the other side: a descriptor that
@@ -19,7 +19,7 @@ _SETTLE_S = 2.0
 _SETTLE_STEP_S = 0.01
 
 
-class KeeperError(Exception):
+class HolderError(Exception):
     """Descriptors cannot be kept; the message says why and what to do. `is_for_want_of_room`: the file system takes no
     writes.
     """
@@ -30,11 +30,11 @@ class KeeperError(Exception):
 
 
 def no_listener() -> None:
-    """Do nothing; it stands in for `Keeper.on_behind` while no task retries."""
+    """Do nothing; it stands in for `DescriptorHolder.on_behind` while no task retries."""
 
 
-class Keeper(ABC):
-    """A keeper of descriptors under names. Any thread may call `keep` and `drop`."""
+class DescriptorHolder(ABC):
+    """A holder of descriptors under names. Any thread may call `keep` and `drop`."""
 
     name: str
 
@@ -67,7 +67,7 @@ class Keeper(ABC):
         """End the connection, as the daemon ends. With `forget` nothing stays behind."""
 
     def reopen(self) -> None:  # noqa: B027  # a service manager is never lost
-        """Begin anew after `lost`, with nothing kept. Raises KeeperError."""
+        """Begin anew after `lost`, with nothing kept. Raises HolderError."""
 
     def keep(self, name: str, descriptor: int) -> bool:
         """Keep a descriptor; return whether it is kept now, otherwise `retry` will try again. The caller's descriptor

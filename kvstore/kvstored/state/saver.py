@@ -1,8 +1,8 @@
-"""The keeper saves the daemon's small state: each part after it has changed, every few seconds, within a rate of bytes.
+"""The saver saves the daemon's small state: each part after it has changed, every few seconds, within a rate of bytes.
 
 `restore` reads all saved state while the daemon serves already, and gives each part its own entries. Until then, and
 when the state cannot be read, each part begins empty and saves nothing. Blocks are in the slabs: no block depends on
-this state. No request waits for the keeper: columns are copied in steps, and another process writes.
+this state. No request waits for the saver: columns are copied in steps, and another process writes.
 
 A crash forgets what changed since the last turn: `INTERVAL_S` before, or longer when the changed bytes took longer at
 the rate. After an order to delete blocks, a rewrite removes every trace of them from the environment, at most
@@ -24,10 +24,10 @@ from kvstored.clients.tenants import TenantDirectory
 from kvstored.clients.tenants.reach import out_of_reach
 from kvstored.clock import NS_PER_S
 from kvstored.state.databases import SLOT
-from kvstored.state.learned import Learned
+from kvstored.state.learned import LearnedTables
 from kvstored.state.process import Interrupted, StateProcess, Transaction
 from kvstored.state.removed import RemovedNames
-from kvstored.state.steps import Steps
+from kvstored.state.step_runner import StepRunner
 from kvstored.state.terms import TermsKeeper
 from kvstored.store.assembly import Store
 from kvstored.store.blocks.usage import UsageRows
@@ -54,8 +54,8 @@ class _Saved:
     activity: tuple[int, ...] = field(default=())
 
 
-class StateKeeper:
-    """Keeps the small state of one daemon through `process`. `rate_bytes`: the most bytes that go to the medium in a
+class StateSaver:
+    """Saves the small state of one daemon through `process`. `rate_bytes`: the most bytes that go to the medium in a
     second, in the long run. `terms` saves itself, and is read and saved the last time with the rest. `scrub`: the
     position of the scrubber, as JSON; None until the scrubber has set it."""
 
@@ -69,7 +69,7 @@ class StateKeeper:
         self._usage = {"usage-memory": UsageRows(residency, residency.mapped, alone=True)}
         if residency.durable >= 0:
             self._usage["usage"] = UsageRows(residency, residency.durable)
-        self._learned = Learned(store)
+        self._learned = LearnedTables(store)
         self._removed = RemovedNames(residency, store.forgets)
         self.terms = terms
         self._saved = _Saved()
@@ -79,7 +79,7 @@ class StateKeeper:
         self.pause_s = INTERVAL_S  # until the next turn
         self.written_bytes = 0  # in the last one
         self._yields = True  # to what is urgent; a turn that did so is repeated and does not
-        self._steps = Steps()
+        self._runner = StepRunner()
         self.scrub: bytes | None = None
         self.wrong_rows = 0
         self.is_read = False
@@ -131,7 +131,7 @@ class StateKeeper:
         """Enter the saved uses into the index, then let the policies and the predictor continue with their saved
         tables."""
         clock = self._store.clock
-        known = {name: await self._steps.through(rows.known(usage.pop(name))) for name, rows in self._usage.items()}
+        known = {name: await self._runner.run_all(rows.known(usage.pop(name))) for name, rows in self._usage.items()}
         tenants = {tenant.index_name for tenant in self._tenants.all()}
         self._removed.read(removed, tenants.union(index.name for index in self._store.residency.tenants))
         self._learned.read([] if self._removed.is_too_much else learned, tenants)
@@ -139,13 +139,13 @@ class StateKeeper:
         for name, rows in self._usage.items():  # a block's own place on NVMe has the last word
             self.wrong_rows += known[name].wrong
             now_ns, wall_ns = clock.monotonic_ns(), clock.wall_ns()
-            used += await self._steps.through(rows.apply(known[name], now_ns, wall_ns, self._opened_ns))
-        await self._learned.hand_out(self._steps, renew=used > 0)
-        await self._steps.through(self._removed.again())
+            used += await self._runner.run_all(rows.apply(known[name], now_ns, wall_ns, self._opened_ns))
+        await self._learned.hand_out(self._runner, renew=used > 0)
+        await self._runner.run_all(self._removed.again())
         self.is_read = True  # a stop before this point reads it once more: nothing empty is saved over it
         if not self.process.is_new:
             for rows in self._usage.values():
-                rows.saved = await self._steps.through(rows.digests(self._opened_ns))
+                rows.saved = await self._runner.run_all(rows.digests(self._opened_ns))
 
     def _is_new(self, _: str) -> None:
         """Note that the environment is empty."""
@@ -198,7 +198,7 @@ class StateKeeper:
         if not self.is_read and not (is_last and await self.restore()):
             return
         began_ns, deletions = self._store.clock.monotonic_ns(), self._store.residency.deletions
-        self._steps.busy_s = 0.0
+        self._runner.busy_s = 0.0
         rewrite = self._owes_rewrite(is_last=is_last)
         if rewrite or is_last:
             await self.terms.save()  # a rewrite copies its database: nothing deleted may be in it
@@ -224,7 +224,7 @@ class StateKeeper:
         if rewrite:
             self._rewritten, self._rewritten_ns = deletions, began_ns
             self._removed.rewritten(deletions)
-        self.pause_s = max(INTERVAL_S, REST * self._steps.busy_s, self.written_bytes / self._rate_bytes)
+        self.pause_s = max(INTERVAL_S, REST * self._runner.busy_s, self.written_bytes / self._rate_bytes)
 
     async def _put(self, change: Transaction, *, everything: bool, is_last: bool) -> list[Callable[[], None]]:
         """Put the changed entries into `change`. Return functions that note the entries as saved; call them after the
@@ -235,18 +235,18 @@ class StateKeeper:
         for name, rows in self._usage.items():
             if everything:
                 rows.saved = rows.saved[:0]
-            digests = await self._steps.through(rows.digests())
+            digests = await self._runner.run_all(rows.digests())
             for part in rows.parts(digests):
-                await change.put(name, await self._steps.through(rows.entries(part, len(digests), ahead_ns)))
+                await change.put(name, await self._runner.run_all(rows.entries(part, len(digests), ahead_ns)))
             done.append(partial(setattr, rows, "saved", digests))
         done += await self._put_small(change, saved)
         activity = self._learned.activity()
         now_ns = self._store.clock.monotonic_ns()
         if activity != saved.activity and (everything or is_last or now_ns >= self._learned_from_ns):
-            before_s = self._steps.busy_s
-            contents = await self._learned.put(change, self._steps)
-            rest_s = max(REST * (self._steps.busy_s - before_s), contents.nbytes / self._rate_bytes)
-            self._steps.busy_s = before_s  # uses of blocks do not wait for it
+            before_s = self._runner.busy_s
+            contents = await self._learned.put(change, self._runner)
+            rest_s = max(REST * (self._runner.busy_s - before_s), contents.nbytes / self._rate_bytes)
+            self._runner.busy_s = before_s  # uses of blocks do not wait for it
             from_ns = now_ns + round(min(rest_s, 60.0) * NS_PER_S)
             done.append(partial(setattr, self, "_learned_from_ns", from_ns))
             done.append(partial(setattr, self._saved, "activity", activity))

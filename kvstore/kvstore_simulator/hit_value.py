@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from kvstore_simulator.simulated_request import SimulatedRequest
 from kvstore_simulator.trace import Op, Trace
-from kvstore_simulator.visit import Visit
 
 ELEMENT_BYTES = 2
 _GIB = 1 << 30
@@ -26,7 +26,7 @@ _PRICE_KEYS = {"storage_usd_per_gib_hour", "compute_usd_per_hour", "compute_flop
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class ModelSize:
     """The size of a model, for the compute that hits save. `flops(n)`: operations to compute the first n tokens of a
     prompt.
     """
@@ -66,7 +66,7 @@ class Prices:
 
 
 @dataclass(frozen=True, slots=True)
-class Worth:
+class HitValue:
     """The value of hits, over the counted requests."""
 
     requests: int
@@ -84,9 +84,9 @@ class Worth:
         return self.saved_flops / self.flops if self.flops else 0.0
 
 
-def models() -> dict[str, Model]:
+def models() -> dict[str, ModelSize]:
     table = tomllib.loads(resources.files("kvstore_simulator").joinpath("models.toml").read_text())
-    return {name: Model(name, **facts) for name, facts in table.items()}
+    return {name: ModelSize(name, **facts) for name, facts in table.items()}
 
 
 def load_prices(path: Path) -> Prices:
@@ -105,7 +105,7 @@ def load_prices(path: Path) -> Prices:
     return Prices(**{key: float(value) for key, value in table.items()})
 
 
-def worth(trace: Trace, hits: npt.NDArray[np.int64], model: Model, first: int = 0) -> Worth:
+def hit_value(trace: Trace, hits: npt.NDArray[np.int64], model: ModelSize, first: int = 0) -> HitValue:
     """Return the value of the requests from `first` on that look blocks up."""
     asked = np.diff(trace.starts)[first:]
     counts = trace.ops[first:] != Op.PUT
@@ -116,26 +116,28 @@ def worth(trace: Trace, hits: npt.NDArray[np.int64], model: Model, first: int = 
     longest = np.where(prompt > 0, prompt, np.iinfo(np.int64).max)
     whole = np.minimum(asked * size, longest).astype(np.float64)
     saved = np.minimum(found * size, longest).astype(np.float64)
-    return Worth(
+    return HitValue(
         len(asked), int(asked.sum()), int(found.sum()), float(model.flops(whole).sum()), float(model.flops(saved).sum())
     )
 
 
-def worth_of_served(visits: Sequence[Visit], block_tokens: int, model: Model) -> Worth:
+def served_hit_value(requests: Sequence[SimulatedRequest], block_tokens: int, model: ModelSize) -> HitValue:
     """Return the value of requests that a node has served. Blocks that were computed in the race follow the
     engine's own blocks; blocks that were given up are at the end of the stored ones.
     """
-    columns = [(each.blocks, each.tokens, each.in_pool, each.hits, each.recomputed - each.given_up) for each in visits]
+    columns = [
+        (each.blocks, each.tokens, each.in_pool, each.hits, each.recomputed - each.given_up) for each in requests
+    ]
     blocks, tokens, in_pool, hits, raced = np.array(columns, np.int64).reshape(-1, 5).T
 
     def flops_to(ends: npt.NDArray[np.int64]) -> float:
         return float(model.flops(np.minimum(ends * block_tokens, tokens).astype(np.float64)).sum())
 
     saved = flops_to(hits + raced) - flops_to(in_pool + raced) + flops_to(in_pool)
-    return Worth(len(visits), int(blocks.sum()), int(hits.sum()), flops_to(blocks), saved)
+    return HitValue(len(requests), int(blocks.sum()), int(hits.sum()), flops_to(blocks), saved)
 
 
-def money(prices: Prices, value: Worth, capacity_bytes: int, held_bytes: int, hours: float) -> dict[str, float]:
+def money(prices: Prices, value: HitValue, capacity_bytes: int, held_bytes: int, hours: float) -> dict[str, float]:
     """Return US dollars over the time of the trace: for the whole tier, and for the held bytes alone."""
     storage, held = (prices.storage_usd_per_gib_hour * nbytes / _GIB * hours for nbytes in (capacity_bytes, held_bytes))
     saved = value.saved_flops / prices.compute_flops_per_s / 3600 * prices.compute_usd_per_hour

@@ -1,4 +1,4 @@
-"""Requests on their way through a simulated node, and the node's record: its visits, its compute, and samples of the
+"""Requests on their way through a simulated node, and the node's record: its requests, its compute, and samples of the
 contents of its tiers.
 """
 
@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 
 from kvstore_simulator.trace import Op
 from kvstored.clock import NS_PER_S
-from kvstored.store.policies import Policy, ResidencyClass
+from kvstored.store.policies import EvictionPolicy, ResidencyClass
 
 
 @dataclass(slots=True, eq=False)
-class Visit:
+class SimulatedRequest:
     """A request in a node. Times are the virtual clock's. Of `blocks`, `in_pool` were in the engine's memory and
     `found[position]` in each of the store's tiers; of the blocks in the store, `recomputed` were computed again
     because that was faster.
@@ -95,7 +95,7 @@ class Served:
     the engine's memory into SRAM, for computing. `lasted_s`: seconds until the last first token.
     """
 
-    visits: list[Visit] = field(default_factory=list)
+    requests: list[SimulatedRequest] = field(default_factory=list)
     refused: int = 0
     lasted_s: float = 0.0
     compute_busy_s: float = 0.0
@@ -111,7 +111,7 @@ class Served:
         """Drop every second round of samples; keep the first."""
         self.rounds = self.rounds[::2]
 
-    def sample(self, held: Iterable[tuple[str, Policy]], now_ns: int) -> None:
+    def sample(self, held: Iterable[tuple[str, EvictionPolicy]], now_ns: int) -> None:
         """Record the contents of each tier now, by the classes of its policy."""
         found: list[Sample] = []
         self.rounds.append(found)

@@ -1,4 +1,4 @@
-"""The keeper of small state, over an index and a real process: what a stop, a crash and a missing tier leave saved."""
+"""The saver of small state, over an index and a real process: what a stop, a crash and a missing tier leave saved."""
 
 from __future__ import annotations
 
@@ -17,51 +17,51 @@ import pytest
 from kvstored import listening
 from kvstored.lifecycle import Cause
 from kvstored.state.databases import SLOT
-from kvstored.state.keeper import INTERVAL_S, StateKeeper
 from kvstored.state.removed import LIMIT
+from kvstored.state.saver import INTERVAL_S, StateSaver
 from kvstored.store.blocks import Residency
 from kvstored.store.blocks.ghost import Ghost
 from kvstored.store.blocks.usage import GROUP_SLOTS
 from kvstored.telemetry import Counters
-from tests.reference.state_at_scale import CHAIN, index_of, keeper_of, status_kib, use
+from tests.reference.state_at_scale import CHAIN, index_of, saver_of, status_kib, use
 
 BLOCKS = 1 << 12
 
 
-async def saved(directory: Path) -> StateKeeper:
-    """Save the uses of all blocks, and return a keeper that has read nothing yet, over an index without uses."""
+async def saved(directory: Path) -> StateSaver:
+    """Save the uses of all blocks, and return a saver that has read nothing yet, over an index without uses."""
     residency = index_of(BLOCKS)
-    keeper = keeper_of(residency, directory, Counters())
-    assert await keeper.restore()
+    saver = saver_of(residency, directory, Counters())
+    assert await saver.restore()
     use(residency, "all", np.random.default_rng(1))
-    await keeper.save(is_last=True)
-    await keeper.process.close()
-    return keeper_of(index_of(BLOCKS), directory, Counters())
+    await saver.save(is_last=True)
+    await saver.process.close()
+    return saver_of(index_of(BLOCKS), directory, Counters())
 
 
 def test_a_stop_while_uses_are_entered_saves_nothing_empty(tmp_path: Path) -> None:
     async def run() -> None:
-        keeper = await saved(tmp_path)
-        before = dict(await keeper.process.read("usage"))
+        saver = await saved(tmp_path)
+        before = dict(await saver.process.read("usage"))
         entering = asyncio.Event()
-        through = keeper._steps.through
+        through = saver._runner.run_all
 
         async def stopped(steps):  # type: ignore[no-untyped-def]
             entering.set()
             await asyncio.sleep(60)
             return await through(steps)
 
-        keeper._steps.through = stopped  # type: ignore[method-assign]
-        running = asyncio.create_task(keeper.run())
+        saver._runner.run_all = stopped  # type: ignore[method-assign]
+        running = asyncio.create_task(saver.run())
         await entering.wait()
         running.cancel()
         with suppress(asyncio.CancelledError):
             await running
-        keeper._steps.through = through  # type: ignore[method-assign]
-        await keeper.save(is_last=True)
-        assert dict(await keeper.process.read("usage")).keys() == before.keys()
-        assert (np.frombuffer(keeper._store.residency.rows.accesses, np.uint16)[:BLOCKS] == 1).all()
-        await keeper.process.close()
+        saver._runner.run_all = through  # type: ignore[method-assign]
+        await saver.save(is_last=True)
+        assert dict(await saver.process.read("usage")).keys() == before.keys()
+        assert (np.frombuffer(saver._store.residency.rows.accesses, np.uint16)[:BLOCKS] == 1).all()
+        await saver.process.close()
 
     asyncio.run(run())
 
@@ -72,17 +72,17 @@ def test_what_a_killed_daemon_was_to_remove_is_removed_after_the_next_start(tmp_
     gone = b"tenant:gone"
 
     async def run() -> None:
-        keeper = await saved(tmp_path)
-        assert await keeper.restore()
-        async with keeper.process.transaction() as change:
+        saver = await saved(tmp_path)
+        assert await saver.restore()
+        async with saver.process.transaction() as change:
             await change.put("names", [(gone, b"")])
-        async with keeper.process.transaction() as change:
+        async with saver.process.transaction() as change:
             await change.keep_only("names", [])
-        assert gone in keeper.process.path.read_bytes()
+        assert gone in saver.process.path.read_bytes()
         if not is_killed:
-            await keeper.save(is_last=True)  # nothing was deleted by order: nothing is owed
-        await keeper.process.close()
-        later = keeper_of(index_of(BLOCKS), tmp_path, Counters())
+            await saver.save(is_last=True)  # nothing was deleted by order: nothing is owed
+        await saver.process.close()
+        later = saver_of(index_of(BLOCKS), tmp_path, Counters())
         assert await later.restore()
         await later.save()
         assert later.process.path.name == ("state-000002.mdb" if is_killed else "state-000001.mdb")
@@ -97,75 +97,75 @@ def test_a_run_without_nvme_keeps_what_is_known_of_it(tmp_path: Path) -> None:
     kept = {"names": [(b"tenant:uid-7", b"")], "quarantine": [(SLOT.pack(1, 2, 3, 4), b"why")]}
 
     async def run() -> None:
-        keeper = await saved(tmp_path)
-        async with keeper.process.transaction() as change:
+        saver = await saved(tmp_path)
+        async with saver.process.transaction() as change:
             for name, entries in kept.items():
                 await change.put(name, entries)
-        assert await keeper.restore()
-        await keeper.save(is_last=True)
-        assert {name: await keeper.process.read(name) for name in kept} == kept
-        await keeper.process.close()
+        assert await saver.restore()
+        await saver.save(is_last=True)
+        assert {name: await saver.process.read(name) for name in kept} == kept
+        await saver.process.close()
 
     asyncio.run(run())
 
 
 def test_a_call_by_name_waits_for_saved_names_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
-        keeper: Any = SimpleNamespace(was_tried=asyncio.Event())
+        saver: Any = SimpleNamespace(was_tried=asyncio.Event())
         named = False
 
         async def call(_: object) -> bool:
             return named
 
-        asked = asyncio.create_task(listening._once_named(keeper, call, None))
+        asked = asyncio.create_task(listening._once_named(saver, call, None))
         await asyncio.sleep(0)
         named = True
-        keeper.was_tried.set()
+        saver.was_tried.set()
         assert await asked
-        keeper.was_tried.clear()
+        saver.was_tried.clear()
         monkeypatch.setattr(listening, "NAMES_S", 0.01)
-        assert await listening._once_named(keeper, call, None)
+        assert await listening._once_named(saver, call, None)
 
     asyncio.run(run())
 
 
-async def a_turn_that_stands_still(keeper: StateKeeper) -> tuple[asyncio.Task[None], asyncio.Event]:
+async def a_turn_that_stands_still(saver: StateSaver) -> tuple[asyncio.Task[None], asyncio.Event]:
     """Begin to save, and stop in the middle of the transaction until the event is set."""
     stands, goes_on = asyncio.Event(), asyncio.Event()
-    through = keeper._steps.through
+    through = saver._runner.run_all
 
     async def slow(steps):  # type: ignore[no-untyped-def]
         stands.set()
         await goes_on.wait()
         return await through(steps)
 
-    keeper._steps.through = slow  # type: ignore[method-assign]
-    turn = asyncio.create_task(keeper.save())
+    saver._runner.run_all = slow  # type: ignore[method-assign]
+    turn = asyncio.create_task(saver.save())
     await stands.wait()
-    keeper._steps.through = through  # type: ignore[method-assign]
+    saver._runner.run_all = through  # type: ignore[method-assign]
     return turn, goes_on
 
 
 def test_an_endurance_budget_is_saved_while_a_turn_is_under_way(tmp_path: Path) -> None:
     async def run() -> None:
-        keeper = await saved(tmp_path)
-        assert await keeper.restore()
-        turn, _ = await a_turn_that_stands_still(keeper)
-        budgets = [asyncio.create_task(keeper._save_budget(raw)) for raw in (b"1", b"2")]
+        saver = await saved(tmp_path)
+        assert await saver.restore()
+        turn, _ = await a_turn_that_stands_still(saver)
+        budgets = [asyncio.create_task(saver._save_budget(raw)) for raw in (b"1", b"2")]
         ended, _ = await asyncio.wait(budgets, timeout=30)
         assert len(ended) == 2 and not any(task.exception() for task in ended), "it waits for the turn"
         await turn
-        assert keeper.pause_s == 0.0, "the turn is repeated at once"
-        use(keeper._store.residency, "all", np.random.default_rng(1))
-        turn, goes_on = await a_turn_that_stands_still(keeper)
-        budget = asyncio.create_task(keeper._save_budget(b"3"))
+        assert saver.pause_s == 0.0, "the turn is repeated at once"
+        use(saver._store.residency, "all", np.random.default_rng(1))
+        turn, goes_on = await a_turn_that_stands_still(saver)
+        budget = asyncio.create_task(saver._save_budget(b"3"))
         await asyncio.sleep(0)
         goes_on.set()
         await asyncio.gather(turn, budget)
-        assert keeper.pause_s >= INTERVAL_S, "a turn does not give way twice"
-        await keeper.process.close()
-        assert dict(await keeper.process.read("endurance")) == {b"budget": b"3"}
-        await keeper.process.close()
+        assert saver.pause_s >= INTERVAL_S, "a turn does not give way twice"
+        await saver.process.close()
+        assert dict(await saver.process.read("endurance")) == {b"budget": b"3"}
+        await saver.process.close()
 
     asyncio.run(run())
 
@@ -185,23 +185,23 @@ async def killed_after(directory: Path, forget: Forget) -> tuple[Residency, list
     Return the index of the next one, and which of their keys are in its file.
     """
     residency = index_of(BLOCKS)
-    keeper = keeper_of(residency, directory, Counters())
-    running = asyncio.create_task(keeper.run())
+    saver = saver_of(residency, directory, Counters())
+    running = asyncio.create_task(saver.run())
     async with asyncio.timeout(30):
-        while not keeper.is_read:
+        while not saver.is_read:
             await asyncio.sleep(0.01)
     keys = [leave(residency, CHAIN - 1), leave(residency, 2 * CHAIN - 1)]
-    await keeper.save()
+    await saver.save()
     forget(residency, *keys)
     async with asyncio.timeout(30):
-        while not await keeper.process.read("removed") and await keeper.process.read("learned"):
+        while not await saver.process.read("removed") and await saver.process.read("learned"):
             await asyncio.sleep(0.01)
-    os.kill(keeper.process.pid, signal.SIGKILL)
+    os.kill(saver.process.pid, signal.SIGKILL)
     running.cancel()
     with suppress(asyncio.CancelledError):
         await running
-    await keeper.process.close()
-    later = keeper_of(index_of(BLOCKS), directory, Counters())
+    await saver.process.close()
+    later = saver_of(index_of(BLOCKS), directory, Counters())
     for row in (CHAIN - 1, 2 * CHAIN - 1):
         leave(later._store.residency, row)
     later._store.residency.tenants[0].ghost = Ghost(BLOCKS)
@@ -235,22 +235,22 @@ def test_more_deletions_than_are_noted_give_up_what_was_learned(tmp_path: Path) 
 def test_deletions_before_saved_state_is_read_take_bounded_memory(tmp_path: Path) -> None:
     async def run() -> None:
         residency = index_of(BLOCKS)
-        keeper = keeper_of(residency, tmp_path, Counters())
-        assert await keeper.restore()
+        saver = saver_of(residency, tmp_path, Counters())
+        assert await saver.restore()
         key = leave(residency, CHAIN - 1)
-        await keeper.save(is_last=True)
-        await keeper.process.close()
+        await saver.save(is_last=True)
+        await saver.process.close()
         residency = index_of(BLOCKS)
-        keeper = keeper_of(residency, tmp_path, Counters())
+        saver = saver_of(residency, tmp_path, Counters())
         for _ in range(4 * LIMIT):
             residency.forget(0, [key])
-        removed = keeper._removed
+        removed = saver._removed
         assert removed.is_too_much and max(len(removed._early or ()), len(removed._unsaved)) <= LIMIT
         leave(residency, CHAIN - 1)
         residency.tenants[0].ghost = Ghost(BLOCKS)
-        assert await keeper.restore()
+        assert await saver.restore()
         assert residency.why_missing(0, key).cause is not Cause.EVICTED
-        await keeper.process.close()
+        await saver.process.close()
 
     asyncio.run(run())
 
@@ -260,15 +260,15 @@ def test_memory_of_a_large_transaction_is_given_back(tmp_path: Path) -> None:
 
     async def run() -> None:
         residency = index_of(blocks)
-        keeper = keeper_of(residency, tmp_path, Counters())
-        assert await keeper.restore()
-        before = status_kib(keeper.process.pid, "VmRSS")
+        saver = saver_of(residency, tmp_path, Counters())
+        assert await saver.restore()
+        before = status_kib(saver.process.pid, "VmRSS")
         use(residency, "all", np.random.default_rng(1))
-        await keeper.save()
-        await keeper.process.open()
-        assert len(await keeper.process.read("usage")) >= blocks // GROUP_SLOTS
-        await keeper.process.contents()  # once it has answered, it has given back
-        assert status_kib(keeper.process.pid, "VmRSS") - before < 4 << 10
-        await keeper.process.close()
+        await saver.save()
+        await saver.process.open()
+        assert len(await saver.process.read("usage")) >= blocks // GROUP_SLOTS
+        await saver.process.contents()  # once it has answered, it has given back
+        assert status_kib(saver.process.pid, "VmRSS") - before < 4 << 10
+        await saver.process.close()
 
     asyncio.run(run())

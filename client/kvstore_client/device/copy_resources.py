@@ -1,11 +1,11 @@
-"""The shared means of a session's copies to and from its device: a stream, a pinned buffer, registered host memory, and
-the budget of the link.
+"""The shared resources of a session's copies to and from its device: a stream, a pinned buffer, registered host memory,
+and the budget of the link.
 
-Memory is registered once per process. Pass one `registered` to every `CopyMeans` of a process; you own it and close it
-last. You also own a `budget` that you pass, and close it first. A `CopyMeans` owns the other parts until `close`. If
-nothing refers to them any more, they end without it: the buffer is never unmapped while registered. The module does not
-decide what is copied. One thread at a time uses stream and buffer: the one that holds `using`. No store waits for its
-rate while it holds `using`.
+Memory is registered once per process. Pass one `registered` to every `CopyResources` of a process; you own it and close
+it last. You also own a `budget` that you pass, and close it first. A `CopyResources` owns the other parts until
+`close`. If nothing refers to them any more, they end without it: the buffer is never unmapped while registered. The
+module does not decide what is copied. One thread at a time uses stream and buffer: the one that holds `using`. No store
+waits for its rate while it holds `using`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from kvstore_client.device.budget import LinkBudget
-from kvstore_client.device.crossover import Crossover
+from kvstore_client.device.crossover import CopyCrossover
 from kvstore_client.device.gather import HIGHEST_PRIORITY
 from kvstore_client.device.memory import DeviceError, DeviceMemory
 from kvstore_client.device.registered import RegisteredMemory
@@ -31,7 +31,7 @@ from kvstore_client.memory import Bytes
 BUFFER_BYTES = 8 << 20
 
 
-class CopyMeans:
+class CopyResources:
     """The stream, buffer, registered memory and budget that copies of one session share. `least_bytes`: the buffer's
     least size, for host memory that is not registered yet. `priority`: the stream's. Raises DeviceError.
     """
@@ -46,7 +46,7 @@ class CopyMeans:
         priority: int = HIGHEST_PRIORITY,
     ) -> None:
         self.device = device
-        self.crossover = Crossover(device)
+        self.crossover = CopyCrossover(device)
         with device.current(), contextlib.ExitStack() as undo:
             self.stream = CopyStream(device, self.crossover.queue_small, priority)
             undo.callback(device.quietly, "cuStreamDestroy", self.stream.handle)
@@ -94,7 +94,7 @@ class CopyMeans:
 
 
 def _end(device: DeviceMemory, stream: Any, buffer: Bytes, owned: RegisteredMemory | None) -> None:
-    """End the means. `buffer` stays alive until the device does not know it any more."""
+    """End the resources. `buffer` stays alive until the device does not know it any more."""
     with contextlib.suppress(DeviceError), device.current():
         device.quietly("cuStreamSynchronize", stream)
         device.quietly("cuStreamDestroy", stream)

@@ -20,15 +20,15 @@ from kvstored.lifecycle import Cause
 from kvstored.store.blocks.check import check
 from kvstored.store.degraded.breaker import STALL_S
 from kvstored.store.degraded.modes import Mode
+from kvstored.store.transfer.device_promotion import DevicePromotion
 from kvstored.store.transfer.lane import Priority
-from kvstored.store.transfer.straight import StraightPromotion
 from tests.reference.small_store import FAR_S, PAYLOAD_BYTES, SLOT_BYTES, SmallStore, small_store
 
 DEVICE, HOST, NVME = (1 << position for position in range(3))
 IN_DEVICE = 8  # blocks
 DUE_NS = 1 << 62
 CHAIN = range(1, 6)
-Drive = Callable[[SmallStore, FaultyTier, StraightPromotion], Coroutine[None, None, None]]
+Drive = Callable[[SmallStore, FaultyTier, DevicePromotion], Coroutine[None, None, None]]
 
 
 class WatchedTier(MemoryTier):
@@ -49,8 +49,8 @@ def drive(directory: Path, what: Drive, *settings: str) -> None:
         device = FaultyTier(WatchedTier())
         device.info = replace(device.info, loads_files=True)
         async with small_store(directory, *settings, before=[device]) as small:
-            (straight,) = small.store.straight
-            await what(small, device, straight)
+            (promotion,) = small.store.device_promotions
+            await what(small, device, promotion)
             device.plan()
             await small.settle()
             assert check(small.residency) == [] and not small.residency.pins
@@ -72,9 +72,9 @@ async def on_nvme_alone(small: SmallStore, numbers: range = CHAIN, uses: int = 2
     return rows
 
 
-async def promote(straight: StraightPromotion, rows: list[int]) -> list[bool | None]:
+async def promote(promotion: DevicePromotion, rows: list[int]) -> list[bool | None]:
     """Promote the rows; return the outcome of each, None: it is to go to DRAM."""
-    promotions = [straight.promote(row, DUE_NS) for row in rows]
+    promotions = [promotion.promote(row, DUE_NS) for row in rows]
     async with asyncio.timeout(FAR_S):
         return [None if each is None else await each for each in promotions]
 
@@ -105,11 +105,11 @@ def damage(small: SmallStore, row: int) -> None:
 
 
 def test_a_chain_comes_to_the_device_and_dram_has_nothing_of_it(tmp_path: Path) -> None:
-    async def what(small: SmallStore, device: FaultyTier, straight: StraightPromotion) -> None:
+    async def what(small: SmallStore, device: FaultyTier, promotion: DevicePromotion) -> None:
         rows = await on_nvme_alone(small)
         host_bytes = small.store.host.statistics().blocks
-        assert straight.choose(rows) == set(rows)
-        assert await promote(straight, rows[::-1]) == [True] * len(rows)
+        assert promotion.choose(rows) == set(rows)
+        assert await promote(promotion, rows[::-1]) == [True] * len(rows)
         assert places(small, rows) == [DEVICE | NVME] * len(rows)
         assert small.store.host.statistics().blocks == host_bytes
         assert all([(await read_back(small, number)).ok for number in CHAIN])
@@ -123,25 +123,25 @@ def test_a_chain_comes_to_the_device_and_dram_has_nothing_of_it(tmp_path: Path) 
 
 
 def test_only_what_the_device_wants_goes_there_with_what_precedes_it(tmp_path: Path) -> None:
-    async def what(small: SmallStore, device: FaultyTier, straight: StraightPromotion) -> None:
+    async def what(small: SmallStore, device: FaultyTier, promotion: DevicePromotion) -> None:
         rows, once = await on_nvme_alone(small), await on_nvme_alone(small, range(11, 14), uses=1)
-        assert straight.choose(once) == set(), "used once"
-        assert straight.choose(rows[2:]) == set(), "the device has not the block before it"
-        assert straight.choose(rows[:3]) == set(rows[:3])
-        assert await promote(straight, rows[:2]) == [True, True]
-        assert straight.choose(rows[2:]) == set(rows[2:])
+        assert promotion.choose(once) == set(), "used once"
+        assert promotion.choose(rows[2:]) == set(), "the device has not the block before it"
+        assert promotion.choose(rows[:3]) == set(rows[:3])
+        assert await promote(promotion, rows[:2]) == [True, True]
+        assert promotion.choose(rows[2:]) == set(rows[2:])
         assert await small.fetch(3)
-        assert straight.choose(rows[2:]) == set(), "DRAM has it"
+        assert promotion.choose(rows[2:]) == set(), "DRAM has it"
 
     drive(tmp_path, what)
 
 
 def test_one_read_serves_two_requests(tmp_path: Path) -> None:
-    async def what(small: SmallStore, device: FaultyTier, straight: StraightPromotion) -> None:
+    async def what(small: SmallStore, device: FaultyTier, promotion: DevicePromotion) -> None:
         (row,) = await on_nvme_alone(small, range(1, 2))
         reads = small.nvme.statistics().reads
-        first, second = straight.promote(row, DUE_NS), straight.promote(row, DUE_NS)
-        assert first is not None and second is not None and straight.choose([row]) == {row}
+        first, second = promotion.promote(row, DUE_NS), promotion.promote(row, DUE_NS)
+        assert first is not None and second is not None and promotion.choose([row]) == {row}
         assert await first and await second
         assert small.nvme.statistics().reads == reads + 1
 
@@ -151,7 +151,7 @@ def test_one_read_serves_two_requests(tmp_path: Path) -> None:
 def test_a_device_that_fails_costs_a_way_and_nvme_is_not_blamed(tmp_path: Path) -> None:
     """Not even while the next failure would be the last: NVMe has just come back, on trial."""
 
-    async def what(small: SmallStore, device: FaultyTier, straight: StraightPromotion) -> None:
+    async def what(small: SmallStore, device: FaultyTier, promotion: DevicePromotion) -> None:
         rows, others = await on_nvme_alone(small), range(101, 101 + ERRORS_IN_A_ROW)
         await on_nvme_alone(small, others)
         small.disk.plan(Fault("read", "fail"))
@@ -161,7 +161,7 @@ def test_a_device_that_fails_costs_a_way_and_nvme_is_not_blamed(tmp_path: Path) 
         assert small.breaker.serves_reads
         device.plan(Fault("write", "fail", errno=0))
         for row in rows:
-            assert await promote(straight, [row]) == [True]
+            assert await promote(promotion, [row]) == [True]
         assert places(small, rows) == [HOST | NVME] * len(rows)
         assert small.breaker.mode is Mode.OK and small.store.counters["straight_blocks"] == 0
         assert device.statistics().used_bytes == 0
@@ -170,10 +170,10 @@ def test_a_device_that_fails_costs_a_way_and_nvme_is_not_blamed(tmp_path: Path) 
 
 
 def test_damage_on_nvme_is_a_miss_with_its_cause(tmp_path: Path) -> None:
-    async def what(small: SmallStore, device: FaultyTier, straight: StraightPromotion) -> None:
+    async def what(small: SmallStore, device: FaultyTier, promotion: DevicePromotion) -> None:
         rows = await on_nvme_alone(small)
         damage(small, rows[2])
-        assert await promote(straight, rows) == [True, True, False, True, True]
+        assert await promote(promotion, rows) == [True, True, False, True, True]
         assert small.find(3) < 0
         assert small.residency.why_missing(small.residency.tenant("tenant"), small.key(3)).cause is Cause.CORRUPT
         assert len(small.nvme.quarantined()) == 1 and small.store.counters["corrupt_blocks"] == 1
@@ -183,26 +183,26 @@ def test_damage_on_nvme_is_a_miss_with_its_cause(tmp_path: Path) -> None:
 
 
 def test_a_medium_that_cannot_be_read_is_shed(tmp_path: Path) -> None:
-    async def what(small: SmallStore, device: FaultyTier, straight: StraightPromotion) -> None:
+    async def what(small: SmallStore, device: FaultyTier, promotion: DevicePromotion) -> None:
         rows = await on_nvme_alone(small, range(1, ERRORS_IN_A_ROW + 1))
         small.disk.plan(Fault("read", "fail"))
-        assert await promote(straight, rows[:1]) == [False]
-        await promote(straight, rows)
+        assert await promote(promotion, rows[:1]) == [False]
+        await promote(promotion, rows)
         assert not small.breaker.serves_reads
-        assert straight.choose(rows) == set()
+        assert promotion.choose(rows) == set()
 
     drive(tmp_path, what)
 
 
 def test_a_medium_that_hangs_is_shed_while_the_read_is_under_way(tmp_path: Path) -> None:
-    async def what(small: SmallStore, device: FaultyTier, straight: StraightPromotion) -> None:
+    async def what(small: SmallStore, device: FaultyTier, promotion: DevicePromotion) -> None:
         rows = await on_nvme_alone(small)
         small.disk.plan(*hung())
-        read = straight.promote(rows[0], DUE_NS)
+        read = promotion.promote(rows[0], DUE_NS)
         assert read is not None
         await small.until(lambda: small.residency.is_in(rows[0], 0) or small.residency.being_filled(rows[0]))
         await small.pass_time(2 * STALL_S)
-        assert small.breaker.mode is Mode.SLOW and straight.choose(rows[1:2]) == set()
+        assert small.breaker.mode is Mode.SLOW and promotion.choose(rows[1:2]) == set()
         small.disk.plan()
         small.disk.let_go()
         async with asyncio.timeout(FAR_S):
@@ -217,16 +217,16 @@ def test_a_full_device_makes_room_at_once_or_not(tmp_path: Path, is_in_dram: boo
     first.
     """
 
-    async def what(small: SmallStore, device: FaultyTier, straight: StraightPromotion) -> None:
+    async def what(small: SmallStore, device: FaultyTier, promotion: DevicePromotion) -> None:
         before = range(101, 101 + IN_DEVICE)
         there = await on_nvme_alone(small, before)
-        assert await promote(straight, there) == [True] * IN_DEVICE
+        assert await promote(promotion, there) == [True] * IN_DEVICE
         if is_in_dram:
             assert all([await small.fetch(number) for number in before])
         (row,) = await on_nvme_alone(small, range(1, 2), uses)
         wins = is_in_dram and uses > 2
-        assert straight.choose([row]) == {row}
-        assert await promote(straight, [row]) == ([True] if wins else [None])
+        assert promotion.choose([row]) == {row}
+        assert await promote(promotion, [row]) == ([True] if wins else [None])
         assert places(small, [row]) == [DEVICE | NVME if wins else NVME]
         assert small.store.counters["device_declined_blocks"] == (is_in_dram and not wins)
 
@@ -236,12 +236,12 @@ def test_a_full_device_makes_room_at_once_or_not(tmp_path: Path, is_in_dram: boo
 def test_only_as_many_blocks_go_straight_as_there_is_room_for_at_once(tmp_path: Path) -> None:
     """All of a request's blocks are judged before one of them has taken the slot."""
 
-    async def what(small: SmallStore, device: FaultyTier, straight: StraightPromotion) -> None:
+    async def what(small: SmallStore, device: FaultyTier, promotion: DevicePromotion) -> None:
         there = await on_nvme_alone(small, range(101, 101 + IN_DEVICE))
-        assert await promote(straight, there) == [True] * IN_DEVICE
+        assert await promote(promotion, there) == [True] * IN_DEVICE
         assert await small.fetch(100 + IN_DEVICE), "the next victim"
         rows = await on_nvme_alone(small, range(1, 4), uses=3)
-        assert await promote(straight, rows) == [True] * 3
+        assert await promote(promotion, rows) == [True] * 3
         assert places(small, rows) == [DEVICE | NVME, HOST | NVME, HOST | NVME]
         assert places(small, there) == [DEVICE | NVME] * (IN_DEVICE - 1) + [HOST | NVME]
 
@@ -249,13 +249,13 @@ def test_only_as_many_blocks_go_straight_as_there_is_room_for_at_once(tmp_path: 
 
 
 def test_a_read_that_nothing_waits_for_is_not_begun(tmp_path: Path) -> None:
-    async def what(small: SmallStore, device: FaultyTier, straight: StraightPromotion) -> None:
+    async def what(small: SmallStore, device: FaultyTier, promotion: DevicePromotion) -> None:
         rows = await on_nvme_alone(small)
         small.disk.plan(*hung())
-        hanging, queued = straight.promote(rows[0], DUE_NS), straight.promote(rows[1], DUE_NS)
+        hanging, queued = promotion.promote(rows[0], DUE_NS), promotion.promote(rows[1], DUE_NS)
         assert hanging is not None and queued is not None
         await small.until(lambda: small.residency.is_in(rows[1], 0))
-        straight.give_up(small.residency.token(rows[1]))
+        promotion.give_up(small.residency.token(rows[1]))
         async with asyncio.timeout(FAR_S):
             assert not await queued
         assert places(small, rows[:2]) == [NVME, NVME] and not small.residency.is_in(rows[1], 0)
@@ -269,10 +269,10 @@ def test_a_read_that_nothing_waits_for_is_not_begun(tmp_path: Path) -> None:
 
 
 def test_damage_that_two_reads_find_is_dealt_with_once(tmp_path: Path) -> None:
-    async def what(small: SmallStore, device: FaultyTier, straight: StraightPromotion) -> None:
+    async def what(small: SmallStore, device: FaultyTier, promotion: DevicePromotion) -> None:
         rows = await on_nvme_alone(small)
         damage(small, rows[-1])
-        here = straight.promote(rows[-1], DUE_NS)
+        here = promotion.promote(rows[-1], DUE_NS)
         there = small.store.promoter.promote(rows[-1], Priority.DEMAND)
         assert here is not None
         async with asyncio.timeout(FAR_S):
@@ -286,7 +286,7 @@ def test_damage_that_two_reads_find_is_dealt_with_once(tmp_path: Path) -> None:
 def test_damage_of_a_block_that_was_removed_meanwhile_is_nobodys(tmp_path: Path) -> None:
     """Removed between the end of the read and the turn of who waits for it: its row may be another block's by then."""
 
-    async def what(small: SmallStore, device: FaultyTier, straight: StraightPromotion) -> None:
+    async def what(small: SmallStore, device: FaultyTier, promotion: DevicePromotion) -> None:
         (row,) = await on_nvme_alone(small, range(1, 2))
         inner = device.inner
         assert isinstance(inner, WatchedTier)
@@ -297,7 +297,7 @@ def test_damage_of_a_block_that_was_removed_meanwhile_is_nobodys(tmp_path: Path)
 
         inner.freed = removed
         device.plan(Fault("write", "corrupt"))
-        assert await promote(straight, [row]) == [False]
+        assert await promote(promotion, [row]) == [False]
         assert small.store.counters["corrupt_blocks"] == 0
 
     drive(tmp_path, what)

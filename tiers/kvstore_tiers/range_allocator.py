@@ -12,7 +12,7 @@ from collections import deque
 PART_ALIGNMENT = 4096
 
 
-class Parts:
+class RangeAllocator:
     """The parts of the bytes `begin` to `end`: a caller gets the first that fits, and waits for its turn and for
     one.
     """

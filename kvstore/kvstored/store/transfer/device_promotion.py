@@ -3,8 +3,8 @@ request of a client that reads it there. No slot of DRAM is taken, and nothing i
 
 Owns the reads under way. A block goes this way if the gate of the device wants it, the block before it is there or goes
 with it (a tier is left from the end of a chain), and the device has room at once: a free slot, or the slot of a block
-that DRAM has, too, and that was used less often (`Contest`). Any other block goes to DRAM (`promote.py`), and so does
-one whose read fails, but for damage. Invariant: a slot is readable only after its bytes were verified.
+that DRAM has, too, and that was used less often (`FrequencyAdmission`). Any other block goes to DRAM (`promote.py`),
+and so does one whose read fails, but for damage. Invariant: a slot is readable only after its bytes were verified.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import partial
 
 from kvstored.store.blocks import Residency
 from kvstored.store.degraded.modes import DegradedModes
-from kvstored.store.transfer.admission import Intake
+from kvstored.store.transfer.admission import TierIntake
 from kvstored.store.transfer.damage import Damage
 from kvstored.store.transfer.lane import Priority
 from kvstored.store.transfer.link import BlockMove, Moves
@@ -24,13 +24,13 @@ from kvstored.telemetry import Counters, Flows
 from kvstored.tier_set import TierSet
 
 
-class StraightPromotion:
-    """Reads blocks from NVMe into the tier of `intake`, which has a contest; `promoter` leads to DRAM."""
+class DevicePromotion:
+    """Reads blocks from NVMe into the tier of `intake`, which admits by frequency of use; `promoter` leads to DRAM."""
 
     def __init__(
         self,
         residency: Residency,
-        intake: Intake,
+        intake: TierIntake,
         promoter: Promoter,
         damage: Damage,
         counters: Counters,
@@ -113,7 +113,7 @@ class StraightPromotion:
         victim = self._room.next_victim(nbytes, tenant)
         if victim < 0 or not self._residency.has(victim, self._residency.mapped):
             return False
-        if self._intake.contest is None or self._intake.contest.wins(row, victim):
+        if self._intake.frequency is None or self._intake.frequency.admits(row, victim):
             return True
         self._counters.add("device_declined_blocks")
         return False

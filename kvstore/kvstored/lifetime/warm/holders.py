@@ -1,4 +1,4 @@
-"""Keepers of descriptors while there is no daemon: systemd's file-descriptor store, or the holder process.
+"""Holders of descriptors while there is no daemon: systemd's file-descriptor store, or the holder process.
 
 The module owns the choice, and both ways of keeping: FDSTORE=1 messages, and $LISTEN_FDS at the start; or the
 connection to a holder (see `holder`), its start and its end. It does not know what a descriptor is. It waits for an
@@ -31,7 +31,7 @@ from kvstored.lifetime.notify import (
     stored_descriptors,
     wait_for_manager,
 )
-from kvstored.lifetime.warm.keeper import Keeper, KeeperError
+from kvstored.lifetime.warm.descriptor_holder import DescriptorHolder, HolderError
 
 log = logging.getLogger(__name__)
 HOLDER_SERVICE = "KVSTORED_HOLDER"  # in the environment: the socket of kvstored-holder.service
@@ -41,8 +41,8 @@ _OWN_DESCRIPTORS = 32  # the holder's sockets and what Python opens
 _NOT_NOW = (errno.EAGAIN, errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM)  # it is there, and behind
 
 
-class HolderKeeper(Keeper):
-    """The keeper that uses the process of `kvstored.lifetime.holder`, which is started if nothing answers at its
+class ProcessHolder(DescriptorHolder):
+    """The holder that uses the process of `kvstored.lifetime.holder`, which is started if nothing answers at its
     socket. With `service`, the name of its socket, the process runs as a service of its own, and is never started
     here.
     """
@@ -58,14 +58,14 @@ class HolderKeeper(Keeper):
         try:
             self._directory = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
-            raise KeeperError(f"{directory}: {error.strerror}") from None
+            raise HolderError(f"{directory}: {error.strerror}") from None
         self._path = directory / (service or HOLDER_SOCKET)
         self._process: subprocess.Popen[bytes] | None = None
         connection = self._connect()
         if connection is None:
             if not may_start:
                 os.close(self._directory)
-                raise KeeperError("nothing answers there")
+                raise HolderError("nothing answers there")
             connection = self._start()
         self._socket = connection
         self._socket.setblocking(False)
@@ -90,7 +90,7 @@ class HolderKeeper(Keeper):
             connection = self._connect()
             if connection is None:
                 if not self._may_start:
-                    raise KeeperError("the holder service does not answer")
+                    raise HolderError("the holder service does not answer")
                 connection = self._start()
             self._socket = connection
             self._socket.setblocking(False)
@@ -124,7 +124,7 @@ class HolderKeeper(Keeper):
         self.lost = True
         if not self._may_start:
             return
-        with contextlib.suppress(KeeperError):  # then `reopen` is due still
+        with contextlib.suppress(HolderError):  # then `reopen` is due still
             self.reopen()
             for name, descriptor in found.items():
                 self.keep(name, descriptor)
@@ -210,7 +210,7 @@ class HolderKeeper(Keeper):
                 env=variables_of_children(), pass_fds=[listener.fileno()], start_new_session=True,
             )  # fmt: skip
         except OSError as error:
-            raise KeeperError(
+            raise HolderError(
                 f"no holder for warm restarts can be started: {self._path}: {error.strerror or error}; "
                 'set host.warm_restart = "off" to do without',
                 is_for_want_of_room=error.errno in CANNOT_WRITE,
@@ -219,7 +219,7 @@ class HolderKeeper(Keeper):
             listener.close()
         connection = self._connect()
         if connection is None:
-            raise KeeperError(
+            raise HolderError(
                 'the holder for warm restarts does not answer; set host.warm_restart = "off" to do without'
             )
         return connection
@@ -233,8 +233,8 @@ def _holder_limit() -> int:
     return MAX_DESCRIPTORS if hard < 0 else max(0, min(MAX_DESCRIPTORS, hard - _OWN_DESCRIPTORS))
 
 
-class SystemdKeeper(Keeper):
-    """The keeper that uses systemd: FDSTORE=1, FDNAME and SCM_RIGHTS on $NOTIFY_SOCKET; at the start, $LISTEN_FDS. See
+class SystemdHolder(DescriptorHolder):
+    """The holder that uses systemd: FDSTORE=1, FDNAME and SCM_RIGHTS on $NOTIFY_SOCKET; at the start, $LISTEN_FDS. See
     sd_pid_notify_with_fds(3).
     """
 
@@ -273,18 +273,18 @@ class SystemdKeeper(Keeper):
         wait_for_manager()
 
 
-def dismiss_others(keeper: Keeper | None, state_dir: Path) -> None:
-    """Discard memory that an earlier daemon left with a keeper that this one does not use."""
-    if not isinstance(keeper, SystemdKeeper):
+def dismiss_others(holder: DescriptorHolder | None, state_dir: Path) -> None:
+    """Discard memory that an earlier daemon left with a holder that this one does not use."""
+    if not isinstance(holder, SystemdHolder):
         for name, descriptor in stored_descriptors().items():
             empty_memory(descriptor)
             os.close(descriptor)
             notify_about([], "FDSTOREREMOVE=1", f"FDNAME={name}")
-    is_in_use = isinstance(keeper, HolderKeeper) and not keeper.is_service
+    is_in_use = isinstance(holder, ProcessHolder) and not holder.is_service
     if not is_in_use and (state_dir / HOLDER_SOCKET).is_socket():
         try:
-            unused = HolderKeeper(state_dir, 0.0, may_start=False)
-        except KeeperError:
+            unused = ProcessHolder(state_dir, 0.0, may_start=False)
+        except HolderError:
             return
         for descriptor in unused.fetch().values():
             empty_memory(descriptor)
@@ -292,9 +292,9 @@ def dismiss_others(keeper: Keeper | None, state_dir: Path) -> None:
         unused.close(forget=True)
 
 
-def choose_keeper(mode: str, state_dir: Path, linger_s: float) -> Keeper | None:
-    """Return the keeper that `host.warm_restart` names; None for "off", and if the state directory has no room for its
-    socket: then blocks on NVMe are served without. Raises KeeperError.
+def choose_holder(mode: str, state_dir: Path, linger_s: float) -> DescriptorHolder | None:
+    """Return the holder that `host.warm_restart` names; None for "off", and if the state directory has no room for its
+    socket: then blocks on NVMe are served without. Raises HolderError.
 
     "auto" is the holder that runs as a service of its own, if $KVSTORED_HOLDER names its socket and it answers;
     otherwise systemd, if the unit has a store; otherwise a holder that the daemon starts.
@@ -304,20 +304,20 @@ def choose_keeper(mode: str, state_dir: Path, linger_s: float) -> Keeper | None:
     service = os.environ.get(HOLDER_SERVICE, "")
     if mode == "auto" and service:
         try:
-            return HolderKeeper(Path(service).parent, linger_s, service=Path(service).name)
-        except KeeperError as error:
+            return ProcessHolder(Path(service).parent, linger_s, service=Path(service).name)
+        except HolderError as error:
             log.warning("the holder service at %s is not used: %s", service, error)
     if mode == "systemd" and not os.environ.get("NOTIFY_SOCKET"):
-        raise KeeperError(
+        raise HolderError(
             'host.warm_restart = "systemd", but no service manager started this daemon (no NOTIFY_SOCKET): '
             'start it by its unit, or set host.warm_restart = "holder"'
         )
     offers_store = bool(os.environ.get("NOTIFY_SOCKET")) and offers_descriptor_store()
     if mode == "systemd" or (mode == "auto" and offers_store):
-        return SystemdKeeper()
+        return SystemdHolder()
     try:
-        return HolderKeeper(state_dir, linger_s)
-    except KeeperError as error:
+        return ProcessHolder(state_dir, linger_s)
+    except HolderError as error:
         if mode == "holder" and not error.is_for_want_of_room:
             raise
         log.warning("blocks in memory will not survive a restart: %s", error)

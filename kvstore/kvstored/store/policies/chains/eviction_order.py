@@ -54,7 +54,7 @@ class Candidates:
         self._tenant = tenant
         self._heap: list[Entry] = []
         self._ceiling = -1.0
-        self.worth_of_first = 0.0  # of the row that `first` has named, as of when its place in the order was found
+        self.value_of_first = 0.0  # of the row that `first` has named, as of when its place in the order was found
         self._numbers = tenant << 40  # a slot may become another tenant's: no entry of ours may seem to be its
         self._drawn_s = _NEVER_S
         self._left_by_then = 0  # blocks that had left the tier
@@ -99,7 +99,7 @@ class Candidates:
                 skipped.append(heappop(heap))
             else:
                 found = row
-                self.worth_of_first = top[0]
+                self.value_of_first = top[0]
                 break
         for each in skipped:
             heappush(heap, each)
@@ -118,7 +118,7 @@ class Candidates:
         self._draw(now_s)
         return took_us
 
-    def worth(self, chain: int, now_s: float) -> float:
+    def value(self, chain: int, now_s: float) -> float:
         """Return the worth of the chain's tail, by the rank that the chain had when it was last looked at."""
         book = self._book
         chains = book.chains
@@ -132,7 +132,7 @@ class Candidates:
         worth *= 1.0 + depth / _TWICE_DEPTH
         return worth + book.touches.rate(row, now_s) if book.shared[row] else worth
 
-    def worth_of_new(self, chain: int, depth: int) -> float:
+    def value_of_new(self, chain: int, depth: int) -> float:
         """Return the worth of a block of the chain that is not in the tier, in that depth."""
         book = self._book
         chains = book.chains
@@ -145,7 +145,7 @@ class Candidates:
         and decisions should not depend on it.
         """
         book = self._book
-        worth = self.worth(chain, now_s)
+        worth = self.value(chain, now_s)
         self._numbers += 1
         self._looks_left -= looks
         book.chains.entry[chain] = self._numbers
@@ -304,7 +304,7 @@ class PoorChains:
         if row < 0 or chains.order[chain] != poor.order:
             return False
         if chains.due_s[chain] or chains.cell[chain] != poor.cell:  # there was a hint
-            return worth_of(self._book, chain, row, now_s) < self._least
+            return block_value(self._book, chain, row, now_s) < self._least
         return not self._book.shared[row] or poor.rank + self._book.touches.rate(row, now_s) < self._least
 
     def _look(self, now_s: float) -> None:
@@ -319,7 +319,7 @@ class PoorChains:
         exempt = touched | (chains.floats(chains.due_s)[slots] > 0)
         for at in np.flatnonzero(exempt).tolist():  # few
             chain = int(slots[at])
-            exempt[at] = worth_of(book, chain, chains.tail[chain], now_s) >= self._least
+            exempt[at] = block_value(book, chain, chains.tail[chain], now_s) >= self._least
         if self._held:
             exempt |= np.isin(slots, list(self._held))
         poor = np.flatnonzero(~exempt)
@@ -332,7 +332,7 @@ class PoorChains:
         self._poor = list(map(_Poor, *(column[last_first].tolist() for column in (slots, orders, cells, ranks))))
 
 
-def worth_of(book: ChainBook, chain: int, row: int, now_s: float) -> float:
+def block_value(book: ChainBook, chain: int, row: int, now_s: float) -> float:
     """Return the uses a second that holding block `row` of `chain` brings."""
     chains = book.chains
     worth = 0.0

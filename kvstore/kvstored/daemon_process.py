@@ -20,7 +20,7 @@ from kvstored.process import raise_descriptor_limit, set_priority
 SWITCH_INTERVAL_S = 0.005
 
 
-def run(
+def run_daemon(
     config: Config,
     read: Callable[[], Config],
     early_scan: EarlyRecordScan | None = None,

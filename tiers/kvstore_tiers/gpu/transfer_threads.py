@@ -21,9 +21,9 @@ import xxhash
 from kvstore_proto.arena import HEADER_BYTES, BlockHeader
 from kvstore_tiers.base import Completion, Outcome, OutcomeKind, Segment, Slot
 from kvstore_tiers.gpu import wire
-from kvstore_tiers.gpu.link import WorkerLink
+from kvstore_tiers.gpu.link import GpuWorkerLink
 from kvstore_tiers.image import aligned_up, judge_header
-from kvstore_tiers.parts import Parts
+from kvstore_tiers.range_allocator import RangeAllocator
 from kvstore_tiers.segments import buffer_at, checksum_of
 from kvstore_tiers.threads import ResidentThreads, UnderWay
 
@@ -40,7 +40,7 @@ class Bounce:
         os.ftruncate(self.descriptor, nbytes)
         self._mapping = mmap.mmap(self.descriptor, nbytes)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
-        self._parts = Parts(0, nbytes)
+        self._parts = RangeAllocator(0, nbytes)
 
     def take(self, nbytes: int) -> int:
         """Wait for a free range, and return its offset. Raises ValueError for one that can never be free."""
@@ -84,11 +84,11 @@ def block_in(slot: Slot, shadow: Segment, expect_key: bytes) -> tuple[BlockHeade
 
 
 def check(
-    link: WorkerLink, slot: Slot, written: WrittenBlock, checked: Completion,
+    link: GpuWorkerLink, slot: Slot, written: WrittenBlock, checked: Completion,
     *, pages: Sequence[tuple[Slot, int]] = (), waits: bool = True,
 ) -> None:  # fmt: skip
     """Check a slot on the device; `checked` is called on a thread of the link's and must be quick. `pages`: other slots
-    whose header pages must have these digests, too. `waits`: see `WorkerLink.checksums`.
+    whose header pages must have these digests, too. `waits`: see `GpuWorkerLink.checksums`.
     """
 
     def summed(end: wire.End) -> None:
@@ -119,7 +119,7 @@ def blamed(slot: Slot, payload: Sequence[Segment], written: WrittenBlock) -> Out
     return Outcome(OutcomeKind.FAILED, message=message)
 
 
-class Steps:
+class TransferThreads:
     """The threads of the transfers: `threads` that begin transfers and as many that end them; their names start with
     `name`.
     """

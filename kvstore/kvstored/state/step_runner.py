@@ -10,7 +10,7 @@ from typing import TypeVar
 Found = TypeVar("Found")
 
 
-class Steps:
+class StepRunner:
     """Runs long work of the control thread in steps, with other tasks between them. `busy_s`: seconds of the thread's
     processor time that the steps have taken so far.
     """
@@ -18,7 +18,7 @@ class Steps:
     def __init__(self) -> None:
         self.busy_s = 0.0
 
-    async def through(self, steps: Generator[None, None, Found]) -> Found:
+    async def run_all(self, steps: Generator[None, None, Found]) -> Found:
         """Run all steps of the generator `steps`; return its return value."""
         while True:
             began_s = time.thread_time()
@@ -31,7 +31,7 @@ class Steps:
                 self.busy_s += time.thread_time() - began_s
             await asyncio.sleep(0)
 
-    async def once(self, step: Callable[[], Found]) -> Found:
+    async def run_one(self, step: Callable[[], Found]) -> Found:
         """Run the function `step` as one step; return its return value."""
         began_s = time.thread_time()
         found = step()

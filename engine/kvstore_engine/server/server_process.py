@@ -35,7 +35,7 @@ _NEEDED = ("uvicorn", "httptools", "starlette", "pydantic", "prometheus_client")
 _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 
-def run(options: ServerOptions) -> int:
+def run_server(options: ServerOptions) -> int:
     """Serve until a signal; return the exit code. Raises UsageError and OperationError, which say why nothing is
     served.
     """
@@ -60,7 +60,7 @@ async def _serve(
     options: ServerOptions, keys: KeyRing, model: ServedModel, file: OpenFile, bound: socket.socket
 ) -> int:
     from kvstore_engine.server.app import application
-    from kvstore_engine.server.connection import Listener
+    from kvstore_engine.server.connection import HttpListener
     from kvstore_engine.server.engine_client import EngineClient
     from kvstore_engine.server.metrics import Metrics
     from kvstore_engine.server.service import Service
@@ -76,7 +76,7 @@ async def _serve(
             starting.cancel()
             return 0
         starting.result()
-        listener = Listener(application(service), bound, options.drain_s, options.max_connections)
+        listener = HttpListener(application(service), bound, options.drain_s, options.max_connections)
         serving = asyncio.create_task(listener.run_until_stopped())
         _say(_address(bound), model.name)
         await asyncio.wait((serving, stopped), return_when=asyncio.FIRST_COMPLETED)
