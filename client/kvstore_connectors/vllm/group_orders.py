@@ -1,10 +1,10 @@
 """Make the orders for models with several groups of layers, or whose blocks leave the pool while a request runs.
 
-The module owns the bookkeeping of such a request: what of each group was ordered to be stored, and which of these pool
-blocks the request still holds. vLLM gives a block that left the window, or a state that is not needed any more, to
-others at once, often to other groups of the same request; so a block is ordered in the step that fills it, and named as
-released when vLLM may give it away. All of a boundary is loaded, beside the steps, or nothing: vLLM cannot take back a
-part. The module reads vLLM's records by attribute and imports nothing of it.
+The module owns the bookkeeping of one request: the blocks of each group that were ordered to be stored, and the pool
+blocks among them that the request still holds. vLLM gives a block that left the window, or a state that is not needed
+any more, to others at once, often to other groups of the same request; so a block is ordered in the step that fills it,
+and named as released when vLLM may give it away. All of a boundary is loaded, beside the steps, or nothing: vLLM cannot
+take back a part. The module reads vLLM's records by attribute and imports nothing of it.
 """
 
 from __future__ import annotations

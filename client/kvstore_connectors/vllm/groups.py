@@ -78,7 +78,7 @@ class StateGroup:
 
 @dataclass(frozen=True, slots=True)
 class StateGroups:
-    """All groups of a model; those that stay come first. `block_tokens`: of a block of the store."""
+    """All groups of a model, with full attention first. `block_tokens`: of a block of the store."""
 
     groups: tuple[StateGroup, ...]
     block_tokens: int
