@@ -115,7 +115,7 @@ def short_of_room(daemon: BenchDaemon, model: Checked, conversations: int) -> Ro
     for text in texts:
         model.store(text)
     tier = next(each for each in daemon.admin("Tiers", admin_pb2.TiersRequest()).tiers if each.name == "host")
-    resumed = [model.ask(f"{text} And") for text in texts]
+    resumed = [model.ask(f"{text} And") for text in reversed(texts)]
     tokens = sum(answer.tokens_restored for answer in resumed)
     stored = tier.used_by["blocks"]
     progress(f"{stored / 1e6:.0f} MB resume {[answer.tokens_restored for answer in resumed]} tokens")
@@ -129,7 +129,7 @@ def measure(quick: bool) -> list[Row]:
         rows = first_tokens(daemon, model, 1 if quick else 3)
         rows.append(shared_prefixes(model, 3 if quick else 12))
     conversations = 2 if quick else 3
-    capacity = STAGING + conversations * ROOM + 3 * ARENA
+    capacity = STAGING + conversations * ROOM + 4 * ARENA
     sizes = f"host.capacity={capacity}", f"host.staging={STAGING}", f"host.arena={ARENA}"
     with checked(*sizes, "nvme.enabled=false") as (daemon, model):
         rows.append(short_of_room(daemon, model, conversations))
