@@ -1,4 +1,4 @@
-"""What does a store gain with a model whose layers have windows: Gemma 3 270M, of which 15 of 18 layers see 512 tokens?
+"""Measure what a store gains with Gemma 3 270M, a model of which 15 of 18 layers have a window of 512 tokens.
 
 First tokens of a prompt of some 2,000 tokens: cold, and warm from DRAM and from NVMe. The bytes with which
 conversations of 4,096 tokens can still be resumed at their ends when the store was short of room, against K/V of all
@@ -52,7 +52,7 @@ class Checked:
         return answer
 
     def text(self, seed: int, tokens: int) -> str:
-        """Return a text of just so many tokens."""
+        """Return a text of exactly `tokens` tokens."""
         tokenizer = self._plain.tokenizer
         ids = tokenizer.encode(prompt_text(seed, tokens), add_special=False)[: tokens - 1]
         return tokenizer.decode(ids.tolist())

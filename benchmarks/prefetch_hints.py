@@ -1,4 +1,4 @@
-"""How much sooner are prefixes readable when engines announce the next request of a session, in a live daemon?
+"""Measure how much sooner prefixes are readable in a live daemon when engines announce a session's next request.
 
 Sessions with think times are replayed against two daemons in turns: one without prefetch, one with `on-hint`. DRAM
 holds a third of the sessions, NVMe all of them. After each answer the client says, as the project's engine and the vLLM

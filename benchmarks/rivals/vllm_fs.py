@@ -63,7 +63,7 @@ MODEL = {
 
 @dataclass
 class Found:
-    """What a store did after the restart. `disk_bytes`: what it took of the disk before it."""
+    """The figures of a store after the restart. `disk_bytes`: the bytes that it took on disk before the restart."""
 
     hit_tokens: int = 0
     first_token_s: list[float] = field(default_factory=list)

@@ -46,7 +46,7 @@ def put(session: Session, conversation: int, blocks: int, shared: int = 0, group
 
 
 def resumed(session: Session, conversation: int, blocks: int, shared: int = 0) -> ResumePoint:
-    """Where a conversation can resume; all that is needed there is read, and its bytes compared."""
+    """Return the point where a conversation can resume, after reading and comparing all blocks needed there."""
     tokens = prompt(conversation, blocks, shared)
     point = session.resume_point(tokens)
     for group in MODEL.groups:

@@ -252,7 +252,7 @@ def test_a_medium_that_cannot_be_read_is_a_miss(daemon: RunningDaemon) -> None:
 
 
 @pytest.mark.parametrize(("holder", "durability"), [("off", "always"), ("holder", "none")])
-def test_expiry_and_priority_outlive_a_crash_and_pins_do_not(holder: str, durability: str) -> None:
+def test_expiry_and_priority_outlive_a_crash_and_so_does_a_durable_pin(holder: str, durability: str) -> None:
     def shown(daemon: RunningDaemon) -> set[tuple[bool, int, bool]]:
         listed = daemon.ask("Blocks", pb.BlocksRequest()).blocks
         return {(3500 < block.expires_in_s <= 3600, block.priority, bool(block.pinned_by)) for block in listed}
@@ -273,7 +273,7 @@ def test_expiry_and_priority_outlive_a_crash_and_pins_do_not(holder: str, durabi
         assert shown(daemon) >= {(True, -2, True), (False, 0, False), (False, 7, False)}
         daemon.kill9()
         daemon.start()
-        assert shown(daemon) - {(False, 0, False)} == {(True, -2, False), (False, 7, False)}
+        assert shown(daemon) - {(False, 0, False)} == {(True, -2, durability == "always"), (False, 7, False)}
         with daemon.connect(MODEL) as session:
             assert eventually(lambda: session.lookup(tokens_of(4, BLOCKS)).reason == "expired")
             assert session.lookup(tokens_of(1, BLOCKS)).blocks == BLOCKS

@@ -128,7 +128,7 @@ class VllmWorker:
     def begin(self, number: int, blocks: int) -> dict[str, Any]:
         """A load that has its lease, and whose copies cannot begin: others use their stream."""
         orders = self._orders([(number, blocks)])
-        self.pages.loads.means.using.acquire()
+        self.pages.loads.resources.using.acquire()
         self.session.leased.clear()
         self.side.before_step(StepOrders(tokens=1, attended=1.0, loads=orders))
         self.side.load(orders)
@@ -136,7 +136,7 @@ class VllmWorker:
 
     def end(self) -> dict[str, Any]:
         """The copies of that load, and the step."""
-        self.pages.loads.means.using.release()
+        self.pages.loads.resources.using.release()
         self._compute()
         self.side.save([SaveOrder("r", self._prefix(9, len(self._block_ids)), 0, tuple(self._block_ids))])
         self._synchronize()
@@ -165,7 +165,7 @@ class VllmWorker:
         self.side.load(orders)
         self.side.wait_layer(0)
         with self.device.current():
-            (code,) = self.device.driver.cuStreamQuery(self.pages.loads.means.stream.handle)
+            (code,) = self.device.driver.cuStreamQuery(self.pages.loads.resources.stream.handle)
         self.side.save(())
         return {"ended": int(code) == 0, "failed": sorted(map(self._block_ids.index, self.side.take_failed()))}
 

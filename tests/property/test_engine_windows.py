@@ -68,7 +68,7 @@ class _Sequence:
 
 
 class Windows(RuleBasedStateMachine):
-    """A row names its token and its position. Every sequence must find those of its window, however others go on, and
+    """A row names its token and its position. Every sequence must find the rows of its window, however others go on, and
     only blocks that nobody holds may be given up.
     """
 
@@ -172,7 +172,7 @@ class Windows(RuleBasedStateMachine):
 
     @rule(sequence=sequences, data=st.data())
     def pin(self, sequence: _Sequence, data: st.DataObject) -> None:
-        """As a store does that reads a block: it must keep its rows until it is unpinned."""
+        """Pin a block as a store that reads it does: the block keeps its rows until it is unpinned."""
         numbers = range(sequence.computed // _TOKENS)
         blocks = [block for index in numbers if (block := self.windows.block(sequence.table, index)) is not None]
         if blocks and not self.windows.is_pinned:

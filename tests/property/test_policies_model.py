@@ -167,7 +167,7 @@ class AnyPolicy(PolicyAgainstNaive):
 
 
 class LruOfWindows(PolicyAgainstNaive):
-    """Of a windowed layer group a block may leave from the middle of its chain."""
+    """The machine with a windowed layer group, whose blocks may leave from the middle of their chain."""
 
     window = 2
 

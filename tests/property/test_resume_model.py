@@ -1,4 +1,4 @@
-"""Where a model of several layer groups can resume, against the definition: groups of every kind, with blocks that are
+"""Resume points of models with several layer groups, against the definition: groups of every kind, with blocks that are
 damaged, evicted, half stored or were never there.
 """
 
@@ -46,7 +46,7 @@ def group_of(number: int, kind: str, window: int) -> LayerGroup:
 
 
 def can_resume(group: LayerGroup, present: Sequence[bool], boundary: int) -> bool:
-    """From the definition, by positions of tokens."""
+    """Return whether the group can resume at `boundary`, by the definition on positions of tokens."""
     if group.kind == "recurrent":
         return boundary == 0 or present[boundary - 1]
     first = 0 if group.kind != "sliding" else boundary * B - (group.window_tokens - 1)

@@ -43,7 +43,7 @@ class LateCopies:
     pool: BlockPool
     lost: Collection[int] = ()
     loads: list[LateLoad] = field(default_factory=list)
-    steps_wait: bool = True
+    waits_by_layer: bool = True
     device: None = None
     decodes: list[bool] = field(default_factory=list)  # what the engine said before its steps
 

@@ -137,7 +137,7 @@ class TwinCompute:
     def _window(
         self, piece: SequenceSlice, rows: npt.NDArray[np.uint64], slots: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.uint64] | None:
-        """Return the rows of the layer with a window, after a look at those that the slice's first token sees."""
+        """Return the rows of the layer with a window, after a check of the rows that the slice's first token sees."""
         own, size = self.pool.window, self.pool.block_tokens
         if own is None:
             return None

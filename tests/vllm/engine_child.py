@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def _logprobs(completion: Any) -> list[float]:
-    """Of the tokens of the answer; [] unless the request asked for them."""
+    """Return the log probabilities of the answer's tokens; [] unless the request asked for them."""
     found = zip(completion.token_ids, completion.logprobs or (), strict=False)
     return [float(of_place[token].logprob) for token, of_place in found]
 

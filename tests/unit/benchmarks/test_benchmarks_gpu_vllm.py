@@ -53,7 +53,7 @@ class ScriptedEngine:
     def ask(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> Answer:
         answers = [self._answer(tuple(prompt), max_tokens) for prompt in prompts]
         cached, tokens = [cached for cached, _ in answers], [tokens for _, tokens in answers]
-        return Answer(1.0, tokens, cached, ["length"] * len(prompts), [0.01 if any(cached) else 0.1], 0)
+        return Answer(1.0, tokens, [], cached, ["length"] * len(prompts), [0.01 if any(cached) else 0.1], 0)
 
     def _answer(self, prompt: tuple[int, ...], max_tokens: int) -> tuple[int, list[int]]:
         whole = prompt[: (len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS]

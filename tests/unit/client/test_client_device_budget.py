@@ -206,7 +206,7 @@ def test_a_thread_that_waits_for_all_copies_in_place_of_its_stream_has_them_at_o
     engine.means.close()
 
 
-def test_means_tell_their_budget_what_stores_move() -> None:
+def test_copy_resources_tell_their_budget_what_stores_move() -> None:
     budget = LinkBudget()
     engine = Engine(BLOCK, budget)
     engine.device.refuses = True

@@ -51,7 +51,7 @@ def skipped_of(specs: list[Any]) -> Any:
 
 
 def content(group: int, first_token: int, tokens: list[int]) -> bytes:
-    """What a pool block of a group holds."""
+    """Return the bytes that a pool block of a group holds."""
     return bytes((group * 61 + first_token + sum(tokens[: first_token + 1]) + 7 * at) % 255 + 1 for at in range(PAGE))
 
 
@@ -173,7 +173,7 @@ class Engine:
         return matched, self.worker.take_failed_requests()
 
     def expected(self, group: int, block: int, tokens: list[int], *, whole: bool = True) -> bytes:
-        """What a block of the store has; without `whole`, as a request needs it that goes on right behind it."""
+        """Return the bytes of a block of the store; without `whole`, the part that a request right behind it needs."""
         of_store, found = self.groups.groups[group], b""
         for member in of_store.members:
             for piece in range(of_store.pieces):

@@ -372,7 +372,7 @@ class TestComparable:
                 pass
 
         monkeypatch.setenv("GOMP_SPINCOUNT", "1000")  # as a ggml that was loaded in this process leaves it
-        monkeypatch.setattr(against, "Child", Child)
+        monkeypatch.setattr(against, "ServerChild", Child)
         with against.decoders(Path("model"), 2, {}):
             assert spin_counts == ["300000", "300000"]
 

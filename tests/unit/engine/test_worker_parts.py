@@ -151,7 +151,7 @@ def _starting(watch: _Watch, monkeypatch: pytest.MonkeyPatch) -> tuple[RemoteExe
         workers.append(_Worker(Status.DONE))
         return workers[-1]
 
-    monkeypatch.setattr(remote, "WorkerProcess", worker)
+    monkeypatch.setattr(remote, "EngineWorkerProcess", worker)
     monkeypatch.setattr(remote.time, "sleep", lambda seconds: None)
     made = object.__new__(RemoteExecutor)
     made._watch, made._on_notice = watch, lambda notice: None  # type: ignore[assignment]  # as above

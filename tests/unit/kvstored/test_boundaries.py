@@ -1,4 +1,4 @@
-"""Which blocks of windowed and recurrent layer groups leave first: those that no likely boundary needs."""
+"""Blocks of windowed and recurrent layer groups that no likely boundary needs leave first."""
 
 from __future__ import annotations
 

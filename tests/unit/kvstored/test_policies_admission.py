@@ -56,7 +56,7 @@ def test_by_worth_admits_what_is_warm_and_refuses_what_is_cold() -> None:
     policy = knowing(shelf)
     admission = create_admission("worth", shelf.residency, 1, policy)
     row = shelf.chain(0)[0]
-    warm, cold = policy.worth(row, 1), policy.worth(row, LATE)
+    warm, cold = policy.expected_uses_per_hour(row, 1), policy.expected_uses_per_hour(row, LATE)
     assert warm is not None and cold is not None and warm >= WARM_WORTH > cold
     assert admission.admit(row, 1) and not admission.admit(row, LATE)
     shelf.chain(0)

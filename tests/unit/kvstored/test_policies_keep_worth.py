@@ -27,7 +27,7 @@ def knowing(shelf: Shelf, keep_worth: float, tier: int = 0) -> EvictionPolicy:
 
 
 def worth(policy: EvictionPolicy, row: int, now_ns: int) -> float:
-    found = policy.worth(row, now_ns)
+    found = policy.expected_uses_per_hour(row, now_ns)
     assert found is not None
     return found
 
@@ -135,7 +135,7 @@ def test_nothing_expires_by_worth_while_lru_decides() -> None:
     shelf = Shelf()
     policy = create(CHAIN_HAZARD, shelf.residency, 0, PolicySettings(1e6))
     rows = shelf.chain(1, 2)
-    assert policy.worth(rows[0], LATE) is None
+    assert policy.expected_uses_per_hour(rows[0], LATE) is None
     assert policy.below_keep_worth(LATE, 9) == []
 
 
@@ -143,7 +143,7 @@ def test_blocks_of_no_known_chain_stay_until_they_are_used() -> None:
     shelf = Shelf()
     rows = shelf.chain(1, 2)
     policy = knowing(shelf, WARM_WORTH)
-    assert policy.worth(rows[0], LATE) is None
+    assert policy.expected_uses_per_hour(rows[0], LATE) is None
     assert policy.below_keep_worth(LATE, 9) == []
     shelf.chain(1, 2)
     assert leave(shelf, policy, LATE + 2 * S) == rows[::-1]

@@ -45,7 +45,7 @@ class Node:
 
 @asynccontextmanager
 async def node(directory: Path) -> AsyncIterator[Node]:
-    """A node that runs; its end is that of a crash."""
+    """Yield a running node that ends as in a crash."""
     found = Node(directory)
     await found.keeper.restore_before_serving()
     running = asyncio.create_task(found.keeper.run())

@@ -85,4 +85,8 @@ class ByWorth(SecondTouch):
 
     def _known(self, row: int, now_ns: int) -> float | None:
         above = self.above
-        return above.worth(row, now_ns) if isinstance(above, Weighs) and self.residency.has(row, above.tier) else None
+        return (
+            above.expected_uses_per_hour(row, now_ns)
+            if isinstance(above, Weighs) and self.residency.has(row, above.tier)
+            else None
+        )
