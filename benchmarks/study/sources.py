@@ -41,7 +41,8 @@ _DAEMON, _SIMULATOR, _PREDICTOR = (
 )
 _OURS_ALONE = ("chain_hazard.py", "chains")
 _REPLAYING = (
-    "engine_reports.py", "hints.py", "models.toml", "readers.py", "replay.py", "trace.py", "simulated_request.py", "hit_value.py",
+    "engine_reports.py", "hints.py", "models.toml", "readers.py", "replay.py", "trace.py", "simulated_request.py",
+    "hit_value.py",
 )  # fmt: skip
 WHOLE, HALVES, QUARTERS, SEEDS = "whole", "halves", "quarters", "seeds"
 _WINDOWS = {

@@ -68,7 +68,7 @@ class _Sequence:
 
 
 class Windows(RuleBasedStateMachine):
-    """A row names its token and its position. Every sequence must find the rows of its window, however others go on, and
+    """A row names its token and its position. Every sequence must find the rows of its window, whatever others do, and
     only blocks that nobody holds may be given up.
     """
 

@@ -3,8 +3,8 @@
 The module owns the stages of each restoration: look up, copy mapped blocks, plan the rest, and load it from its last
 block down while ordinary steps compute it from its first one up. Threads wait for the daemon; decisions and copies are
 made in the engine's thread, between two steps and in portions, so that running answers go on. If steps wait for layers
-(`BlockCopies.waits_by_layer`) and all is mapped, the next step computes behind blocks that are still coming, and `settle`
-says whether it counts. One restoration at a time loads from slower tiers, the one with the least left first
+(`BlockCopies.waits_by_layer`) and all is mapped, the next step computes behind blocks that are still coming, and
+`settle` says whether it counts. One restoration at a time loads from slower tiers, the one with the least left first
 (`pointers.turn`). Invariants: a block counts as restored only if its lease was still valid after it was copied
 (`Filler`); a sequence's `computed` passes a loaded block only when all before it are present, or on their way beside a
 step that `settle` judges; blocks that cannot be loaded are computed.
