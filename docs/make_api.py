@@ -41,7 +41,7 @@ MODULES = {  # module -> its public names, in the order of the page
     ),
     "kvstore_client.aio": ("connect", "AsyncSession", "AsyncLeaseStream"),
     "kvstore_tiers.base": ("Tier", "Slot", "Segment", "Outcome"),
-    "kvstored.store.policies.base": ("Policy", "Learns", "Listens", "Weighs"),
+    "kvstored.store.policies.base": ("EvictionPolicy", "Learns", "Listens", "Weighs"),
 }
 _HEAD = """# API reference
 
