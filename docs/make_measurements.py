@@ -24,7 +24,7 @@ _MACHINES = "machines.json"
 _HEAD = """# Measurements
 
 Written by `make docs` from `benchmarks/results/`: change a result file, not this page. [status.md](status.md) has the
-dozen figures that matter most. What a figure was before is in the repository's log.
+dozen figures that matter most.
 
 **Bold**: the target, which was set before the measurement, was missed. A command is `python benchmarks/COMMAND`, most
 with `--quick` and `--json`; `make bench` runs most of them, `make bench-rivals` those with other stores. Compare
