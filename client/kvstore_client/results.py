@@ -59,9 +59,9 @@ class Lookup:
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """The longest boundary, behind `blocks` blocks, at which every layer group can resume. `ended_by` is the group that
-    lacks what a later boundary needs, and `reason` says why; None and "" if the point is the end of what was asked for.
-    `reason` alone is said if there was no answer, and for a prompt that fills no block ("short").
+    """The last boundary between blocks at which every layer group can resume; `blocks` blocks lie before it. `ended_by`
+    is the group that prevents a later boundary, and `reason` says why. Both are empty (None and "") if the point is the
+    end of the prompt. Without an answer, or for a prompt shorter than a block ("short"), only `reason` is set.
 
     `LayerGroup.needed_blocks` says which blocks of a group a resume there must load.
     """

@@ -137,7 +137,9 @@ def client_of(residency: Residency, number: int, device_tiers: TierSet = NO_TIER
 
 
 def offer_of(keys: Sequence[bytes], payload_bytes: int) -> Offer:
-    """Return the offer of a chain of blocks `keys` from its root."""
+    """Return the offer that a client's put makes of the chain of blocks `keys` from its first block on. Each block has
+    `payload_bytes`.
+    """
     count = len(keys)
     return Offer(
         0, b"".join(keys), keys, [NO_PARENT, *keys[:-1]], [_NO_EXTRA] * count, [payload_bytes] * count, _NO_BYTES,

@@ -35,7 +35,9 @@ _LATE_S, _DUE_CHANCE = 30.0, 0.95  # of a request that an engine foresees
 
 
 def starting_ladders() -> list[Ladder]:
-    """Return the shipped tables and an empty one; later events decide which are believed."""
+    """Return the tables of chances that are shipped, and an empty one. A learner follows whichever predicts the events
+    best.
+    """
     return [*(Ladder(prior.order, prior.counts) for prior in shipped()), Ladder(_ORDER)]
 
 

@@ -52,10 +52,11 @@ class LayerGroup:
 
     `kind` says what a resume at a boundary between two blocks needs: "full" (K and V) and "latent" (a compressed pair,
     and what indexes it) every block before it; "sliding" the blocks with the last `window_tokens` - 1 positions before
-    it; "recurrent" the last block alone, whose payload is the state at its end. The sizes of a layer's state are said
-    by `parts`, laid one behind the other in a layer's bytes; or, where K and V are alike, by
-    `bytes_per_token_per_layer` of both together and, if an array shall have an axis of heads, `heads`, the number of
-    K/V heads in each layer.
+    it; "recurrent" the last block alone, whose payload is the state at its end.
+
+    The size of a layer's state is given in one of two ways: `parts` has the size of each part, stored one after the
+    other; or, if K and V have one size, `bytes_per_token_per_layer` has the bytes of both. Arrays of such a group have
+    an axis of heads if `heads`, the number of K/V heads in each layer, is given too.
     """
 
     group_id: int

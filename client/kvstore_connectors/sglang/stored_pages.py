@@ -28,8 +28,8 @@ MOST_PAGES = 1 << 16  # about 16 MiB of hashes
 
 
 class StoredPages:
-    """The stored pages of a session. `form_of` returns the text that is hashed into the names of a pool's pages beside
-    SGLang's hash: properties that the fingerprint of the session leaves open.
+    """SGLang's pages in the store, found and read through one session. `form_of(pool)` returns a text with the pool's
+    properties that the session's fingerprint does not have; a page's name is a hash of SGLang's hash and this text.
     """
 
     def __init__(self, session: Session, form_of: Callable[[str], str]) -> None:

@@ -64,7 +64,9 @@ class Survey:
 
 
 def survey(groups: StateGroups, answers: Sequence[Sequence[Lookup]], most: int) -> Survey:
-    """Return what all shards have. `answers`: of each shard, for each group, about the same `most` blocks."""
+    """Return the blocks of each group that all shards have. `answers[shard][group]` is the lookup of one shard for one
+    group; all are about the first `most` blocks of one prompt.
+    """
     present = [[True] * most for _ in groups.groups]
     load_s = [[0.0] * most for _ in groups.groups]
     tiers = ["host"] * most

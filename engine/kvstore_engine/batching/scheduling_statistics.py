@@ -138,11 +138,11 @@ class VirtualTokens:
 
 
 class LengthPredictor:
-    """Predicts the length of an answer from ended answers: of the closest kind with enough samples, which is tenant and
-    prompt length, tenant, or all.
+    """Predicts how many tokens an answer will have from answers that have ended: those of the same tenant with a
+    similar prompt length; if they are too few, those of the tenant; otherwise all.
 
-    Its histograms fade. A prediction is the expected rest given that the answer has not ended yet, so that an unusually
-    long one is not expected to end at every next token.
+    Older answers count less. For an answer that is running, the prediction is the expected number of further tokens
+    given its length so far, so an unusually long answer is not expected to end at every next token.
     """
 
     def __init__(self) -> None:

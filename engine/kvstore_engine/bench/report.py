@@ -83,7 +83,7 @@ def _flat(case: Case) -> dict[str, object]:
 
 
 def report_page(about: Mapping[str, object], cases: Sequence[Case]) -> str:
-    """Return the whole document."""
+    """Return the HTML report of a benchmark: the facts `about` the run, charts of `cases`, and all figures."""
     body = [markup.tiles(_best(cases))]
     for load in dict.fromkeys(case.load for case in cases):
         chosen = [case for case in cases if case.load == load]

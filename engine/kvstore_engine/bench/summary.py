@@ -119,7 +119,7 @@ def kinds(outcomes: Sequence[RequestOutcome]) -> list[str]:
 
 
 def durations(values: Iterable[float]) -> Histogram:
-    """Return the distribution of `values`; clock errors may make a value negative."""
+    """Return the histogram of `values`, in seconds. A negative value, which an error of clocks makes, counts as 0."""
     return Histogram(max(0.0, value) for value in values)
 
 

@@ -15,7 +15,7 @@ class TensorType(NamedTuple):
     block_bytes: int
 
     def row_bytes(self, elements: int) -> int:
-        """Return the bytes of one row of `elements` values, a multiple of `block_elements`."""
+        """Return the bytes of a row of `elements` values; `elements` is a multiple of `block_elements`."""
         return elements // self.block_elements * self.block_bytes
 
 

@@ -20,8 +20,8 @@ _LEAST_KEY_CHARACTERS = 8
 
 @dataclass(frozen=True, slots=True)
 class KeyOwner:
-    """The owner of a key. `priority` is the default of its requests; they may name a lower one, and a higher one up to
-    `most_priority`.
+    """The owner of an API key. `priority` is the priority of requests that name none; a request may name any priority
+    up to `most_priority`.
     """
 
     tenant: str

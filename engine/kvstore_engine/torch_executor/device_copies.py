@@ -36,8 +36,8 @@ _log = logging.getLogger(__name__)
 
 
 class DevicePoolCopies:
-    """The `BlockCopies` of a pool on `device`, with which sessions are connected. `arrivals`: the loads that the pool's
-    executor waits for. `budget` is closed with it. Raises DeviceError.
+    """Copies blocks between the store and a pool on `device`, which sessions were connected with. `arrivals`: the loads
+    that the pool's executor waits for. Closing this object closes `budget`. Raises DeviceError.
     """
 
     waits_by_layer = True

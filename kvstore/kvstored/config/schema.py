@@ -151,7 +151,8 @@ class ClusterSection:
 
 @dataclass(frozen=True)
 class TenantSection:
-    """One listed tenant; a maximum of 0 sets no limit. `remote`: the form of its blocks in remote tiers."""
+    """The settings of one tenant that the configuration lists; 0 as a maximum means no limit. `remote`: whether its
+    blocks are encrypted in remote tiers."""
 
     name: str
     uids: tuple[int, ...] = ()

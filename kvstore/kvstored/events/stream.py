@@ -120,8 +120,8 @@ class EventStream:
                 yield self._batch(topic, events)
 
     def beats(self) -> Iterator[EventBatch]:
-        """Yield a batch without events for each topic that had none since the last call: a subscriber that lost the
-        last batch, or that connected again late, sees the gap.
+        """Yield an empty batch for each topic that had no events since the last call. By its number a subscriber sees
+        that it lost earlier batches.
         """
         for topic in self._topics.values():
             if topic.is_silent and topic.next_number > self._first_number:

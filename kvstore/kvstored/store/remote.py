@@ -168,7 +168,7 @@ class RemoteValue:
         return True
 
     def expected_blocks(self, tenant: int, blocks: int) -> float:
-        """Return how many of `blocks` missing ones a question is expected to find."""
+        """Return how many of `blocks` blocks of `tenant` that are missing here a remote store is expected to have."""
         known = self._tenants.get(tenant)
         return blocks * (known.found / known.asked if known is not None else _PRIOR_FOUND / _PRIOR_ASKED)
 

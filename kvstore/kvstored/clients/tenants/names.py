@@ -42,7 +42,7 @@ class Names:
             self._nbytes += len(text)
 
     def entries(self, tenants: Iterable[str]) -> list[Entry]:
-        """Return the entries to save: all fingerprints, and the names of `tenants`."""
+        """Return the entries to save in small state: one for each known fingerprint and for each name in `tenants`."""
         return [*((_TENANT + name.encode(), b"") for name in sorted(tenants)), *self._entries]
 
     def know(self, entries: Iterable[Entry]) -> list[str]:

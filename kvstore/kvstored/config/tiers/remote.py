@@ -30,7 +30,8 @@ _LINE = re.compile(r"([a-z_]+)\s*=\s*(\S.*?)\s*\Z")
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteSection(TierSection):
-    """A tier on a remote store. `capacity_bytes`: the bytes of the blocks that this node expects to find there.
+    """A tier on a remote store. `capacity_bytes`: the most bytes of blocks in the store that this node keeps
+    in its index.
     `share`, `admission`, `rate_bytes`: which blocks are written there, and how fast (bytes a second; 0 is no limit).
     `exchange_bytes`: memory shared with the worker process.
     """

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class Mode(Enum):
-    """The mode of a part. The values are the states that `kvctl tiers` shows."""
+    """The part of its work that a tier does now. The values are the states that `kvctl tiers` shows."""
 
     OK = "ok"
     FULL = "full"  # the medium has no room: what is there is read and overwritten, nothing grows

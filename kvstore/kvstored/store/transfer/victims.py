@@ -56,12 +56,13 @@ class _Round:
 
 
 class OrphanQueue:
-    """The orphans of all tiers, which no client can reach as things are: they are evicted before the policy is asked.
+    """The queue of orphans of all tiers: blocks that no client can reach at present, because a block before them is
+    gone. Orphans are evicted before a policy chooses a block.
 
-    Owns the lists as they were last found (residency/orphans.py), the deepest first, so that a chain is never left with
-    a hole. Blocks are kept as tokens: a row number may be used again. A lease, a child that is kept and a tenant's
-    minimum keep an orphan where it is, as with a policy. An orphan that became reachable since is one no more; until
-    the next finding it may still be named, which costs a cached block.
+    The queue has the orphans of the last search (blocks/orphans.py), the deepest first, so that a chain is never left
+    with a hole. It names a block by row and generation, since a row may be used again. A lease, a child that is kept
+    and a tenant's minimum keep an orphan where it is, as with a policy. A block that became reachable again stays in
+    the queue until the next search and may be evicted.
     """
 
     def __init__(self, residency: Residency) -> None:

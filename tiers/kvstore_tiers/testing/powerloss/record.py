@@ -123,7 +123,7 @@ class Marker:
 
     @classmethod
     def of_this_process(cls) -> Marker:
-        """Return the marker of the recorded process that calls this."""
+        """Return the object that writes marks into the recording of the calling process, which is being recorded."""
         return cls(Path(os.environ["LD_PRELOAD"]))
 
     def mark(self, **said: Any) -> None:
