@@ -55,8 +55,8 @@ class LayerGroup:
     it; "recurrent" the last block alone, whose payload is the state at its end.
 
     The size of a layer's state is given in one of two ways: `parts` has the size of each part, stored one after the
-    other; or, if K and V have one size, `bytes_per_token_per_layer` has the bytes of both. Arrays of such a group have
-    an axis of heads if `heads`, the number of K/V heads in each layer, is given too.
+    other; or, if K and V have one size, `bytes_per_token_per_layer` has the bytes of both. If `heads`,
+    the number of K/V heads in each layer, is given too, arrays have an axis of heads.
     """
 
     group_id: int

@@ -138,8 +138,8 @@ class VirtualTokens:
 
 
 class LengthPredictor:
-    """Predicts how many tokens an answer will have from answers that have ended: those of the same tenant with a
-    similar prompt length; if they are too few, those of the tenant; otherwise all.
+    """Predicts how many tokens an answer will have from answers that have ended: the tenant's answers to prompts
+    of similar length; if they are too few, all answers of the tenant; otherwise all answers.
 
     Older answers count less. For an answer that is running, the prediction is the expected number of further tokens
     given its length so far, so an unusually long answer is not expected to end at every next token.
