@@ -4,6 +4,7 @@ window, after random appends, forks, shared prefixes and shortages.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -157,6 +158,15 @@ class Windows(RuleBasedStateMachine):
         sequence.rows += rows
         sequence.computed = end
         self.space.seal(sequence.table, np.array(sequence.tokens, np.int32), begin, end)
+
+    @rule(sequence=sequences, blocks=st.integers(1, 5))
+    def restore_in_vain(self, sequence: _Sequence, blocks: int) -> None:
+        """As a restoration does whose lease ends while the window is copied, or that finds no room."""
+        end = min(sequence.table.count, sequence.computed // _TOKENS + blocks) * _TOKENS
+        if end <= sequence.computed:
+            return
+        with contextlib.suppress(PoolExhausted):
+            self.windows.references.release(self.windows.prepare_restored(sequence.table, end).values())
 
     @rule(target=sequences, sequence=sequences)
     def fork(self, sequence: _Sequence) -> object:
