@@ -64,3 +64,16 @@ def test_a_window_that_cannot_be_restored_leaves_the_one_that_is_there(flaw: str
     _answer(engine, _PROMPT)
     engine.close()
     assert all(lease.released for lease in session.leases)
+
+
+def test_prompts_that_share_a_prefix_without_its_windows_are_answered_where_blocks_are_short() -> None:
+    engine, outcome = _engine(None, blocks=100, windows=30), Outcome()
+    _answer(engine, _PROMPT[:960])
+    _answer(engine, _PROMPT[::-1][:560])  # takes the place of its windows
+    prompts = {str(number): [*_PROMPT[:960], number] for number in range(3)}
+    for name, prompt in prompts.items():
+        engine.add(request(name, prompt))
+    run(engine, outcome)
+    for name, prompt in prompts.items():
+        assert outcome.tokens[name, 0] == answer_alone(prompt, 8)
+    engine.close()
