@@ -1,4 +1,4 @@
-"""Windowed layers in the batch engine: what is restored in vain, and prompts that share a prefix without its windows."""
+"""Windowed layers in the batch engine: windows restored in vain, and prompts that share a prefix without windows."""
 
 from __future__ import annotations
 
