@@ -171,3 +171,16 @@ def test_a_batch_and_a_daemon_that_died_are_computed_as_by_a_plain_cache(kind: s
         cache = KVStoreCache(session, model)
         assert torch.equal(model.generate(ids, past_key_values=cache, **ASKED), plain)
         assert cache.report.reason in ("deadline", "no_daemon") and cache.report.restored_tokens == 0
+
+
+@pytest.mark.parametrize("kind", sorted(RECURRENT))
+def test_a_prompt_that_turns_out_not_to_be_stored_is_still_computed_at_its_positions(
+    daemon: RunningDaemon, kind: str
+) -> None:
+    model, ids = grouped_model(kind), prompt(STORED, 9)
+    with opened(daemon, model) as session:
+        cache = new_cache(session, model)
+        ours = model(ids, past_key_values=cache, logits_to_keep=1).logits  # with gradients: seen after the first piece
+        assert cache.report.store_reason
+        plain = model(ids, past_key_values=DynamicCache(config=model.config), logits_to_keep=1).logits
+    assert float((ours - plain).norm() / plain.norm()) < 0.01

@@ -182,7 +182,7 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
                 self._take(self._restore(tokens, held + count - keep, beside=True), tokens)
                 call = self._cut(calls.shorten(call, self._seen.count - held), keep)
                 ids = call["input_ids"]
-        if not isinstance(self._memory, KVStack):
+        if self._seen.count and not isinstance(self._memory, KVStack):
             call = calls.with_positions(call, self._inner, self._seen.count)
         self._coming, self._called = ids, self._copies.moment() if count > 1 else None
         return call
@@ -194,6 +194,8 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         size = self._memory.cut_tokens
         if not size or self._session.state != "connected" or self._sequence.reason:
             return call
+        # Said now: if a piece turns out not to be storable, those behind it are not seen any more.
+        call = calls.with_positions(call, self._inner, self._seen.count)
         self._is_cutting = True
         try:
             *first, rest = calls.pieces(call, self._seen.count, size, keep)
