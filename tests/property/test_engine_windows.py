@@ -69,7 +69,7 @@ class _Sequence:
 
 
 class Windows(RuleBasedStateMachine):
-    """A row names its token and its position. Every sequence must find those of its window, however others go on, and
+    """A row names its token and its position. Every sequence must find the rows of its window, however others go on, and
     only blocks that nobody holds may be given up.
     """
 
@@ -161,7 +161,7 @@ class Windows(RuleBasedStateMachine):
 
     @rule(sequence=sequences, blocks=st.integers(1, 5))
     def restore_in_vain(self, sequence: _Sequence, blocks: int) -> None:
-        """As a restoration does whose lease ends while the window is copied, or that finds no room."""
+        """Prepare a restoration whose lease then ends, or that finds no room."""
         end = min(sequence.table.count, sequence.computed // _TOKENS + blocks) * _TOKENS
         if end <= sequence.computed:
             return
@@ -182,7 +182,7 @@ class Windows(RuleBasedStateMachine):
 
     @rule(sequence=sequences, data=st.data())
     def pin(self, sequence: _Sequence, data: st.DataObject) -> None:
-        """As a store does that reads a block: it must keep its rows until it is unpinned."""
+        """Pin a block like a store that reads it: the block must keep its rows until it is unpinned."""
         numbers = range(sequence.computed // _TOKENS)
         blocks = [block for index in numbers if (block := self.windows.block(sequence.table, index)) is not None]
         if blocks and not self.windows.is_pinned:

@@ -174,7 +174,7 @@ class Engine:
         return matched, self.worker.take_failed_requests()
 
     def expected(self, group: int, block: int, tokens: list[int], *, whole: bool = True) -> bytes:
-        """What a block of the store has; without `whole`, as a request needs it that goes on right behind it."""
+        """Return the bytes of a block of the store; without `whole`, the part that a request right behind it needs."""
         of_store, found = self.groups.groups[group], b""
         for member in of_store.members:
             for piece in range(of_store.pieces):
