@@ -69,8 +69,8 @@ class _Sequence:
 
 
 class Windows(RuleBasedStateMachine):
-    """A row names its token and its position. Every sequence must find the rows of its window, however others go on, and
-    only blocks that nobody holds may be given up.
+    """A row names its token and its position. Every sequence must find the rows of its window, however others go on,
+    and only blocks that nobody holds may be given up.
     """
 
     sequences = Bundle("sequences")

@@ -52,7 +52,7 @@ def skipped_of(specs: list[Any]) -> Any:
 
 
 def content(group: int, first_token: int, tokens: list[int]) -> bytes:
-    """What a pool block of a group holds."""
+    """Return the bytes of a pool block of a group."""
     return bytes((group * 61 + first_token + sum(tokens[: first_token + 1]) + 7 * at) % 255 + 1 for at in range(PAGE))
 
 
