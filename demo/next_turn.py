@@ -28,13 +28,15 @@ PAUSE_LEAST_S, PAUSE_MOST_S, PAUSE_PREFILLS = 12.0, 90.0, 5.0
 @dataclass(frozen=True)
 class Turn:
     """The second turn, and what the daemon had done for it. `blocks`: of the first turn; `demoted_blocks`: of these had
-    left DRAM meanwhile. `nvme_bytes`: what was read from NVMe after the turn had begun."""
+    left DRAM meanwhile; `needed_blocks`: of these are of layers that see all tokens, so that no turn goes on without
+    them. `nvme_bytes`: what was read from NVMe after the turn had begun, in `demanded_blocks` blocks."""
 
     pause_s: float
     first_ttft_s: float
     ttft_s: float
     blocks: int
     demoted_blocks: int
+    needed_blocks: int
     used_blocks: int
     late_blocks: int
     wasted_blocks: int
@@ -42,10 +44,16 @@ class Turn:
     computed_tokens: int
     host_bytes: int
     nvme_bytes: int
+    demanded_blocks: int
+
+    @property
+    def nothing_missing(self) -> bool:
+        """True if only blocks that had left a window were gone from DRAM, which the turn went on without."""
+        return self.restored_tokens > 0 and not (self.used_blocks or self.needed_blocks or self.demanded_blocks)
 
     @property
     def good(self) -> bool:
-        return self.used_blocks > 0
+        return self.used_blocks > 0 or self.nothing_missing
 
 
 class NextTurn:
@@ -69,7 +77,8 @@ class NextTurn:
         say(f"\nturn 1   a conversation on a node with little DRAM; the next turn is announced in {pause_s:.0f} s")
         chain = self._in_host()
         self._ask(f"Another guest asks.\n{handbook}{handbook[: len(handbook) // 2]}\n\nQuestion: Who?\nAnswer:")
-        demoted = len(chain - self._in_host())
+        left = chain.keys() - self._in_host().keys()
+        demoted, needed = len(left), sum(chain[key] == "full" for key in left)
         if not demoted:
             raise DemoFailedError("the other conversation pushed no block out of DRAM")
         say(f"         another conversation pushed {demoted} of its {len(chain)} blocks out of DRAM, to NVMe")
@@ -81,13 +90,17 @@ class NextTurn:
         figures = node.kvctl("predictor")["all"]
         turn = Turn(
             pause_s=pause_s, first_ttft_s=first["timings"]["ttft_s"], ttft_s=second["timings"]["ttft_s"],
-            blocks=len(chain), demoted_blocks=demoted, used_blocks=int(figures["used_blocks"]),
+            blocks=len(chain), demoted_blocks=demoted, needed_blocks=needed, used_blocks=int(figures["used_blocks"]),
             late_blocks=int(figures["late_blocks"]), wasted_blocks=int(figures["wasted_blocks"]),
             restored_tokens=second["tokens_restored"], computed_tokens=second["tokens_computed"],
             host_bytes=second["bytes_restored"], nvme_bytes=self._promoted_on_demand(figures),
+            demanded_blocks=int(figures["demanded_blocks"]),
         )  # fmt: skip
+        came = f"{turn.used_blocks} blocks came from DRAM, prefetched by the predictor"
+        if turn.nothing_missing:
+            came = "no block had to be brought back: its windows need none of those that had left DRAM"
         say(
-            f"turn 2   {turn.used_blocks} blocks came from DRAM, prefetched by the predictor: first token after "
+            f"turn 2   {came}: first token after "
             f"{turn.ttft_s * 1000:.0f} ms, {turn.restored_tokens} tokens restored, {turn.computed_tokens} computed"
         )
         return turn
@@ -110,6 +123,7 @@ class NextTurn:
         prompt.write_text(text)
         return self._node.ask(self._model, ANSWER_TOKENS, "--prompt-file", str(prompt), *options)
 
-    def _in_host(self) -> set[str]:
+    def _in_host(self) -> dict[str, str]:
+        """Return the blocks in DRAM by their keys, each with the kind of its layers."""
         blocks = self._node.kvctl("blocks", "--tier", "host", "--limit", "1000")["blocks"]
-        return {str(block["key"]) for block in blocks}
+        return {str(block["key"]): str(block["kind"]) for block in blocks}

@@ -31,13 +31,15 @@ def as_text(result: Result, turn: Turn) -> str:
         )
     verdict = "identical, token for token" if result.identical else "NOT identical"
     damage = "detected, quarantined and recomputed" if result.corruption_detected else "NOT detected"
+    brought = f"{turn.used_blocks} of {turn.blocks} blocks had left DRAM and were back in time"
+    if turn.nothing_missing:
+        brought = f"none of the {turn.demoted_blocks} blocks that had left DRAM was needed"
     lines += [
         "",
         f"answers: {verdict}      damaged block: {damage}      K/V bytes inside gRPC: {result.grpc_payload_bytes}",
         f"predicted turn: {turn.ttft_s * 1000:.0f} ms ({turn.first_ttft_s * 1000:.0f} ms at the first turn), "
-        f"{turn.host_bytes / 1e6:.1f} MB from DRAM, {turn.nvme_bytes / 1e6:.1f} MB waited for; {turn.used_blocks} of "
-        f"{turn.blocks} blocks had left DRAM and were back in time, {turn.late_blocks} late, "
-        f"{turn.wasted_blocks} wasted",
+        f"{turn.host_bytes / 1e6:.1f} MB from DRAM, {turn.nvme_bytes / 1e6:.1f} MB waited for; {brought}, "
+        f"{turn.late_blocks} late, {turn.wasted_blocks} wasted",
         f"daemon: ready in {result.ready_s:.2f} s, {result.idle_rss_bytes / 1e6:.0f} MB resident when idle",
         "",
         "$ kvctl tiers",

@@ -19,7 +19,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from kvstore_client import Session
-from kvstore_connectors.transformers import KVStoreCache, kvstore_session
+from kvstore_connectors.transformers import KVStoreCache, group_memory, kvstore_session
 
 ASKED = {"max_new_tokens": 10, "do_sample": False}
 STORED = 200
@@ -171,3 +171,37 @@ def test_a_batch_and_a_daemon_that_died_are_computed_as_by_a_plain_cache(kind: s
         cache = KVStoreCache(session, model)
         assert torch.equal(model.generate(ids, past_key_values=cache, **ASKED), plain)
         assert cache.report.reason in ("deadline", "no_daemon") and cache.report.restored_tokens == 0
+
+
+@pytest.mark.parametrize("kind", sorted(RECURRENT))
+def test_a_prompt_that_turns_out_not_to_be_stored_is_still_computed_at_its_positions(
+    daemon: RunningDaemon, kind: str
+) -> None:
+    model, ids = grouped_model(kind), prompt(STORED, 9)
+    with opened(daemon, model) as session:
+        cache = new_cache(session, model)
+        ours = model(ids, past_key_values=cache, logits_to_keep=1).logits  # with gradients: seen after the first piece
+        assert cache.report.store_reason
+        plain = model(ids, past_key_values=DynamicCache(config=model.config), logits_to_keep=1).logits
+    assert float((ours - plain).norm() / plain.norm()) < 0.01
+
+
+@pytest.mark.parametrize("kind", ["gemma3_text", "qwen3_next", "deepseek_v3"])
+def test_a_restoration_that_fails_halfway_leaves_the_layers_as_they_were(
+    daemon: RunningDaemon, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ids, installed = grouped_model(kind), prompt(STORED, 10), []
+    real = group_memory._install_rows
+
+    def fail_at_the_second(*arguments: Any) -> None:
+        installed.append(arguments)
+        if len(installed) == 2 - (kind == "qwen3_next"):
+            raise MemoryError("no room for the rows")
+        real(*arguments)
+
+    with opened(daemon, model) as session:
+        expected = stored(session, model, ids)
+        monkeypatch.setattr(group_memory, "_install_rows", fail_at_the_second)
+        cache = new_cache(session, model)
+        assert torch.equal(model.generate(ids, past_key_values=cache, **ASKED), expected)
+        assert installed and cache.report.restored_tokens == 0 and "no room for the rows" in cache.report.reason

@@ -4,6 +4,7 @@ window, after random appends, forks, shared prefixes and shortages.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -68,8 +69,8 @@ class _Sequence:
 
 
 class Windows(RuleBasedStateMachine):
-    """A row names its token and its position. Every sequence must find the rows of its window, whatever others do, and
-    only blocks that nobody holds may be given up.
+    """A row names its token and its position. Every sequence must find the rows of its window, however others go on,
+    and only blocks that nobody holds may be given up.
     """
 
     sequences = Bundle("sequences")
@@ -158,6 +159,15 @@ class Windows(RuleBasedStateMachine):
         sequence.computed = end
         self.space.seal(sequence.table, np.array(sequence.tokens, np.int32), begin, end)
 
+    @rule(sequence=sequences, blocks=st.integers(1, 5))
+    def restore_in_vain(self, sequence: _Sequence, blocks: int) -> None:
+        """Prepare a restoration whose lease then ends, or that finds no room."""
+        end = min(sequence.table.count, sequence.computed // _TOKENS + blocks) * _TOKENS
+        if end <= sequence.computed:
+            return
+        with contextlib.suppress(PoolExhausted):
+            self.windows.references.release(self.windows.prepare_restored(sequence.table, end).values())
+
     @rule(target=sequences, sequence=sequences)
     def fork(self, sequence: _Sequence) -> object:
         child = _Sequence(list(sequence.tokens), self.space.fork(sequence.table))
@@ -172,7 +182,7 @@ class Windows(RuleBasedStateMachine):
 
     @rule(sequence=sequences, data=st.data())
     def pin(self, sequence: _Sequence, data: st.DataObject) -> None:
-        """Pin a block as a store that reads it does: the block keeps its rows until it is unpinned."""
+        """Pin a block like a store that reads it: the block must keep its rows until it is unpinned."""
         numbers = range(sequence.computed // _TOKENS)
         blocks = [block for index in numbers if (block := self.windows.block(sequence.table, index)) is not None]
         if blocks and not self.windows.is_pinned:

@@ -46,7 +46,7 @@ def test_the_output_shown_has_the_columns_of_the_demo() -> None:
         result.answers.append(Answer(name, "", [], 1, 1.0, 1.0, 0, 0, 0, 0))
     header, *rows = [
         line
-        for line in as_text(result, Turn(1.0, 1.0, 1.0, 1, 1, 1, 0, 0, 0, 0, 0, 0)).split("\n\n")[0].splitlines()
+        for line in as_text(result, Turn(1.0, 1.0, 1.0, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0)).split("\n\n")[0].splitlines()
         if line
     ]
     assert header.split("  ")[-1].strip() in shown

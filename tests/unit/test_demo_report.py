@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -15,11 +16,11 @@ def answer(name: str, ttft_s: float) -> Answer:
     return Answer(name, "text", [1, 2], 2053, ttft_s, ttft_s, 2048, 5, 47_200_000, 0)
 
 
-def turn(used_blocks: int) -> Turn:
+def turn(used_blocks: int, needed_blocks: int = 16, demanded_blocks: int = 0) -> Turn:
     return Turn(
-        pause_s=21.0, first_ttft_s=0.9, ttft_s=0.03, blocks=16, demoted_blocks=16, used_blocks=used_blocks,
-        late_blocks=0, wasted_blocks=16 - used_blocks, restored_tokens=1024, computed_tokens=19,
-        host_bytes=23_600_000, nvme_bytes=0,
+        pause_s=21.0, first_ttft_s=0.9, ttft_s=0.03, blocks=16, demoted_blocks=16, needed_blocks=needed_blocks,
+        used_blocks=used_blocks, late_blocks=0, wasted_blocks=16 - used_blocks, restored_tokens=1024,
+        computed_tokens=19, host_bytes=23_600_000, nvme_bytes=0, demanded_blocks=demanded_blocks,
     )  # fmt: skip
 
 
@@ -44,3 +45,9 @@ def test_machines_get_all_of_it(result: Result) -> None:
 
 def test_a_turn_that_was_not_predicted_is_no_success() -> None:
     assert turn(16).good and not turn(0).good
+
+
+def test_a_turn_whose_windows_need_nothing_that_left_dram_says_so(result: Result) -> None:
+    assert turn(0, needed_blocks=0).good and not turn(0, needed_blocks=0, demanded_blocks=1).good
+    assert not replace(turn(0, needed_blocks=0), restored_tokens=0).good
+    assert "none of the 16 blocks that had left DRAM was needed, 0 late" in as_text(result, turn(0, needed_blocks=0))

@@ -22,17 +22,16 @@ from kvstore_connectors.moments import ModelCallTimes, Moment
 from kvstore_connectors.transformers import calls
 from kvstore_connectors.transformers.calls import Call, TokensHeld, as_tokens, unfit, why_not
 from kvstore_connectors.transformers.copies import TensorCopies
-from kvstore_connectors.transformers.fingerprint import difference, difference_now, inner_model, written_file
+from kvstore_connectors.transformers.fingerprint import difference, inner_model, written_file
 from kvstore_connectors.transformers.group_memory import GroupMemory
 from kvstore_connectors.transformers.layers import KVStack
 from kvstore_connectors.transformers.restore import ENDED, RestoredCache, Wanted, choice_of, is_silent, restore
-from kvstore_connectors.transformers.self_test import failure_of, prove
+from kvstore_connectors.transformers.self_test import changed, changed_now, prove
 from kvstore_connectors.transformers.sessions import copies_of, shared_session
 from kvstore_connectors.transformers.state import KVShape, state_of
 from kvstore_connectors.transformers.storer import CacheReport, ComputedBlocks, SequenceToStore, Tokens, storer_of
 
 DEFAULT_DEADLINE_S = 0.025  # a lease on what is mapped takes 1 ms; a stopped daemon must not cost 5 % of a prompt
-_CHANGED = "the model has changed since the session was opened"
 _LOST = "the last call with this cache was interrupted, and the state of this model cannot go back: make a new cache"
 
 
@@ -140,7 +139,9 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         tokens = as_tokens(input_ids)
         if not np.array_equal(tokens[:held], self._seen.all()):
             raise invalid(f"the cache holds {held} tokens that these do not begin with")
-        if reason := unfit(self._inner, self._device, self._seen.count) or self._changed():
+        if reason := unfit(self._inner, self._device, self._seen.count) or changed(
+            self._session.fingerprint, self._model
+        ):
             self._refuse(reason)
             return held
         self._take(self._restore(tokens, len(tokens) - 1, beside=False), tokens)
@@ -182,7 +183,7 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
                 self._take(self._restore(tokens, held + count - keep, beside=True), tokens)
                 call = self._cut(calls.shorten(call, self._seen.count - held), keep)
                 ids = call["input_ids"]
-        if not isinstance(self._memory, KVStack):
+        if self._seen.count and not isinstance(self._memory, KVStack):
             call = calls.with_positions(call, self._inner, self._seen.count)
         self._coming, self._called = ids, self._copies.moment() if count > 1 else None
         return call
@@ -194,6 +195,8 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         size = self._memory.cut_tokens
         if not size or self._session.state != "connected" or self._sequence.reason:
             return call
+        # Said now: if a piece turns out not to be storable, those behind it are not seen any more.
+        call = calls.with_positions(call, self._inner, self._seen.count)
         self._is_cutting = True
         try:
             *first, rest = calls.pieces(call, self._seen.count, size, keep)
@@ -278,12 +281,15 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
                 copy.update(deepcopy(layer.keys, memo), deepcopy(layer.values, memo), index)
         return copy
 
-    def _begin_anew(self) -> None:
+    def _new_memory(self) -> None:
         if isinstance(self._state, KVShape):
             self._memory = KVStack(self._state, self._copies)
         else:
             self._memory = GroupMemory(self._state, self._inner.config, self._session.block_tokens)
         self.layers = list(self._memory.layers)
+
+    def _begin_anew(self) -> None:
+        self._new_memory()
         self._sequence = SequenceToStore(self._session)
         self._seen = TokensHeld()
         self._coming = None
@@ -301,7 +307,8 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
             reason = "tokens were computed in calls that this cache did not see"
         reason = reason or unfit(self._inner, self._device, self._seen.count)
         if not reason:
-            reason = self._changed() if call["input_ids"].shape[1] > 1 else self._changed_now()
+            is_prompt = call["input_ids"].shape[1] > 1
+            reason = (changed if is_prompt else changed_now)(self._session.fingerprint, self._model)
         if reason:
             self._refuse(reason)
         return not reason
@@ -311,23 +318,6 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         would be stored with uninitialised memory.
         """
         return len(self.layers) == len(self._memory.layers) and self._memory.holds(self._seen.count)
-
-    def _changed(self) -> str:
-        """Return why the model is no longer the session's model; "" if it is. This takes too long to be called for each
-        token.
-        """
-        if differs := difference(self._session.fingerprint, self._model):
-            return f"{_CHANGED}: {differs}"
-        if written := written_file(self._inner):
-            return f"{written}, from which weights are mapped, was written to: load the model again"
-        return failure_of(self._inner, self._session.block_tokens)
-
-    def _changed_now(self) -> str:
-        """Return the changes of `_changed` that can be seen before each token: weights that were written to, other
-        adapters.
-        """
-        differs = difference_now(self._session.fingerprint, self._model)
-        return f"{_CHANGED}: {differs}" if differs else ""
 
     def _again(self, whole: Call) -> Any:
         """Run the call again from its beginning: the tokens restored for it cannot be trusted."""
@@ -356,7 +346,22 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
             memory, choice = self._memory, self._choice
             return restore(self._session, memory, wanted, choice, deadline_s=self._deadline_s, beside=beside)
         except Exception as error:  # the store must not end a generation
+            if not self._holds_all():
+                self._undo_restoration()
             return RestoredCache(self._seen.count, reason=f"restoring failed: {type(error).__name__}: {error}")
+
+    def _undo_restoration(self) -> None:
+        """Take back what a restoration that failed halfway left in some layers. Raises KVStoreError(INVALID) if these
+        cannot go back.
+        """
+        if not self._seen.count:
+            self._new_memory()
+        elif self._memory.can_go_back:
+            self._memory.go_back(self._seen.count)
+        else:
+            self._is_lost = True
+            self._refuse(_LOST)
+            raise invalid(_LOST)
 
     def _take(self, restored: RestoredCache, tokens: Tokens) -> None:
         """Record the restored part of `tokens`."""

@@ -147,9 +147,7 @@ def pieces(call: Call, held: int, size: int, keep: int) -> list[Call]:
 
 def with_positions(call: Call, model: PreTrainedModel, held: int) -> Call:
     """Return the call with positions, if it has none and the model takes them: see `state.positions`."""
-    if not held or call.get("position_ids") is not None:
-        return call
-    if "position_ids" not in inspect.signature(model.forward).parameters:
+    if call.get("position_ids") is not None or "position_ids" not in inspect.signature(model.forward).parameters:
         return call
     return {**call, "position_ids": positions(held, call["input_ids"])}
 

@@ -20,7 +20,13 @@ from transformers.cache_utils import DynamicCache
 from kvstore_client.errors import invalid
 from kvstore_connectors.moments import HostMoment
 from kvstore_connectors.transformers.copies import TokenSpan
-from kvstore_connectors.transformers.fingerprint import block_size
+from kvstore_connectors.transformers.fingerprint import (
+    block_size,
+    difference,
+    difference_now,
+    inner_model,
+    written_file,
+)
 from kvstore_connectors.transformers.group_memory import GroupMemory, read_blocks
 from kvstore_connectors.transformers.host_copies import gather, scatter
 from kvstore_connectors.transformers.layers import KVStack
@@ -35,7 +41,9 @@ from kvstore_connectors.transformers.state import (
     rows_of,
 )
 from kvstore_proto.errors import KVStoreError
+from kvstore_proto.fingerprint import Fingerprint
 
+_CHANGED = "the model has changed since the session was opened"
 STORED_TOKENS, COMPUTED_TOKENS = 64, 16
 _TOLERANCE = {torch.float32: 0.02, torch.float16: 0.3, torch.bfloat16: 0.3}  # of logits, relative: two splits round so
 
@@ -75,6 +83,26 @@ def failure_of(model: PreTrainedModel, block_tokens: int | None, *, skip: bool =
         failure = f"its self-test raised {type(error).__name__}: {error} (self_test=False opens without it)"
     _tried[model] = (state, failure)
     return failure
+
+
+def changed(session: Fingerprint, model: Any) -> str:
+    """Return why `model` is no longer the one that a session was opened for; "" if it is. This takes too long to be
+    called for each token.
+    """
+    inner = inner_model(model)
+    if differs := difference(session, model):
+        return f"{_CHANGED}: {differs}"
+    if written := written_file(inner):
+        return f"{written}, from which weights are mapped, was written to: load the model again"
+    return failure_of(inner, session.block_tokens)
+
+
+def changed_now(session: Fingerprint, model: Any) -> str:
+    """Return the changes of `changed` that can be seen before each token: weights that were written to, other
+    adapters.
+    """
+    differs = difference_now(session, model)
+    return f"{_CHANGED}: {differs}" if differs else ""
 
 
 def _try(model: PreTrainedModel, asked_block_tokens: int | None) -> str:

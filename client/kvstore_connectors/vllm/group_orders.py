@@ -116,7 +116,10 @@ class GroupOrders:
                 places = {block: group.place(tables, block) for block in range(first, full)}
             for run in self._runs(group, places):
                 found = tuple(places[block] for block in run)
-                ids: tuple[Place, ...] = ((),) * run[0] + found
+                # An order may begin with blocks that an earlier one could not store, if they stay in the pool.
+                before = range(run[0])
+                ids: tuple[Place, ...] = tuple(group.place(tables, block) if group.stays else () for block in before)
+                ids += found
                 if not group.stays:
                     self._expose(state, group, run, found)
                 yield SaveOrder(request_id, prefix_of(run[-1] + 1), run[0], ids, group.number, group.stays)

@@ -95,6 +95,8 @@ class BatchPlanner:
         for sequence in prompts:
             if left <= 0:
                 break
+            if self._space.windows is not None and not (decodes or whole or ends):
+                self._unblock(sequence)
             part = self._prompt(sequence, left, busy, is_alone=is_alone)
             if part is not None:
                 (ends if part.has_output else whole).append(part)
@@ -165,6 +167,17 @@ class BatchPlanner:
                 break
             busy.add(node)
         return self._part(sequence, begin, end) if end > begin else None
+
+    def _unblock(self, sequence: Sequence) -> None:
+        """Make room for blocks of its own, if `sequence` needs them and the step is empty so far: prompts that share
+        blocks whose windows are gone would wait for each other.
+        """
+        while sequence.block_table is not None:
+            self.skip_ready(sequence)
+            node = self._next_node(sequence)
+            is_blocked = node is not None and node.ready
+            if not is_blocked or sequence.left <= _ROW_GROUP or not self._make_room(sequence):
+                return
 
     def _part(self, sequence: Sequence, begin: int, end: int) -> BatchPart | None:
         """Return a part of a prompt, once there is room for its windows."""

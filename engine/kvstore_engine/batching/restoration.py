@@ -239,16 +239,20 @@ class Filler:
             new = windows.prepare_restored(table, position)
         except PoolExhausted:
             return False
-        for block in sorted({index // per_block for index in new}):
-            own = [index for index in new if index // per_block == block]
-            payload = np.asarray(lookup.window.payload(block - lookup.window_first))
-            pool.scatter_part(payload, own[0] % per_block, [new[index] for index in own])
-        if not lookup.window.valid:
-            windows.references.release(new.values())
-            return False
-        table.windows.update(new)
-        restoration.resumed = True
-        return True
+        is_valid = False
+        try:
+            for block in sorted({index // per_block for index in new}):
+                own = [index for index in new if index // per_block == block]
+                payload = np.asarray(lookup.window.payload(block - lookup.window_first))
+                pool.scatter_part(payload, own[0] % per_block, [new[index] for index in own])
+            is_valid = lookup.window.valid
+        finally:
+            if not is_valid:
+                windows.references.release(new.values())
+        if is_valid:
+            windows.add_restored(table, position, new)
+            restoration.resumed = True
+        return is_valid
 
     def _load(self, restoration: Restoration, lease: KvLease, base: int, portion: range) -> PoolLoad:
         sequence, pool = restoration.sequence, self._space.pool

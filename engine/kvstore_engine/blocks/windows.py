@@ -87,12 +87,15 @@ class WindowBlocks:
 
     def prepare_restored(self, table: BlockTable, position: int) -> dict[int, int]:
         """Return the blocks that the sequence lacks to go on at `position`, new ones by number, for the caller to fill
-        and to add to `table`. Raises PoolExhausted.
+        and then to give to `add_restored`, or to release. The table does not change. Raises PoolExhausted.
         """
-        needed = self.needed(position)
-        self._leave(table, needed.start)
-        missing = [index for index in needed if index not in table.windows]
+        missing = [index for index in self.needed(position) if index not in table.windows]
         return dict(zip(missing, self.allocate(len(missing)), strict=True))
+
+    def add_restored(self, table: BlockTable, position: int, blocks: dict[int, int]) -> None:
+        """Let the sequence have `blocks` of `prepare_restored`, which are filled, and go on at `position`."""
+        self._leave(table, self.needed(position).start)
+        table.windows.update(blocks)
 
     def copy(self, block: int | None) -> int:
         """Return a new block with a copy of `block`'s bytes, if one is given, for the caller to release. Raises

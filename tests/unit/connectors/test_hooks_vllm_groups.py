@@ -20,6 +20,7 @@ from kvstore_connectors.vllm.saver import Saver
 from kvstore_connectors.vllm.scheduler import LoadRules, SchedulerSide
 from kvstore_connectors.vllm.tensors import PagedLayers
 from kvstore_connectors.vllm.worker import VllmWorkerSide
+from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.identity import pack_tokens
 from kvstore_restore.choice import LoadChoice
 from tests.reference.vllm_records import BLOCK_TOKENS, KeyedStore, group_spec, groups_of, request
@@ -51,7 +52,7 @@ def skipped_of(specs: list[Any]) -> Any:
 
 
 def content(group: int, first_token: int, tokens: list[int]) -> bytes:
-    """Return the bytes that a pool block of a group holds."""
+    """Return the bytes of a pool block of a group."""
     return bytes((group * 61 + first_token + sum(tokens[: first_token + 1]) + 7 * at) % 255 + 1 for at in range(PAGE))
 
 
@@ -255,6 +256,22 @@ def test_a_copy_that_does_not_come_in_time_is_dropped_and_never_takes_what_came_
         for block, found in enumerate(engine.stored(group, TOKENS)):
             assert found in (None, engine.expected(group, block, TOKENS), bytes(PAGE)), "late is absent, never wrong"
     assert all(found is not None for found in engine.stored(0, TOKENS)), "a group that stays is not cut off"
+
+
+@pytest.mark.parametrize("model", ["sliding and full", "two head sizes"])
+def test_blocks_that_stay_in_the_pool_are_stored_later_if_the_store_refused_them(model: str) -> None:
+    store = store_for(model)
+    engine, size = Engine(store, model), groups_of(*MODELS[model]).block_tokens
+    store.fail_with = KVStoreError(ErrorKind.INTERNAL, "for a while")
+    asked = request("r", TOKENS)
+    engine.side.matched_tokens(asked, 0)
+    engine.side.admitted(asked, 0, ())
+    for computed in range(0, 64, size):
+        if computed == 2 * size:
+            store.fail_with = None
+        engine.step(TOKENS, computed, size)
+        assert engine.saver.drain(PATIENCE_S)
+    assert engine.stored(0, TOKENS) == [engine.expected(0, block, TOKENS) for block in range(64 // size)]
 
 
 def test_a_block_that_is_missing_in_one_group_ends_the_hit_before_it_and_not_after_the_window() -> None:
