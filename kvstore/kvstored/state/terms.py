@@ -49,6 +49,7 @@ class TermsKeeper:
                     await self.restore()
             except (OSError, TimeoutError) as error:
                 why = str(error) or f"it takes more than {START_S:g} s"
+                self._later.is_pending = True
                 log.warning("saved terms cannot be read (%s): blocks begin with the terms of their headers", why)
 
     async def restore(self) -> None:
@@ -61,7 +62,7 @@ class TermsKeeper:
             for first in range(0, len(entries), 512):
                 self._retention.restore(entries[first : first + 512])
                 await asyncio.sleep(0)
-            self.is_read = True
+            self.is_read, self._later.is_pending = True, False
             if not entries:
                 self._mark.unlink(missing_ok=True)
 
@@ -102,23 +103,19 @@ class TermsKeeper:
     async def _save(self) -> None:
         later = self._later
         await self._process.open()  # which says what is in it
-        is_whole, changed = later.is_whole, dict(later.changed)
-        later.is_whole = False
-        keys = later.all_keys() if is_whole else list(changed)
-        kept: list[bytes] = []
+        is_whole, steps = later.begin_save()
         try:
             async with self._process.transaction(durable=True) as change:
-                for entries, gone in later.entries(keys):
-                    await self._put(change, entries, gone)
-                    kept += (key for key, _ in entries if is_whole)
-                    await asyncio.sleep(0)
                 if is_whole and later.sees_all:
-                    await change.keep_only("pins", kept)
+                    await change.keep_only("pins", [])
+                for entries, gone in steps:
+                    await self._put(change, entries, gone)
+                    await asyncio.sleep(0)
         except BaseException:
-            later.is_whole |= is_whole
+            later.not_saved(is_whole=is_whole)
             raise
-        later.saved(changed)
-        if later.sees_all and not later.all_keys():
+        later.saved(is_whole=is_whole)
+        if later.sees_all and not later.is_any:
             self._mark.unlink(missing_ok=True)
 
     async def _put(self, change: Transaction, entries: list[Entry], gone: list[bytes]) -> None:

@@ -361,7 +361,7 @@ class ResidencyView:
         """Reset the optional columns of a block that is gone; its row may remain as a placeholder."""
         if self.pinned_by(row):
             self.pinned_bytes[self.tenant_of(row)] -= self.slot_bytes(row)
-        if self.terms_gone is not None and self.rows.optional.get("told_later", row):
+        if self.terms_gone is not None and self.rows.optional.get("later_terms", row):
             self.terms_gone(row)
         self.rows.optional.reset((row,))
 
