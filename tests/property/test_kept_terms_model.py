@@ -65,15 +65,15 @@ class Model:
 
     def save(self, goes_well: bool) -> None:
         later = self.retention.later
-        is_whole, steps = later.begin_save()
+        _, steps = later.begin_save()
         if not goes_well:
-            later.not_saved(is_whole=is_whole)
+            later.not_saved()
             return
         for stored, gone in steps:
             self.entries.update(stored)
             for key in gone:
                 self.entries.pop(key, None)
-        later.saved(is_whole=is_whole)
+        later.saved()
         self.saved = dict(self.terms)
         assert not later.changed
 

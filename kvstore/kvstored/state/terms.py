@@ -112,9 +112,9 @@ class TermsKeeper:
                     await self._put(change, entries, gone)
                     await asyncio.sleep(0)
         except BaseException:
-            later.not_saved(is_whole=is_whole)
+            later.not_saved()
             raise
-        later.saved(is_whole=is_whole)
+        later.saved()
         if later.sees_all and not later.is_any:
             self._mark.unlink(missing_ok=True)
 

@@ -44,15 +44,16 @@ class SavedTerms(NamedTuple):
 class LaterTerms:
     """Notes changes once `follow` was called; nothing needs them without a small state. `owners(row)` returns the names
     of the owners that have pinned a block. `changed`: the number of the tenant and the key of each changed block.
-    `is_whole`: all entries must be saved anew, because too many blocks have changed or the state is empty. `is_pending`:
-    entries of a former process may be there that could not be read yet. `wanted` is set when somebody waits for a
-    save."""
+    `is_whole`: all entries must be saved anew, because too many blocks have changed or the state is empty.
+    `is_pending`: there may be entries of a former process that could not be read yet. `wanted` is set when somebody
+    waits for a save."""
 
     def __init__(self, residency: Residency, clock: Clock, owners: Callable[[int], list[str]]) -> None:
         self._residency, self._clock, self._owners = residency, clock, owners
         self.is_followed = self.is_whole = self.is_pending = self._has_ended = False
         self.changed: set[tuple[int, bytes]] = set()
         self._saving: set[tuple[int, bytes]] = set()  # by the save that has begun
+        self._is_saving_whole = False
         self._is_incomplete = False  # `changed`: it was emptied since the last save of all entries
         self.wanted = asyncio.Event()
         self._waiting: asyncio.Future[bool] | None = None
@@ -82,7 +83,8 @@ class LaterTerms:
 
     def is_unsaved(self, row: int) -> bool:
         """Return whether the small state does not have the present terms of a block yet."""
-        if self._is_incomplete or (self.is_whole and self._residency.rows.optional.get("later_terms", row)):
+        is_whole = self.is_whole or self._is_saving_whole
+        if self._is_incomplete or (is_whole and self._residency.rows.optional.get("later_terms", row)):
             return True
         if not self.changed and not self._saving:
             return False
@@ -117,20 +119,20 @@ class LaterTerms:
         """Begin to save all changes until now; call `saved` or `not_saved` next. Return whether all entries are saved
         anew, and in steps the entries to store, and the keys of the entries to remove."""
         is_whole, self.is_whole = self.is_whole, False
-        self._saving, self.changed = self.changed, set()
+        self._saving, self.changed, self._is_saving_whole = self.changed, set(), is_whole
         return is_whole, self._entries(chain(self._saving, self._all_blocks() if is_whole else ()))
 
-    def saved(self, *, is_whole: bool) -> None:
-        """Note that the changes before `begin_save` are committed. `is_whole`: as `begin_save` returned it."""
-        self._saving = set()
-        if is_whole and not self.is_whole:
+    def saved(self) -> None:
+        """Note that the changes before `begin_save` are committed."""
+        if self._is_saving_whole and not self.is_whole:
             self._is_incomplete = False
+        self._saving, self._is_saving_whole = set(), False
 
-    def not_saved(self, *, is_whole: bool) -> None:
+    def not_saved(self) -> None:
         """Note that the changes before `begin_save` are not committed."""
         self._saving |= self.changed
-        self._saving, self.changed = set(), self._saving
-        self.is_whole |= is_whole
+        self.is_whole |= self._is_saving_whole
+        self._saving, self.changed, self._is_saving_whole = set(), self._saving, False
 
     def _entries(self, blocks: Iterator[tuple[int, bytes]]) -> Iterator[tuple[list[Entry], list[bytes]]]:
         while some := list(islice(blocks, STEP_ENTRIES)):

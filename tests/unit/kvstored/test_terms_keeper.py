@@ -145,9 +145,9 @@ def test_a_put_is_durable_only_with_its_terms(tmp_path: Path, mode: DurabilityMo
             async def saver() -> None:
                 while True:
                     await later.wanted.wait()
-                    waiting, (is_whole, _) = later.take_waiting(), later.begin_save()
+                    waiting, _ = later.take_waiting(), later.begin_save()
                     assert waiting is not None
-                    (later.saved if goes_well else later.not_saved)(is_whole=is_whole)
+                    (later.saved if goes_well else later.not_saved)()
                     waiting.set_result(goes_well)
 
             async def put(terms: Terms) -> list[int]:

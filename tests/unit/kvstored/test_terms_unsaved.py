@@ -71,6 +71,26 @@ def test_a_block_stored_anew_is_not_durable_while_its_old_entry_is_there(
     asyncio.run(run())
 
 
+def test_terms_are_unsaved_until_the_save_of_all_entries_has_ended(tmp_path: Path) -> None:
+    """The state was set aside: terms that were saved before are not, until they are committed anew."""
+
+    async def run() -> None:
+        retention = retention_of(index_of(64), SystemClock())
+        process = StateProcess(tmp_path, "1", SystemClock())
+        keeper = TermsKeeper(process, retention, Unsaved(), tmp_path)
+        retention.change([5], PINNED)
+        assert await keeper.save()
+        retention.later.is_whole = True
+        saving, unsaved = asyncio.create_task(keeper.save()), []
+        while not saving.done():
+            unsaved.append(retention.later.is_unsaved(5))
+            await asyncio.sleep(0)
+        assert all(unsaved) and not retention.later.is_unsaved(5)
+        await process.close()
+
+    asyncio.run(run())
+
+
 def test_a_save_looks_at_few_blocks_at_once_however_many_have_terms(tmp_path: Path) -> None:
     async def run() -> None:
         residency = index_of(16 * STEP_ENTRIES)
