@@ -141,6 +141,7 @@ class StateProcess:
                     yield change
                     failpoints.hit("state.commit")
             except BaseException as error:
+                self._yielding = None  # its limit has ended
                 if self._writer is not None:  # else it has died
                     self._send(packed_json(Verb.ABORT))
                     await self._answer()

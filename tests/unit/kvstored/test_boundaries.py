@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from itertools import pairwise
 
@@ -128,6 +129,25 @@ def test_windows_that_become_known_later_count_for_what_is_stored() -> None:
     assert scene.spent(*range(6), 20, 21) == [0, 3]
     assert [scene.evict() for _ in range(8)][:2] in ([0, 3], [3, 0])
     assert len(scene.residency) == 0 and check(scene.residency) == []
+
+
+def test_a_client_that_makes_a_window_known_holds_up_nobody() -> None:
+    """Its fingerprint has a window, and blocks of it were stored by a daemon before: they are marked bit by bit."""
+
+    async def run() -> None:
+        scene = Scene(0)
+        scene.put(*range(2000))
+        scene.window = 2
+        scene.boundaries.learn_soon()
+        assert scene.residency.kind_window == [2], "at once"
+        marked = 0
+        while marked < 1998:
+            before, marked = marked, len(scene.spent(*range(2000)))
+            assert marked - before <= 512
+            await asyncio.sleep(0)
+        assert scene.spent(1998, 1999) == []
+
+    asyncio.run(run())
 
 
 def test_step_by_step_is_the_same_as_all_at_once() -> None:

@@ -243,6 +243,30 @@ def test_one_transaction_is_there_or_nothing_of_it(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+def test_an_urgent_transaction_may_come_while_one_that_gives_way_is_being_given_up(tmp_path: Path) -> None:
+    async def run() -> None:
+        state = StateProcess(tmp_path, "1", ManualClock())
+        await state.open()
+
+        async def fails() -> None:
+            async with state.transaction(yields=True) as change:
+                await change.put("pins", [(b"a", b"1")])
+                raise RuntimeError("of its own")
+
+        failing = asyncio.create_task(fails())
+        for _ in range(3):  # it has failed, and the process has not answered yet
+            await asyncio.sleep(0)
+        assert not failing.done()
+        async with state.transaction(is_urgent=True) as change:
+            await change.put("pins", [(b"b", b"2")])
+        with pytest.raises(RuntimeError, match="of its own"):
+            await failing
+        assert await state.read("pins") == [(b"b", b"2")]
+        await state.close()
+
+    asyncio.run(run())
+
+
 def test_after_two_deaths_it_is_set_aside_and_who_saves_is_told(tmp_path: Path) -> None:
     async def run() -> None:
         clock, told = ManualClock(), []
