@@ -14,7 +14,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from kvstored.state.process import StateProcess, Transaction
+from kvstored.state.process import DEATHS, StateProcess, Transaction
 from kvstored.store.later_terms import Entry
 from kvstored.store.retention import Retention
 from kvstored.unsaved import Unsaved
@@ -46,11 +46,21 @@ class TermsKeeper:
         if self._mark.exists():
             try:
                 async with asyncio.timeout(START_S):
-                    await self.restore()
+                    await self._restore_patiently()
             except (OSError, TimeoutError) as error:
                 why = str(error) or f"it takes more than {START_S:g} s"
                 self._later.is_pending = True
                 log.warning("saved terms cannot be read (%s): blocks begin with the terms of their headers", why)
+
+    async def _restore_patiently(self) -> None:
+        """Do `restore`, again and again while it fails, as a damaged file is set aside after some deaths of its process.
+        Raises the last OSError."""
+        for left in range(DEATHS, -1, -1):
+            try:
+                return await self.restore()
+            except OSError:
+                if not left:
+                    raise
 
     async def restore(self) -> None:
         """Give blocks the saved terms, unless that was done. Raises OSError."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -154,6 +156,24 @@ def test_terms_that_are_read_late_are_not_given_to_blocks_that_were_stored_since
         assert await keeper.save()
         assert residency.terms_of(row) == (0, 0, 0) and not retention.later.is_unsaved(row)
         assert await process.read("pins") == []
+        await process.close()
+
+    asyncio.run(run())
+
+
+def test_a_start_gives_blocks_their_saved_terms_although_the_process_of_the_state_died(tmp_path: Path) -> None:
+    async def run() -> None:
+        retention = retention_of(index_of(64), SystemClock())
+        process = StateProcess(tmp_path, "1", SystemClock())
+        retention.change([5], PINNED)
+        assert await TermsKeeper(process, retention, Unsaved(), tmp_path).save()
+        await process.close()
+
+        residency = index_of(64)
+        process.start()
+        os.kill(process.pid, signal.SIGKILL)
+        await TermsKeeper(process, retention_of(residency, SystemClock()), Unsaved(), tmp_path).restore_before_serving()
+        assert residency.pinned_by(5)
         await process.close()
 
     asyncio.run(run())
