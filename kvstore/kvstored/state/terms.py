@@ -53,8 +53,8 @@ class TermsKeeper:
                 log.warning("saved terms cannot be read (%s): blocks begin with the terms of their headers", why)
 
     async def _restore_patiently(self) -> None:
-        """Do `restore`, again and again while it fails, as a damaged file is set aside after some deaths of its process.
-        Raises the last OSError."""
+        """Do `restore`, again while it fails: after some deaths of its process a damaged file is set aside. Raises the
+        last OSError."""
         for left in range(DEATHS, -1, -1):
             try:
                 return await self.restore()
@@ -102,7 +102,7 @@ class TermsKeeper:
         try:
             await self.restore()
             async with self._turn:
-                if self._later.changed or self._later.is_whole:
+                if not self._later.are_saved:
                     await self._save()
         except OSError as error:
             self._unsaved.failed(self._mark, error, COST)

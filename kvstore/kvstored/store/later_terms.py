@@ -91,6 +91,11 @@ class LaterTerms:
         block = self._residency.tenant_of(row), self._residency.key(row)
         return block in self.changed or block in self._saving
 
+    @property
+    def are_saved(self) -> bool:
+        """Return whether the small state has all later terms."""
+        return not (self.changed or self._saving or self.is_whole or self._is_saving_whole)
+
     def when_saved(self) -> asyncio.Future[bool]:
         """Return a future that is True when all present changes are saved so that a loss of power does not undo them;
         False when that has failed."""
