@@ -125,7 +125,7 @@ class TermsKeeper:
             later.not_saved()
             raise
         later.saved()
-        if later.sees_all and not later.is_any:
+        if later.sees_all and later.are_saved and not later.is_any:
             self._mark.unlink(missing_ok=True)
 
     async def _put(self, change: Transaction, entries: list[Entry], gone: list[bytes]) -> None:
