@@ -152,7 +152,7 @@ def test_evicted_blocks_leave_few_rows_behind(policy: str) -> None:
 
 
 def test_a_client_that_makes_a_window_known_holds_up_nobody() -> None:
-    """Its fingerprint has a window, and blocks of it were stored by a daemon before: they are marked bit by bit."""
+    """The fingerprint has a window, and blocks of it were stored by a daemon before: they are marked bit by bit."""
 
     async def run() -> None:
         scene = Scene(0)

@@ -221,7 +221,7 @@ def test_what_was_learned_of_a_deleted_block_does_not_come_back_after_a_kill(tmp
 
 
 def test_nothing_is_written_anew_while_entries_of_deleted_blocks_cannot_be_removed(tmp_path: Path) -> None:
-    """A rewrite copies saved terms: with those of a deleted block in them, it would not have removed every trace."""
+    """A rewrite copies saved terms: if they name a deleted block, it has not removed every trace."""
 
     async def run() -> None:
         residency = index_of(BLOCKS)
