@@ -14,6 +14,7 @@ from kvstore_tiers.testing.faulty import Fault, hung
 from kvstored.clock import NS_PER_S
 from kvstored.lifecycle import Cause
 from kvstored.store.blocks.check import check
+from kvstored.store.blocks.listing import rows_in
 from kvstored.store.transfer import evacuation
 from tests.reference.small_store import SmallStore, small_store
 from tests.reference.tiers import HOST, NVME
@@ -523,7 +524,7 @@ def test_a_container_that_is_cut_anew_meanwhile_is_not_evicted_from_as_if_it_wer
                 large.extend(range(7001, 7003))
                 (aside,) = room._evacuation.aside
                 arena = next(each.container for each in small.store.host.containers() if each.container != aside)
-                for other in residency.rows_in(HOST, arena):
+                for other in rows_in(residency, HOST, arena):
                     for taken in residency.remove(other, Cause.DROPPED, 1):
                         small.store.host.free(taken.slot)
                 for number in large:

@@ -65,15 +65,17 @@ class Model:
 
     def save(self, goes_well: bool) -> None:
         later = self.retention.later
-        changed = dict(later.changed)
-        if goes_well:
-            for stored, gone in later.entries(list(changed)):
-                self.entries.update(stored)
-                for key in gone:
-                    self.entries.pop(key, None)
-            later.saved(changed)
-            self.saved = dict(self.terms)
-            assert not later.changed
+        _, steps = later.begin_save()
+        if not goes_well:
+            later.not_saved()
+            return
+        for stored, gone in steps:
+            self.entries.update(stored)
+            for key in gone:
+                self.entries.pop(key, None)
+        later.saved()
+        self.saved = dict(self.terms)
+        assert not later.changed
 
     def crash(self, ns: int) -> None:
         """End without a save. Every block is found on NVMe, also the removed ones: as stored anew."""

@@ -68,7 +68,12 @@ def saver_of(residency: Residency, directory: Path, counters: Counters, policy: 
     )  # fmt: skip
     tenants: Any = SimpleNamespace(know=nothing, all=list, named_entries=lambda _: [])
     process = StateProcess(directory, "benchmark", store.clock)
-    terms: Any = SimpleNamespace(restore=process.open, save=process.open)
+
+    async def saved() -> bool:
+        await process.open()
+        return True
+
+    terms: Any = SimpleNamespace(restore=process.open, save=saved)
     return StateSaver(process, store, tenants, Unsaved(), RATE_BYTES, terms)
 
 

@@ -199,8 +199,7 @@ class ClientSessions:
         session.fingerprint_id = self._tenants.fingerprint_number(session.fingerprint_digest)
         session.family = self._tenants.family(session.fingerprint)
         if any(group.window_blocks(1) for group in session.fingerprint.groups):
-            for _ in self._store.boundaries.learn():
-                pass
+            self._store.boundaries.learn_soon()
 
     def _make_staging(self, wanted_bytes: int, name: str) -> StagingMemory | None:
         granted_bytes = self._staging_pool.take(wanted_bytes)

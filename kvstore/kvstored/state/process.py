@@ -64,6 +64,7 @@ class StateProcess:
         self._writer: asyncio.StreamWriter | None = None
         self._turn = asyncio.Lock()
         self._yielding: asyncio.Timeout | None = None  # of the transaction that gives way to an urgent one
+        self._urgent = 0  # transactions that wait for their turn
         self._deaths_ns: list[int] = []
         self._distrusted = ""
         self._is_owed = False  # an answer
@@ -131,7 +132,9 @@ class StateProcess:
         if is_urgent and self._yielding is not None:
             self._yielding.reschedule(asyncio.get_running_loop().time())
             self._yielding = None
-        async with self._asked():
+        async with self._asked(is_urgent=is_urgent):
+            if yields and self._urgent:
+                raise Interrupted
             change = Transaction(self._send_all)
             if rewrite:
                 self._send(packed_json(Verb.REWRITE))
@@ -141,6 +144,7 @@ class StateProcess:
                     yield change
                     failpoints.hit("state.commit")
             except BaseException as error:
+                self._yielding = None  # its limit has ended
                 if self._writer is not None:  # else it has died
                     self._send(packed_json(Verb.ABORT))
                     await self._answer()
@@ -172,8 +176,13 @@ class StateProcess:
     # Inside
 
     @asynccontextmanager
-    async def _asked(self) -> AsyncIterator[None]:
-        async with self._turn:
+    async def _asked(self, *, is_urgent: bool = False) -> AsyncIterator[None]:
+        self._urgent += is_urgent
+        try:
+            await self._turn.acquire()
+        finally:
+            self._urgent -= is_urgent
+        try:
             await self._open()
             try:
                 yield
@@ -183,6 +192,8 @@ class StateProcess:
                 if self._is_owed:
                     self._end()  # in the middle of an answer: the next call begins with another process
                 raise
+        finally:
+            self._turn.release()
 
     async def _open(self) -> None:
         if self._writer is not None:

@@ -199,15 +199,16 @@ class StateSaver:
             return
         began_ns, deletions = self._store.clock.monotonic_ns(), self._store.residency.deletions
         self._runner.busy_s = 0.0
-        rewrite = self._owes_rewrite(is_last=is_last)
-        if rewrite or is_last:
-            await self.terms.save()  # a rewrite copies its database: nothing deleted may be in it
+        is_due = self._owes_rewrite(is_last=is_last)
+        # A rewrite copies the saved terms: nothing deleted may be among them.
+        are_terms_saved = not (is_due or is_last) or await self.terms.save()
+        rewrite = is_due and are_terms_saved
         try:
             await self.process.open()  # which says what is in it
             yields = self._yields and not is_last
             async with self.process.transaction(rewrite=rewrite, yields=yields) as change:
                 done = await self._put(change, everything=rewrite, is_last=is_last)
-                if is_last:
+                if is_last and rewrite == is_due:
                     await change.put("about", [(ENDED, IN_ORDER)])
         except Interrupted:
             self._yields, self.pause_s = False, 0.0

@@ -14,7 +14,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from kvstored.state.process import StateProcess, Transaction
+from kvstored.state.process import DEATHS, StateProcess, Transaction
 from kvstored.store.later_terms import Entry
 from kvstored.store.retention import Retention
 from kvstored.unsaved import Unsaved
@@ -46,10 +46,21 @@ class TermsKeeper:
         if self._mark.exists():
             try:
                 async with asyncio.timeout(START_S):
-                    await self.restore()
+                    await self._restore_patiently()
             except (OSError, TimeoutError) as error:
                 why = str(error) or f"it takes more than {START_S:g} s"
+                self._later.is_pending = True
                 log.warning("saved terms cannot be read (%s): blocks begin with the terms of their headers", why)
+
+    async def _restore_patiently(self) -> None:
+        """Do `restore`, again while it fails: after some deaths of its process a damaged file is set aside. Raises the
+        last OSError."""
+        for left in range(DEATHS, -1, -1):
+            try:
+                return await self.restore()
+            except OSError:
+                if not left:
+                    raise
 
     async def restore(self) -> None:
         """Give blocks the saved terms, unless that was done. Raises OSError."""
@@ -61,7 +72,7 @@ class TermsKeeper:
             for first in range(0, len(entries), 512):
                 self._retention.restore(entries[first : first + 512])
                 await asyncio.sleep(0)
-            self.is_read = True
+            self.is_read, self._later.is_pending = True, False
             if not entries:
                 self._mark.unlink(missing_ok=True)
 
@@ -91,7 +102,7 @@ class TermsKeeper:
         try:
             await self.restore()
             async with self._turn:
-                if self._later.changed or self._later.is_whole:
+                if not self._later.are_saved:
                     await self._save()
         except OSError as error:
             self._unsaved.failed(self._mark, error, COST)
@@ -102,23 +113,19 @@ class TermsKeeper:
     async def _save(self) -> None:
         later = self._later
         await self._process.open()  # which says what is in it
-        is_whole, changed = later.is_whole, dict(later.changed)
-        later.is_whole = False
-        keys = later.all_keys() if is_whole else list(changed)
-        kept: list[bytes] = []
+        is_whole, steps = later.begin_save()
         try:
             async with self._process.transaction(durable=True) as change:
-                for entries, gone in later.entries(keys):
-                    await self._put(change, entries, gone)
-                    kept += (key for key, _ in entries if is_whole)
-                    await asyncio.sleep(0)
                 if is_whole and later.sees_all:
-                    await change.keep_only("pins", kept)
+                    await change.keep_only("pins", [])
+                for entries, gone in steps:
+                    await self._put(change, entries, gone)
+                    await asyncio.sleep(0)
         except BaseException:
-            later.is_whole |= is_whole
+            later.not_saved()
             raise
-        later.saved(changed)
-        if later.sees_all and not later.all_keys():
+        later.saved()
+        if later.sees_all and later.are_saved and not later.is_any:
             self._mark.unlink(missing_ok=True)
 
     async def _put(self, change: Transaction, entries: list[Entry], gone: list[bytes]) -> None:

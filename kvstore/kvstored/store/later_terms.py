@@ -4,9 +4,9 @@ The module notes the blocks whose later terms have changed since they were saved
 small state has them (`state/terms.py`). A saved entry has all terms of one block, and replaces its header's. The module
 sets no terms and does no I/O.
 
-Invariants: a block is in `changed` from the change of its terms until a commit that began later; a removed block whose
-terms were saved is in `changed` until its entry is removed, so no block that is stored anew under its key is called
-durable before that.
+Invariants: a block is unsaved from the change of its terms until a commit that began later; a removed block whose terms
+were saved is unsaved until its entry is removed, so no block that is stored anew under its key is called durable before
+that.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -24,65 +25,76 @@ from kvstored.store.blocks import Residency
 
 MOST_CHANGED = 1 << 18  # blocks that are noted one by one: 50 MB
 STEP_ENTRIES = 512  # packed in one step: some 2 ms
-_TERMS = struct.Struct("<IbB")  # expiry in seconds since the epoch, 0: never; priority; `told_later`
-PINS, ALL = 1, 2  # in the column `told_later`: only the pins, or the expiry and the priority too
+_TERMS = struct.Struct("<IbB")  # expiry in seconds since the epoch, 0: never; priority; `scope`
+PINS, ALL = 1, 2  # in the column `later_terms`, a scope: only the pins, or the expiry and the priority too
 _EXPIRY_MAX = (1 << 32) - 1
 Entry = tuple[bytes, bytes]
 
 
 class SavedTerms(NamedTuple):
-    """The terms in one entry. `expires_s`: seconds since the epoch; 0 means never. `owners`: of pins. `told`: `PINS`
+    """The terms in one entry. `expires_s`: seconds since the epoch; 0 means never. `owners`: of pins. `scope`: `PINS`
     when the header has expiry and priority, otherwise `ALL`."""
 
     expires_s: int
     priority: int
     owners: list[str]
-    told: int
+    scope: int
 
 
 class LaterTerms:
     """Notes changes once `follow` was called; nothing needs them without a small state. `owners(row)` returns the names
-    of the owners that have pinned a block. `changed`: by number of the tenant and key, the number of the change.
-    `is_whole`: all entries must be saved anew, because too many blocks have changed or the state is empty. `wanted` is
-    set when somebody waits for a save."""
+    of the owners that have pinned a block. `changed`: the number of the tenant and the key of each changed block.
+    `is_whole`: all entries must be saved anew, because too many blocks have changed or the state is empty.
+    `is_pending`: there may be entries of a former process that could not be read yet. `wanted` is set when somebody
+    waits for a save."""
 
     def __init__(self, residency: Residency, clock: Clock, owners: Callable[[int], list[str]]) -> None:
         self._residency, self._clock, self._owners = residency, clock, owners
-        self.is_followed = self.is_whole = self._has_ended = False
-        self.changed: dict[tuple[int, bytes], int] = {}
-        self._changes = 0
+        self.is_followed = self.is_whole = self.is_pending = self._has_ended = False
+        self.changed: set[tuple[int, bytes]] = set()
+        self._saving: set[tuple[int, bytes]] = set()  # by the save that has begun
+        self._is_saving_whole = False
+        self._is_incomplete = False  # `changed`: it was emptied since the last save of all entries
         self.wanted = asyncio.Event()
         self._waiting: asyncio.Future[bool] | None = None
 
     def follow(self) -> None:
         """Note changes from now on."""
         self.is_followed = True
-        self._residency.terms_gone = self._note
+        self._residency.terms_gone = self.note_entry
 
-    def note(self, row: int, told: int) -> None:
-        """Note that later terms of the block have changed. `told`: `PINS` when only its pins have, otherwise `ALL`."""
+    def note(self, row: int, scope: int) -> None:
+        """Note that later terms of the block have changed. `scope`: `PINS` when only its pins have, otherwise `ALL`."""
         optional = self._residency.rows.optional
-        optional.set("told_later", row, max(told, optional.get("told_later", row)))
-        self._note(row)
+        optional.set("later_terms", row, max(scope, optional.get("later_terms", row)))
+        self.note_entry(row)
 
-    def _note(self, row: int) -> None:
-        self.note_key(self._residency.tenant_of(row), self._residency.key(row))
+    def note_entry(self, row: int) -> None:
+        """Note that the saved entry of the block in `row`, if there is one, is not right any more."""
+        self._note_key(self._residency.tenant_of(row), self._residency.key(row))
 
-    def note_key(self, tenant: int, key: bytes) -> None:
-        """Note that the saved entry of a block is not right any more."""
-        self._changes += 1
-        self.changed[tenant, key] = self._changes
+    def _note_key(self, tenant: int, key: bytes) -> None:
+        self.changed.add((tenant, key))
         if len(self.changed) > MOST_CHANGED:
-            self.is_whole = True
+            self.is_whole = self._is_incomplete = True
             self.changed.clear()
 
     # For those who wait
 
     def is_unsaved(self, row: int) -> bool:
         """Return whether the small state does not have the present terms of a block yet."""
-        if self.is_whole and self._residency.rows.optional.get("told_later", row):
+        is_whole = self.is_whole or self._is_saving_whole
+        if self._is_incomplete or (is_whole and self._residency.rows.optional.get("later_terms", row)):
             return True
-        return bool(self.changed) and (self._residency.tenant_of(row), self._residency.key(row)) in self.changed
+        if not self.changed and not self._saving:
+            return False
+        block = self._residency.tenant_of(row), self._residency.key(row)
+        return block in self.changed or block in self._saving
+
+    @property
+    def are_saved(self) -> bool:
+        """Return whether the small state has all later terms."""
+        return not (self.changed or self._saving or self.is_whole or self._is_saving_whole)
 
     def when_saved(self) -> asyncio.Future[bool]:
         """Return a future that is True when all present changes are saved so that a loss of power does not undo them;
@@ -95,7 +107,7 @@ class LaterTerms:
         return self._waiting
 
     def end(self) -> None:
-        """Note that nobody saves any more until the last save: whoever waits, now or later, is told that it failed."""
+        """Note that nobody saves any more until the last save: whoever waits, now or later, gets False."""
         self._has_ended = True
         if self._waiting is not None:
             self._waiting.set_result(False)
@@ -108,37 +120,59 @@ class LaterTerms:
 
     # What is saved
 
-    def entries(self, keys: Sequence[tuple[int, bytes]]) -> Iterator[tuple[list[Entry], list[bytes]]]:
-        """Yield in steps the entries to store, and the keys of the entries to remove, for the blocks `keys`."""
-        for first in range(0, len(keys), STEP_ENTRIES):
+    def begin_save(self) -> tuple[bool, Iterator[tuple[list[Entry], list[bytes]]]]:
+        """Begin to save all changes until now; call `saved` or `not_saved` next. Return whether all entries are saved
+        anew, and in steps the entries to store, and the keys of the entries to remove."""
+        is_whole, self.is_whole = self.is_whole, False
+        self._saving, self.changed, self._is_saving_whole = self.changed, set(), is_whole
+        return is_whole, self._entries(chain(self._saving, self._all_blocks() if is_whole else ()))
+
+    def saved(self) -> None:
+        """Note that the changes before `begin_save` are committed."""
+        if self._is_saving_whole and not self.is_whole:
+            self._is_incomplete = False
+        self._saving, self._is_saving_whole = set(), False
+
+    def not_saved(self) -> None:
+        """Note that the changes before `begin_save` are not committed."""
+        self._saving |= self.changed
+        self.is_whole |= self._is_saving_whole
+        self._saving, self.changed, self._is_saving_whole = set(), self._saving, False
+
+    def _entries(self, blocks: Iterator[tuple[int, bytes]]) -> Iterator[tuple[list[Entry], list[bytes]]]:
+        while some := list(islice(blocks, STEP_ENTRIES)):
             stored, gone = [], []
-            for tenant, key in keys[first : first + STEP_ENTRIES]:
+            for tenant, key in some:
                 row, name = self._residency.find_any(tenant, key), self._key(tenant, key)
-                if row >= 0 and self._is_told(row):
+                if row >= 0 and self._has_terms(row):
                     stored.append((name, self._value(row)))
                 else:
                     gone.append(name)
             yield stored, gone
 
-    def _is_told(self, row: int) -> bool:
+    def _has_terms(self, row: int) -> bool:
         """Return whether the block has later terms now; forget that it had some when it has none left."""
-        told = self._residency.rows.optional.get("told_later", row)
-        if told == PINS and not self._residency.pinned_by(row):
-            self._residency.rows.optional.set("told_later", row, 0)
+        scope = self._residency.rows.optional.get("later_terms", row)
+        if scope == PINS and not self._residency.pinned_by(row):
+            self._residency.rows.optional.set("later_terms", row, 0)
             return False
-        return told > 0
+        return scope > 0
 
-    def all_keys(self) -> list[tuple[int, bytes]]:
-        """Return every block that has later terms, as in `changed`."""
-        residency, column = self._residency, self._residency.rows.optional.view("told_later")
-        rows = [] if column is None else np.flatnonzero(column).tolist()
-        return [(residency.tenant_of(row), residency.key(row)) for row in rows]
+    def _all_blocks(self) -> Iterator[tuple[int, bytes]]:
+        """Yield every block that has later terms, as in `changed`; the index may change meanwhile."""
+        residency, column = self._residency, self._residency.rows.optional.view("later_terms")
+        rows = np.empty(0, np.int64) if column is None else np.flatnonzero(column)
+        del column  # no view of a column is kept over a pause
+        for first in range(0, len(rows), STEP_ENTRIES):
+            for row in rows[first : first + STEP_ENTRIES].tolist():
+                if residency.rows.optional.get("later_terms", row):
+                    yield residency.tenant_of(row), residency.key(row)
 
-    def saved(self, changed: dict[tuple[int, bytes], int]) -> None:
-        """Note that the changes `changed`, a former copy of `self.changed`, are committed."""
-        for block, number in changed.items():
-            if self.changed.get(block) == number:
-                del self.changed[block]
+    @property
+    def is_any(self) -> bool:
+        """Return whether any block has later terms."""
+        column = self._residency.rows.optional.view("later_terms")
+        return column is not None and bool(column.any())
 
     @property
     def sees_all(self) -> bool:
@@ -152,8 +186,8 @@ class LaterTerms:
         residency, expires_s = self._residency, self._residency.expires_s(row)
         if expires_s:  # rounded down, as everywhere: no block lives longer
             expires_s = min(max((expires_s * NS_PER_S + self._ahead_ns()) // NS_PER_S, 1), _EXPIRY_MAX)
-        told = residency.rows.optional.get("told_later", row)
-        return _TERMS.pack(expires_s, residency.priority(row), told) + "\n".join(self._owners(row)).encode()
+        scope = residency.rows.optional.get("later_terms", row)
+        return _TERMS.pack(expires_s, residency.priority(row), scope) + "\n".join(self._owners(row)).encode()
 
     # What was saved
 
@@ -172,10 +206,10 @@ class LaterTerms:
                 expires_s = terms.expires_s
                 if expires_s:  # what has expired meanwhile stays expired
                     expires_s = min(max((expires_s * NS_PER_S - ahead_ns) // NS_PER_S, 1), _EXPIRY_MAX)
-                residency.rows.optional.set("told_later", row, terms.told)
+                residency.rows.optional.set("later_terms", row, terms.scope)
                 yield row, terms._replace(expires_s=expires_s)
             elif self.sees_all and tenant >= 0:
-                self.note_key(tenant, key)
+                self._note_key(tenant, key)
             elif self.sees_all:
                 self.is_whole = True
 
@@ -187,8 +221,8 @@ class LaterTerms:
 def terms_in(value: bytes) -> SavedTerms | None:
     """Return the terms in a value; None for bytes of another form."""
     try:
-        expires_s, priority, told = _TERMS.unpack_from(value)
+        expires_s, priority, scope = _TERMS.unpack_from(value)
         owners = value[_TERMS.size :].decode()
     except (struct.error, UnicodeDecodeError):
         return None
-    return SavedTerms(expires_s, priority, owners.split("\n") if owners else [], told)
+    return SavedTerms(expires_s, priority, owners.split("\n") if owners else [], scope)

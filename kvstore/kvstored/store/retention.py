@@ -30,6 +30,7 @@ from kvstored.store.idle import IdleCopies
 from kvstored.store.later_terms import ALL, PINS, Entry, LaterTerms
 from kvstored.store.movement import Ground
 from kvstored.store.policies.ranked import Priorities
+from kvstored.tier_set import ONLY
 
 log = logging.getLogger(__name__)
 OWNERS_MAX = 32  # of pins of one tenant: a bit each
@@ -123,6 +124,8 @@ class Retention:
         def count(sign: int) -> None:
             self._coming_bytes[tenant] += sign * nbytes
             self._coming_owners[tenant, terms.pin] += sign
+            if not self._coming_owners[tenant, terms.pin]:
+                del self._coming_owners[tenant, terms.pin]
 
         count(1)
         return partial(count, -1)
@@ -140,11 +143,17 @@ class Retention:
         """Set the terms of new blocks; `terms` contain the tenant's defaults already. Headers have all but pins."""
         if terms != NO_TERMS:
             self._set(rows, terms)
-            for row in rows if self.later.is_followed else ():
-                if told := self._residency.rows.optional.get("told_later", row):  # it got another copy
-                    self.later.note(row, told)
-                elif terms.pin:
-                    self.later.note(row, PINS)
+        residency, later = self._residency, self.later
+        mask, only = residency.rows.mask, ONLY[residency.mapped]
+        for row in rows if later.is_followed else ():
+            if mask[row] != only and residency.terms_of(row) != (0, 0, 0):  # another copy's header has other terms
+                later.note(row, ALL)
+            elif scope := residency.rows.optional.get("later_terms", row):
+                later.note(row, scope)
+            elif terms.pin:
+                later.note(row, PINS)
+            elif later.is_pending:
+                later.note_entry(row)
 
     def stored_before(self, rows: Sequence[int], terms: Terms) -> None:
         """Apply the terms of a put to blocks that were stored before, as far as they keep the blocks longer: a later
@@ -222,7 +231,7 @@ class Retention:
                     bits |= self._bit_of(tenant, owner)
                 except KVStoreError as error:
                     log.warning("a pin of %s is lost: %s", owner, error)
-            if terms.told == ALL:
+            if terms.scope == ALL:
                 self._residency.rows.optional.set("expires_s", row, terms.expires_s)
                 self.priorities.set(row, terms.priority, now_ns)
             self._residency.set_owners(row, bits)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from itertools import pairwise
 
@@ -128,6 +129,45 @@ def test_windows_that_become_known_later_count_for_what_is_stored() -> None:
     assert scene.spent(*range(6), 20, 21) == [0, 3]
     assert [scene.evict() for _ in range(8)][:2] in ([0, 3], [3, 0])
     assert len(scene.residency) == 0 and check(scene.residency) == []
+
+
+@pytest.mark.parametrize("policy", ["lru", "chain-hazard"])
+def test_evicted_blocks_leave_few_rows_behind(policy: str) -> None:
+    """The ends of long chains stay long: an index that kept a row for each block before them would grow for ever."""
+    scene, chance = Scene(2, policy), random.Random(1)
+    for number in range(1, 60):
+        scene.put(0, 1, *range(1000 * number, 1000 * number + chance.randrange(1, 60)))
+        while len(scene.residency) > 40:
+            scene.evict()
+        assert check(scene.residency) == []
+        assert scene.residency.rows.live <= 4 * len(scene.residency)
+    for number in range(1, 60):  # some of it comes back
+        scene.put(0, 1, *range(1000 * number, 1000 * number + 30))
+        while len(scene.residency) > 40:
+            scene.evict()
+    assert check(scene.residency) == []
+    while len(scene.residency):
+        scene.evict()
+    assert scene.residency.rows.live == 0 and check(scene.residency) == []
+
+
+def test_a_client_that_makes_a_window_known_holds_up_nobody() -> None:
+    """The fingerprint has a window, and blocks of it were stored by a daemon before: they are marked bit by bit."""
+
+    async def run() -> None:
+        scene = Scene(0)
+        scene.put(*range(2000))
+        scene.window = 2
+        scene.boundaries.learn_soon()
+        assert scene.residency.kind_window == [2], "at once"
+        marked = 0
+        while marked < 1998:
+            before, marked = marked, len(scene.spent(*range(2000)))
+            assert marked - before <= 512
+            await asyncio.sleep(0)
+        assert scene.spent(1998, 1999) == []
+
+    asyncio.run(run())
 
 
 def test_step_by_step_is_the_same_as_all_at_once() -> None:

@@ -6,7 +6,7 @@ from kvstored.lifecycle import Cause
 from kvstored.store.blocks import CyclicChainError
 from kvstored.store.blocks.check import check
 from kvstored.store.blocks.keys import unpack_keys
-from kvstored.store.blocks.listing import Selection, page, rows_of_fingerprint
+from kvstored.store.blocks.listing import Selection, page, row_at, rows_in, rows_of_fingerprint
 from tests.reference.blocks import BLOCK_BYTES, Shelf, key, pack
 
 HOST, NVME = 0, 1
@@ -208,11 +208,11 @@ def test_places_can_be_asked_for_blocks(shelf: Shelf) -> None:
     rows = shelf.chain(*range(6))
     slots = {row: shelf.residency.slot(row, HOST) for row in rows}
     for row, slot in slots.items():
-        assert shelf.residency.row_at(HOST, slot.container, slot.offset) == row
+        assert row_at(shelf.residency, HOST, slot.container, slot.offset) == row
     in_first = sorted((slot.offset, row) for row, slot in slots.items() if slot.container == 1)
-    assert shelf.residency.rows_in(HOST, 1) == [row for _, row in in_first]
-    assert shelf.residency.row_at(HOST, 99, 0) == -1
-    assert shelf.residency.rows_in(NVME, 1) == []
+    assert rows_in(shelf.residency, HOST, 1) == [row for _, row in in_first]
+    assert row_at(shelf.residency, HOST, 99, 0) == -1
+    assert rows_in(shelf.residency, NVME, 1) == []
 
 
 def test_pages_cover_every_block_once(shelf: Shelf) -> None:

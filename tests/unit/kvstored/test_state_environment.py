@@ -32,7 +32,7 @@ from kvstored.state.environment import (
     open_shared,
     require_whole,
 )
-from kvstored.state.process import StateProcess
+from kvstored.state.process import Interrupted, StateProcess
 from kvstored.state.shown import shown
 from kvstored.state.tables import PIECE, packed
 from kvstored.store.blocks.usage import GROUP_BYTES
@@ -238,6 +238,59 @@ def test_one_transaction_is_there_or_nothing_of_it(tmp_path: Path) -> None:
             await change.put("names", [(b"tenant:x", b"")])
         assert await state.read("pins") == [(b"a", b"1")], "what only the environment has is copied"
         assert state.path.name == "state-000002.mdb"
+        await state.close()
+
+    asyncio.run(run())
+
+
+def test_an_urgent_transaction_may_come_while_one_that_gives_way_is_being_given_up(tmp_path: Path) -> None:
+    async def run() -> None:
+        state = StateProcess(tmp_path, "1", ManualClock())
+        await state.open()
+
+        async def fails() -> None:
+            async with state.transaction(yields=True) as change:
+                await change.put("pins", [(b"a", b"1")])
+                raise RuntimeError("of its own")
+
+        failing = asyncio.create_task(fails())
+        for _ in range(3):  # it has failed, and the process has not answered yet
+            await asyncio.sleep(0)
+        assert not failing.done()
+        async with state.transaction(is_urgent=True) as change:
+            await change.put("pins", [(b"b", b"2")])
+        with pytest.raises(RuntimeError, match="of its own"):
+            await failing
+        assert await state.read("pins") == [(b"b", b"2")]
+        await state.close()
+
+    asyncio.run(run())
+
+
+def test_what_gives_way_gives_way_also_when_its_turn_comes_before_the_urgent_one(tmp_path: Path) -> None:
+    async def run() -> None:
+        state, ends = StateProcess(tmp_path, "1", ManualClock()), asyncio.Event()
+        await state.open()
+
+        async def stands(*, yields: bool) -> None:
+            async with state.transaction(yields=yields):
+                await ends.wait()
+                ends.clear()
+
+        async def urgent() -> None:
+            async with state.transaction(is_urgent=True) as change:
+                await change.put("pins", [(b"b", b"2")])
+
+        tasks = []
+        for work in (stands(yields=False), stands(yields=True), urgent()):
+            tasks.append(asyncio.create_task(work))
+            await asyncio.sleep(0)
+        ends.set()
+        async with asyncio.timeout(30):
+            await tasks[2]
+        await tasks[0]
+        with pytest.raises(Interrupted):
+            await tasks[1]
         await state.close()
 
     asyncio.run(run())

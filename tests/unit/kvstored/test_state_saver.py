@@ -220,6 +220,36 @@ def test_what_was_learned_of_a_deleted_block_does_not_come_back_after_a_kill(tmp
     assert residency.why_missing(0, found[0]).cause is Cause.EVICTED
 
 
+def test_nothing_is_written_anew_while_entries_of_deleted_blocks_cannot_be_removed(tmp_path: Path) -> None:
+    """A rewrite copies saved terms: if they name a deleted block, it has not removed every trace."""
+
+    async def run() -> None:
+        residency = index_of(BLOCKS)
+        saver = saver_of(residency, tmp_path, Counters())
+        assert await saver.restore()
+        await saver.save()
+        key, goes_well, save = residency.key(CHAIN - 1), False, saver.terms.save
+        async with saver.process.transaction() as change:
+            await change.put("pins", [(b"aa" + key, b"terms")])
+
+        async def terms_saved() -> bool:
+            if goes_well:
+                async with saver.process.transaction() as change:
+                    await change.remove("pins", [b"aa" + key])
+            return goes_well and await save()
+
+        saver.terms.save = terms_saved  # type: ignore[method-assign]
+        residency.remove(CHAIN - 1, Cause.DROPPED, 1)
+        await saver.save(is_last=True)
+        assert saver._owes_rewrite(is_last=True)
+        goes_well = True
+        await saver.save(is_last=True)
+        assert not saver._owes_rewrite(is_last=True) and key not in saver.process.path.read_bytes()
+        await saver.process.close()
+
+    asyncio.run(run())
+
+
 def test_what_was_learned_of_a_deleted_tenant_does_not_come_back_after_a_kill(tmp_path: Path) -> None:
     assert asyncio.run(killed_after(tmp_path, lambda index, *_: index.forget(0, None)))[1] == []
 

@@ -64,7 +64,7 @@ def test_changes_are_saved_without_anybody_waiting(tmp_path: Path, monkeypatch: 
     async def run() -> None:
         async with node(tmp_path) as one:
             one.retention.change([3, 5], PINNED)
-            while one.retention.later.changed:
+            while not one.retention.later.are_saved:
                 await asyncio.sleep(0.02)
             assert (tmp_path / MARK).exists()
             async with one.process.transaction(rewrite=True):
@@ -113,7 +113,7 @@ def test_who_waits_learns_that_nothing_can_be_saved_and_the_next_save_has_it_all
             assert not await one.retention.later.when_saved()
             assert ["forgets pins" in sentence for sentence in one.unsaved.sentences()] == [True]
             place.mkdir()
-            while one.retention.later.changed:
+            while not one.retention.later.are_saved:
                 await asyncio.sleep(0.02)
             assert one.unsaved.sentences() == []
         async with node(place) as two:
@@ -145,10 +145,9 @@ def test_a_put_is_durable_only_with_its_terms(tmp_path: Path, mode: DurabilityMo
             async def saver() -> None:
                 while True:
                     await later.wanted.wait()
-                    waiting, changed = later.take_waiting(), dict(later.changed)
+                    waiting, _ = later.take_waiting(), later.begin_save()
                     assert waiting is not None
-                    if goes_well:
-                        later.saved(changed)
+                    (later.saved if goes_well else later.not_saved)()
                     waiting.set_result(goes_well)
 
             async def put(terms: Terms) -> list[int]:

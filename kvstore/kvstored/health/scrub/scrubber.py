@@ -22,6 +22,7 @@ from kvstore_tiers.segments import AlignedBuffer
 from kvstored.clock import NS_PER_S
 from kvstored.health.scrub.worker import ScrubSettings, position_of
 from kvstored.store.assembly import Store
+from kvstored.store.blocks.listing import row_at
 from kvstored.store.transfer.lane import Priority, Refused
 from kvstored.store.transfer.link import lane_name
 from kvstored.store.transfer.mover import LaneTransfer
@@ -188,7 +189,7 @@ class Scrubber:
     async def _judge(self, suspect: dict[str, Any]) -> None:
         residency, nvme, writeback = self._store.residency, self._store.nvme, self._store.writeback
         assert nvme is not None and writeback is not None
-        row = residency.row_at(residency.durable, int(suspect["slab"]), int(suspect["offset"]))
+        row = row_at(residency, residency.durable, int(suspect["slab"]), int(suspect["offset"]))
         if row < 0 or not residency.has(row, residency.durable):
             return
         if suspect["key"]:

@@ -32,7 +32,7 @@ OF_BLOCKS = (
     Column("expires_s", "I"),  # when the block expires, in whole seconds of the monotonic clock; 0: never
     Column("priority", "b"),  # a lower one leaves a tier first
     Column("pinned_by", "I"),  # who pinned it: one bit for each of its tenant's owners of pins
-    Column("told_later", "B"),  # terms that its header does not have and small state does (later_terms.py)
+    Column("later_terms", "B"),  # which of its terms no header has, and small state does (later_terms.py)
 )
 OF_COPIES = (
     Column("codec", "B"),  # the number of the codec that made the stored bytes; 0: they are the payload

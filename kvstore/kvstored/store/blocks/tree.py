@@ -24,6 +24,7 @@ class ChainTree:
     def __init__(self, view: ResidencyView, listeners: Listeners) -> None:
         self._view = view
         self._listeners = listeners
+        self._below: dict[int, int] = {}  # by a stored block's row, a placeholder that was its child; it may be stale
 
     def take(self, key: bytes, kind: int, depth: int, payload_bytes: int) -> int:
         """Return a new row, without parent, children or copies."""
@@ -55,17 +56,48 @@ class ChainTree:
         return parent
 
     def forget_empty(self, row: int) -> None:
-        """End a row that has no copy, unless it has children; then its placeholder ancestors, likewise."""
+        """End a row that has no copy, unless it has children; then its placeholder ancestors, likewise. Of placeholders
+        that follow one another, and whose children need no parents, one is kept."""
         rows = self._view.rows
         self._view.changes += 1
+        if rows.links[row] and self._is_spare(row):
+            self._shorten(row)
+            return
         while row >= 0 and not (rows.links[row] or rows.mask[row] or rows.filling[row]):
             key = rows.keys[row]
             if key is None:
                 raise RuntimeError(f"row {row} ended twice")
             del self._view.tenants[self._view.kind_tenant[rows.kind[row]]].unreadable[key]
             parent = self.unlink(row)
+            self._below.pop(row, None)
             rows.give_back(row)
             row = parent
+
+    def _is_spare(self, row: int) -> bool:
+        """Return whether `row` is the placeholder of a block whose children are of use without it."""
+        rows = self._view.rows
+        return not rows.mask[row] and not rows.filling[row] and self._view.stands_alone(row)
+
+    def _shorten(self, row: int) -> None:
+        """End `row`, which has become a placeholder, or its parent, where one of them stands between placeholders."""
+        rows, child = self._view.rows, self._below.pop(row, -1)
+        if child >= 0 and rows.parent[child] == row and self._is_spare(child) and rows.links[row] == 1:
+            self._leave_out(row, child)
+            row = child
+        parent = rows.parent[row]
+        if parent >= 0 and rows.links[parent] == 1 and self._is_spare(parent):
+            self._leave_out(parent, row)
+            parent = rows.parent[row]
+        if parent >= 0:
+            self._below[parent] = row
+
+    def _leave_out(self, row: int, child: int) -> None:
+        """End the placeholder `row`: its only child `child` takes its place under its parent."""
+        rows, key = self._view.rows, self._view.key(row)
+        rows.parent[child], rows.parent[row] = rows.parent[row], -1
+        rows.links[row] = 0
+        del self._view.tenants[self._view.kind_tenant[rows.kind[row]]].unreadable[key]
+        rows.give_back(row)
 
     def parent_or_placeholder(self, tenant: int, key: bytes, kind: int, depth: int, payload_bytes: int) -> int:
         """Return the row of the parent `key` of a block in `depth`, or a new placeholder of that block's `kind` and

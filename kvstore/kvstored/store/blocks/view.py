@@ -197,20 +197,6 @@ class ResidencyView:
         position = self.fastest(row)
         return position if position < self.in_memory else -1
 
-    def rows_in(self, tier: int, container: int) -> list[int]:
-        """Return the rows with a copy (in any state) in a container, by offset. The scan takes about 1 ms for a million
-        rows."""
-        copies = self.copies[tier]
-        here = np.frombuffer(copies.container, np.uint32) == container
-        rows = np.flatnonzero(here & (np.frombuffer(copies.state, np.uint8) != 0))
-        found: list[int] = rows[np.argsort(np.frombuffer(copies.offset, np.uint64)[rows], kind="stable")].tolist()
-        return found
-
-    def row_at(self, tier: int, container: int, offset: int) -> int:
-        """Return the row with a copy (in any state) at `offset` of a container, or -1. It scans as `rows_in` does."""
-        offsets = self.copies[tier].offset
-        return next((row for row in self.rows_in(tier, container) if offsets[row] == offset), -1)
-
     # What may be evicted
 
     def pin_count(self, row: int) -> int:
@@ -361,7 +347,7 @@ class ResidencyView:
         """Reset the optional columns of a block that is gone; its row may remain as a placeholder."""
         if self.pinned_by(row):
             self.pinned_bytes[self.tenant_of(row)] -= self.slot_bytes(row)
-        if self.terms_gone is not None and self.rows.optional.get("told_later", row):
+        if self.terms_gone is not None and self.rows.optional.get("later_terms", row):
             self.terms_gone(row)
         self.rows.optional.reset((row,))
 

@@ -11,6 +11,7 @@ Nothing is done for blocks of groups that need all of a chain.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -64,6 +65,16 @@ class Boundaries:
             if row < 0:
                 return
 
+    def learn_soon(self) -> None:
+        """Take over the windows of fingerprints that were not known before at once, and mark blocks that are stored
+        already a few at a time, in later turns of the running event loop.
+        """
+        self._go_on(self.learn())
+
+    def _go_on(self, steps: Iterator[None]) -> None:
+        if next(steps, steps) is None:
+            asyncio.get_running_loop().call_soon(self._go_on, steps)
+
     def learn(self) -> Iterator[None]:
         """Take over the windows of fingerprints that were not known before, for blocks that are stored already; pause
         now and then.
@@ -78,15 +89,20 @@ class Boundaries:
         here = np.flatnonzero(np.isin(kinds, new) & (np.frombuffer(residency.rows.mask, np.uint8) != 0))
         spent = self._spent(new)
         del kinds  # no view of a column is kept over a pause
-        waiting = [(residency.token(row), bool(spent[row])) for row in here.tolist()]
-        for at, (token, is_spent) in enumerate(waiting):
-            row = residency.current(token)
-            if row >= 0 and is_spent and not residency.priority(row):
-                self._priorities.set(row, SPENT, now_ns)
-            elif row >= 0:
-                residency.release(row)
-            if at % _SLICE_ROWS == 0:
-                yield
+        generations = np.frombuffer(residency.rows.generation, np.uint32)[here]
+        are_spent = spent[here]
+        yield
+        for first in range(0, len(here), _SLICE_ROWS):
+            part = slice(first, first + _SLICE_ROWS)
+            current = np.frombuffer(residency.rows.generation, np.uint32)[here[part]] == generations[part]
+            for row, is_current, is_spent in zip(here[part].tolist(), current, are_spent[part], strict=True):
+                if not is_current or not residency.rows.mask[row]:
+                    continue
+                if is_spent and not residency.priority(row):
+                    self._priorities.set(row, SPENT, now_ns)
+                else:
+                    residency.release(row)
+            yield
 
     def _spent(self, kinds: Sequence[int]) -> npt.NDArray[np.bool_]:
         """Return by row whether no boundary of a chain of these kinds needs it."""

@@ -25,6 +25,7 @@ from typing import Any, Final, TypeVar
 from kvstore_tiers.base import ContainerReport, Outcome, OutcomeKind, Slot, Tier
 from kvstored.lifecycle import Cause, CopyState
 from kvstored.store.blocks import Residency
+from kvstored.store.blocks.listing import rows_in
 from kvstored.store.transfer.eviction import SLICE_EVICTIONS, Allowance, Eviction, SlotExit
 from kvstored.store.transfer.relocation import Copy, Relocation
 from kvstored.store.transfer.victims import Coldest, Victims
@@ -212,7 +213,7 @@ class Evacuation:
     def _rows_to_move(self, report: ContainerReport) -> list[int] | None:
         """Return the blocks of a container; None when it cannot be emptied now: a block is pinned, read or being
         written, or a slot is held by no block (limbo, quarantine)."""
-        rows = self._residency.rows_in(self._position, report.container)
+        rows = rows_in(self._residency, self._position, report.container)
         if len(rows) != report.used_slots or not all(map(self._may_move, rows)):
             return None
         return rows if self._relocation.affords(report.used_slots * report.slot_bytes) else None

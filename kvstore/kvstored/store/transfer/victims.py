@@ -16,6 +16,7 @@ import numpy as np
 from kvstore_tiers.base import ContainerReport
 from kvstored.clock import Clock
 from kvstored.store.blocks import Residency
+from kvstored.store.blocks.listing import rows_in
 from kvstored.store.blocks.orphans import Tokens
 from kvstored.store.blocks.rows import TierCopies
 from kvstored.store.policies import EvictionPolicy, Learns, Weighs
@@ -225,7 +226,7 @@ class Coldest:
     def _by_last_use(self) -> Iterator[int]:
         """Yield children before their parents: a run of blocks is used at once, and a parent whenever its child is."""
         residency, position = self._residency, self._position
-        rows = residency.rows_in(position, self._container)
+        rows = rows_in(residency, position, self._container)
         rows.sort(key=lambda row: (residency.last_access_ns(row), -residency.depth(row)))
         for token in [residency.token(row) for row in rows]:
             row = residency.current(token)
