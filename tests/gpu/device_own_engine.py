@@ -65,7 +65,7 @@ class WatchedCopies:
 
     def __init__(self, copies: DevicePoolCopies | HostPoolCopies) -> None:
         self.copies, self.on_device, self.is_ending = copies, 0, False
-        self.steps_wait, self.device = copies.waits_by_layer, copies.device
+        self.waits_by_layer, self.device = copies.waits_by_layer, copies.device
 
     def load(self, lease: KvLease, blocks: Sequence[tuple[int, list[int]]]) -> PoolLoad:
         assert isinstance(lease, Lease)

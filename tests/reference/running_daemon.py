@@ -25,7 +25,7 @@ import grpc
 
 import kvstore_client
 from kvstore_client import Fingerprint, Session
-from kvstore_client.testing.daemon import eventually as eventually
+from kvstore_client.testing import daemon as kit
 from kvstore_proto.v1 import admin_pb2, admin_pb2_grpc
 from tests.reference.conversations import model
 from tests.reference.forked import ForkedProcess, popen
@@ -35,6 +35,7 @@ MIB = 1 << 20
 READY_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 60.0
 PATIENCE_S = 60.0  # a machine that is short of time is no failure
+eventually = partial(kit.eventually, timeout_s=PATIENCE_S)
 SMALL = (
     "host.capacity=32MiB",
     "host.staging=8MiB",
