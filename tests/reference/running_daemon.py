@@ -35,7 +35,6 @@ MIB = 1 << 20
 READY_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 60.0
 PATIENCE_S = 60.0  # a machine that is short of time is no failure
-eventually = partial(kit.eventually, timeout_s=PATIENCE_S)
 SMALL = (
     "host.capacity=32MiB",
     "host.staging=8MiB",
@@ -253,3 +252,8 @@ def assert_no_damage(nvme_dir: Path) -> None:
         from kvstore_tiers.nvme.check import Severity, check_directory
 
         assert [str(f) for f in check_directory(nvme_dir) if f.severity is Severity.DAMAGE] == []
+
+
+def eventually(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> bool:
+    """Return whether `condition` comes true within `timeout_s`."""
+    return kit.eventually(condition, timeout_s)

@@ -148,14 +148,15 @@ async def test_a_stream_that_its_caller_leaves_gives_everything_back(driven: Dri
     await driven.put_on_nvme_alone(KEYS)
     answers, run = await driven.begin_stream(GetRequest(PACKED))
     lane = driven.small.store.mover.lanes["nvme→host"]
-    assert sum(lane.statistics(0).queued + lane.statistics(0).in_flight) == BLOCKS - 1
+    left = sum(lane.statistics(0).queued + lane.statistics(0).in_flight)
+    assert 1 < left < BLOCKS, "the first block has come, and perhaps another one since"
     await answers.aclose()
     assert sum(lane.statistics(0).queued + lane.statistics(0).in_flight) == 1, (
         "what was queued is not read; the read under way ends"
     )
     assert driven.operations.get.release(driven.client, [run.lease_id]) == 1
     await driven.small.settle()
-    assert [driven.tiers_of(key) for key in KEYS] == [ON_BOTH] * 2 + [1 << NVME] * 3
+    assert [driven.tiers_of(key) for key in KEYS] == [ON_BOTH] * (BLOCKS - left + 1) + [1 << NVME] * (left - 1)
     assert (await driven.get(KEYS)).blocks == BLOCKS
 
 
