@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import subprocess
 import sys
@@ -34,10 +33,11 @@ def daemon() -> Iterator[RunningDaemon]:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind(daemon: RunningDaemon) -> Iterator[None]:
-    before = descriptors_of(daemon)
+    assert eventually(daemon.knows_its_state)
+    before = daemon.descriptors()
     yield
     assert eventually(lambda: daemon.status().leases == 0), "leases outlive their client"
-    assert eventually(lambda: descriptors_of(daemon) <= before + 2), "descriptors outlive their client"
+    assert eventually(lambda: daemon.descriptors() <= before + 2), "descriptors outlive their client"
     assert "Traceback" not in daemon.log, daemon.log
 
 
@@ -73,10 +73,6 @@ class RawStream:
 
 def ping(request_id: int, payload: bytes = b"") -> pb.Request:
     return pb.Request(request_id=request_id, ping=pb.Ping(payload=payload))
-
-
-def descriptors_of(daemon: RunningDaemon) -> int:
-    return len(os.listdir(f"/proc/{daemon.pid}/fd"))
 
 
 def break_stream(session: Session) -> None:
@@ -148,13 +144,13 @@ def test_to_ask_again_ends_the_stream_before_and_holds_no_more_descriptors(daemo
     with RawClient(daemon.socket_dir, MODEL) as raw:
         first = RawStream(raw)
         assert first.ask(ping(1)) is not None
-        before = descriptors_of(daemon)
+        before = daemon.descriptors()
         streams = [RawStream(raw) for _ in range(50)]
         assert first.answer() is None
         answer = streams[-1].ask(ping(2))
         assert answer is not None and answer.request_id == 2
         assert all(stream.answer() is None for stream in streams[:-1])
-        assert eventually(lambda: descriptors_of(daemon) <= before)
+        assert eventually(lambda: daemon.descriptors() <= before)
 
 
 def test_a_flood_of_one_client_keeps_no_other_waiting(daemon: RunningDaemon) -> None:

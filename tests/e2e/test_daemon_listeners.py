@@ -43,10 +43,6 @@ def daemon(ports: dict[str, int], tmp_path_factory: pytest.TempPathFactory) -> I
         yield running
 
 
-def descriptors(daemon: RunningDaemon) -> int:
-    return len(os.listdir(f"/proc/{daemon.pid}/fd"))
-
-
 @contextmanager
 def filled(connect: Callable[[], socket.socket], says: bytes) -> Iterator[None]:
     """Open many connections that send these bytes alone; connections that are closed at once count too."""
@@ -80,15 +76,16 @@ def test_engines_connect_whatever_fills_a_listener(daemon: RunningDaemon, ports:
     else:
         kind = socket.SOCK_SEQPACKET if name == "handshake.sock" else socket.SOCK_STREAM
         connect = over_unix(daemon.socket_dir / name, kind)
-    before = descriptors(daemon)
+    assert eventually(daemon.knows_its_state)
+    before = daemon.descriptors()
     with filled(connect, HALF if name in ports else NOTHING):
         with daemon.connect(MODEL) as session:
             put_conversation(session, 1, 2)
-        assert eventually(lambda: descriptors(daemon) <= before + BOUND + 4), name
+        assert eventually(lambda: daemon.descriptors() <= before + BOUND + 4), name
         if name == "metrics":
             with urllib.request.urlopen(f"http://[::1]:{ports['metrics']}/metrics", timeout=10) as reply:
                 assert reply.status == 200
-    assert eventually(lambda: descriptors(daemon) <= before + 4), "all is given back"
+    assert eventually(lambda: daemon.descriptors() <= before + 4), "all is given back"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be two users")
@@ -126,11 +123,12 @@ def test_removed_sockets_are_there_again_and_connected_clients_go_on() -> None:
 def test_sockets_that_are_removed_again_and_again_leave_no_descriptors() -> None:
     with running_daemon("nvme.enabled=false") as daemon, daemon.connect(MODEL) as session:
         put_conversation(session, 1, 2)
-        names, before = {path.name for path in daemon.socket_dir.glob("*.sock")}, descriptors(daemon)
+        assert eventually(daemon.knows_its_state)
+        names, before = {path.name for path in daemon.socket_dir.glob("*.sock")}, daemon.descriptors()
         for _ in range(4):
             shutil.rmtree(daemon.socket_dir)
             assert eventually(lambda: {path.name for path in daemon.socket_dir.glob("*.sock")} == names)
-        assert eventually(lambda: descriptors(daemon) <= before + 4), "one that has no file listens no more"
+        assert eventually(lambda: daemon.descriptors() <= before + 4), "one that has no file listens no more"
         assert {path.name for path in daemon.socket_dir.iterdir()} == names
         put_conversation(session, 2, 2)
         with daemon.connect(MODEL) as other:

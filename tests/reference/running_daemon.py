@@ -179,6 +179,12 @@ class RunningDaemon:
         """Return whether the daemon, which serves before, has read its small state."""
         return bool(self.ask("State", admin_pb2.StateRequest()).is_read)
 
+    def descriptors(self) -> int:
+        """Return how many descriptors the daemon has open. One is its link to small state, from shortly after a start:
+        wait until it `knows_its_state` before the first count.
+        """
+        return len(os.listdir(f"/proc/{self.pid}/fd"))
+
     def tiers(self) -> dict[str, admin_pb2.TierStatus]:
         return {tier.name: tier for tier in self.ask("Tiers", admin_pb2.TiersRequest()).tiers}
 
