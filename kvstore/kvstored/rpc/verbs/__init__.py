@@ -14,14 +14,14 @@ from functools import cache, partial
 from typing import Any
 
 from kvstore_proto.errors import ErrorKind, KVStoreError
-from kvstore_proto.identity import KEY_BYTES
+from kvstore_proto.identity import KEY_BYTES, split_keys
 from kvstore_proto.matching import boundaries, longest_common, restorable_blocks
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstore_proto.v1.explain_pb2 import ExplainReply, ExplainRequest
 from kvstored.clients.codes import codes_by_mask, known_step, miss_reason, tier_code
 from kvstored.clients.sessions import ClientSession
 from kvstored.rpc.verbs.put import PutVerb
-from kvstored.rpc.verbs.validate import keys_of, known_group, terms_of
+from kvstored.rpc.verbs.validate import check_keys, known_group, terms_of
 from kvstored.store.assembly import Store
 from kvstored.store.operations import Operations
 from kvstored.store.operations.delete import Fate
@@ -87,11 +87,11 @@ class Verbs:
         elif reply.HasField("reserve_slots"):
             self._puts.undo(session, reply.reserve_slots)
 
-    def _keys_of(self, session: ClientSession, key_set: pb.KeySet) -> list[bytes]:
-        """Return the keys of a set. Raises KVStoreError for an invalid set."""
-        keys = keys_of(key_set.keys, self._max_keys)
+    def _keys_of(self, session: ClientSession, key_set: pb.KeySet) -> bytes:
+        """Return the keys of a set, packed. Raises KVStoreError for an invalid set."""
+        check_keys(key_set.keys, self._max_keys)
         known_group(session, key_set.group)
-        return keys
+        return key_set.keys
 
     # Get
 
@@ -135,7 +135,7 @@ class Verbs:
         """Return the get that the message asks for. Raises KVStoreError for a request that is wrong as a whole, or one
         lease too many.
         """
-        self._keys_of(session, request.set)
+        keys = self._keys_of(session, request.set)
         if self._leases.count(session.session_id) >= self._leases_per_client:
             raise self._one_too_many(session)
         context = None
@@ -143,7 +143,7 @@ class Verbs:
             self._requests += 1
             context = RequestContext(self._requests, request.prompt_tokens)
         return GetRequest(
-            request.set.keys, request.max_wait_ms, deadline_ms, request.mapped_only, request.set.group,
+            keys, request.max_wait_ms, deadline_ms, request.mapped_only, request.set.group,
             request.order == pb.ACQUIRE_ORDER_BACK, context, request.host_only,
         )  # fmt: skip
 
@@ -222,9 +222,9 @@ class Verbs:
         self._misses.note("lookup", session, key, cause, usable, len(found[place].rows), key_set.group)
 
     def _look_up_set(self, session: ClientSession, key_set: pb.KeySet, presence: pb.Presence) -> Presence:
-        self._keys_of(session, key_set)
+        keys = self._keys_of(session, key_set)
         usable_of = partial(restorable_blocks, match=key_set.match, window_blocks=key_set.window_blocks)
-        found = self._look_up.look_up(session, key_set.keys, usable_of)
+        found = self._look_up.look_up(session, keys, usable_of)
         mask, code = self._residency.rows.mask, self._codes_by_mask(session.device_tiers)
         presence.tiers = bytes([code[mask[row]] if row >= 0 else 0 for row in found.rows])
         presence.load_us.extend(found.load_us)
@@ -234,8 +234,8 @@ class Verbs:
         return found
 
     def _prefetched(self, session: ClientSession, request: pb.Prefetch) -> pb.PrefetchReply:
-        self._keys_of(session, request.set)
-        queued = self._hints.prefetch(session, request.set.keys, request.budget_bytes, request.in_ms)
+        keys = self._keys_of(session, request.set)
+        queued = self._hints.prefetch(session, keys, request.budget_bytes, request.in_ms)
         return pb.PrefetchReply(
             resident_blocks=queued.resident_blocks,
             scheduled_blocks=queued.scheduled_blocks,
@@ -244,7 +244,7 @@ class Verbs:
         )
 
     def _hinted(self, session: ClientSession, request: pb.Hint) -> pb.HintReply:
-        keys = self._keys_of(session, request.set)
+        keys = split_keys(self._keys_of(session, request.set))
         if not keys:
             raise KVStoreError(ErrorKind.INVALID, "a hint names a chain by its last key, got none")
         if request.HasField("will_continue") and not 0.0 <= request.will_continue <= 1.0:  # nor NaN
@@ -261,13 +261,13 @@ class Verbs:
     def _touched(self, session: ClientSession, request: pb.Touch) -> pb.TouchReply:
         reply = pb.TouchReply(expires_in_ms=self._hints.lease_ttl_ms)
         if request.HasField("set"):
-            self._keys_of(session, request.set)
-            reply.touched = self._hints.touch(session, request.set.keys, terms_of(request.terms))
+            keys = self._keys_of(session, request.set)
+            reply.touched = self._hints.touch(session, keys, terms_of(request.terms))
         reply.renewed = self._hints.renew(session, request.lease_ids)
         return reply
 
     async def _deleted(self, session: ClientSession, request: pb.Delete) -> pb.DeleteReply:
-        deleted = await self._delete.delete(session, self._keys_of(session, request.set))
+        deleted = await self._delete.delete(session, split_keys(self._keys_of(session, request.set)))
         count = deleted.fates.count
         return pb.DeleteReply(
             deleted=count(Fate.DELETED),

@@ -9,13 +9,18 @@ from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstored.clients.sessions import ClientSession
 
 
-def keys_of(packed: bytes, max_keys: int) -> list[bytes]:
-    """Return the keys of a packed field, in order."""
+def check_keys(packed: bytes, max_keys: int) -> None:
+    """Check the form and the number of the keys in a packed field."""
     if len(packed) % KEY_BYTES:
         raise KVStoreError(ErrorKind.INVALID, f"packed keys are {KEY_BYTES} bytes each, got {len(packed)} bytes in all")
     count = len(packed) // KEY_BYTES
     if count > max_keys:
         raise KVStoreError(ErrorKind.TOO_LARGE, f"{count} keys in one message, the limit is {max_keys}: split it")
+
+
+def keys_of(packed: bytes, max_keys: int) -> list[bytes]:
+    """Return the keys of a packed field, in order."""
+    check_keys(packed, max_keys)
     return split_keys(packed)
 
 
