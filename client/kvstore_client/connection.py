@@ -22,7 +22,7 @@ from kvstore_client.call import CallStream, StreamHealth
 from kvstore_client.daemon_session import ClientOptions, DaemonSession, open_daemon_session
 from kvstore_client.errors import ConnectError, invalid
 
-OpenSession = Callable[[ClientOptions, float, StreamHealth, DaemonSession | None], DaemonSession]
+SessionOpener = Callable[[ClientOptions, float, StreamHealth, DaemonSession | None], DaemonSession]
 """(options, timeout_s, health, former) -> DaemonSession, or raises ConnectError."""
 Wait = Callable[[threading.Event, float], bool]
 """Wait for an event or a delay, whichever is first; True when the event came."""
@@ -37,7 +37,7 @@ class Connection:
         *,
         connect_timeout_s: float,
         rng: random.Random,
-        open_session: OpenSession = open_daemon_session,
+        open_session: SessionOpener = open_daemon_session,
         wait: Wait = threading.Event.wait,
     ) -> None:
         self.options = options

@@ -8,7 +8,7 @@ blocks longer than its deadlines, and never raises for a miss, a throttle or an 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, Unpack
+from typing import Literal, Unpack
 
 from kvstore_client import requests
 from kvstore_client.arguments import UINT64_MAX, PutTerms, count, one_of, seconds, terms
@@ -36,9 +36,6 @@ from kvstore_client.resume import KeysByGroup, prefixes_of, probed_point, resume
 from kvstore_proto.identity import BlockKeys
 from kvstore_proto.token_ids import TokenIds
 from kvstore_proto.v1.explain_pb2 import ExplainReply, ExplainRequest
-
-if TYPE_CHECKING:
-    pass
 
 DEFAULT_PUT_DEADLINE_S = 5.0
 

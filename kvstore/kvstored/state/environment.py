@@ -380,6 +380,7 @@ def finish(path: Path) -> Environment:
     with suppress(FileNotFoundError):
         temporary.with_name(temporary.name + LOCK).unlink()
     temporary.replace(path)
+    # `sync_directory` would do it, but its module loads `tempfile`, 0.7 MB of this process.
     descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

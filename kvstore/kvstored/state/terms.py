@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from contextlib import suppress
 from pathlib import Path
 
+from kvstore_proto.replaced_file import sync_directory
 from kvstored.state.process import DEATHS, StateProcess, Transaction
 from kvstored.store.later_terms import Entry
 from kvstored.store.retention import Retention
@@ -131,10 +131,6 @@ class TermsKeeper:
     async def _put(self, change: Transaction, entries: list[Entry], gone: list[bytes]) -> None:
         if entries and not self._mark.exists():
             self._mark.touch(mode=0o600)
-            descriptor = os.open(self._mark.parent, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            await asyncio.to_thread(sync_directory, self._mark.parent)
         await change.put("pins", entries)
         await change.remove("pins", gone)
