@@ -89,19 +89,16 @@ class GroupedState:
         """
         if not self.is_recurrent:
             return BLOCK_TOKENS
-        tokens = self.chunk
-        sizes = {kind: sum(_token_bytes(group) for group in self.groups if _is(group, kind)) for kind in (True, False)}
-        while tokens * 2 <= MOST_STATE_TOKENS and sizes[True] > MOST_STATE_RATIO * tokens * sizes[False]:
+        tokens, state_bytes, token_bytes = self.chunk, 0, 0
+        for group in self.groups:
+            nbytes = len(group.layers) * group.layer_bytes(block_tokens=1)
+            if group.kind == "recurrent":
+                state_bytes += nbytes
+            else:
+                token_bytes += nbytes
+        while tokens * 2 <= MOST_STATE_TOKENS and state_bytes > MOST_STATE_RATIO * tokens * token_bytes:
             tokens *= 2
         return tokens
-
-
-def _is(group: LayerGroup, recurrent: bool) -> bool:
-    return (group.kind == "recurrent") is recurrent
-
-
-def _token_bytes(group: LayerGroup) -> int:
-    return len(group.layers) * sum(part.nbytes for part in group.parts)
 
 
 State = KVShape | GroupedState

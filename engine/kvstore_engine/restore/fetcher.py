@@ -13,6 +13,7 @@ from typing import Literal, Protocol
 
 from kvstore_engine.restore.fingerprint import WINDOW_GROUP
 from kvstore_engine.restore.session import KvLease, KvSession, KvStream, Tokens
+from kvstore_proto.fingerprint import LayerGroup
 
 _THREADS = 4
 Order = Literal["front", "back"]
@@ -247,8 +248,8 @@ def look_up_window(
     fetch.reason = str(point.reason)
     if not point.blocks:
         return 0
-    fetch.window_first = max(0, point.blocks * size - window_tokens + 1) // size
-    wanted = point.blocks - fetch.window_first
+    needed = LayerGroup(WINDOW_GROUP, "sliding", window_tokens).needed_blocks(point.blocks, size)
+    fetch.window_first, wanted = needed.start, len(needed)
     fetch.window = session.get(
         tokens,
         first_block=fetch.window_first,
