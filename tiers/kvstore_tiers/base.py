@@ -366,7 +366,9 @@ class Tier(ABC):
         return
 
     def location(self, slot: Slot) -> str:
-        """Return the place of the slot's bytes for an operator: FILE:OFFSET if there is a file."""
+        """Return the place of the bytes of an allocated `slot` for an operator, before they are written as well:
+        FILE:OFFSET if there is a file.
+        """
         return f"{self.info.name}:{slot.container}+{slot.offset}"
 
     def recover(self) -> Iterator[tuple[Slot, BlockHeader]]:

@@ -260,7 +260,7 @@ class NvmeTier(ContainerTier):
         self._threads.submit(self._probe if thorough else self._look, done)
 
     def location(self, slot: Slot) -> str:
-        return f"{self._space.of(slot).file.path}:{slot.offset}"
+        return f"{self._directory.slab_path(self._space.of(slot).number)}:{slot.offset}"
 
     def recover(self) -> Iterator[tuple[Slot, BlockHeader]]:
         self._recovered = None  # the caller will not ask for columns too

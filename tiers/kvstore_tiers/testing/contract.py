@@ -112,6 +112,15 @@ class TierContract:
                 outcome, _ = get(tier, slot, header.key, PAYLOAD_BYTES)
                 assert outcome.kind is OutcomeKind.CORRUPT, slot
 
+    def test_a_slot_has_its_place_before_it_is_written(self) -> None:
+        with closing(self.make_tier(CAPACITY_BYTES)) as tier:
+            header, payload = block(7, PAYLOAD_BYTES)
+            slot = tier.allocate(slot_bytes(PAYLOAD_BYTES))
+            assert slot is not None
+            assert tier.location(slot)
+            assert finish(lambda done: tier.write(slot, header, pieces(payload), done)).ok
+            assert tier.location(slot)
+
     def test_capacity_is_hard_and_space_comes_back(self) -> None:
         with closing(self.make_tier(CAPACITY_BYTES)) as tier:
             nbytes = slot_bytes(PAYLOAD_BYTES)
