@@ -7,7 +7,6 @@ import contextlib
 import os
 import shutil
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ import kvstore_client
 from kvstore_proto.v1 import admin_pb2
 from tests.e2e.test_daemon_health import NOT_SERVING, SERVING, check
 from tests.reference.conversations import found_blocks, holds, model, payloads_of, put_conversation, tokens_of
-from tests.reference.running_daemon import RunningDaemon, ended_with, eventually, running_daemon
+from tests.reference.running_daemon import RunningDaemon, daemon_directory, ended_with, eventually, running_daemon
 
 MODEL = model()
 BLOCKS = 12
@@ -84,8 +83,8 @@ def test_a_medium_that_becomes_read_only_serves_what_it_has() -> None:
 
 @pytest.mark.slow  # noticed after ten seconds
 def test_a_directory_that_is_removed_is_noticed_and_dram_goes_on() -> None:
-    with tempfile.TemporaryDirectory(prefix="kvd-") as directory:
-        daemon = RunningDaemon(Path(directory))
+    with daemon_directory() as directory:
+        daemon = RunningDaemon(directory)
         with ended_with(daemon):
             daemon.start()
             assert set(put(daemon, 1)) == {"durable"}
@@ -144,7 +143,7 @@ def test_killed_while_a_lease_is_saved(place: str) -> None:
 @pytest.fixture
 def tiny_disk() -> Iterator[Path]:
     """A file system of 8 MiB."""
-    with tempfile.TemporaryDirectory(prefix="kvd-") as directory:
+    with daemon_directory() as directory:
         mounted = subprocess.run(
             ["mount", "-t", "tmpfs", "-o", "size=8m,mode=700", "kvstored-test", directory],
             capture_output=True,
@@ -153,7 +152,7 @@ def tiny_disk() -> Iterator[Path]:
         if mounted.returncode:
             pytest.skip(f"needs the right to mount a tmpfs: {mounted.stderr.strip()}")
         try:
-            yield Path(directory)
+            yield directory
         finally:
             subprocess.run(["umount", "-l", directory], check=False)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from kvstore_proto.arena import HEADER_BYTES
 from kvstore_proto.v1 import admin_pb2 as pb
 from kvstore_tiers.nvme.layout import FORMAT_VERSION
 from tests.reference.conversations import holds, model, payloads_of, serves_whole, tokens_of
-from tests.reference.running_daemon import RunningDaemon, ended_with, eventually, running_daemon
+from tests.reference.running_daemon import RunningDaemon, daemon_directory, ended_with, eventually, running_daemon
 
 MODEL = model()
 BLOCKS = 8
@@ -38,8 +37,8 @@ FAILPOINTS = (
 @pytest.fixture(scope="module")
 def place() -> Iterator[Path]:
     """One directory for all crashes: each starts on what the one before left."""
-    with tempfile.TemporaryDirectory(prefix="kvd-") as directory:
-        yield Path(directory)
+    with daemon_directory() as directory:
+        yield directory
 
 
 def put_until_killed(daemon: RunningDaemon, first: int) -> tuple[set[int], set[int]]:

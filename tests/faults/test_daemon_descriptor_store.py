@@ -13,7 +13,7 @@ import pytest
 from tests.reference.conversations import found_blocks, model, put_conversation
 from tests.reference.descriptor_store import ServiceManager
 from tests.reference.held_memory import holder_pid
-from tests.reference.running_daemon import RunningDaemon, eventually
+from tests.reference.running_daemon import RunningDaemon, daemon_directory, eventually
 
 SETTINGS = ("host.warm_restart=auto", "host.capacity=24MiB", "host.staging=4MiB", "nvme.enabled=false")
 MODEL = model()
@@ -23,8 +23,8 @@ BLOCKS = 8
 @pytest.fixture
 def daemon() -> Iterator[RunningDaemon]:
     """The directories and the command line of a daemon; a service manager starts it."""
-    with tempfile.TemporaryDirectory(prefix="kvd-") as directory:
-        yield RunningDaemon(Path(directory), *SETTINGS)
+    with daemon_directory() as directory:
+        yield RunningDaemon(directory, *SETTINGS)
 
 
 @pytest.fixture

@@ -8,23 +8,22 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.reference.conversations import model, payloads_of, serves_whole, tokens_of
-from tests.reference.running_daemon import RunningDaemon, running_daemon
+from tests.reference.running_daemon import RunningDaemon, daemon_directory, running_daemon
 
 MODEL = model()
 
 
 @pytest.fixture
 def place() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="kvd-") as directory:
-        Path(directory).chmod(0o755)
-        yield Path(directory)
+    with daemon_directory() as directory:
+        directory.chmod(0o755)
+        yield directory
 
 
 def refused(daemon: RunningDaemon, *, status: int, uid: int | None = None) -> str:
@@ -162,7 +161,7 @@ def test_nvme_on_memory_backed_files_works() -> None:
     if not os.access(shm, os.W_OK) or shutil.disk_usage(shm).free < 80 << 20:
         pytest.skip("no room in /dev/shm")
     with (
-        tempfile.TemporaryDirectory(prefix="kvd-", dir=shm) as directory,
+        daemon_directory(parent=shm) as directory,
         running_daemon(f"nvme.path={directory}/nvme") as daemon,
     ):
         with daemon.connect() as session:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +18,7 @@ import pytest
 from kvstore_client import Fingerprint
 from tests.reference.conversations import holds, model, payloads_of, tokens_of
 from tests.reference.examples import each_nth, quick_are
-from tests.reference.running_daemon import RunningDaemon, ended_with, eventually, running_daemon
+from tests.reference.running_daemon import RunningDaemon, daemon_directory, ended_with, eventually, running_daemon
 
 MODEL = model()
 ANOTHER = Fingerprint("another", weights_digest="w", groups=MODEL.groups)
@@ -124,15 +123,15 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount a
 @contextmanager
 def mounted(*settings: str) -> Iterator[tuple[RunningDaemon, Path]]:
     """A daemon, with blocks and stopped in order, whose state is on a small file system of its own."""
-    with tempfile.TemporaryDirectory(prefix="kvd-") as place:
-        disk = Path(place) / "disk"
+    with daemon_directory() as place:
+        disk = place / "disk"
         disk.mkdir()
         options = "size=96m,nr_inodes=64,mode=700"
         done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "kvstored-test", str(disk)], capture_output=True)
         if done.returncode:
             pytest.skip(f"needs the right to mount a tmpfs: {done.stderr.decode().strip()}")
         try:
-            daemon = RunningDaemon(Path(place), *settings)
+            daemon = RunningDaemon(place, *settings)
             daemon.state_dir, daemon.nvme_dir = disk / "state", disk / "state/nvme"
             with ended_with(daemon):
                 daemon.start()

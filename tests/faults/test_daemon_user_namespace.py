@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 
 from kvstore_client import DaemonUnavailable, KVStoreError
 from tests.reference.conversations import found_blocks, model, put_conversation
-from tests.reference.running_daemon import RunningDaemon, connected_as, ended_with
+from tests.reference.running_daemon import RunningDaemon, connected_as, daemon_directory, ended_with
 
 MODEL = model()
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="becomes other users, outside of the daemon's user namespace")
@@ -36,10 +35,10 @@ class Unmapped(Inside):
 def inside(*lines: str) -> Iterator[RunningDaemon]:
     if subprocess.run(["unshare", "--user", "--map-root-user", "true"], capture_output=True).returncode:
         pytest.skip("needs the right to make a user namespace")
-    with tempfile.TemporaryDirectory(prefix="kvd-") as place:
-        config = Path(place) / "kvstored.toml"
+    with daemon_directory() as place:
+        config = place / "kvstored.toml"
         config.write_text("\n".join(lines))
-        daemon = Inside(Path(place), config=config)
+        daemon = Inside(place, config=config)
         with ended_with(daemon):
             daemon.start()
             for path, mode in ((daemon.directory, 0o755), (daemon.socket_dir, 0o755)):

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ from kvstored.lifetime.warm.holders import HOLDER_SOCKET
 from tests.reference import state
 from tests.reference.conversations import found_blocks, holds, model, payloads_of, put_conversation, tokens_of
 from tests.reference.held_memory import held_memory, holder_pid
-from tests.reference.running_daemon import RunningDaemon, ended_with, eventually, running_daemon
+from tests.reference.running_daemon import RunningDaemon, daemon_directory, ended_with, eventually, running_daemon
 
 WARM = (
     "host.warm_restart=holder", "host.capacity=24MiB", "host.staging=4MiB", "nvme.enabled=false", "host.policy=lru",
@@ -235,8 +234,8 @@ def test_a_deleted_block_does_not_come_back_from_limbo() -> None:
 @pytest.mark.parametrize("failpoint", ["host.before-copy", "host.before-header"])
 def test_killed_in_the_middle_of_a_copy(failpoint: str) -> None:
     """Every answered block is there, every other one is there whole or not at all."""
-    with tempfile.TemporaryDirectory(prefix="kvd-") as place:
-        daemon = RunningDaemon(Path(place), *WARM, failpoints=f"{failpoint}=kill@37")
+    with daemon_directory() as place:
+        daemon = RunningDaemon(place, *WARM, failpoints=f"{failpoint}=kill@37")
         with ended_with(daemon):
             daemon.start()
             stored = 0

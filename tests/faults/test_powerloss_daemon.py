@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from kvstore_client import Session
 from kvstore_tiers.testing.powerloss import replay
 from tests.reference.powerloss_daemon import JUDGE, MODEL, RecordedDaemon
-from tests.reference.running_daemon import ended_with
+from tests.reference.running_daemon import daemon_directory, ended_with
 from tests.reference.skips import skip_without_compiler
 
 
@@ -46,8 +45,8 @@ def record(directory: Path) -> Path:
 
 @pytest.mark.slow
 def test_what_a_daemon_answered_survives_power_loss() -> None:
-    with tempfile.TemporaryDirectory(prefix="kvd-") as directory:
-        figures = replay(record(Path(directory)), seed=1, states=1000, judge=JUDGE)
+    with daemon_directory() as directory:
+        figures = replay(record(directory), seed=1, states=1000, judge=JUDGE)
     assert figures.states >= 1000
     assert figures.promised > 1000, "promises were checked"
     assert figures.is_sound, figures.failures

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +16,7 @@ from kvstored.health.scrub.scrubber import Scrubber
 from kvstored.health.scrub.worker import ScrubSettings
 from tests.reference.conversations import model, payloads_of, tokens_of
 from tests.reference.hanging_daemon import LIMIT_VARIABLE, HangingDaemon
-from tests.reference.running_daemon import ended_with
+from tests.reference.running_daemon import daemon_directory, ended_with
 
 FAR_S = 60.0
 
@@ -25,8 +24,8 @@ FAR_S = 60.0
 @pytest.mark.slow
 def test_a_daemon_on_a_disk_that_hangs_ends_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(LIMIT_VARIABLE, "1.0")
-    with tempfile.TemporaryDirectory(prefix="kvd-") as directory:
-        hanging = HangingDaemon(Path(directory), "scrub.enabled=false")
+    with daemon_directory() as directory:
+        hanging = HangingDaemon(directory, "scrub.enabled=false")
         with ended_with(hanging):
             hanging.start()
             with hanging.connect(model()) as session:

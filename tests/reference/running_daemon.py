@@ -8,6 +8,7 @@ Never does: stand in for any part of the daemon.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -202,12 +203,23 @@ class RunningDaemon:
 
 
 @contextmanager
+def daemon_directory(prefix: str = "kvd-", parent: Path | None = None) -> Iterator[Path]:
+    """Yield a fresh directory in `parent` with a short path (socket names are limited to 107 bytes), and remove it.
+
+    Removal is tried again until the process of a killed daemon's small state, which writes on for a moment, has ended.
+    """
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=parent, ignore_cleanup_errors=True) as directory:
+        yield Path(directory)
+    assert kit.eventually(lambda: not shutil.rmtree(directory, ignore_errors=True) and not os.path.exists(directory))
+
+
+@contextmanager
 def running_daemon(
     *settings: str, failpoints: str = "", config: Path | None = None, as_a_command: bool = False
 ) -> Iterator[RunningDaemon]:
-    """A daemon in a fresh directory (a short path: socket names are limited to 107 bytes), stopped and checked."""
-    with tempfile.TemporaryDirectory(prefix="kvd-") as directory:
-        daemon = RunningDaemon(Path(directory), *settings, failpoints=failpoints, config=config)
+    """A daemon in a fresh directory, stopped and checked."""
+    with daemon_directory() as directory:
+        daemon = RunningDaemon(directory, *settings, failpoints=failpoints, config=config)
         daemon.as_a_command = as_a_command
         with ended_with(daemon):
             daemon.start()

@@ -7,14 +7,13 @@ it). Elsewhere they are skipped by name. An engine takes half a minute to start,
 from __future__ import annotations
 
 import importlib.util
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.reference.running_daemon import RunningDaemon, ended_with
+from tests.reference.running_daemon import RunningDaemon, daemon_directory, ended_with
 from tests.vllm.engine_process import EngineProcess
 from tests.vllm.smollm2 import exported
 
@@ -46,8 +45,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[RunningDaemon]:
     """Not `running_daemon`: the tests leave damaged blocks on its NVMe, and its closing check would find them."""
-    with tempfile.TemporaryDirectory(prefix="kvd-") as directory:
-        started = RunningDaemon(Path(directory), *ROOM, f"daemon.record={directory}/{RECORDING}")
+    with daemon_directory() as directory:
+        started = RunningDaemon(directory, *ROOM, f"daemon.record={directory}/{RECORDING}")
         with ended_with(started):
             started.start()
             yield started
