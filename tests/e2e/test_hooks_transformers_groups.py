@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from copy import deepcopy
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,8 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from kvstore_client import Session
-from kvstore_connectors.transformers import KVStoreCache, group_memory, kvstore_session
+from kvstore_connectors.transformers import KVStoreCache, group_memory, kvstore_session, restore
+from kvstore_connectors.transformers.group_blocks import BlocksToRead
 
 ASKED = {"max_new_tokens": 10, "do_sample": False}
 STORED = 200
@@ -205,3 +207,54 @@ def test_a_restoration_that_fails_halfway_leaves_the_layers_as_they_were(
         cache = new_cache(session, model)
         assert torch.equal(model.generate(ids, past_key_values=cache, **ASKED), expected)
         assert installed and cache.report.restored_tokens == 0 and "no room for the rows" in cache.report.reason
+
+
+def first_layer(model: PreTrainedModel) -> torch.nn.Module:
+    return next(module for name, module in model.named_modules() if name.endswith("layers.0"))
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "gemma4_text", "deepseek_v3", "falcon_h1"])
+@pytest.mark.parametrize("is_lost", [False, True], ids=["arrives", "is-lost"])
+def test_the_first_layer_is_computed_before_the_last_ones_bytes_are_there_or_lost(
+    daemon: RunningDaemon, kind: str, is_lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A load that fails once layers were used costs the restored tokens, and no bit of the answer."""
+    model, ids, computed, waits = grouped_model(kind), prompt(STORED, 11), Event(), list[bool]()
+    real = BlocksToRead.fill
+
+    def wait_at_the_last(reads: BlocksToRead, layer: int) -> None:
+        if reads.group.kind != "recurrent" and layer == model.config.num_hidden_layers - 1:
+            waits.append(computed.wait(20))
+            if is_lost:
+                raise OSError("the memory is gone")
+        real(reads, layer)
+
+    with opened(daemon, model) as session:
+        expected = stored(session, model, ids)
+        monkeypatch.setattr(restore, "LEAST_BYTES", 0)
+        monkeypatch.setattr(BlocksToRead, "fill", wait_at_the_last)
+        first_layer(model).register_forward_hook(lambda *_: computed.set())
+        cache = new_cache(session, model)
+        assert torch.equal(model.generate(ids, past_key_values=cache, **ASKED), expected)
+        assert waits == [True]
+        assert (cache.report.restored_tokens == 0) == is_lost, cache.report
+        assert cache.flush(30) and not cache.report.store_reason
+
+
+def test_a_load_that_fails_before_a_prompt_is_cut_into_passes_is_computed_from_its_beginning(
+    daemon: RunningDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ids = grouped_model("qwen3_next"), prompt(STORED + 100, 12)
+
+    def fail(reads: BlocksToRead, layer: int) -> None:
+        if reads.group.kind != "recurrent":
+            raise OSError("the memory is gone")
+
+    with opened(daemon, model) as session:
+        stored(session, model, ids[:, :STORED])
+        expected = model.generate(ids, past_key_values=new_cache(session, model), **ASKED)
+        monkeypatch.setattr(restore, "LEAST_BYTES", 0)
+        monkeypatch.setattr(BlocksToRead, "fill", fail)
+        cache = new_cache(session, model)
+        assert torch.equal(model.generate(ids, past_key_values=cache, **ASKED), expected)
+        assert cache.report.restored_tokens == 0 and cache.report.reason

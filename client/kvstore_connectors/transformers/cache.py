@@ -159,14 +159,14 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         """
         was_open, self._coming = self._coming is not None, None
         self._times.report()
-        if self._is_lost or (was_open and not self._memory.can_go_back):
-            self._is_lost = True
-            raise invalid(_LOST)
         if not self._memory.settle():  # no exception that torch catches: `after` was not called
             self._go_back()
             raise invalid(
                 f"the last call with this cache was interrupted, which holds {self._seen.count} tokens now: {ENDED}"
             )
+        if self._is_lost or (was_open and not self._memory.can_go_back):
+            self._is_lost = True
+            raise invalid(_LOST)
         self._whole = {}
         if self._refused or not (self._is_cutting or self._may_go_on(call)):
             return call
@@ -197,14 +197,18 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
             return call
         # Said now: if a piece turns out not to be storable, those behind it are not seen any more.
         call = calls.with_positions(call, self._inner, self._seen.count)
+        *first, rest = calls.pieces(call, self._seen.count, size, keep)
+        if first and not self._memory.settle():  # behind a piece there would be no way back
+            self._start_over()
+            return self._cut(self._whole, keep)
         self._is_cutting = True
         try:
-            *first, rest = calls.pieces(call, self._seen.count, size, keep)
             for piece in first:
                 self._inner(**piece)
         finally:
             self._is_cutting = False
-        self._whole = rest
+        if first:
+            self._whole = rest
         return rest
 
     def after(self, output: Any) -> Any:
@@ -272,6 +276,8 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DynamicCache:
         """Return a DynamicCache with this content and no link to the daemon."""
+        if not self._memory.settle():  # the last call was interrupted
+            self._go_back()
         copy = DynamicCache(config=self._inner.config)
         if isinstance(self._memory, GroupMemory):
             copy.layers = self._memory.plain_layers(self._inner.config, memo)
@@ -321,19 +327,20 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
 
     def _again(self, whole: Call) -> Any:
         """Run the call again from its beginning: the tokens restored for it cannot be trusted."""
+        self._start_over()
+        return self._inner(**whole)
+
+    def _start_over(self) -> None:
         self._go_back()
         self._asks, self._reason = False, ENDED
-        return self._inner(**whole)
 
     def _go_back(self) -> None:
         """Go back to the tokens held before the last call. Some layers may hold more."""
-        if not self._memory.can_go_back:
-            self._is_lost = True
-            self._refuse(_LOST)
+        held, restored = self._before
+        if not self._take_back(held):
             return
-        held, self._restored_tokens = self._before
+        self._restored_tokens = restored
         self._seen.cut(held)
-        self._memory.go_back(held)
         self._sequence.done_blocks = min(self._sequence.done_blocks, held // self._session.block_tokens)
 
     def _restore(self, tokens: Tokens, most: int, *, beside: bool) -> RestoredCache:
@@ -346,22 +353,22 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
             memory, choice = self._memory, self._choice
             return restore(self._session, memory, wanted, choice, deadline_s=self._deadline_s, beside=beside)
         except Exception as error:  # the store must not end a generation
-            if not self._holds_all():
-                self._undo_restoration()
+            if not self._holds_all() and not self._take_back(self._seen.count):
+                raise invalid(_LOST) from error
             return RestoredCache(self._seen.count, reason=f"restoring failed: {type(error).__name__}: {error}")
 
-    def _undo_restoration(self) -> None:
-        """Take back what a restoration that failed halfway left in some layers. Raises KVStoreError(INVALID) if these
-        cannot go back.
+    def _take_back(self, held: int) -> bool:
+        """Let the memory hold the first `held` tokens alone; some layers may hold more. Return False, and refuse all
+        further calls, if the state cannot go back.
         """
-        if not self._seen.count:
+        if not held:
             self._new_memory()
         elif self._memory.can_go_back:
-            self._memory.go_back(self._seen.count)
+            self._memory.go_back(held)
         else:
             self._is_lost = True
             self._refuse(_LOST)
-            raise invalid(_LOST)
+        return not self._is_lost
 
     def _take(self, restored: RestoredCache, tokens: Tokens) -> None:
         """Record the restored part of `tokens`."""

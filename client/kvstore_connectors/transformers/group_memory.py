@@ -3,174 +3,73 @@
 The model computes with the layers of a `DynamicCache`, so it computes what it does with one. A sliding layer only
 remembers the rows of its last call, since afterwards it has its window alone. After each call `blocks_until` takes what
 completed a block: rows of full layers stay where they are, rows of windows and states are kept until they are stored. A
-state is kept only where a call ended at the end of a block. The module talks to no daemon. Invariant: tensors that
-`GroupBlocks` has are not written again, so another thread may read them.
+state is kept only where a call ended at the end of a block. Restored K and V may still be on their way when a call
+begins: each layer waits for its own. The module talks to no daemon.
 """
 
 from __future__ import annotations
 
-import threading
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from copy import deepcopy
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 from transformers.cache_utils import DynamicCache
 
-from kvstore_client.memory import Bytes
 from kvstore_connectors.moments import Moment
-from kvstore_connectors.transformers.copies import BlockRun
-from kvstore_connectors.transformers.host_copies import runs_of
-from kvstore_connectors.transformers.state import DTYPES, GroupedState, rows_of
-from kvstore_proto.fingerprint import LayerGroup, StatePart
-
-Kept = list[tuple[torch.Tensor, int]]  # of each part of each layer: its rows, and the position of the first one
+from kvstore_connectors.transformers.copies import Copying
+from kvstore_connectors.transformers.group_blocks import GroupBlocks, first_needed
+from kvstore_connectors.transformers.state import GroupedState, rows_of
+from kvstore_proto.fingerprint import LayerGroup
 
 
-class Shown:
-    """Adds `shown` to a layer's class: the K and V of its last call, behind the window that the layer had held."""
+class Awaited:
+    """Adds to a layer's class that its K and V are waited for while they are `coming`; and of a window `shown`: the K
+    and V of its last call, behind the window that the layer had held.
+    """
 
+    coming: tuple[Copying, int] | None = None  # and which layer this is
     shown: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        self.shown = shown = super().update(*args, **kwargs)  # type: ignore[misc]
-        return shown  # type: ignore[no-any-return]
+        self._wait()
+        states: tuple[torch.Tensor, torch.Tensor] = super().update(*args, **kwargs)  # type: ignore[misc]
+        if getattr(self, "is_sliding", False):
+            self.shown = states
+        return states
+
+    def _wait(self) -> None:
+        if self.coming is not None:
+            copying, index = self.coming
+            copying.wait(index)
+
+
+class AwaitedIndexer(Awaited):
+    """Adds the wait to a layer with an indexer, whose keys are read before its K and V."""
+
+    def update_indexer(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self._wait()
+        return super().update_indexer(*args, **kwargs)  # type: ignore[misc,no-any-return]
+
+
+_OURS = ("coming", "shown")  # attributes that Transformers' own layers lack
 
 
 @cache
-def _showing(kind: Any) -> Any:
-    return type(f"Shown{kind.__name__}", (Shown, kind), {})
+def _awaited(kind: Any) -> Any:
+    return type(f"Awaited{kind.__name__}", (AwaitedIndexer if hasattr(kind, "update_indexer") else Awaited, kind), {})
 
 
 def layers_of(config: Any) -> list[Any]:
     """Return empty layers for a model, as a `DynamicCache` has them."""
     layers = list(DynamicCache(config=config).layers)
     for index, layer in enumerate(layers):
-        if getattr(layer, "is_sliding", False):
-            kind: Any = type(layer)
-            states = getattr(layer, "number_of_states", 0)
-            layers[index] = _showing(kind)(sliding_window=layer.sliding_window, number_of_states=states)
+        if hasattr(layer, "update"):
+            kind: Any = _awaited(type(layer))
+            layers[index] = object.__new__(kind)
+            vars(layers[index]).update(vars(layer))
     return layers
-
-
-class GroupBlocks:
-    """The computed blocks of one sequence that wait to be stored. Implements `BlockSource`."""
-
-    def __init__(self, groups: Sequence[LayerGroup], block_tokens: int) -> None:
-        self._groups, self._block_tokens = groups, block_tokens
-        self._lock = threading.Lock()  # of what is replaced as a whole
-        self._whole: dict[int, tuple[Kept, int]] = {}  # by group: of layers that keep all rows, and of how many blocks
-        self._of_block: dict[tuple[int, int], Kept] = {}  # by group and block
-
-    def add_whole(self, group: LayerGroup, blocks: int, kept: Kept) -> None:
-        with self._lock:
-            self._whole[group.group_id] = kept, blocks
-
-    def add(self, group: LayerGroup, block: int, kept: Kept) -> None:
-        self._of_block[group.group_id, block] = kept
-
-    def runs(self, blocks: range) -> list[BlockRun]:
-        """Return the payloads of `blocks` that are there, in runs without a gap."""
-        runs: list[BlockRun] = []
-        for group in self._groups:
-            for block in blocks:
-                kept = self._of_block.get((group.group_id, block))
-                if (whole := self._whole.get(group.group_id)) is not None:
-                    kept = whole[0]
-                if kept is None:
-                    continue
-                if not runs or runs[-1].group != group.group_id or runs[-1].first + len(runs[-1].payloads) != block:
-                    runs.append(BlockRun(group.group_id, block, []))
-                runs[-1].payloads.append(partial(write_block, group, kept, block, self._block_tokens))
-        return runs
-
-    def stored(self, blocks: range) -> None:
-        with self._lock:  # tensors of earlier calls would be kept alive beside those of the layers
-            self._whole = {group: whole for group, whole in self._whole.items() if whole[1] > blocks.stop}
-        for group in self._groups:
-            for block in blocks:
-                self._of_block.pop((group.group_id, block), None)
-
-
-def write_block(group: LayerGroup, kept: Kept, block: int, block_tokens: int, destination: Bytes) -> None:
-    """Write the payload of a block, by layer, by part, by token. Rows that no resume needs are zero."""
-    begin, place = block * block_tokens, 0
-    for (rows, base), part in zip(kept, group.parts * len(group.layers), strict=True):
-        if group.kind == "recurrent":
-            size = part.nbytes
-            _copy(rows, destination[place : place + size])
-        else:
-            size = part.nbytes * block_tokens
-            missing = max(_first_needed(group, begin, block_tokens), base) - begin
-            destination[place : place + missing * part.nbytes] = 0
-            _copy(
-                rows[begin + missing - base : begin + block_tokens - base],
-                destination[place + missing * part.nbytes : place + size],
-            )
-        place += size
-
-
-def _first_needed(group: LayerGroup, begin: int, block_tokens: int) -> int:
-    """Return the first position of the block at `begin` that a resume may need."""
-    if group.kind != "sliding":
-        return begin
-    return max(begin, begin + block_tokens - (group.window_tokens - 1))
-
-
-def _copy(source: torch.Tensor, destination: Bytes) -> None:
-    """Copy numbers into bytes. On the CPU, torch's threads are not used: the model needs them."""
-    if source.device.type == "cpu":
-        raw = source.view(torch.uint8).numpy()
-        np.copyto(destination.reshape(raw.shape), raw)
-    else:
-        torch.from_numpy(destination).view(source.dtype).view(source.shape).copy_(source)
-
-
-def read_blocks(
-    group: LayerGroup, payloads: Sequence[Bytes], block_tokens: int, device: torch.device
-) -> dict[int, list[torch.Tensor]]:
-    """Return the state in consecutive blocks, by layer, as `rows_of` gives it."""
-    place, found = 0, dict[int, list[torch.Tensor]]()
-    runs = list(runs_of(payloads))
-    for index in group.layers:
-        found[index] = []
-        for part in group.parts:
-            rows = _empty(group, part, len(payloads) * block_tokens, device)
-            size = part.nbytes * (1 if group.kind == "recurrent" else block_tokens)
-            first = 0
-            for run in runs:
-                count = len(run) if group.kind == "recurrent" else len(run) * block_tokens
-                into = rows if group.kind == "recurrent" else rows[first : first + count]
-                _fill(into, run[:, place : place + size])
-                first += count
-            found[index].append(rows)
-            place += size
-    return found
-
-
-def _empty(group: LayerGroup, part: StatePart, tokens: int, device: torch.device) -> torch.Tensor:
-    dtype = next(kind for kind, name in DTYPES.items() if name == part.dtype)
-    with torch.inference_mode(False):  # else it could not be written to outside of inference mode, later on
-        if group.kind == "recurrent" or len(part.shape) == 1:
-            shape = part.shape if group.kind == "recurrent" else (tokens, *part.shape)
-            return torch.empty(shape, dtype=dtype, device=device)
-        heads, width = part.shape
-        return torch.empty((heads, tokens, width), dtype=dtype, device=device).transpose(0, 1)
-
-
-def _fill(rows: torch.Tensor, stored: Bytes) -> None:
-    """Copy the bytes of blocks [block, byte] into rows."""
-    raw = rows.view(torch.uint8)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # we only read it
-        source = torch.from_numpy(stored)
-    if raw.ndim and len(stored) != 1:
-        raw.unflatten(0, (len(stored), -1)).copy_(source.unflatten(1, (len(raw) // len(stored), *raw.shape[1:])))
-    else:
-        raw.copy_(source[0].view(raw.shape))
 
 
 class GroupMemory:
@@ -181,6 +80,7 @@ class GroupMemory:
         self.layers = layers_of(config)
         self.blocks = GroupBlocks(state.groups, block_tokens)
         self.is_whole = True
+        self._coming: Copying | None = None
         self._kept = 0  # tokens whose blocks `keep` has seen
 
     @property
@@ -203,9 +103,23 @@ class GroupMemory:
     def can_go_back(self) -> bool:
         return self.state.can_go_back
 
+    def await_copy(self, copying: Copying) -> None:
+        """Let each layer wait for its K and V, which `copying` is writing into the installed rows."""
+        self._coming = copying
+        for group in self.state.groups:
+            for index in group.layers if group.kind != "recurrent" else ():
+                self.layers[index].coming = copying, index
+
     def settle(self) -> bool:
-        """Return True: nothing is copied beside the model."""
-        return True
+        """Finish the copy that ran beside the last call, if there was one; return whether it copied the leased
+        bytes.
+        """
+        copying, self._coming = self._coming, None
+        if copying is None:
+            return True
+        for layer in self.layers:
+            vars(layer).pop("coming", None)
+        return copying.finish()
 
     def blocks_until(self, tokens: int, block_tokens: int, ready: Moment) -> GroupBlocks:
         """Return the blocks of the tokens held; the last call completed some. `ready` is not needed: torch itself waits
@@ -267,7 +181,7 @@ class GroupMemory:
         """Return copies of the layers, of Transformers' own classes."""
         layers = list(DynamicCache(config=config).layers)
         for ours, plain in zip(self.layers, layers, strict=True):
-            values = {name: value for name, value in vars(ours).items() if name != "shown"}
+            values = {name: value for name, value in vars(ours).items() if name not in _OURS}
             vars(plain).update({name: deepcopy(value, memo) for name, value in values.items()})
         return layers
 
@@ -300,7 +214,7 @@ class GroupMemory:
             all_rows = [rows[begin - base :].clone() for rows in all_rows]
             base = begin
         for block in blocks:
-            if base <= _first_needed(group, block * size, size):
+            if base <= first_needed(group, block * size, size):
                 self.blocks.add(group, block, [(rows.detach(), base) for rows in all_rows])
 
 

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -121,10 +121,19 @@ def gather(tensor: torch.Tensor, begin: int, end: int, destination: Bytes) -> No
         torch.from_numpy(destination).view(tensor.dtype).view(source.shape).copy_(source)
 
 
+class Expiring(Protocol):
+    """A lease, or several of them."""
+
+    @property
+    def valid(self) -> bool:
+        """True if all bytes that were copied until now are the leased bytes."""
+        ...
+
+
 class LayerCopy:
     """A copy by layers: `copy` writes one layer; `held` has the lease, and is closed at the end."""
 
-    def __init__(self, layers: int, copy: Callable[[int], None], lease: Lease, held: ExitStack) -> None:
+    def __init__(self, layers: int, copy: Callable[[int], None], lease: Expiring, held: ExitStack) -> None:
         self._copy, self._lease, self._held = copy, lease, held
         self._layers = layers
         self._progress = LayerProgress()

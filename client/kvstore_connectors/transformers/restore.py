@@ -17,9 +17,11 @@ from transformers import PreTrainedModel
 from kvstore_client.paths import costs_file
 from kvstore_client.results import REASON_DEADLINE
 from kvstore_client.session import Session
-from kvstore_connectors.load import Leased, PromptToLoad, lease_by_choice, lease_groups_by_choice
+from kvstore_connectors.load import Leased, LeasedGroups, PromptToLoad, lease_by_choice, lease_groups_by_choice
 from kvstore_connectors.transformers.copies import TokenSpan
-from kvstore_connectors.transformers.group_memory import GroupMemory, read_blocks
+from kvstore_connectors.transformers.group_blocks import BlocksToRead
+from kvstore_connectors.transformers.group_memory import GroupMemory
+from kvstore_connectors.transformers.host_copies import LEAST_BYTES, LayerCopy
 from kvstore_connectors.transformers.layers import KVStack
 from kvstore_connectors.transformers.storer import Tokens
 from kvstore_restore.choice import LoadChoice
@@ -92,7 +94,7 @@ def restore(
     `deadline_s` is for the first question. `beside`: the copy may go on while the model computes.
     """
     if isinstance(memory, GroupMemory):
-        return _restore_groups(session, memory, wanted, choice, deadline_s)
+        return _restore_groups(session, memory, wanted, choice, deadline_s, beside=beside)
     stack = memory
     block_bytes = session.fingerprint.payload_bytes()
     prompt = PromptToLoad(wanted.tokens, len(wanted.tokens), wanted.blocks, wanted.held // wanted.block_tokens)
@@ -111,28 +113,60 @@ def restore(
 
 
 def _restore_groups(
-    session: Session, memory: GroupMemory, wanted: Wanted, choice: LoadChoice | None, deadline_s: float
+    session: Session,
+    memory: GroupMemory,
+    wanted: Wanted,
+    choice: LoadChoice | None,
+    deadline_s: float,
+    *,
+    beside: bool,
 ) -> RestoredCache:
     """Set a memory of groups to the longest stored boundary that suits all of them and leaves a token to compute."""
     size = wanted.block_tokens
     prompt = PromptToLoad(wanted.tokens, len(wanted.tokens), wanted.most // size, wanted.held // size)
     begin = time.perf_counter()
-    with lease_groups_by_choice(session, prompt, choice, deadline_s=deadline_s) as leased:
+    with ExitStack() as held:
+        leased = held.enter_context(lease_groups_by_choice(session, prompt, choice, deadline_s=deadline_s))
         end = leased.blocks * size
         if not leased.parts or end <= wanted.held:
             return RestoredCache(wanted.held, leased.stored, 0, leased.lookup_s, 0.0, leased.reason)
-        loaded: dict[tuple[int, int], list[torch.Tensor]] = {}
-        for group, blocks, lease in leased.parts:
-            payloads = [lease.payload(block) for block in range(len(blocks))]
-            for layer, rows in read_blocks(group, payloads, size, wanted.device).items():
-                loaded[group.group_id, layer] = rows
-        if not leased.valid:
+        # What is held already would have to be copied behind; another device's copies have streams of their own.
+        is_beside = beside and not wanted.held and wanted.device.type == "cpu" and leased.payload_bytes >= LEAST_BYTES
+        if not _bring_groups(leased, memory, wanted, held, beside=is_beside):
             leased.copied(0)
             return RestoredCache(wanted.held, 0, 0, leased.lookup_s, 0.0, ENDED)
-        memory.install(end, wanted.held, loaded)
         leased.copied(leased.blocks)
+        nbytes = leased.payload_bytes
     restore_s = time.perf_counter() - begin - leased.lookup_s
-    return RestoredCache(end, leased.stored, leased.payload_bytes, leased.lookup_s, restore_s, leased.reason)
+    return RestoredCache(end, leased.stored, nbytes, leased.lookup_s, restore_s, leased.reason)
+
+
+def _bring_groups(leased: LeasedGroups, memory: GroupMemory, wanted: Wanted, held: ExitStack, *, beside: bool) -> bool:
+    """Copy the leased blocks into the memory; return False if a lease did not outlive the copy. States are copied at
+    once, since the model reads them without asking; a copy of K and V beside the model takes over the contents of
+    `held`.
+    """
+    reads, later = list[BlocksToRead](), list[BlocksToRead]()
+    for group, blocks, lease in leased.parts:
+        payloads = [lease.payload(block) for block in range(len(blocks))]
+        reads.append(BlocksToRead(group, payloads, wanted.block_tokens, wanted.device))
+        if beside and group.kind != "recurrent":
+            later.append(reads[-1])
+        else:
+            reads[-1].fill_all()
+    if not leased.valid:
+        return False
+    loaded = {(each.group.group_id, index): rows for each in reads for index, rows in each.rows.items()}
+    memory.install(leased.blocks * wanted.block_tokens, wanted.held, loaded)
+    if later:
+
+        def copy(layer: int) -> None:
+            for each in later:
+                if layer in each.rows:
+                    each.fill(layer)
+
+        memory.await_copy(LayerCopy(len(memory.layers), copy, leased, held.pop_all()).start())
+    return True
 
 
 def is_silent(restored: RestoredCache) -> bool:

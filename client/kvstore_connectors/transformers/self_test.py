@@ -27,7 +27,8 @@ from kvstore_connectors.transformers.fingerprint import (
     inner_model,
     written_file,
 )
-from kvstore_connectors.transformers.group_memory import GroupMemory, read_blocks
+from kvstore_connectors.transformers.group_blocks import BlocksToRead
+from kvstore_connectors.transformers.group_memory import GroupMemory
 from kvstore_connectors.transformers.host_copies import gather, scatter
 from kvstore_connectors.transformers.layers import KVStack
 from kvstore_connectors.transformers.state import (
@@ -226,8 +227,9 @@ def _restore_groups(source: GroupMemory, target: GroupMemory, tokens: int, block
         needed = group.needed_blocks(tokens // block_tokens, block_tokens)
         device = source.read(group, group.layers[0])[0].device
         blocks = [payloads[group.group_id, block] for block in needed]
-        for layer, rows in read_blocks(group, blocks, block_tokens, device).items():
-            loaded[group.group_id, layer] = rows
+        read = BlocksToRead(group, blocks, block_tokens, device)
+        read.fill_all()
+        loaded |= {(group.group_id, layer): rows for layer, rows in read.rows.items()}
     target.install(tokens, 0, loaded)
 
 

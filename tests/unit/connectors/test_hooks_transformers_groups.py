@@ -18,7 +18,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kvstore_connectors.moments import HostMoment
 from kvstore_connectors.transformers import KVStoreCache, kvstore_session, model_fingerprint
-from kvstore_connectors.transformers.group_memory import GroupMemory, read_blocks
+from kvstore_connectors.transformers.group_blocks import BlocksToRead
+from kvstore_connectors.transformers.group_memory import GroupMemory
 from kvstore_connectors.transformers.self_test import failure_of
 from kvstore_connectors.transformers.state import GroupedState, answer, state_of
 from kvstore_proto.errors import KVStoreError
@@ -79,8 +80,9 @@ def test_a_state_from_blocks_is_the_state_at_their_end(kind: str, size: int, ste
     restored, loaded = memory_of(model, size), dict[tuple[int, int], list[torch.Tensor]]()
     for group in memory.state.groups:
         needed = [blocks[group.group_id, block] for block in group.needed_blocks(at // size, size)]
-        for layer, rows in read_blocks(group, needed, size, torch.device("cpu")).items():
-            loaded[group.group_id, layer] = rows
+        read = BlocksToRead(group, needed, size, torch.device("cpu"))
+        read.fill_all()
+        loaded |= {(group.group_id, layer): rows for layer, rows in read.rows.items()}
     restored.install(at, 0, loaded)
     assert restored.holds(at)
     following = prompt(200, seed=3)[:, at:]
