@@ -482,3 +482,21 @@ def test_the_next_question_about_a_document_continues_the_last_one() -> None:
 def test_what_is_near_the_end_of_a_chain() -> None:
     assert is_near_end(1, 2) and is_near_end(3, 5) and is_near_end(95, 100)
     assert not is_near_end(2, 4) and not is_near_end(94, 100) and not is_near_end(10, 13)
+
+
+@pytest.mark.parametrize(
+    ("dues_s", "now_s", "leaves"),
+    [((10.4, 10.8), 10, 1), ((2, 14), 12, 0), ((None, 3600), 10, 1)],
+    ids=["due-later", "overdue-for-long", "later-than-foretold"],
+)
+def test_of_two_chains_the_one_that_is_announced_for_later_leaves_first(
+    dues_s: tuple[float | None, float], now_s: int, leaves: int
+) -> None:
+    shelf = Shelf()
+    policy = in_force(shelf)
+    chains = shelf.chain(1, 2, 3), shelf.chain(11, 12, 13)  # the first one is older, by one use
+    for rows, last, due_s in zip(chains, (3, 13), dues_s, strict=True):
+        if due_s is not None:
+            policy.on_hint(0, rows[-1], key(last), ChainHint(due_ns=round(due_s * S)), 0)
+    shelf.now_ns = now_s * S
+    assert policy.next_victim(now_s * S) == chains[leaves][-1]

@@ -127,7 +127,7 @@ class Candidates:
         distance = max(0, chains.length[chain] - depth - 1)
         base = chains.base[chain]
         if chains.due_s[chain]:
-            base = max(base, chains.due_rank(chain, depth, now_s))
+            base = chains.worth(chain, depth, base, now_s)
         worth = base * book.end_reuse[_END_OF_DISTANCE[distance] if distance < 4 else 3]
         worth *= 1.0 + depth / _TWICE_DEPTH
         return worth + book.touches.rate(row, now_s) if book.shared[row] else worth
@@ -214,7 +214,7 @@ class Candidates:
         chains.floats(chains.base)[slots] = base
         depth = np.frombuffer(book.residency.rows.depth, np.int32)[rows]
         for at in np.flatnonzero(chains.floats(chains.due_s)[slots]).tolist():  # few
-            base[at] = max(base[at], chains.due_rank(int(slots[at]), int(depth[at]), now_s))
+            base[at] = chains.worth(int(slots[at]), int(depth[at]), float(base[at]), now_s)
         distance = chains.ints(chains.length)[slots] - depth
         distance -= 1
         np.maximum(distance, 0, out=distance)
@@ -339,5 +339,5 @@ def block_value(book: ChainBook, chain: int, row: int, now_s: float) -> float:
     if chains.live[chain]:
         worth = float(book.ranks(np.array([chain]), now_s)[0])
     if chains.due_s[chain]:
-        worth = max(worth, book.chains.due_rank(chain, book.residency.rows.depth[row], now_s))
+        worth = chains.worth(chain, book.residency.rows.depth[row], worth, now_s)
     return worth + book.touches.rate(row, now_s) if book.shared[row] else worth

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 _GROWTH_MIN, _GROWTH_MAX = 256, 4096
 _LATE_S = 30.0
+_SOON_S = 0.25  # what is due sooner is all as urgent
 _STEP = 4096  # chains copied between two pauses: 0.2 ms
 CHAIN = np.dtype(
     [
@@ -113,15 +114,24 @@ class ChainTable:
         return live[self.ints(self.tail)[live] >= 0]
 
     def due_rank(self, chain: int, depth: int, now_s: float) -> float:
-        """Return one use, at the time when the queued request is due, for the chain's block in that depth, as a rate; a
-        last block may be partial. 0: none is queued. A request that does not come when it was due is forgotten.
+        """Return one use, at the time when the announced request is due, for the chain's block in that depth, as a
+        rate; a last block may be partial. 0: none is announced. The later a request is, the longer it may still take;
+        one that does not come at all is forgotten.
         """
         due_s = self.due_s[chain]
         if due_s and now_s >= due_s + _LATE_S:
             due_s = self.due_s[chain] = 0.0
         if not due_s or depth > self.due_depth[chain] + 1:
             return 0.0
-        return 1.0 / max(due_s - now_s, 1.0)
+        return 1.0 / max(abs(due_s - now_s), _SOON_S)
+
+    def worth(self, chain: int, depth: int, base: float, now_s: float) -> float:
+        """Return the rank of the chain's block in that depth, by what is announced. `base` is its rank without: where
+        the request that is due takes up the whole chain, it is the return that `base` foretells, and nothing else.
+        """
+        rank = self.due_rank(chain, depth, now_s)
+        is_return = rank > 0.0 and self.due_depth[chain] + 2 >= self.length[chain]
+        return rank if is_return else max(base, rank)
 
     def ints(self, column: array[int]) -> npt.NDArray[np.int32]:
         """Return a view of the slots in use. Drop it before the next `take`."""
