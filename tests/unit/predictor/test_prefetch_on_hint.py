@@ -158,3 +158,30 @@ def test_what_falls_due_after_the_restart_counts_as_ever() -> None:
         ask(predictor, 100.0)
         announce(predictor, 1000, 10.0, 200.0)
     assert ask(before, 206.0) == ask(after, 206.0) and ask(after, 206.0)[0].probability < 0.4
+
+
+def call(predictor: OnHint, number: int, now_s: float) -> None:
+    predictor.hinted(TENANT, key(number), Hint(next_step=NextStep.TOOL_CALL), now_s)
+
+
+def test_a_tool_call_is_expected_to_take_as_long_as_the_tenants_others_did() -> None:
+    predictor, now_s, chance = OnHint(), 0.0, random.Random(2)
+    for number in range(10, 200, 2):
+        call(predictor, number, now_s)
+        assert number > 10 or not ask(predictor, now_s), "nothing is known of them yet"
+        now_s += chance.uniform(6.0, 10.0)
+        come(predictor, number, now_s)
+    call(predictor, 1000, now_s)
+    announce(predictor, 2000, 20.0, now_s)
+    other = OnHint()
+    other.import_state(state_of(predictor), 0.0)
+    for each in (predictor, other):
+        guesses = {guess.key: guess for guess in ask(each, now_s + 12.0)}
+        assert guesses[key(2000)].first_s == pytest.approx(now_s + 20.0, abs=1.5), "what is announced is no tool call"
+        assert key(1000) not in guesses, "it took longer than all others"
+        (soon,) = (guess for guess in ask(each, now_s) if guess.key == key(1000))
+        assert soon.probability > 0.85
+        assert now_s + 6.0 < soon.first_s < now_s + 7.0 < now_s + 7.5 < soon.due_s < now_s + 8.5
+    announce(predictor, 1000, 3.0, now_s)
+    call(predictor, 1000, now_s)
+    assert min(guess.due_s for guess in ask(predictor, now_s + 2.0)) < now_s + 4.0, "what an engine says counts more"

@@ -2,8 +2,9 @@
 
 A hint with a due time makes a guess. For each tenant the module remembers how late announced requests came
 (`Lateness`), and how many did not come; so the guess of an engine that is always right is sure and sharp, and the guess
-of another engine is spread over the time in which its requests come. The request, another hint, a closed session, or
-time ends it. Bounded: the oldest hints are forgotten.
+of another engine is spread over the time in which its requests come. A tool call without a due time makes one, too,
+once the tenant's pauses after such calls are known: it counts as due at once, and its lateness is the pause. The
+request, another hint, a closed session, or time ends a guess. Bounded: the oldest hints are forgotten.
 """
 
 from __future__ import annotations
@@ -26,15 +27,19 @@ LOOKED_AT = 0.5  # of the time that was announced: before it has passed nothing 
 SHORT_S = 5.0  # lateness is a share of the pause that was announced, or of this where that was shorter
 REMEMBERED = 128  # requests of a tenant
 AT_FIRST = (-0.05, -0.01, 0.0, 0.0, 0.0, 0.0, 0.01, 0.05, 0.5)  # taken for known before any came: engines are right
+AFTER_CALLS = (inf,) * 8  # ... and of tool calls: that nothing comes soon
 DOUBT = 0.5  # as many more requests that will not come
 FIRST, MIDDLE = 0.1, 0.5
 TENANTS_MAX = 4096
 BEFORE_MAX = 16_384
 COPIED = 256  # rows of a piece
-LATE = np.dtype([("tenant", "i8"), ("share", "f8")])  # the oldest first
+LATE = np.dtype([("tenant", "i8"), ("share", "f8")])  # the oldest first; ~tenant: after tool calls
 DUE = np.dtype(
-    [("tenant", "i8"), ("key", "V16"), ("above", "V16"), ("due_s", "f8"), ("pause_s", "f8"), ("probability", "f8")]
-)
+    [
+        ("tenant", "i8"), ("key", "V16"), ("above", "V16"), ("due_s", "f8"), ("pause_s", "f8"), ("probability", "f8"),
+        ("is_call", "?"),
+    ]
+)  # fmt: skip
 
 _Chain = tuple[int, bytes]
 
@@ -76,6 +81,7 @@ class _Due:
     probability: float
     number: int
     names: tuple[_Chain, ...]
+    is_call: bool  # a tool call without a due time
 
     @property
     def scale_s(self) -> float:
@@ -131,13 +137,18 @@ class OnHint(Predictor):
         elif hint.due_s is not None:
             pause_s, chance = max(hint.due_s - now_s, 0.0), 1.0 if hint.will_continue is None else hint.will_continue
             self._expect(chain, self._before.get(chain, key), hint.due_s, pause_s, chance)
+        elif hint.next_step is NextStep.TOOL_CALL and ((due := self._due.get(chain)) is None or due.is_call):
+            chance = 1.0 if hint.will_continue is None else hint.will_continue
+            self._expect(chain, self._before.get(chain, key), now_s, 0.0, chance, is_call=True)
 
-    def _expect(self, chain: _Chain, above: bytes, due_s: float, pause_s: float, chance: float) -> None:
+    def _expect(
+        self, chain: _Chain, above: bytes, due_s: float, pause_s: float, chance: float, *, is_call: bool = False
+    ) -> None:
         self._drop(chain)
         if len(self._due) >= HINTS_MAX:
             self._drop(next(iter(self._due)))
         names = tuple((chain[0], name) for name in {chain[1], above})
-        self._due[chain] = due = _Due(due_s, pause_s, chance, next(self._numbers), names)
+        self._due[chain] = due = _Due(due_s, pause_s, chance, next(self._numbers), names, is_call)
         for name in names:  # the last block may be partial: then the next request has the last but one
             self._names[name] = chain
         heappush(self._later, self._entry(chain, due))
@@ -178,7 +189,7 @@ class OnHint(Predictor):
         lateness = ((tenant, share) for tenant, of in list(self._lateness.items()) for share in of.latest)
         expected = (
             (*chain, next((name for _, name in due.names if name != chain[1]), chain[1]), due.due_s, due.pause_s,
-             due.probability)
+             due.probability, due.is_call)
             for chain, due in list(self._due.items())
             if self._due.get(chain) is due
         )  # fmt: skip
@@ -199,19 +210,19 @@ class OnHint(Predictor):
             shares.setdefault(tenant, deque(maxlen=REMEMBERED)).append(share)
         for tenant, latest in shares.items():
             self._lateness[tenant] = Lateness(latest)
-        for tenant, key, above, due_s, pause_s, chance in expected.tolist():
-            self._expect((tenant, key), above, due_s + later_s, pause_s, chance)
+        for tenant, key, above, due_s, pause_s, chance, is_call in expected.tolist():
+            self._expect((tenant, key), above, due_s + later_s, pause_s, chance, is_call=is_call)
         self._restored = len(expected)
 
     def _judge(self, tenant: int, due: _Due, late: float) -> None:
         """Learn how late a request came. A request that fell due while there was no daemon teaches nothing."""
         if due.number >= self._restored or due.due_s >= self._began_s:
-            self._of(tenant).add(late)
+            self._of(tenant, due).add(late)
 
     def _guess(self, chain: _Chain, due: _Due, now_s: float, horizon_s: float) -> Guess | None:
         scale_s = due.scale_s
         since = (now_s - due.due_s) / scale_s
-        chance, first, middle = self._of(chain[0]).between(since, since + horizon_s / scale_s)
+        chance, first, middle = self._of(chain[0], due).between(since, since + horizon_s / scale_s)
         if not chance:
             return None
         first_s, due_s = (max(now_s, due.due_s + late * scale_s) for late in (first, middle))
@@ -234,10 +245,11 @@ class OnHint(Predictor):
             if not ends:
                 del self._ends[chain[0], above]
 
-    def _of(self, tenant: int) -> Lateness:
-        found = self._lateness.get(tenant)
+    def _of(self, tenant: int, due: _Due) -> Lateness:
+        number = ~tenant if due.is_call else tenant
+        found = self._lateness.get(number)
         if found is None:
-            found = self._lateness[tenant] = Lateness()
+            found = self._lateness[number] = Lateness(AFTER_CALLS if due.is_call else AT_FIRST)
             if len(self._lateness) > TENANTS_MAX:
                 self._lateness.popitem(last=False)
         return found
