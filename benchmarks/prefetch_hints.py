@@ -12,23 +12,24 @@ same on both sides. Waste is the share of prefetched bytes that left DRAM unused
 from __future__ import annotations
 
 import heapq
+import math
 import random
 import sys
 import time
 from dataclasses import dataclass, field
 
-from support.daemon import BenchDaemon, bench_daemon, model, payloads, tokens_of
+from support.daemon import MIB, BenchDaemon, bench_daemon, model, payloads, tokens_of
 from support.report import AT_MOST, Row, main, percentile, progress, within
 
 from kvstore_client import Session
+from kvstore_proto.arena import slot_bytes
 from kvstore_proto.v1 import admin_pb2
+from kvstored.lifetime.warm.ledger import LEDGER_BYTES
 
 BLOCK_BYTES = 256 << 10
 SESSIONS, LEAST_BLOCKS, MOST_BLOCKS, NEW_BLOCKS = 24, 24, 72, 2
-MEAN_PAUSE_S, ERROR = 5.0, 0.1
-CAPACITY_MIB = SESSIONS * (LEAST_BLOCKS + MOST_BLOCKS) // 2 * BLOCK_BYTES // 3 >> 20
-SETTINGS = (f"host.capacity={CAPACITY_MIB}MiB", "host.arena=16MiB", "nvme.capacity=2GiB", "host.staging=16MiB")
-LEAST_PAUSE_S = 1.0
+MEAN_PAUSE_S, LEAST_PAUSE_S, ERROR = 5.0, 1.0, 0.1
+ARENA, STAGING = 16 * MIB, 16 * MIB
 
 
 @dataclass
@@ -41,14 +42,18 @@ class Times:
 
 
 def measure(quick: bool) -> list[Row]:
+    began = time.monotonic()
     sides = {"none": Times(), "hints": Times()}
-    for seed in range(1 if quick else 3):
-        for name, times in sides.items():
+    seconds = 30.0 if quick else 60.0
+    for seed in range(1 if quick else 4):
+        for name in sorted(sides, reverse=seed % 2 == 0):  # in turns: the one that is first, second next time
             chosen = ("prefetch.enabled=true", "prefetch.predictor=on-hint") if name == "hints" else ()
-            with bench_daemon(*SETTINGS, *chosen) as daemon:
-                _replay(daemon, seed, 30.0 if quick else 60.0, times)
+            with bench_daemon(*settings(seconds), *chosen) as daemon:
+                _replay(daemon, seed, seconds, sides[name])
     none, hints = sides["none"], sides["hints"]
-    progress(f"{len(none.waits_s)} and {len(hints.waits_s)} requests; {hints.brought} blocks brought")
+    minutes = (time.monotonic() - began) / 60
+    counts = f"{len(none.waits_s)} and {len(hints.waits_s)} requests; {hints.brought} blocks brought"
+    progress(f"{counts}; {minutes:.1f} minutes")
     rows = [
         Row(
             f"ttft_p{percent}_with_hints", percentile(hints.waits_s, percent) * 1e3, "ms",
@@ -57,6 +62,16 @@ def measure(quick: bool) -> list[Row]:
         for percent, limit in ((50, 0.7), (99, 1.02))
     ]  # fmt: skip
     return [*rows, within("prefetched_and_wasted", hints.wasted / max(hints.brought, 1) * 100, "%", 20.0)]
+
+
+def settings(seconds: float) -> list[str]:
+    """Return the daemon's settings for a replay of `seconds`: room for a third of the sessions, as long as they are in
+    the middle of it.
+    """
+    mean_blocks = (LEAST_BLOCKS + MOST_BLOCKS) / 2 + NEW_BLOCKS * seconds / MEAN_PAUSE_S / 2
+    arenas = math.ceil(SESSIONS * mean_blocks / 3 / (ARENA // slot_bytes(BLOCK_BYTES)))
+    capacity = arenas * ARENA + STAGING + LEDGER_BYTES
+    return [f"host.capacity={capacity}", f"host.arena={ARENA}", f"host.staging={STAGING}", "nvme.capacity=2GiB"]
 
 
 def _replay(daemon: BenchDaemon, seed: int, seconds: float, times: Times) -> None:
