@@ -103,9 +103,7 @@ def _overlap(kind: str, socket: str, rounds: int) -> Row:
                         raise RuntimeError(f"{kind}: the answer {way} the load is another one")
                     taken_s[way].append(total_s)
     after_ms, beside_ms = (median(each) * 1e3 for each in taken_s.values())
-    progress(
-        f"{kind}: {after_ms:.0f} ms one after the other, {beside_ms:.0f} ms by layer; the copy alone {unslowed_s * 1e3:.0f} ms"
-    )
+    progress(f"{kind}: {after_ms:.0f} ms one after the other, {beside_ms:.0f} ms by layer")
     return Row(f"overlap_{kind}", after_ms, "ms", beside_ms, "ms by layer", AT_LEAST, 1.3)
 
 

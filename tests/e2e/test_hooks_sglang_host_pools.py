@@ -160,6 +160,53 @@ def test_side_pools_of_a_hybrid_model_come_back(daemon: DaemonProcess, layout: s
             storage.close()
 
 
+def test_windows_and_states_resume_where_both_end_and_no_other_rule_is_believed(
+    daemon: DaemonProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of windows SGLang stores the last two pages of a node, of states the last one; nodes end behind pages 2 and 5."""
+    keys = page_hashes([4000 + token for token in range(6 * 16)])
+    backends, windows, states = [], [], []
+    for seed in (1, 2):
+        extra = {"staging_bytes": 1 << 20, "always_load": True}
+        storage = open_backend(
+            pool_of("mha", "page_first", seed), socket=str(daemon.socket_dir), extra=extra, model_name="windows"
+        )
+        windows.append(pool_of("mha", "page_first", seed + 30))
+        states.append(mamba_of(seed + 40))
+        storage.register_mem_host_pool_v2(windows[-1], NAME.SWA)
+        storage.register_mem_host_pool_v2(states[-1], NAME.MAMBA)
+        backends.append(storage)
+
+    def transfers(pages: list[int], slot: int, hashes: list[str]) -> list[Any]:
+        trailing = POLICY.TRAILING_PAGES
+        return [
+            PoolTransfer(name=NAME.SWA, host_indices=indices(pages), keys=hashes[-2:], hit_policy=trailing),
+            PoolTransfer(name=NAME.MAMBA, host_indices=torch.tensor([slot]), keys=hashes[-1:], hit_policy=trailing),
+        ]
+
+    try:
+        written, read = backends
+        assert all(written.batch_set_v1(keys, indices([0, 1, 2, 3, 4, 5])))
+        for end, slot in ((3, 7), (6, 8)):
+            stored = written.batch_set_v2(transfers([end - 2, end - 1], slot, keys[:end]))
+            assert stored == {NAME.SWA: [True] * 2, NAME.MAMBA: [True]}
+        asked = transfers([0, 1], 0, ["__placeholder__"] * 2)
+        found = read.batch_exists_v2(keys, asked)
+        assert (found.kv_hit_pages, found.restorable_prefix_pages) == (6, [3, 6])
+        assert read.batch_exists_v2(keys[:5], asked).restorable_prefix_pages == [3]
+        got = read.batch_get_v2(transfers([4, 0], 9, keys[:3]))
+        assert got == {NAME.SWA: [True] * 2, NAME.MAMBA: [True]}
+        for source, target in zip([1, 2], [4, 0], strict=True):
+            assert torch.equal(page_bytes(windows[0], source), page_bytes(windows[1], target))
+        assert torch.equal(page_bytes(states[0], 7), page_bytes(states[1], 9))
+        groups = PoolTransfer(name=NAME.SWA, keys=keys, hit_policy=POLICY.BLOCK_GROUPS, block_pages=2, group_pages=1)
+        assert read.batch_exists_v2(keys, [groups]).restorable_prefix_pages == []
+        assert "pool swa asks by the rule PoolHitPolicy.BLOCK_GROUPS" in caplog.text
+    finally:
+        for storage in backends:
+            storage.close()
+
+
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_servers_with_other_draft_models_share_no_pages_of_them(
     daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch, is_packed: bool

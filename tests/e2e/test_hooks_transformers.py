@@ -35,7 +35,13 @@ KINDS = [
     ("qwen2", torch.bfloat16),
     ("olmo2", torch.float32),
     ("gpt_neox", torch.float16),
+    ("falcon", torch.float32),
+    ("falcon-grouped", torch.bfloat16),
 ]
+FALCONS = {  # one head of K and V for all queries; one for each group
+    "falcon": {"multi_query": True, "num_kv_heads": 1},
+    "falcon-grouped": {"new_decoder_architecture": True, "num_kv_heads": 2},
+}
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +89,7 @@ def assert_same_state(one: DynamicCache, other: DynamicCache) -> None:
 
 @pytest.mark.parametrize(("kind", "dtype"), KINDS)
 def test_what_is_restored_is_what_was_computed_to_the_bit(daemon: RunningDaemon, kind: str, dtype: torch.dtype) -> None:
-    model, ids = tiny_model(kind, dtype=dtype), prompt(100)
+    model, ids = tiny_model(kind.partition("-")[0], dtype=dtype, **FALCONS.get(kind, {})), prompt(100)
     with open_session(daemon, model) as first:
         stored(first, model, ids, max_new_tokens=1)
     kept = DynamicCache(config=model.config)

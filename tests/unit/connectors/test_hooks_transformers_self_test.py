@@ -93,7 +93,7 @@ def test_a_model_that_blocks_do_not_hold_is_refused_when_its_session_is_opened(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", ["qwen2", "gpt_neox", "phi", "gpt_bigcode"])
+@pytest.mark.parametrize("kind", ["qwen2", "gpt_neox", "phi", "gpt_bigcode", "falcon"])
 def test_a_model_of_full_attention_passes(kind: str, dtype: torch.dtype) -> None:
     settings = {"multi_query": False} if kind == "gpt_bigcode" else {}
     if kind == "gpt_bigcode":
