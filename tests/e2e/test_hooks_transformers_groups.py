@@ -258,3 +258,20 @@ def test_a_load_that_fails_before_a_prompt_is_cut_into_passes_is_computed_from_i
         cache = new_cache(session, model)
         assert torch.equal(model.generate(ids, past_key_values=cache, **ASKED), expected)
         assert cache.report.restored_tokens == 0 and cache.report.reason
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "qwen3_next"])
+def test_a_first_call_that_raised_is_begun_anew(daemon: RunningDaemon, kind: str) -> None:
+    model, ids = grouped_model(kind), prompt(STORED, 13)
+
+    def fail(*_: Any) -> None:
+        raise MemoryError("no room for the activations")
+
+    with opened(daemon, model) as session:
+        expected = model.generate(ids, past_key_values=new_cache(session, model), **ASKED)
+        cache = new_cache(session, model)
+        hook = first_layer(model).register_forward_hook(fail)
+        with pytest.raises(MemoryError):
+            model.generate(ids, past_key_values=cache, **ASKED)
+        hook.remove()
+        assert torch.equal(model.generate(ids, past_key_values=cache, **ASKED), expected)

@@ -43,7 +43,7 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
     cache may be given to `generate` again to go on with its sequence.
 
     A prompt of a model with recurrent states is computed in passes that end at the ends of blocks, where states are
-    stored. A cache with states or sliding windows cannot be gone on with after a call that raised.
+    stored. A cache with states or windows can be gone on with after a call that raised only if it held nothing before.
 
     A call that is no plain continuation of one sequence (a batch, padding, embeddings, custom positions) is computed as
     with a `DynamicCache`, and so is everything after it. A call that asks for all logits is computed whole, and stored;
@@ -189,8 +189,8 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         return call
 
     def _cut(self, call: Call, keep: int) -> Call:
-        """Compute what comes before the last boundary at which a state is wanted, in pieces; return the rest of the
-        call, with at least `keep` tokens.
+        """Compute in pieces what comes before the last boundary that wants a state; return the rest, of `keep` tokens
+        at least.
         """
         size = self._memory.cut_tokens
         if not size or self._session.state != "connected" or self._sequence.reason:
@@ -244,8 +244,7 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         shorter prefix.
         """
         kept = self._seen.count + min(tokens_to_remove, 0)
-        whole = not self._refused and self._holds_all()
-        whole = whole and self._memory.can_go_back
+        whole = not self._refused and self._holds_all() and self._memory.can_go_back
         if not whole or kept < self._sequence.wanted_blocks * self._session.block_tokens or tokens_to_remove > 0:
             self._is_lost = not self._memory.can_go_back  # if this raises, some layers are cut and others are not
             super().crop(tokens_to_remove)
@@ -350,17 +349,15 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         if not wanted.blocks:
             return RestoredCache(self._seen.count, reason="no full block to restore")
         try:
-            memory, choice = self._memory, self._choice
-            return restore(self._session, memory, wanted, choice, deadline_s=self._deadline_s, beside=beside)
+            given = self._session, self._memory, wanted, self._choice
+            return restore(*given, deadline_s=self._deadline_s, beside=beside)
         except Exception as error:  # the store must not end a generation
             if not self._holds_all() and not self._take_back(self._seen.count):
                 raise invalid(_LOST) from error
             return RestoredCache(self._seen.count, reason=f"restoring failed: {type(error).__name__}: {error}")
 
     def _take_back(self, held: int) -> bool:
-        """Let the memory hold the first `held` tokens alone; some layers may hold more. Return False, and refuse all
-        further calls, if the state cannot go back.
-        """
+        """Let the memory hold the first `held` tokens alone. Return False, and refuse later calls, if it cannot."""
         if not held:
             self._new_memory()
         elif self._memory.can_go_back:
