@@ -66,8 +66,8 @@ def layers_of(config: Any) -> list[Any]:
     layers = list(DynamicCache(config=config).layers)
     for index, layer in enumerate(layers):
         if hasattr(layer, "update"):
-            kind: Any = _awaited(type(layer))
-            layers[index] = object.__new__(kind)
+            kind: Any = type(layer)
+            layers[index] = object.__new__(_awaited(kind))
             vars(layers[index]).update(vars(layer))
     return layers
 
