@@ -30,8 +30,8 @@ LATE_S = 10.0  # an answer that comes later than this is of no use
 
 
 class Question:
-    """A question for the unknown blocks of a chain from `first` on. `entered` is set when the index has the blocks
-    found in time.
+    """A question to remote tiers: which blocks of `chain`, from position `first` on, do they have? `entered` is set
+    when the blocks found before the deadline are in the block index.
     """
 
     def __init__(self, client: Client, chain: Sequence[bytes], first: int, group: int, deletions: int) -> None:
@@ -44,8 +44,9 @@ class Question:
 
 
 class Discovery:
-    """The questions to all key-addressed tiers of a store. `value` says whether asking pays, `times` how long each
-    tier, by position, takes to answer."""
+    """The component that asks a store's remote (key-addressed) tiers for blocks that the block index does not have.
+    `value` estimates whether a question pays; `times` maps a tier's position to how long its answers took.
+    """
 
     def __init__(self, store: Store) -> None:
         self._residency, self._tiers, self._rooms = store.residency, store.keyed, store.rooms
@@ -58,7 +59,9 @@ class Discovery:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def declines(self, client: Client, blocks: int) -> bool:
-        """Return whether asking for this number of missing blocks certainly does not pay; if not, call `ask`."""
+        """Return True when it is certain that asking the remote tiers for `blocks` missing blocks does not pay. When it
+        returns False, call `ask`, which decides.
+        """
         if not self._tiers:
             return True
         if not self.value.declines(client.tenant_id, blocks * client.fingerprint.block_tokens):
@@ -67,8 +70,9 @@ class Discovery:
         return True
 
     def ask(self, client: Client, keys: bytes, known: int, group: int, limit_ms: int) -> Question | None:
-        """Ask for the blocks of a chain after its first `known`, if that pays; return the question, if waiting for it
-        pays too. `keys` are packed, from the root on.
+        """Ask the remote tiers for the blocks of a chain after its first `known` blocks, if that pays. `keys` are
+        packed, 16 bytes each, from the chain's start; `group` is the layer group; `limit_ms` is how long the caller can
+        wait. Return the question when waiting for its answer pays, otherwise None.
         """
         blocks, tokens = len(keys) // KEY_BYTES - known, client.fingerprint.block_tokens
         positions = [position for position in self._tiers if self._may_be_asked(position, client)]
@@ -92,7 +96,9 @@ class Discovery:
         return question if verdict is RemoteVerdict.WAIT and is_quick else None
 
     async def wait(self, question: Question, limit_ms: int) -> None:
-        """Wait for the answer, until the deadline; blocks found in time are in the index then."""
+        """Wait until `question` is answered, for `limit_ms` milliseconds at most. Blocks that were found in time are
+        then in the block index.
+        """
         with suppress(TimeoutError):  # `wait_for` of Python 3.11 loses a cancellation that comes with the answer
             async with asyncio.timeout(min(limit_ms, DEADLINE_MS) / 1000):
                 await question.entered.wait()
