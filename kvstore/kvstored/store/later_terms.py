@@ -101,7 +101,9 @@ class LaterTerms:
         return not (self.changed or self._saving or self.is_whole or self._is_saving_whole)
 
     def when_saved(self) -> asyncio.Future[bool]:
-        """Return a future that resolves to True when all present changes are saved durably, False when that has failed."""
+        """Return a future that resolves to True when all present changes are saved durably, False when that
+        has failed.
+        """
         if self._waiting is None:
             self._waiting = asyncio.get_running_loop().create_future()
             self.wanted.set()
@@ -140,7 +142,9 @@ class LaterTerms:
         self._saving, self._is_saving_whole = set(), False
 
     def not_saved(self) -> None:
-        """Note that the changes before the last `begin_save` could not be committed; they are saved with the next save."""
+        """Note that the changes before the last `begin_save` could not be committed; they are saved with the
+        next save.
+        """
         self._saving |= self.changed
         self.is_whole |= self._is_saving_whole
         self._saving, self.changed, self._is_saving_whole = set(), self._saving, False

@@ -125,7 +125,9 @@ class LeaseTable:
         return self._hold(GrantedLease(lease_id, session_id, tenant, tokens, slots, expires_ns))
 
     def record_in(self, book: LeaseBook, last_id: int) -> None:
-        """Record each new lease in `book` from now on; it has the present ones. New leases get numbers above `last_id`."""
+        """Record each new lease in `book` from now on; it has the present ones. New leases get numbers above
+        `last_id`.
+        """
         self._book = book
         self._last_id = max(self._last_id, last_id)
 
@@ -148,7 +150,9 @@ class LeaseTable:
         return lease
 
     def renew(self, session_id: int, lease_id: int, expires_ns: int) -> bool:
-        """Set a later expiry of a lease. Return False for a lease that is gone, has expired, or is another session's."""
+        """Set a later expiry of a lease. Return False for a lease that is gone, has expired, or is another
+        session's.
+        """
         lease = self._leases.get(lease_id)
         if lease is None or lease.session_id != session_id or lease.expired:
             return False

@@ -45,7 +45,9 @@ def _unpacker(keys: int) -> struct.Struct:
 
 
 def unpack_keys(packed: bytes) -> tuple[bytes, ...]:
-    """Return the keys that are packed in `packed`, 16 bytes each. Raises ValueError if the length is no multiple of 16."""
+    """Return the keys that are packed in `packed`, 16 bytes each. Raises ValueError if the length is no
+    multiple of 16.
+    """
     keys, rest = divmod(len(packed), KEY_BYTES)
     if rest:
         raise ValueError(f"packed keys must be a multiple of {KEY_BYTES} bytes, got {len(packed)}")

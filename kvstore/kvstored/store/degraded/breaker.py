@@ -104,7 +104,9 @@ class TierBreaker:
             self._follow_tier()  # not after each that went well: a report of many slabs takes tens of microseconds
 
     def forgo(self, number: int) -> None:
-        """Note that the transfer `number` has ended, without judging it; it shows only that the medium does not hang."""
+        """Note that the transfer `number` has ended, without judging it; it shows only that the medium does
+        not hang.
+        """
         self._in_flight.pop(number, None)
 
     def _failed(self, what: str, outcome: Outcome) -> None:

@@ -34,7 +34,9 @@ _DECAY_STEP_S = 60.0
 
 
 def medium_bytes(slot_bytes: int) -> int:
-    """Return how many bytes a block in a slot of `slot_bytes` costs the medium over its whole life, without the sync."""
+    """Return how many bytes a block in a slot of `slot_bytes` costs the medium over its whole life, without
+    the sync.
+    """
     return slot_bytes + OVERHEAD_BYTES
 
 

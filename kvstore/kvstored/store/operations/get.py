@@ -373,7 +373,9 @@ class Loading:
         return [self._residency.current(self.tokens[position]) for position in positions]
 
     def close(self) -> None:
-        """End the wait: give up promotions under way and remove the pins that no lease has. A second call does nothing."""
+        """End the wait: give up promotions under way and remove the pins that no lease has. A second call
+        does nothing.
+        """
         coming, self._coming = self._coming, {}
         for position, promotion in coming.items():
             if not promotion.done():

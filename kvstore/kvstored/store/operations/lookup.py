@@ -23,7 +23,9 @@ DUE_MAX_MS = 24 * 3600 * 1000
 
 
 def leading(present: Sequence[bool]) -> int:
-    """Return how many entries of `present` come before the first False: the number of leading blocks that are stored."""
+    """Return how many entries of `present` come before the first False: the number of leading blocks that are
+    stored.
+    """
     return present.index(False) if False in present else len(present)
 
 
@@ -142,6 +144,8 @@ class Hints:
         return len(rows)
 
     def renew(self, client: Client, lease_ids: Sequence[int]) -> int:
-        """Let the leases `lease_ids` of the client live for `lease_ttl_ms` from now. Return how many of them existed."""
+        """Let the leases `lease_ids` of the client live for `lease_ttl_ms` from now. Return how many of them
+        existed.
+        """
         expires_ns = self._clock.monotonic_ns() + self.lease_ttl_ms * NS_PER_MS
         return sum(self._leases.renew(client.session_id, lease_id, expires_ns) for lease_id in lease_ids)

@@ -45,7 +45,9 @@ class StagedBlocks(Protocol):
     """A memory that holds the blocks of a put until they are stored. A block is named by its offset in this memory."""
 
     def tokens_at(self, offset: int) -> bytes:
-        """Return the packed token ids of the block at `offset`; empty when the block's key does not come from tokens."""
+        """Return the packed token ids of the block at `offset`; empty when the block's key does not come from
+        tokens.
+        """
         ...
 
     def payload_at(self, offset: int, nbytes: int) -> Segment: ...

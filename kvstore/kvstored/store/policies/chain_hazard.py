@@ -73,7 +73,9 @@ class ChainHazard(EvictionPolicy, Learns, Listens, Weighs):
 
     @property
     def is_lru(self) -> bool:
-        """True while this policy decides as LRU (least recently used): too little is known yet, or LRU would hit more."""
+        """True while this policy decides as LRU (least recently used): too little is known yet, or LRU would
+        hit more.
+        """
         return self.follower.is_lru
 
     def set_share(self, tenant: int, share: Share) -> None:

@@ -73,7 +73,9 @@ class Queues:
 
 
 class Discipline(ABC):
-    """A rule over a few queues of rows: which queue a new block enters, what a use changes, and which block is evicted."""
+    """A rule over a few queues of rows: which queue a new block enters, what a use changes, and which block
+    is evicted.
+    """
 
     inside: int  # how many queues there are behind the door
 

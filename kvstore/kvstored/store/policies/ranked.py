@@ -23,7 +23,9 @@ _STAMP_BITS = 64
 
 
 class Ranked(OrderedPolicy):
-    """An order of the blocks of one tier that have a priority: the lowest priority first, then the least recently used."""
+    """An order of the blocks of one tier that have a priority: the lowest priority first, then the least
+    recently used.
+    """
 
     def __init__(self, residency: ResidencyView, tier: int) -> None:
         super().__init__(residency, tier, name="priority")

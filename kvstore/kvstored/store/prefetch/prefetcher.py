@@ -122,7 +122,9 @@ class Prefetcher:
                     self._credit.wasted(tenant, key, now_s, is_evicted=True)
 
     def forgotten(self, tenant: int, keys: Sequence[bytes] | None) -> None:
-        """Note that the blocks `keys` of `tenant` (None: all its blocks) were deleted: they count as wasted prefetches."""
+        """Note that the blocks `keys` of `tenant` (None: all its blocks) were deleted: they count as wasted
+        prefetches.
+        """
         held_of = self._credit.held_of(tenant)
         for key in list(held_of) if keys is None else [key for key in keys if key in held_of]:
             self._credit.wasted(tenant, key, self._now_s(), is_evicted=True)

@@ -204,8 +204,7 @@ class Lane(Generic[Work]):
         return True
 
     def cancel(self, ticket: int, now_ns: int) -> Work | None:
-        """Remove a queued item and return its work. Return None when it is in flight or gone: then wait for its
-        completion."""
+        """Remove a queued item and return its work. Return None when it is in flight or gone."""
         item = self._queued(ticket)
         if item is None:
             return None
@@ -216,7 +215,7 @@ class Lane(Generic[Work]):
         return item.work
 
     def close(self) -> list[Work]:
-        """Refuse new items from now on, and return the work of all queued ones. Items in flight still complete."""
+        """Refuse new items from now on, and return the work of queued ones. Items in flight still complete."""
         self._closed = True
         left = [item for queue in self._queues for item in queue.values()]
         for item in left:
@@ -238,7 +237,8 @@ class Lane(Generic[Work]):
         return started
 
     def completed(self, ticket: int, now_ns: int, *, ok: bool = True) -> None:
-        """Note that an item in flight has ended, well if `ok`. Raise RuntimeError for a ticket that is not in flight."""
+        """Note that an item in flight has ended, well if `ok`. Raise RuntimeError for a ticket that is not in
+        flight."""
         item = self._running.pop(ticket, None)
         if item is None:
             raise RuntimeError(f"lane {self.name}: ticket {ticket} completed but not in flight")

@@ -53,7 +53,9 @@ class TokenBucket:
 
 
 class RateMeter:
-    """A meter of bytes a second, an average in which older bytes count less and less; `window_s` is its time constant."""
+    """A meter of bytes a second, an average in which older bytes count less and less; `window_s` is its time
+    constant.
+    """
 
     __slots__ = ("_at_ns", "_bytes_per_s", "_window_s")
 

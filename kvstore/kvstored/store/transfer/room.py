@@ -175,7 +175,9 @@ class Room:
         await self._evacuation.settle(timeout_s)
 
     async def vacate(self, container: int) -> bool:
-        """Empty the arena or slab `container`, so that it can be given back. Return False when that cannot be done now."""
+        """Empty the arena or slab `container`, so that it can be given back. Return False when that cannot be
+        done now.
+        """
         return await self._evacuation.vacate(container)
 
     def expire(self, row: int) -> bool:

@@ -48,7 +48,8 @@ _RUNNING_MAX = 4096
 
 
 class ChainBook:
-    """A record of the chains of one tier: which chain owns each row, how often blocks are shared, and what was learned."""
+    """A record of the chains of one tier: which chain owns each row, how often blocks are shared, and what
+    was learned."""
 
     def __init__(self, residency: ResidencyView, ladders: Sequence[Ladder], *, forgets: bool = True) -> None:
         self.residency = residency
@@ -122,8 +123,7 @@ class ChainBook:
             self.shared[row], self.shared_s[row] = ghost.touched.pop(key)
 
     def left(self, rows: Sequence[int], chain: int, tenant: int, rows_here: int) -> None:
-        """Note that the blocks `rows` of `chain`, the deepest first, have left the tier, which now has `rows_here`
-        blocks."""
+        """Note that the blocks `rows` of `chain`, the deepest first, have left the tier."""
         self.left_blocks += len(rows)
         owner, shared, fan, columns = self.owner, self.shared, self.fan, self.residency.rows
         keys = columns.keys
@@ -267,7 +267,8 @@ class ChainBook:
         return chain
 
     def ended(self, chain: int, output_tokens: int, now_s: float, hint: ChainHint | None) -> None:
-        """Note that the last request of `chain` ended with `output_tokens` tokens (0: unknown) and the engine's `hint`."""
+        """Note that the last request of `chain` ended with `output_tokens` tokens (0: unknown) and the
+        engine's `hint`."""
         chains = self.chains
         if output_tokens and chains.tokens[chain] >= 0:
             chains.tokens[chain] += output_tokens - chains.answer[chain]  # a second report is not a second answer
@@ -284,8 +285,7 @@ class ChainBook:
             chains.base[chain] = self.standings(np.array([chain]), now_s)[0]
 
     def ranks(self, chains: Ints, now_s: float) -> Floats:
-        """Return the rank (expected uses a second) of each of `chains`. It means nothing for a chain whose return is
-        not awaited."""
+        """Return the rank (expected uses a second) of each of `chains`; it means nothing if no return is awaited."""
         table = self.chains
         return self.tables.ranks(table.ints(table.cell)[chains], now_s - table.floats(table.used_s)[chains])
 

@@ -88,7 +88,9 @@ class ChainFollower:
 
     @property
     def is_lru(self) -> bool:
-        """True while the policy decides as LRU (least recently used): too little is known yet, or LRU would hit more."""
+        """True while the policy decides as LRU (least recently used): too little is known yet, or LRU would
+        hit more.
+        """
         return self.book.learning.requests < self.learning.requests_min or self.guard.is_lru_ahead
 
     # Events
@@ -339,7 +341,9 @@ class ChainFollower:
         self.candidates[self.book.chains.tenant[chain]].look_at(chain, self.now_s, looks)
 
     def settle(self, count: int | None = None) -> None:
-        """Give chains to the rows that came to the tier and were not used: to all, or to the `count` that came first."""
+        """Give chains to the rows that came to the tier and were not used: to all, or to the `count` that
+        came first.
+        """
         fresh = self.fresh[:count]
         del self.fresh[:count]
         for row in fresh:

@@ -39,7 +39,9 @@ def ghost_limit(rows: int) -> int:
 
 
 class Shard:
-    """A part of the remembered keys, in two generations. Each maps a key to its chain and fan-out, packed in one int."""
+    """A part of the remembered keys, in two generations. Each maps a key to its chain and fan-out, packed in
+    one int.
+    """
 
     __slots__ = ("old", "young")
 
