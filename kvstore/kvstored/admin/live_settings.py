@@ -96,7 +96,7 @@ def _may_be_tenant(config: Config, name: str) -> bool:
 
 class LiveSettings:
     """The settings that can be changed while the daemon runs. `resizes` maps a tier's name to the change of its
-    capacity. `certificates` are those of the TLS listener, None without one.
+    capacity. `certificates` belong to the TLS listener, None without one.
     """
 
     def __init__(
@@ -121,8 +121,8 @@ class LiveSettings:
         self._tenants.prepare(config)
 
     def apply(self, config: Config, names: set[str]) -> set[str]:
-        """Put the changed settings `names` in force as `config` has them. Return the names of those that took effect.
-        Raises ConfigError, having changed nothing.
+        """Put the changed settings `names` in force as `config` has them. Return the names of the settings that took
+        effect. Raises ConfigError, having changed nothing.
         """
         applied = names & (TENANTS | {"daemon.log_level"})
         if applied & TENANTS:  # first, since it alone may fail

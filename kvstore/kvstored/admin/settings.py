@@ -13,7 +13,7 @@ from kvstored.config import Config, ConfiguredSetting
 
 
 def settings(reload: Reload) -> pb.ConfigReply:
-    """Return the settings in force, with their text and origin, and those that wait for a restart since the last
+    """Return the settings in force, with their text and origin, and the settings that wait for a restart since the last
     reload. Files with secrets are shown by name, never by content.
     """
     config = reload.config

@@ -152,7 +152,7 @@ class EventFeed:
         self._wake()
 
     def stop(self) -> None:
-        """Note no more changes, and drop those that wait."""
+        """Note no more changes, and drop the ones that wait to be sent."""
         self._is_on = False
         self._residency.note_with(None)
         del self._rows[:]

@@ -55,8 +55,8 @@ class _Topic:
 
 
 class EventStream:
-    """A maker of event batches for all topics, which keeps some for replay. `places` is by tier position. `buffer`
-    bounds the batches kept for a topic, `kept_bytes` those of all topics.
+    """A maker of event batches for all topics, which keeps some for replay. `places` is by tier position. `buffer` is
+    the number of batches kept for a topic, `kept_bytes` bounds the kept batches of all topics.
 
     `now_s` returns the wall time. `first_number` is the first number of each topic, larger than any of a former
     process, so that a subscriber that lost the end of one process and the beginning of the next sees a gap.

@@ -55,7 +55,7 @@ class _Saved:
 
 
 class StateSaver:
-    """The saving of the daemon's small state (all that is kept over a restart besides blocks) through `process`, at
+    """The saving of the daemon's small state (all that is kept over a restart and is not a block) through `process`, at
     most `rate_bytes` a second in the long run. `terms` is the keeper of blocks' terms. `scrub` is the scrubber's
     position as JSON, None until it is known.
     """

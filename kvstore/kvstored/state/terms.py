@@ -1,4 +1,4 @@
-"""The saving of blocks' later terms (those that no header has) in the database `pins`, and their return at a start.
+"""The saving of blocks' later terms (terms that no header has) in the database `pins`, and their return at a start.
 
 The changes of `INTERVAL_S` seconds are one commit; when a put waits, they are committed at once. Each commit is synced,
 so a loss of power undoes none. A crash forgets the touches of `INTERVAL_S` and the time of one commit, and no put that

@@ -143,7 +143,7 @@ def make_lanes(
 ) -> list[Lane[LaneTransfer]]:
     """Return the lanes of a store: one for each direction between the mapped tier and every other tier. The lanes of
     one tier share its medium, so that prefetch waits for demand on any of them. `keyed` are the positions of remote
-    tiers, `with_own_lane` those of tiers to which the durable tier has a lane of its own.
+    tiers, `with_own_lane` the positions of tiers to which the durable tier has a lane of its own.
     """
     movement, limits = config.movement, config.limits
     settings = LaneSettings(

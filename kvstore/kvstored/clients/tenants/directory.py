@@ -252,7 +252,7 @@ class TenantDirectory:
         return digest
 
     def fingerprint_number(self, digest: bytes) -> int:
-        """Return the number of a fingerprint digest, the same as long as the daemon runs. At most
+        """Return the number of a fingerprint digest, which does not change while the daemon runs. At most
         MAX_NUMBERED_FINGERPRINTS get a number of their own; all others share one, so listings show them as one.
         """
         number = self._fingerprint_numbers.get(digest)

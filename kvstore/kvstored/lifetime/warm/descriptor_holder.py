@@ -81,7 +81,7 @@ class DescriptorHolder(ABC):
         self._try(name, -1)
 
     def retry(self) -> list[str]:
-        """Send the descriptors that could not be sent before. Return the names of those that are kept now."""
+        """Send the descriptors that could not be sent before. Return the names that are kept now."""
         with self._sending:
             done: list[str] = []
             keeps = [wanted for wanted in self._wanted.items() if wanted[1] >= 0]
@@ -98,7 +98,7 @@ class DescriptorHolder(ABC):
 
     def settle(self) -> list[str]:
         """Do `retry` for two seconds at most, until nothing is left that the other process would take, since the daemon
-        is about to end. Return the names of those that are kept now.
+        is about to end. Return the names that are kept now.
         """
         done = self.retry()
         give_up_s = time.monotonic() + _SETTLE_S

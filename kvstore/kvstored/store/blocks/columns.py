@@ -19,8 +19,8 @@ import numpy.typing as npt
 
 
 class Column(NamedTuple):
-    """The definition of an optional column of the block index. `typecode` is that of array.array; it sets the bytes for
-    each row once the column is used.
+    """The definition of an optional column of the block index. `typecode` is a typecode of array.array; it sets the
+    bytes for each row once the column is used.
     """
 
     name: str

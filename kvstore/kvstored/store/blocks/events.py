@@ -135,7 +135,7 @@ class Listeners:
             self.by_key[tier] = listener
 
     def listen_beside(self, tier: int, second: TierListener | None) -> None:
-        """Notify `second` of the events in `tier`, besides the tier's listener, from now on. None ends that."""
+        """Notify `second`, in addition to the tier's listener, of the events in `tier` from now on. None ends that."""
         self._beside.pop(tier, None)
         if second is not None:
             self._beside[tier] = second

@@ -137,7 +137,7 @@ class BulkKeys:
         self._multiplier, self._shift, self._table = table.multiplier, table.shift, table.table
 
     def members(self) -> Column:
-        """Return the rows that have an entry in this table, also those that are no bulk rows any more."""
+        """Return the rows that have an entry in this table, also rows that are no bulk rows any more."""
         places = self._all.places
         found: Column = places[places != _NOTHING]
         return found

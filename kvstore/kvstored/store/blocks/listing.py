@@ -125,8 +125,8 @@ def rows_of_fingerprint(residency: ResidencyView, fingerprint_id: int, tenant: i
 
 
 def rows_in(residency: ResidencyView, tier: int, container: int) -> list[int]:
-    """Return the rows with a copy in `container` (an arena or slab) of `tier`, in whatever state, sorted by offset. The
-    scan takes about 1 ms for a million rows.
+    """Return the rows with a copy (in any state) in `container`, an arena or slab of `tier`, sorted by offset. The scan
+    takes about 1 ms for a million rows.
     """
     copies = residency.copies[tier]
     here = np.frombuffer(copies.container, np.uint32) == container
@@ -136,6 +136,6 @@ def rows_in(residency: ResidencyView, tier: int, container: int) -> list[int]:
 
 
 def row_at(residency: ResidencyView, tier: int, container: int, offset: int) -> int:
-    """Return the row with a copy at `offset` of `container` in `tier`, in whatever state, or -1. It scans all rows."""
+    """Return the row with a copy (in any state) at `offset` of `container` in `tier`, or -1. It scans all rows."""
     offsets = residency.copies[tier].offset
     return next((row for row in rows_in(residency, tier, container) if offsets[row] == offset), -1)

@@ -73,8 +73,8 @@ class ResidencyView:
         return self.tiers.index(name)
 
     def readable(self, device_tiers: TierSet) -> TierSet:
-        """Return the tiers that a client can read in place: the mapped tier, and those of `device_tiers`, the tiers on
-        its device, that take new leases."""
+        """Return the tiers that a client can read in place: the mapped tier, and each of `device_tiers` (the tiers on
+        its device) that takes new leases."""
         return device_tiers.difference(self.closed).with_tier(self.mapped)
 
     # Looking up
@@ -362,7 +362,7 @@ class ResidencyView:
         return self.copies[tier].optional.get("stored_bytes", row) or self.rows.payload_bytes[row]
 
     def tenant_bytes(self, tenant: int, tier: int) -> int:
-        """Return the bytes of all slots that `tenant` has in `tier`, also those that are being filled."""
+        """Return the bytes of all slots that `tenant` has in `tier`, slots that are being filled included."""
         return self.copies[tier].bytes_by_tenant[tenant]
 
     def reserved_bytes(self, tenant: int, tier: int) -> int:

@@ -347,8 +347,8 @@ class Loading:
         return patience_ms
 
     async def wait(self, until_ns: int, *, for_all: bool = False) -> list[int]:
-        """Wait for blocks; return the ascending positions of those that are mapped now and were not reported before. It
-        returns when the first has come, with `for_all` when all promotions have ended. The list is empty when the
+        """Wait for blocks; return the ascending positions of blocks that are mapped now and were not reported before.
+        It returns when the first has come, with `for_all` when all promotions have ended. The list is empty when the
         monotonic time `until_ns` has passed, or when the promotions failed."""
         if self._coming and (for_all or not self._arrived):
             self._wakes_at = 0 if for_all else len(self._coming) - 1

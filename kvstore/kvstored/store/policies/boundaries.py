@@ -3,8 +3,8 @@
 A request is likely to resume at the end of what was stored of a prompt, and at a block that several chains continue:
 there another prompt has branched. A sliding window needs the last blocks before that boundary, a recurrent group the
 one with the state. All other blocks of these groups are *spent*: they have a priority below all that users can give,
-leave a full tier first, whatever policy orders the others (`ranked`), and stay while there is room. A block that a user
-gave a priority keeps it. Nothing is done for blocks of groups that need all of a chain.
+leave a full tier first under any policy (`ranked`), and stay while there is room. A block that a user gave a priority
+keeps it. Nothing is done for blocks of groups that need all of a chain.
 """
 
 from __future__ import annotations

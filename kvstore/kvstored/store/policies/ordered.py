@@ -35,8 +35,8 @@ def choose_tenant(
     """Return the row that leaves the policy's tier next, chosen among `tenants` tenants, or -1.
 
     `first(tenant)` returns the tenant's row that would be evicted first, or -1. Blocks of tenants over their maximum go
-    first, then those of lower priority; between equals, the row with the lower `standing(row)`. A tenant at its minimum
-    loses none.
+    first, then blocks of tenants with a lower priority; between equals, the row with the lower `standing(row)`. A
+    tenant at its minimum loses none.
     """
     residency, tier = policy.residency, policy.tier
     chosen = -1

@@ -44,7 +44,7 @@ class Ranked(OrderedPolicy):
             self.where[row] = QUEUED
 
     def knows(self, rows: Sequence[int]) -> list[int]:
-        """Return those of `rows` that are in this order, since they have a priority and a copy in the tier."""
+        """Return the rows among `rows` that are in this order, since they have a priority and a copy in the tier."""
         where = self.where
         return [row for row in rows if row < len(where) and where[row] != OUT]
 

@@ -25,7 +25,7 @@ MISSING_MAX = 1024  # missing keys passed on to policies; they take up to a micr
 
 class Feed:
     """A distributor of events from the store's operations to policies and the predictor: each request once, hints, and
-    deletions. `policies` are those of all tiers. `compute` learns of misses and puts.
+    deletions. `policies` has the policies of all tiers. `compute` learns of misses and puts.
     """
 
     def __init__(

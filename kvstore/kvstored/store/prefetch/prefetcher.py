@@ -42,7 +42,7 @@ RENEWED_S = 2.0  # so often, at most, the policy is asked to keep a chain
 @dataclass(frozen=True, slots=True)
 class PrefetchStatus:
     """A report on a store's prefetch. `failure` is why the predictor is off, "" while it works. `tenants` has figures
-    by tenant number, `all` those of all tenants together.
+    by tenant number, `all` the figures of all tenants together.
     """
 
     is_enabled: bool
@@ -111,7 +111,7 @@ class Prefetcher:
             self._planning.add_done_callback(self._planning_ended)
 
     def requested(self, tenant: int, keys: Sequence[bytes], now_ns: int) -> None:
-        """Note that a request has asked for the blocks `keys` of `tenant`; those that are stored are mapped now."""
+        """Note that a request has asked for the blocks `keys` of `tenant`; the stored ones are mapped now."""
         held_of = self._credit.held_of(tenant)
         if held_of:
             now_s = now_ns / NS_PER_S

@@ -43,7 +43,7 @@ class UnmappedBlock:
 @dataclass(frozen=True, slots=True)
 class PrefetchCandidate:
     """A chain that will perhaps be requested, between `first_s` and about `due_s`. `key` is its last block; `blocks`
-    are those that are not mapped, in the order of use. They would be held for it until `until_s`.
+    are its blocks that are not mapped, in the order of use. They would be held for it until `until_s`.
     """
 
     tenant: int

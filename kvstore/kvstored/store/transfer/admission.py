@@ -40,8 +40,8 @@ class RemoteWrites:
 
 class TierGate:
     """The judge of which blocks one tier should get. `admission` judges blocks that are evicted from the tier above,
-    `early` those that may be copied before (None: no block is). `refuses(row)` returns True for a block that must not
-    be written.
+    `early` judges blocks that may be copied before (None: no block is). `refuses(row)` returns True for a block that
+    must not be written.
     """
 
     def __init__(
@@ -111,8 +111,8 @@ class FrequencyAdmission:
         self._won: dict[int, tuple[int, int]] = {}  # by token: its last use, and `_declined` when that was first seen
 
     def admits(self, row: int, victim: int, blocks: int = 1) -> bool:
-        """Return whether the block at `row` should take the place of the one at `victim`. If not, count `blocks` blocks
-        as declined: `row` and those that cannot be used without it.
+        """Return whether the block at `row` should take the place of the block at `victim`. If not, count `blocks`
+        blocks as declined: `row` and the blocks that cannot be used without it.
         """
         residency = self._residency
         token, last_use_ns = residency.token(victim), residency.rows.last_access_ns[victim]

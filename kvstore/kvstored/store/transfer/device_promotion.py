@@ -56,8 +56,8 @@ class DevicePromotion:
         return self._link.destination
 
     def choose(self, rows: Iterable[int]) -> set[int]:
-        """Return those of the blocks `rows`, given in chain order, that should be read straight into the
-        device tier.
+        """Return the rows among `rows`, given in chain order, whose blocks should be read straight into the device
+        tier.
         """
         residency, chosen = self._residency, set[int]()
         if not self._link.is_open:

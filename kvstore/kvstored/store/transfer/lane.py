@@ -185,7 +185,7 @@ class Lane(Generic[Work]):
 
     def promote(self, ticket: int, priority: Priority, now_ns: int, due_ns: int | None = None) -> bool:
         """Move a queued item to the end of the queue of a higher `priority`, or give demand an earlier `due_ns`. Return
-        False when the item is not queued any more, or was as urgent already."""
+        False when the item is not queued, or was as urgent."""
         item = self._queued(ticket)
         if item is None or item.priority < priority:
             return False
@@ -258,8 +258,7 @@ class Lane(Generic[Work]):
             self._spare.follow(self.settings.spare_share * self.service.bytes_per_s, now_ns)
 
     def wake_at(self, now_ns: int) -> int | None:
-        """Return when (in ns) to call `next` again if nothing else happens. Return None when only a submit or a
-        completion can let an item start."""
+        """Return when (ns) to call `next` again if nothing else happens, None when time alone starts nothing."""
         if len(self._running) >= self.settings.max_in_flight or not self.has_queued:
             return None
         times = [at for priority in _PRIORITIES if (at := self._startable_at(priority, now_ns)) is not None]

@@ -41,7 +41,7 @@ def lane_name(tiers: Sequence[str], source: int, destination: int) -> str:
 
 class TierLink:
     """A way to copy blocks from the tier at `source` to the tier at `destination`, through the lane `lane`. `breaker`
-    is that of the slower of the two tiers, None when both are memory. `staging` is set when the destination has a
+    belongs to the slower of the two tiers, None when both are memory. `staging` is set when the destination has a
     codec: a block is coded there before it gets a slot.
 
     The tier that can reach the memory of the other tier moves and verifies the bytes: the source's `move_out` fills the

@@ -173,11 +173,10 @@ class Promoter:
         return self.is_coming(row)
 
     def prefetch_if(self, row: int, pays: Callable[[int], bool], ended: Callable[[bool, bool], None]) -> bool:
-        """Queue a prefetch of the block at `row`, if it is not being promoted: into a free slot, or into that of the
-        policy's next victim if `pays(victim)` is True. At the end `ended(is_mapped, is_late)` is called; `is_late` is
-        True when a request has asked for the block meanwhile. Return False, without a call of `ended`, when it did not
-        begin.
-        """
+        """Queue a prefetch of the block at `row`, if it is not being promoted: into a free slot, or into the slot of
+        the policy's next victim if `pays(victim)` is True. At the end `ended(is_mapped, is_late)` is called; `is_late`
+        is True when a request has asked for the block meanwhile. Return False, without a call of `ended`, when it did
+        not begin."""
         residency, link, nbytes = self._residency, self._link_of(row), self._residency.slot_bytes(row)
         if link is None or self._prefetch_room_bytes < nbytes:
             return False

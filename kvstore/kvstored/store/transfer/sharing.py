@@ -79,8 +79,8 @@ class Sharing:
         return len(self._chains) + len(self._path) + len(self._moves)
 
     def copies_of(self, tokens: Collection[int]) -> list[asyncio.Task[bool]]:
-        """Return the tasks of copies under way for the blocks that `tokens` name, and drop those that wait: only a
-        later use can begin one.
+        """Return the tasks of copies under way for the blocks that `tokens` name, and drop copies of them that wait:
+        only a later use can begin one.
         """
         if any(token in tokens for token in self._path):
             self._path.clear()  # the blocks after it could not be found without it

@@ -88,7 +88,7 @@ class DramCheck:
         self._verified = _Verified()
 
     def wanted(self, rows: Sequence[int]) -> list[int]:
-        """Return those of `rows` that have a copy in DRAM which must be verified before it is leased."""
+        """Return the rows among `rows` with a copy in DRAM that must be verified before it is leased."""
         writable, residency = self._host.writable, self._residency
         if self._mode == "off" and not writable:
             return []

@@ -170,9 +170,7 @@ class SkippedRows(Container[int]):
 
     @property
     def shortest(self) -> Container[int]:
-        """The same set of rows in the form that takes the least time to test: a plain set when no container
-        is skipped.
-        """
+        """This set of rows in the form that takes the least time to test: a plain set when no container is skipped."""
         return self if self.containers else self.rows
 
     def __contains__(self, row: object) -> bool:

@@ -81,7 +81,7 @@ class ChainBook:
         self.touches.grow(more)
 
     def numbers(self) -> list[float]:
-        """Return the numbers that a restart needs, besides the chains themselves."""
+        """Return the numbers that a restart needs, apart from the chains themselves."""
         return [self.touches.began_s, self.touches.span_s, self._most_rows]
 
     def restore(self, numbers: Sequence[float], later_s: float, rows_here: int) -> None:
@@ -257,8 +257,7 @@ class ChainBook:
         return chain if is_own and chains.live[chain] and is_near_end(reach, chains.length[chain]) else -1
 
     def answered(self, number: int, output_tokens: int, now_s: float, hint: ChainHint | None = None) -> int:
-        """Note that the request `number` has ended. Return its chain, or -1 if another request has used that chain
-        since."""
+        """Note that the request `number` has ended. Return its chain, or -1 if another request used that since."""
         chain, order = self._running.pop(number, (-1, 0))
         chains = self.chains
         if chain < 0 or chains.order[chain] != order or not chains.live[chain]:
@@ -325,7 +324,7 @@ class ChainBook:
             del self._promised[next(iter(self._promised))]
 
     def filled(self, rows: Sequence[int], chain: int) -> int:
-        """Return how many leading blocks of `rows`, just stored, the last request of `chain` had missed."""
+        """Return how many leading blocks of `rows`, just stored, the last request of `chain` missed."""
         owner = self.owner
         owners = [owner[row] for row in rows]
         count = len(rows)

@@ -41,7 +41,7 @@ class LruGuard:
         self.is_lru_ahead = False
 
     def numbers(self) -> list[float]:
-        """Return the numbers of this state that a restart needs, besides `shadow`."""
+        """Return the numbers of this state that a restart needs, apart from `shadow`."""
         return [
             self.capacity, self._most, self._mask, self._ours, self._lead, self._spread, self._judged,
             self._probation, self._left, self.is_lru_ahead,

@@ -20,8 +20,8 @@ _ENDS = (0, 1, 2, FAR_FROM_END)  # distances from the end of a chain that share 
 
 
 class ChainLearner(Learner):
-    """A learner from a tier's chains. Besides hazard tables it learns how far down a chain its next request goes:
-    `end_reuse` is the chance that a block is used again, by its distance from the end (`_ENDS`).
+    """A learner from a tier's chains. In addition to hazard tables it learns how far down a chain its next request
+    goes: `end_reuse` is the chance that a block is used again, by its distance from the end (`_ENDS`).
     """
 
     def __init__(self, chains: ChainTable, ladders: Sequence[Ladder], *, forgets: bool) -> None:
