@@ -3,7 +3,7 @@ automatic move of blocks to their user's new name.
 
 The rule: blocks that user N stored as tenant uid-N are never given to a tenant that does not list N. A tenant that is
 newly listed with that user alone takes them over. If others can be that tenant too, or have a token for either, only an
-operator may do so (operations/rename.py). No block is dropped. Runs at the start, before any client is served.
+operator may do so (admin/rename.py). No block is dropped. Runs at the start, before any client is served.
 """
 
 from __future__ import annotations
