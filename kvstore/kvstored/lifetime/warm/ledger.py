@@ -89,8 +89,8 @@ class FormerSession:
 
 
 class Ledger:
-    """A shared memory (memfd) that lists arenas, clients and leases for the daemon's next process. `descriptor` is that
-    of a kept ledger, which is checked first (ForeignLedger); None makes a new one.
+    """A shared memory (memfd) that lists arenas, clients and leases for the daemon's next process. `descriptor` is the
+    file descriptor of a kept ledger, which is checked first (raises ForeignLedger); None makes a new ledger.
     """
 
     def __init__(self, state_dir: Path, descriptor: int | None = None) -> None:

@@ -32,14 +32,15 @@ class RowKind(NamedTuple):
 
 
 class ResidencyView:
-    """Answers questions about rows of live blocks; the answers for a free row mean nothing. A tier is named by its
-    position. `durable`: the position of the tier that outlives the daemon, -1 if there is none; the last tier by
-    default. `in_memory`: how many tiers, from the first on, are in memory; by default all tiers before the durable one.
-    `mapped`: the position of the tier that clients map, where puts are stored and leases are given; a tier before it
-    has copies of blocks that are used often. `exported`: the tiers before it that a client on their device may read in
-    place. `closed`: the tiers that no new lease may name now. `changes` differs whenever a row or a copy was added,
-    removed or changed its state; uses and pins do not count. `deletions`: how many times blocks were deleted by order.
-    `window_of(fingerprint_id, group)`: how many blocks before a boundary a resume there needs; 0: all, or not known."""
+    """The read-only view of the block index. It answers questions about rows of live blocks; for a free row the answers
+    mean nothing. A tier is named by its position. `durable`: the position of the tier that outlives the daemon, -1 if
+    there is none; the last tier by default. `in_memory`: how many tiers, from the first on, are in memory; by default
+    all tiers before the durable one. `mapped`: the position of the tier that clients map, where puts are stored and
+    leases are given; a tier before it has copies of blocks that are used often. `exported`: the tiers before it that a
+    client on their device may read in place. `closed`: the tiers that no new lease may name now. `changes` differs
+    whenever a row or a copy was added, removed or changed its state; uses and pins do not count. `deletions`: how many
+    times blocks were deleted by order. `window_of(fingerprint_id, group)`: how many blocks before a boundary a resume
+    there needs; 0: all, or not known."""
 
     def __init__(
         self,
@@ -84,8 +85,7 @@ class ResidencyView:
         return self.tenants[tenant].find(key)
 
     def find_any(self, tenant: int, key: bytes) -> int:
-        """Return the row of the block `key` of `tenant`, readable or being filled or a placeholder; -1 if there is no
-        row."""
+        """Return the row of the block `key` of `tenant`, readable or being filled or a placeholder; -1 if none."""
         return self.tenants[tenant].row(key)
 
     def find_run(self, tenant: int, packed_keys: bytes) -> list[int]:
@@ -252,8 +252,7 @@ class ResidencyView:
         return self.kind_window[self.rows.kind[row]] > 0
 
     def dependents(self, row: int, tier: int | None = None) -> int:
-        """Return how many children of the block at `row` are of no use without it; with `tier`, only those with a copy
-        in that tier."""
+        """Return how many children of the block at `row` need it; with `tier`, only those with a copy in that tier."""
         children = self.children(row, tier)
         return 0 if children and self.stands_alone(row) else children
 
@@ -268,8 +267,8 @@ class ResidencyView:
     # What it is
 
     def token(self, row: int) -> int:
-        """Return a token that names the block at `row` as long as it is stored. Keep the token, not the row, across an
-        await."""
+        """Return a token that names the block at `row` while it is stored. Across an await, keep the token, not the
+        row."""
         return self.rows.token(row)
 
     def current(self, token: int) -> int:
@@ -288,8 +287,8 @@ class ResidencyView:
         return key
 
     def parent(self, row: int) -> int:
-        """Return the row of the block before the one at `row` in its chain (perhaps a placeholder), or -1 for the first
-        block."""
+        """Return the row of the block before the one at `row` in its chain (or of its placeholder), or -1 for the
+        first."""
         return self.rows.parent[row]
 
     def parent_key(self, row: int) -> bytes:
@@ -314,8 +313,7 @@ class ResidencyView:
         return self.rows.payload_bytes[row]
 
     def slot_bytes(self, row: int) -> int:
-        """Return the size in bytes of a slot for the uncompressed payload of the block at `row`, the same in every
-        tier."""
+        """Return the size in bytes of a slot for the uncompressed payload of the block at `row`, in any tier."""
         return slot_bytes(self.rows.payload_bytes[row])
 
     def last_access_ns(self, row: int) -> int:

@@ -59,7 +59,9 @@ class Client:
 
     @property
     def account(self) -> str:
-        """The user whose request the engine serves, as its fingerprint names it."""
+        """The user for whom the engine computed the blocks, from the fingerprint; "" unless it serves several users as
+        one tenant.
+        """
         return self.fingerprint.account
 
     def why_missing(self, residency: ResidencyView, key: bytes) -> Cause:

@@ -61,7 +61,7 @@ class Share:
 @dataclass(frozen=True, slots=True)
 class PolicySettings:
     """The settings of a policy. A block with fewer expected uses an hour than `keep_worth` should not stay in its tier
-    even if there is room; 0 keeps all. Policies without such an estimate ignore it.
+    even if there is room; 0 keeps all. Policies that do not estimate uses ignore it.
     """
 
     keep_worth: float = 0.0

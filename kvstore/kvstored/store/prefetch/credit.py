@@ -45,8 +45,8 @@ class Standing(IntEnum):
 
 @dataclass(slots=True)
 class PrefetchFigures:
-    """The figures of prefetch for one tenant, or for all; then `standing` is the lowest of any tenant. Bytes are those
-    of slots.
+    """The figures of prefetch for one tenant, or for all tenants; then `standing` is the lowest of any tenant. Bytes
+    are slot sizes.
 
     `demanded_blocks` were promoted while a request waited for them. `spared_s` is the loading time that requests were
     spared, by the rate of the links. `evicted_blocks` are wasted blocks that were evicted before their time was over.
