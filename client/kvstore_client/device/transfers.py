@@ -86,7 +86,7 @@ class Sources:
         return begin, taken.address + taken.memory.nbytes
 
     def give_back(self) -> None:
-        """Let the registered host memory go after the copies out of it."""
+        """Let the registered host memory go."""
         for taken in self._taken:
             self._registered.give_back(taken)
 
@@ -99,8 +99,7 @@ def _payloads(found: Sequence[_Payload]) -> Payloads:
 
 class TwoWayTransfers:
     """The copies of both directions between sessions and an engine's `pool`, on two CUDA streams: `loads` into pages,
-    and `stores` out of pages, behind the engine's kernels. Call `close`, which closes `budget` too, once all loads
-    have finished. Raises DeviceError.
+    and `stores` out of pages, behind the engine's kernels. Call `close`, which closes `budget` too, after all loads.
     """
 
     def __init__(self, device: DeviceMemory, pool: DevicePool, budget: LinkBudget | None = None) -> None:
@@ -177,7 +176,7 @@ class DeviceTransfers:
         return LayerLoad(self, [lease for lease, _, _ in sources], blocks, after, keep)
 
     def payload_of(self, page: Pages, after: Sequence[int] = ()) -> FillSlot:
-        """Return a payload for `Session.put` that copies a block out of the pool; `page` is its page, or its pages. The
+        """Return a payload for `Session.put` that copies a block out of its `page`, or its pages, of the pool. The
         bytes go into staging memory, or with `put.in_place` straight into the slot where the block is stored. The
         put waits for the copies of all blocks that it sends together at once.
 
@@ -251,8 +250,8 @@ class DeviceTransfers:
 
 
 class LayerLoad:
-    """A load under way: a thread copies leased blocks into pages of a pool, layer by layer. Use it as a context
-    manager, or call `finish`. `seconds` is the time from the call to the end of the last copy, and None until then.
+    """A load under way: a thread copies leased blocks into pages of a pool, layer by layer. Call `finish`, or leave the
+    context manager. `seconds` is the time from the call to the end of the last copy, None until then.
     """
 
     def __init__(
