@@ -81,9 +81,9 @@ class _Request:
 
 
 class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typed where this is checked
-    """A secondary tier of vLLM's tiered offloading that keeps chunks in the daemon. vLLM loads it by name. `settings`
-    are the fields of `VllmTierSettings`. `engine` is a packed `EngineName` from `KVStoreOffloadingConnector`;
-    without it, `weights_digest` must be set.
+    """A secondary tier of vLLM's tiered offloading that keeps chunks in the daemon. `settings` are the fields of
+    `VllmTierSettings`. `engine` is a packed `EngineName` from `KVStoreOffloadingConnector`, or "" with
+    `weights_digest`.
     """
 
     medium: ClassVar[Medium] = Medium.STORAGE
@@ -116,15 +116,13 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ty
     # What the connector says
 
     def describe(self, req_id: str, adapter: str | None) -> None:
-        """Set the digest of the adapter of the request `req_id`, before `on_new_request`. "" means no adapter. None
-        means that its chunks depend on something that cannot be named, so none is loaded or stored.
+        """Set the digest of the adapter of the request `req_id`, before `on_new_request`: "" for none. None means that
+        its chunks depend on something that cannot be named, so none is loaded or stored.
         """
         self._described[req_id] = adapter
 
     def stop(self) -> None:
-        """Load and store nothing any more, because the weights may have changed and there is no name for the new
-        ones.
-        """
+        """Load and store nothing any more, because the weights may have changed."""
         if not self._is_stopped:
             self._is_stopped = True
             logger.warning("kvstored is not used any more by this engine, since its caches were reset")
@@ -142,9 +140,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ty
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """Report the end of a request to the daemon, behind the request's stores: which chunks were used without being
-        read here, and the client's expectations.
-        """
+        """Report the end of a request to the daemon, with its hints and the chunks used without being read here."""
         self._lookups.cleanup(req_context.req_id)
         request = self._request(req_context)
         if request.adapter is None or not self._is_used():
@@ -221,8 +217,8 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ty
         return events or ()
 
     def drain_jobs(self) -> None:
-        """Wait until no job is open. vLLM calls it when its caches are reset, perhaps because weights were changed in
-        place, so the tier then stops unless `keep_after_reset` is set.
+        """Wait until no job is open. vLLM calls it when its caches are reset, so the tier then stops, unless
+        `keep_after_reset` is set.
         """
         self._jobs.drain()
         if not self._settings.keep_after_reset:
@@ -379,7 +375,7 @@ def definitions() -> dict[str, OffloadingMetricMetadata]:
 
 
 class ChunkCounts:
-    """Counts of loaded and stored chunks by outcome, since the last report to vLLM."""
+    """The counts of loaded and stored chunks by outcome, since the last report."""
 
     def __init__(self) -> None:
         self._chunks: Counter[tuple[str, str]] = Counter()
