@@ -11,7 +11,7 @@ from kvstore_client.daemon_session import DaemonSession
 from kvstore_client.errors import invalid
 from kvstore_client.keys import Chain, packed_or_keys
 from kvstore_proto.fingerprint import Fingerprint, LayerGroup
-from kvstore_proto.identity import BlockKeys
+from kvstore_proto.identity import NO_PARENT, BlockKeys
 from kvstore_proto.matching import boundaries, match_of
 from kvstore_proto.token_ids import TokenIds
 from kvstore_proto.v1 import kvstore_pb2 as wire
@@ -55,13 +55,15 @@ class KeyedPrefix:
         head = replace(chain, keys=chain.keys[: max(max_blocks, 0)])
         return KeyedPrefix(self.daemon, self.fingerprint, self.group, head)
 
-    def key_set(self, keys: BlockKeys) -> wire.KeySet:
-        """Return the message that names `keys` to the daemon, with the rule by which blocks of their layer group
-        match.
+    def key_set(self, keys: BlockKeys | None = None) -> wire.KeySet:
+        """Return the message that names `keys`, some of the prefix's keys, to the daemon, with the rule by which blocks
+        of their layer group match. None names all keys, and the key of the block before them.
         """
         window = self.group.window_blocks(self.fingerprint.block_tokens)
         match = match_of(self.group.kind)
-        return wire.KeySet(group=self.group.group_id, keys=keys.packed, match=match, window_blocks=window)
+        before = self.chain.before if keys is None and self.chain.before != NO_PARENT else b""
+        packed = (self.chain.keys if keys is None else keys).packed
+        return wire.KeySet(group=self.group.group_id, keys=packed, match=match, window_blocks=window, parent=before)
 
     def boundaries(self, present: Sequence[bool]) -> int:
         """Return, as a set of bits, the block boundaries at which the layer group can resume. `present` says for each
