@@ -60,7 +60,7 @@ def _in_thread(
 
 class AsyncSession:
     """A session with the daemon for asyncio, made by `kvstore_client.aio.connect`. It runs the calls of the synchronous
-    `session` in `threads` threads, so at most `threads` calls are in flight; further calls wait for a free thread.
+    `session` in `threads` threads. At most `threads` calls are in flight, and further calls wait for a free thread.
 
     Cancelling a call stops the waiting, not the call: a put continues to its end. Payload functions of a put run in a
     thread. A lease is the synchronous one: reading and releasing it do not block; call its `renew`, which asks the

@@ -31,7 +31,7 @@ class Anchor:
 
     @property
     def is_ours(self) -> bool:
-        """Return whether this process made the anchor; False in a process that was forked from it."""
+        """Return whether this process made the anchor. The result is False in a process that was forked from it."""
         return self._pid == os.getpid()
 
     def give_back(self, release: Callable[[], None]) -> None:

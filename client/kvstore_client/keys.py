@@ -24,8 +24,9 @@ TOKEN_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """The keys of the full blocks of a prefix, in order. `packed_tokens` are their token ids as int32, or None if the
-    caller gave only keys. `prompt_tokens` is the length of the whole prompt, or 0 if it is not known.
+    """The keys of the full blocks of a prefix or of a part of one, in order, each block with `block_tokens` tokens.
+    `packed_tokens` are their token ids as int32, or None if the caller gave only keys. `prompt_tokens` is the length
+    of the whole prompt, or 0 if it is not known. `before` is the key of the block before the first one.
     """
 
     keys: BlockKeys

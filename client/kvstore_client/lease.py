@@ -70,7 +70,7 @@ class LeasedBlock(NamedTuple):
 
 class Grant(Protocol):
     """The daemon's permission to read some blocks, as a lease uses it. Each block has `block_tokens` tokens and
-    `layer_count` layers; 0 layers means that the fingerprint lists none.
+    `layer_count` layers. The latter is 0 if the fingerprint lists no layers.
     """
 
     @property

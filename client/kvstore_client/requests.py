@@ -161,7 +161,7 @@ def explain(
     daemon: DaemonSession, request: ExplainRequest, deadline_s: float, *, clock: Callable[[], float] = time.monotonic
 ) -> ExplainReply | None:
     """Ask the daemon where the blocks of `request` are or why they are missing, and return its explanation. Return None
-    unless every part of it came within `deadline_s` seconds.
+    unless the daemon sent the whole answer within `deadline_s` seconds.
     """
     until, whole = clock() + deadline_s, ExplainReply()
     for first in range(0, max(len(request.keys), 1), KEYS_A_REQUEST):

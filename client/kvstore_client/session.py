@@ -70,13 +70,13 @@ class Session(OpenSession):
     def probe(
         self, tokens: TokenIds | None = None, *, keys: BlockKeys | None = None, group: int | None = None
     ) -> Lookup:
-        """Return what the lookup index in shared memory says about the blocks of a prefix. It takes microseconds and no
-        round trip, but it is a hint: it may be old when it is used.
+        """Return what the lookup index in shared memory says about the blocks of a prefix. It takes microseconds and
+        does not ask the daemon.
 
-        `reason` "absent": the next block was not there; "unknown": only `lookup` can say (no index, or a place in it
-        that overflowed or was being changed). It has no estimate of the load. It may be old when it is used: read
-        through `get`, for which a stale hint is a miss. The first probe of a connection waits up to 20 ms for the
-        daemon to hand over the index; later ones do not wait.
+        The answer may be out of date when it is used, so read blocks with `get`, which then returns a miss. The result
+        has no estimate of the load. Its `reason` is "absent" if the next block was not there, and "unknown" if only
+        `lookup` can say, because there is no index or its place for the block overflowed or was being changed. The
+        first probe of a connection waits up to 20 ms for the daemon to hand over the index. Later ones do not wait.
         """
         return self._probe(self._prefix(tokens, keys, group), may_wait=True)
 
@@ -88,9 +88,8 @@ class Session(OpenSession):
         group: int | None = None,
         deadline_s: float | None = None,
     ) -> int | None:
-        """Return the number of leading blocks of the prefix that can be restored. The lookup index in shared memory
-        answers if it is sure; otherwise the daemon is asked, for the rest of `deadline_s` seconds. Return None if
-        neither answered in time.
+        """Return the number of leading blocks of the prefix that can be restored. If the lookup index in shared memory
+        cannot say, ask the daemon. Return None if there is no answer within `deadline_s` seconds.
         """
         deadline = self._clock() + self._deadline(deadline_s)
         found = self._probe(self._prefix(tokens, keys, group), may_wait=False)
@@ -271,8 +270,8 @@ class Session(OpenSession):
         group: int | None = None,
     ) -> Prefetched:
         """Tell the daemon that the blocks of the prefix will be needed in about `in_s` seconds (by default soon), so
-        that it promotes them. At most `budget_bytes` bytes are promoted; 0 stands for the daemon's default. Return
-        what it does.
+        that it promotes them. At most `budget_bytes` bytes are promoted, or the daemon's default if it is 0. Return
+        the numbers of blocks that are in memory already and that will be promoted.
         """
         in_s = seconds("in_s", 0 if in_s is None else in_s)
         budget_bytes = count("budget_bytes", budget_bytes, most=UINT64_MAX)

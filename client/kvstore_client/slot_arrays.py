@@ -19,7 +19,7 @@ from kvstore_proto.kv_layout import KVLayout
 
 
 class Slot:
-    """The memory of one block's payload while a put fills it. `payload` is the whole of it, as a writable array
+    """The memory of one block's payload while a put fills it. `payload` is all of that memory, as a writable array
     uint8[payload_bytes].
     """
 
@@ -29,9 +29,10 @@ class Slot:
         self._is_over = False
 
     def array(self, layer: int | None = None, *, kind: Kind) -> LeaseArray:
-        """Return a writable array for K (`kind` "k") or V ("v") of one `layer` of the block, or of all layers for None.
-        `Lease.array` will show the same numbers later. Drop what a library made of the array before the put goes on,
-        because a later write would change a stored block. Raises KVStoreError.
+        """Return a writable array for K (`kind` "k") or V ("v") of one `layer` of the block, or of all layers if
+        `layer` is None. `Lease.array` will show the same numbers later. Drop what a library made of the array before
+        the put goes on, because a later write would change a stored block. Raises KVStoreError if there is no such
+        array.
         """
         numbers = self._layout.numbers(len(self.payload), None if layer is None else count("layer", layer), kind)
         address = self.payload.__array_interface__["data"][0]

@@ -25,7 +25,7 @@ Ask = Callable[[wire.Request, float, Late], wire.Response | str]
 @dataclass(slots=True, eq=False)
 class Extent:
     """A run of slots in the staging memory: `nbytes` bytes from `offset` on. `users` is the number of its blocks that
-    are in use; it becomes free when that is 0.
+    are in use. The extent is free when `users` is 0.
     """
 
     offset: int

@@ -38,9 +38,10 @@ class PromptToLoad:
 
 @dataclass(slots=True)
 class Leased:
-    """The result of `lease_by_choice`: a lease on blocks that are worth loading. Use the first `blocks` blocks of
-    `lease`, which include the blocks that the engine held already, then call `copied`. If `blocks` is not more than
-    the engine held, there is nothing to load. `lookup_s` is the time of the lookup in seconds.
+    """The result of `lease_by_choice`: a lease on blocks that are expected to load faster than they are computed. Use
+    the first `blocks` blocks of `lease`, which include the blocks that the engine held already, then call `copied`.
+    If `blocks` is not more than the engine held, there is nothing to load. `lookup_s` is the time of the lookup in
+    seconds.
 
     `stored` is the number of blocks of the prompt that can be had. `reason` says why no more are used.
     """
@@ -53,8 +54,8 @@ class Leased:
     _observe: Callable[[int], None] = field(repr=False)
 
     def copied(self, blocks: int) -> None:
-        """Report that the first `blocks` blocks of the prompt are in the engine now; 0 if the lease had ended. Without
-        this call, nothing is learned about the cost of loading.
+        """Report that the first `blocks` blocks of the prompt are in the engine now, or 0 blocks if the lease had
+        ended. Without this call, nothing is learned about the cost of loading.
         """
         self._observe(blocks)
 
@@ -121,7 +122,9 @@ class LeasedGroups:
         return all(lease.valid for _, _, lease in self.parts)
 
     def copied(self, blocks: int) -> None:
-        """Report that the engine holds the state after the first `blocks` blocks now; 0 if a lease had ended."""
+        """Report that the engine now holds the state after the first `blocks` blocks of the prompt. Report 0 if a lease
+        had ended.
+        """
         self._observe(blocks)
 
 

@@ -16,10 +16,11 @@ _AGEING_CHUNKS_S = 16.0  # chunks of remaining work that a second of waiting cou
 
 
 def turn(chunks: int, waited_s: float) -> float:
-    """Return the rank of a request among the requests that share one compute and one link; the lowest is served first.
+    """Return the rank of a request among the requests that share one compute and one link. The lowest rank is served
+    first.
 
-    It has `chunks` left and has waited for `waited_s` seconds. The remaining work is known exactly, so serving the
-    shortest first is possible; with ageing a long request waits only for a bounded time.
+    The request has `chunks` chunks left to restore, and has waited for `waited_s` seconds. Short requests come first,
+    and waiting lowers the rank, so that a long request waits only for a bounded time.
     """
     return chunks - _AGEING_CHUNKS_S * waited_s
 

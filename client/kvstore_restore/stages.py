@@ -66,9 +66,9 @@ class Stages:
         return lacked
 
     def is_within_reach(self, stage: int, chunk: int) -> bool:
-        """Return whether stage number `stage` can get the input of `chunk`: it has it, can load it, or the stage before
-        has yet to compute the chunk. Otherwise the stage before would compute the chunk for this one alone, and
-        loading is better.
+        """Return whether stage number `stage` can get the input of `chunk`: the input is present or can be loaded, or
+        the previous stage has yet to compute the chunk anyway. An earlier chunk is out of reach, because the
+        previous stage would have to compute it for this stage alone.
         """
         return self.input(stage, chunk) is not Input.MISSING or chunk >= self.pointers[stage - 1].head
 

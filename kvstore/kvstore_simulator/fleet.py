@@ -37,8 +37,8 @@ class Router:
     """A router that chooses a node for each request, by the rule `name`: a random node, the node where the conversation
     was, or the node where its blocks are. `seed` makes the choices reproducible.
 
-    `events` knows the blocks in each node's own tiers, as a router does that follows their events, and weighs the rest
-    to compute against the queue.
+    The last rule, `events`, knows the blocks in each node's own tiers, as a router does that follows the nodes' KV
+    events. It weighs the time that the request would take on a node, and the time in the node's queue.
     """
 
     def __init__(self, name: str, nodes: Sequence[Node], seed: int) -> None:

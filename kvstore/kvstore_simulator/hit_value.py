@@ -144,8 +144,8 @@ def served_hit_value(requests: Sequence[SimulatedRequest], block_tokens: int, mo
 
 
 def money(prices: Prices, value: HitValue, capacity_bytes: int, held_bytes: int, hours: float) -> dict[str, float]:
-    """Return the US dollars that storing costs and that saved compute is worth, over the `hours` of a trace: for the
-    whole tier (`capacity_bytes`), and for the held bytes alone.
+    """Return the cost of storing and the value of the saved compute, in US dollars, over the `hours` of a trace: once
+    for the whole tier of `capacity_bytes`, and once for the `held_bytes` alone.
     """
     storage, held = (prices.storage_usd_per_gib_hour * nbytes / _GIB * hours for nbytes in (capacity_bytes, held_bytes))
     saved = value.saved_flops / prices.compute_flops_per_s / 3600 * prices.compute_usd_per_hour

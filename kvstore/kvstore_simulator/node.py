@@ -54,8 +54,8 @@ def simulated_request(trace: Trace, at: int, blocks: Sequence[int], now_ns: int)
 
 
 class Node:
-    """A simulated inference node, which serves the requests of a trace as `plan` says: it gets stored blocks, computes
-    the rest, and stores it, in virtual time.
+    """A simulated inference node, which serves the requests of a trace as `plan` says. In virtual time it gets the
+    stored blocks of each request, computes the missing ones, and stores those.
     """
 
     def __init__(

@@ -63,8 +63,8 @@ def passed(age_s: float) -> int:
 
 
 def fading(ages_s: Floats) -> Floats:
-    """Return, for each age in seconds, the factor for the rank of the last bin: 1 up to its beginning, and then falling
-    as 1 / age.
+    """Return, for each age in seconds, the factor by which a rank of the last age bin is multiplied: 1 up to the
+    beginning of that bin, then falling as 1 / age.
     """
     faded: Floats = EDGES_S[-1] / np.maximum(ages_s, EDGES_S[-1])
     return faded

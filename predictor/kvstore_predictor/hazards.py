@@ -166,7 +166,9 @@ class HazardTables:
             pass
 
     def cell(self, features: Features) -> int:
-        """Return the number of the cell for chains with these `features`; a new one when they are first seen."""
+        """Return the number of the cell for chains with these `features`. Features that were never seen get a new
+        cell.
+        """
         cells = self._cells
         found = cells.get(features)
         if found is None and len(cells) >= _CELLS_MAX - _COARSE_MAX:
@@ -341,7 +343,7 @@ class HazardTables:
 
     @property
     def are_many_asked(self) -> bool:
-        """True if enough cells wait for new ranks to be worth a call of `make`."""
+        """True if enough cells wait for new ranks to call `make`."""
         return len(self._asked) >= _MADE // 4
 
     def weights(self) -> Floats:
@@ -360,7 +362,7 @@ class HazardTables:
         return any(feature in order for order in self.orders)
 
     def ranks(self, cells: Ints | npt.NDArray[np.int32], ages_s: Floats) -> Floats:
-        """Return the rank of a chain of cell `cells[i]` at age `ages_s[i]`, in seconds, as `make` last computed it."""
+        """Return the rank of a chain of cell `cells[i]` at age `ages_s[i]`, in seconds, as last made."""
         bins, share = places_of(ages_s)
         found: Floats = self._ranks[cells, bins]
         found += share * (self._ranks[cells, np.minimum(bins + 1, BINS - 1)] - found)

@@ -130,8 +130,8 @@ class LearnedPredictor(Predictor):
         return self._mixed(self._plain.sample(now_s, horizon_s, count, turn), now_s, horizon_s)
 
     def say(self, horizon_s: float) -> float:
-        """Return the share, from 0 to 1, that the model has in a chance for `horizon_s` seconds. Session-return has the
-        rest.
+        """Return the weight, from 0 to 1, that the model has in a chance for `horizon_s` seconds. Session-return has
+        the remaining weight.
         """
         plain, model = self._losses[nearest(horizon_s)]
         return float(1.0 / (1.0 + np.exp(np.clip(_TRUST * (model - plain), -30.0, 30.0))))

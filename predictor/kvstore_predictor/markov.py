@@ -43,9 +43,9 @@ class Successor(NamedTuple):
 class Successors:
     """Counts of which symbol follows which, after contexts of one to three symbols, mixed as in PPM.
 
-    A long context is believed as far as it has been seen (Cleary and Witten, IEEE Trans. Comm. 32, 1984); the rest goes
-    to the next shorter one. Counts decay with every use of their context. Bounded: `contexts_max` contexts with at most
-    `_FOLLOWERS` followers each.
+    The more often a long context was seen, the more its counts weigh; the remaining weight goes to the next shorter
+    context (Cleary and Witten, IEEE Trans. Comm. 32, 1984). Counts decay with every use of their context. At most
+    `contexts_max` contexts are kept, with at most `_FOLLOWERS` followers each.
     """
 
     def __init__(self, contexts_max: int) -> None:

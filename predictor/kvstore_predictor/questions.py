@@ -29,8 +29,8 @@ def nearest(horizon_s: float) -> int:
 
 
 class OpenQuestions(Generic[Question]):
-    """The questions, at most `most`, whose outcome is not known yet. A question is a set of guesses; a guess is named
-    by its position in its question.
+    """The questions, at most `most`, whose outcome is not known yet. A question is a set of guesses that a predictor
+    made at one time and will compare with the requests that come. A guess is named by its position in its question.
     """
 
     def __init__(self, most: int) -> None:
@@ -64,7 +64,9 @@ class OpenQuestions(Generic[Question]):
                 yield from by_block.pop(key, ())
 
     def over(self, now_s: float) -> list[Question]:
-        """Remove the questions whose time is over at `now_s`, and return them."""
+        """Remove and return the questions whose guesses can be judged, because the time `due_s` has passed at
+        `now_s`.
+        """
         if now_s <= self._due_s:
             return []
         over = [each for each in self._open if each[0].due_s < now_s]

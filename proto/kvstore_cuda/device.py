@@ -254,8 +254,8 @@ class CudaDevice:
         return self.call("cuStreamCreate", NON_BLOCKING)
 
     def synchronize(self, stream: Any = None) -> None:
-        """Wait until the work queued on `stream` has run, or on all streams of the current context for None. Raises
-        DriverError if that work failed.
+        """Wait until the work queued on `stream` has run, or the work on all streams of the current context if it is
+        None. Raises DriverError if that work failed.
         """
         self.call("cuCtxSynchronize") if stream is None else self.call("cuStreamSynchronize", stream)
 

@@ -39,7 +39,9 @@ class Frames:
         self._buffer += data
 
     def take(self) -> bytes | None:
-        """Remove and return the next message, or return None until all of it was received. Raises FrameTooLarge."""
+        """Remove and return the next message, or return None if only a part of it was received yet. Raises
+        FrameTooLarge.
+        """
         if len(self._buffer) < _LENGTH.size:
             return None
         (length,) = _LENGTH.unpack_from(self._buffer)

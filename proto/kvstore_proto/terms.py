@@ -11,10 +11,10 @@ OWNER_MAX_CHARS: Final = 64
 
 
 class Terms(NamedTuple):
-    """Terms for keeping blocks, which a put or a touch asks for; None and "" leave a term unchanged. `ttl_s`: seconds
-    until the blocks expire, 0 for never. `priority`: a block with a lower priority leaves a full tier first. `pin`:
-    an owner's name, for whom the blocks are not evicted; `unpin` ends that owner's pin. A block has at most one pin
-    of each owner.
+    """Terms for keeping blocks, which a put or a touch asks for. A field that is None or "" leaves its term unchanged.
+    `ttl_s` is the seconds until the blocks expire, 0 for never. `priority`: a block with a lower priority leaves a
+    full tier first. `pin` is the name of an owner for whom the blocks are not evicted, and `unpin` ends that owner's
+    pin. A block has at most one pin of each owner.
     """
 
     ttl_s: int | None = None

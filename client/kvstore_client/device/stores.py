@@ -25,8 +25,8 @@ BATCH_RUNS = 256  # as many copies are worth a call of their own; fewer wait for
 @dataclass(slots=True, eq=False)
 class Storing:
     """The store of one payload that is under way from the device to `destination`. Its copies go straight there if
-    `taken` is its registration, or else to offset `at` of the pinned buffer. `error` is the failure of the copies,
-    None for none; it counts once `is_over` is True.
+    `taken` is its registration, or else to offset `at` of the pinned buffer. Once `is_over` is True, `error` is the
+    failure of the copies, or None if they succeeded.
     """
 
     destination: Bytes

@@ -44,8 +44,8 @@ class Engine(Protocol):
         """Run the prompt `tokens` and store its blocks. When it returns, other clients can find them."""
 
     def restore(self, tokens: Sequence[int], /) -> PromptResult:
-        """Run the prompt `tokens`, with as much of it restored from the store as is stored, and return the result. It
-        need not store anything.
+        """Run the prompt `tokens`, restoring as many of the tokens from the store as it has, and return the result. The
+        engine may store nothing.
         """
 
     def close(self) -> None: ...

@@ -157,8 +157,8 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no typ
         return self._stored is not None and self._stored.present([key]) == [True]
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        """Return the number of leading pages in `keys` that are stored and worth loading. The first missing page ends
-        them.
+        """Return how many of the pages `keys`, counted from the first to the first missing one, are stored and expected
+        to load faster than they are computed.
         """
         before, found = _prefix(extra_info), self._leading(keys, extra_info)
         return 0 if found is None else self._choice.pages(keys, found, before, found.blocks)
@@ -169,8 +169,8 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no typ
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        """Return the longest prefix of the pages `keys` that all pools can restore, each by its own rule, and that is
-        worth loading. The other fields of the result are SGLang's.
+        """Return the longest prefix of the pages `keys` that every pool can restore, each by its own rule, and that is
+        expected to load faster than it is computed. The other fields of the result are defined by SGLang.
         """
         before, found = _prefix(extra_info), self._leading(keys, extra_info)
         if found is None or self._stored is None:

@@ -98,8 +98,8 @@ def runs_of(blocks: Sequence[Bytes]) -> Iterator[Bytes]:
     """Yield `blocks` as arrays [block, byte], without a copy. Consecutive blocks at equal distances in memory form one
     array.
 
-    A call of torch for each block costs more than its bytes on a machine whose other threads are late. The last block
-    is an array of its own, since only a part of it may be wanted.
+    Each array is copied in one call of torch, which takes less time than a call for each block. The last block is an
+    array of its own, because only a part of it may be wanted.
     """
     starts = [block.__array_interface__["data"][0] for block in blocks]
     first = 0

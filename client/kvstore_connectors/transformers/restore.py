@@ -90,8 +90,8 @@ def restore(
     deadline_s: float,
     beside: bool = False,
 ) -> RestoredCache:
-    """Load the stored blocks of the prefix `wanted` that are worth loading into `memory`, and return the result.
-    `choice` decides; None loads all.
+    """Load stored blocks of the prefix `wanted` into `memory`, and return the result. `choice` decides how many are
+    loaded and how many are computed instead; if it is None, all are loaded.
 
     `deadline_s` seconds are for the lookup. With `beside` the copy may go on while the model computes.
     """

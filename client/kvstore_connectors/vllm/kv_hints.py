@@ -40,8 +40,8 @@ class KvHints:
         self.malformed = 0  # envelopes and actions
 
     def read(self, envelope: Any) -> HintedChain:
-        """Return the expectations in the hints of a request, `envelope`; None stands for no hints. If two actions are
-        of one kind, the later one counts.
+        """Return the expectations in the hints of a request, `envelope`, or none if `envelope` is None. If two actions
+        are of one kind, the later one counts.
         """
         step: NextStep | None = None
         due_in_s: float | None = None

@@ -109,8 +109,9 @@ class SchedulerSide:
             self._group_orders = GroupOrders(self._groups, skipped)
 
     def matched_tokens(self, request: Any, computed_tokens: int) -> tuple[int, bool]:
-        """Return the number of tokens of `request` that are worth loading beyond the `computed_tokens` in vLLM's own
-        prefix cache, and True if they are loaded beside the steps.
+        """Return how many tokens of `request` to load beyond the `computed_tokens` in vLLM's own prefix cache, because
+        loading is expected to be faster than computing; and True if they are loaded while the engine goes on with
+        other requests.
         """
         tracked = self._track(request)
         most = restorable_at_most(request.num_tokens, self._block_tokens)
@@ -197,7 +198,7 @@ class SchedulerSide:
         return tracked.tiers[tracked.local_blocks :][:blocks] if tracked else ()
 
     def stop(self) -> None:
-        """Load and store nothing from now on, for the rest of the engine's life."""
+        """Load and store nothing from now on. There is no way to start again."""
         self._loads = self._saves = False
 
     def finished(self, request: Any) -> None:

@@ -21,9 +21,9 @@ _GROUP_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class ChunkRun:
-    """Consecutive chunks of vLLM's CPU tier in one KV cache group. `keys` are vLLM's, and `rows` the chunks' rows in
-    the CPU tier. They follow the chunk `before`, or begin a chain if it is None. `adapter` is the digest of the
-    adapter that they were computed with.
+    """Consecutive chunks of vLLM's CPU tier in one KV cache group. `keys` are vLLM's keys of the chunks, and `rows`
+    their rows in the CPU tier. The chunks follow the chunk `before`, or begin a chain if it is None. `adapter` is
+    the digest of the adapter that they were computed with.
     """
 
     group: int
