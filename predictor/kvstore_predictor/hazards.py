@@ -67,9 +67,7 @@ def ladders_of(orders: Sequence[Sequence[str]], steps: npt.NDArray[np.void]) -> 
 
 
 class HazardTables:
-    """Tables of how likely chains return, by class (cell) and age, counted along several orders of features
-    (ladders).
-    """
+    """Tables of how likely chains return, by class (cell) and age, counted in several orders of features (ladders)."""
 
     def __init__(self, ladders: Sequence[Ladder], *, ranked: bool = True) -> None:
         """`ranked`: `ranks` will be asked for, not `hazards` alone."""
@@ -166,9 +164,7 @@ class HazardTables:
             pass
 
     def cell(self, features: Features) -> int:
-        """Return the number of the cell for chains with these `features`. Features that were never seen get a new
-        cell.
-        """
+        """Return the number of the cell for chains with these `features`. New features get a new cell."""
         cells = self._cells
         found = cells.get(features)
         if found is None and len(cells) >= _CELLS_MAX - _COARSE_MAX:
@@ -362,7 +358,7 @@ class HazardTables:
         return any(feature in order for order in self.orders)
 
     def ranks(self, cells: Ints | npt.NDArray[np.int32], ages_s: Floats) -> Floats:
-        """Return the rank of a chain of cell `cells[i]` at age `ages_s[i]`, in seconds, as last made."""
+        """Return the rank of a chain of cell `cells[i]` at age `ages_s[i]`, in seconds, as `make` last did it."""
         bins, share = places_of(ages_s)
         found: Floats = self._ranks[cells, bins]
         found += share * (self._ranks[cells, np.minimum(bins + 1, BINS - 1)] - found)

@@ -69,7 +69,9 @@ class Transport(Protocol):
         ...
 
     def attend(self) -> None:
-        """Have responses read that no thread waits for, as long as `Receiver.awaits_late_answers` is True."""
+        """Have a thread of the transport read responses while no caller waits for one, as long as
+        `Receiver.awaits_late_answers` is True.
+        """
         ...
 
     def call_in(self, delay_s: float) -> None:

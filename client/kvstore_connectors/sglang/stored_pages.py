@@ -39,7 +39,7 @@ class StoredPages:
 
     def names(self, hashes: Sequence[str], pool: str = KV) -> BlockKeys | None:
         """Return the store's keys of the pages with SGLang's `hashes` in `pool`. Return None while there is no daemon,
-        which has a part of the secret.
+        because the keys depend on a secret that the daemon hands out.
         """
         if not hashes:
             return None
