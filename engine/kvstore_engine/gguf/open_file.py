@@ -25,7 +25,7 @@ _MOST_STEPS = 10  # to wait for a file that is written to
 
 
 class FileChanged(OperationError):
-    """A file in use no longer has the content that was read from it; the message names it."""
+    """An error: a file in use no longer has the content that was read from it. The message names it."""
 
 
 class FileIdentity(NamedTuple):
@@ -38,8 +38,8 @@ class FileIdentity(NamedTuple):
     changed_ns: int
 
     def may_hold_the_same(self, other: FileIdentity) -> bool:
-        """Return whether the two differ in no more than `changed_ns`. Otherwise the file was written to, and a write
-        that has begun may not have ended: reading the file again proves nothing.
+        """Return True if this identity differs from `other` in `changed_ns` at most, so that the content may be
+        unchanged.
         """
         return self[:-1] == other[:-1]
 
@@ -74,7 +74,7 @@ class OpenFile:
 
     @classmethod
     def inherited(cls, path: str | os.PathLike[str], descriptor: int) -> Self:
-        """Take over `descriptor` from the parent process, which opened `path`."""
+        """Return an object over `descriptor`, which the parent process opened for the file `path`."""
         return cls(Path(path), descriptor, _identity(Path(path), descriptor))
 
     def current_identity(self) -> FileIdentity:
@@ -84,8 +84,8 @@ class OpenFile:
         return _identity(self.path, self.descriptor)
 
     def settled_identity(self) -> FileIdentity:
-        """Return the present identity, such that every later write leads to another one. Raises FileChanged if the file
-        keeps changing.
+        """Return the file's present identity, waiting until every later write must change it. Raises FileChanged if the
+        file keeps changing.
         """
         for _ in range(_MOST_STEPS):
             found = self.current_identity()

@@ -42,7 +42,7 @@ _CHUNK_BYTES = 1 << 20  # read and hashed at a time: it stays in the processor's
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """The place of one tensor. `shape` is in ggml's order: the contiguous dimension first."""
+    """The place and form of one tensor in a GGUF file. `shape` has the contiguous dimension first, as in ggml."""
 
     name: str
     ggml_type: int
@@ -160,7 +160,7 @@ class GGUFFile:
             start += got
 
     def release(self) -> None:
-        """Drop the file's pages from this process's resident memory. They stay mapped, and in the system's cache."""
+        """Let the system drop the file's pages from this process's memory. They stay mapped."""
         if isinstance(self.data.base, mmap.mmap):
             self.data.base.madvise(mmap.MADV_DONTNEED)
 

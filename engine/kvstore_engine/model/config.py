@@ -73,7 +73,9 @@ class ModelConfig:
 
     @property
     def windowed_layers(self) -> tuple[int, ...]:
-        """The layers with a window, if others see everything; none where all layers are alike."""
+        """The numbers of the layers with a sliding window, if other layers see everything; empty if all layers are
+        alike.
+        """
         windowed = tuple(layer for layer, window in enumerate(self.windows) if window)
         return windowed if len(windowed) < self.layers else ()
 
@@ -107,10 +109,8 @@ class ModelConfig:
 
     @classmethod
     def from_gguf(cls, file: GGUFFile, context: int | None = None) -> Self:
-        """Return the checked hyperparameters of `file`. Raises UnsupportedModel.
-
-        `context`: the greatest length of sequences. It matters only to models with LongRoPE, which rotate differently
-        in a context longer than the one they were first trained on; None: sequences are not longer.
+        """Read and check the hyperparameters of `file`. `context` is the longest sequence in tokens, which matters to
+        models with LongRoPE. Raises UnsupportedModel.
         """
         keys = Hyperparameters(file.metadata)
         family = _family(keys)

@@ -30,7 +30,9 @@ def interleave_q4_0(rows: Bytes) -> Bytes:
 
 
 def is_interleaved_q4_0(rows: Bytes, repacked: Bytes) -> bool:
-    """Return whether `repacked`, uint8 [8 * row bytes], equals `interleave_q4_0` of the first eight of `rows`."""
+    """Return True if `repacked`, uint8 [8 * row bytes], is what `interleave_q4_0` makes of the first eight of
+    `rows`.
+    """
     return bool(np.array_equal(interleave_q4_0(rows[:ROWS_TOGETHER])[0], repacked))
 
 

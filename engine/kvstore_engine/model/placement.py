@@ -13,12 +13,14 @@ _EMBEDDING, _OUTPUT = "token_embd.weight", "output.weight"
 
 
 def can_interleave(info: TensorInfo) -> bool:
-    """Return whether a tensor is a q8_0 matrix whose rows can be interleaved."""
+    """Return True if the tensor `info` is a q8_0 matrix whose rows can be interleaved in groups of eight."""
     return info.ggml_type == Q8_0 and len(info.shape) == 2 and info.shape[1] % ROWS_TOGETHER == 0
 
 
 def interleaves_q8_0(file: GGUFFile) -> bool:
-    """Return whether the file has q8_0 matrices that this machine's kernels multiply themselves. Raises KernelError."""
+    """Return True if `file` has q8_0 matrices that this engine's kernels multiply faster than ggml on this machine.
+    Raises KernelError.
+    """
     return any(map(can_interleave, file.tensors.values())) and bool(select_kernels().q8_product_address)
 
 
@@ -32,7 +34,7 @@ def order_of_sums(file: GGUFFile) -> str:
 
 
 def copied_bytes(file: GGUFFile) -> int:
-    """Return the most bytes of copies of matrices, without the mapped file, which the system can drop."""
+    """Return the most bytes of memory that copies of matrices of `file` can take, without the mapped file itself."""
     tensors, types = file.tensors, {Q4_0, Q8_0} if interleaves_q8_0(file) else {Q4_0}
     is_tied = _OUTPUT not in tensors  # else rows of the embeddings are only looked up
     return sum(

@@ -38,9 +38,8 @@ def models_directory() -> Path:
 
 @contextlib.contextmanager
 def exclusive(target: Path) -> Iterator[None]:
-    """Hold the lock for producing `target`, so that a second process waits and then finds it done.
-
-    The lock file stays: deleting it would let two processes hold locks on two different files of one name.
+    """Return a context manager that holds a lock on making the file `target`, so that a second process waits and then
+    finds it made. The lock file stays.
     """
     lock = target.with_name(f".{target.name}.lock")
     with open(lock, "a") as handle:
@@ -54,7 +53,9 @@ def exclusive(target: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def appearing(target: Path) -> Iterator[BinaryIO]:
-    """Yield a file that becomes `target` if the block ends without an error, and is removed otherwise."""
+    """Return a context manager that gives a file to write. It becomes `target` if the block ends without an error, and
+    is deleted otherwise.
+    """
     try:
         with replaced_file(target, mode=0o644, is_shared=True) as file:
             yield file

@@ -40,11 +40,11 @@ class Marks:
         self._places: dict[str, tuple[str, str]] = {}  # by mark
 
     def conversation(self, messages: Sequence[Message]) -> list[Json]:
-        """Return `messages` with a mark in each of them."""
+        """Return a copy of `messages` with a mark in each text and call."""
         return [self._message(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
     def tools(self, tools: Sequence[Message]) -> list[Json]:
-        """Return `tools` with a mark in each name."""
+        """Return a copy of `tools` with a mark in each name."""
         return [
             {**tool, "function": self._named(tool["function"], f"tools[{index}]", "tools")}
             for index, tool in enumerate(tools)
@@ -107,7 +107,7 @@ class Marks:
 
 
 class ChatTemplate:
-    """The chat template of one model; compiled, and its inputs found out, on first use."""
+    """The chat template of one model, which turns messages into a prompt. It is compiled on first use."""
 
     def __init__(
         self,
@@ -178,12 +178,12 @@ class ChatTemplate:
         return prompt
 
     def prepare(self) -> None:
-        """Compile and try the templates now, rather than at the first prompt. Raises TemplateError for a broken one."""
+        """Compile and try the template now instead of at the first prompt. Raises TemplateError if it is broken."""
         _ = self._for_messages, self._for_tools
 
     def reads(self, variable: str, *, with_tools: bool) -> bool:
-        """Return whether a template (the one for requests with tools, or the other) reads `variable`, which a caller
-        may set.
+        """Return True if callers may set `variable` and the template reads it. `with_tools` asks about the template for
+        requests with tools.
         """
         compiled, _ = self._for_tools if with_tools else self._for_messages
         return variable in compiled.variables and variable not in _OWN

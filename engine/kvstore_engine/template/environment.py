@@ -36,10 +36,8 @@ class TemplateError(UsageError):
 
 
 class CompiledTemplate:
-    """One template's source, compiled.
-
-    `words` are the names of fields and the texts in its code, `variables` the names that it reads from its
-    surroundings.
+    """A compiled chat template. `words` are the field names and texts in its source, `variables` the names that it
+    reads.
     """
 
     def __init__(self, source: str, now: Callable[[], datetime]) -> None:
@@ -75,7 +73,9 @@ class CompiledTemplate:
         self.variables = frozenset(node.name for node in tree.find_all(nodes.Name) if node.ctx == "load")
 
     def render(self, variables: Mapping[str, Any]) -> str:
-        """Return the prompt. Raises TemplateError, of one line, if the template refuses or fails."""
+        """Return the prompt that the template makes of `variables`. Raises TemplateError, of one line, if it refuses or
+        fails.
+        """
         self._steps = 0
         try:
             return self._template.render(variables)

@@ -20,7 +20,9 @@ _MEMORY = 0.99  # a step that was slow once counts less with each that is not
 
 
 class StepPatience:
-    """The limits of steps: `least_s` to `MOST_S` seconds, or always `least_s` if that is more."""
+    """The time limits of steps, learned from measured ones: from `least_s` seconds up to `MOST_S`, or always `least_s`
+    if that is more. After that a step counts as hanging.
+    """
 
     def __init__(self, least_s: float = LEAST_S) -> None:
         if not least_s > 0:
@@ -38,7 +40,7 @@ class StepPatience:
         return min(max(self._least_s, _STRETCH * min(predicted)), self._most_s)
 
     def took(self, slices: Sequence[SequenceSlice], seconds: float) -> None:
-        """Note that a step of `slices` took `seconds`."""
+        """Learn that a step of `slices` took `seconds`."""
         size = _size(slices)
         self._slowest[size] = max(seconds, _MEMORY * self._slowest.get(size, 0.0))
 

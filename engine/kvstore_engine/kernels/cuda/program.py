@@ -21,12 +21,12 @@ THREADS = 128  # of a thread block, in every kernel
 
 
 class CudaError(OperationError):
-    """A kernel cannot be compiled or launched here; the message says why and, if possible, what to do."""
+    """An error: a CUDA kernel cannot be compiled or launched. The message says why and, if possible, what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Element:
-    """A type of csrc/elements.h. `scaled` says that each token and K/V head has one float scale."""
+    """A type of stored numbers in csrc/elements.h. `scaled` says that each token and K/V head has a float scale."""
 
     type_name: str
     nbytes: int
@@ -90,7 +90,7 @@ class CacheShape:
 
 
 class KernelProgram(kvstore_cuda.compiler.Program):
-    """A source of csrc/ for one shape."""
+    """The source of a CUDA kernel with the constants of one cache shape."""
 
     __slots__ = ()
 
@@ -101,12 +101,12 @@ class KernelProgram(kvstore_cuda.compiler.Program):
 
 
 class Launcher(ABC):
-    """A launcher that compiles programs when they are first needed, keeps them, and queues their kernels."""
+    """An object that compiles CUDA programs when they are first needed and launches their kernels."""
 
     @property
     @abstractmethod
     def multiprocessors(self) -> int:
-        """The number of the device's processors that take thread blocks."""
+        """The number of the device's multiprocessors, each of which runs thread blocks."""
 
     @abstractmethod
     def launch(
