@@ -60,7 +60,9 @@ class Grammar:
 
 
 def check_grammar(grammar: Grammar) -> None:
-    """Raise GrammarError if answers cannot be constrained by `grammar`, or if checking it takes too long."""
+    """Raise GrammarError if `grammar` (a JSON schema, a regular expression or a Lark grammar) cannot be used to
+    constrain answers, or takes more than half a second to compile.
+    """
     begin_s = time.thread_time()
     error = _library().LLMatcher.validate_grammar(_compiled(grammar))
     if error and not error.startswith("WARNING"):

@@ -114,7 +114,7 @@ class BlockPool:
 
     @property
     def kernels(self) -> Kernels:
-        """The kernels that copy in host memory. Raises ValueError for a pool on a device."""
+        """The processor kernels that copy blocks in host memory. Raises ValueError for a pool on a device."""
         return self._host_planes().kernels
 
     def _host_planes(self) -> HostPlanes:
@@ -133,7 +133,9 @@ class BlockPool:
         return self._free.flags
 
     def payload_bytes(self, engine_blocks: int) -> int:
-        """Return the bytes of the payload of a storage block that spans `engine_blocks` engine blocks."""
+        """Return the bytes of a storage block's payload (K and V of all layers) that spans `engine_blocks` pool
+        blocks.
+        """
         return 2 * self.layers * engine_blocks * self.block_bytes
 
     def plane_addresses(self, layer: int) -> tuple[int, int]:
@@ -212,9 +214,9 @@ def _planes_in(memory: memoryview, planes: int, pool: BlockPool, kernels: Kernel
 
 
 def window_pool_blocks(config: ModelConfig, blocks: int, *, block_tokens: int, sequences: int, step_tokens: int) -> int:
-    """Return the number of blocks for windowed layers beside `blocks` for the others: enough for `sequences` sequences
-    and a step of `step_tokens` tokens, and a quarter of `blocks` for what may be resumed; 0 for a model without such
-    layers.
+    """Return how many blocks the pool of layers with a sliding window needs beside `blocks` for the others: enough for
+    `sequences` sequences and a step of `step_tokens` tokens, plus a quarter of `blocks`. Return 0 if the model has no
+    such layers.
     """
     if not config.windowed_layers:
         return 0
@@ -224,8 +226,8 @@ def window_pool_blocks(config: ModelConfig, blocks: int, *, block_tokens: int, s
 
 
 def kv_row_bytes(config: ModelConfig, kv_dtype: str) -> int:
-    """Return the bytes of one token's K (or V) in one layer, stored as `kv_dtype`. Raises ValueError if that type does
-    not fit.
+    """Return the bytes of the K (or the V) of one token in one layer, stored as `kv_dtype`. Raises ValueError if that
+    type is unknown or does not fit the model.
     """
     if kv_dtype in SCALED_KV_TYPES:
         return config.kv_heads * (config.head_dim + _SCALE_BYTES)

@@ -381,7 +381,7 @@ class Tier(ABC):
 
     def recover(self) -> Iterator[tuple[Slot, BlockHeader]]:
         """Yield the blocks that outlived the last process, each once, as an allocated slot and a header without token
-        ids. A volatile tier yields none. A durable tier can allocate only after this.
+        ids. A durable tier allocates only from containers that were recovered. A volatile tier yields nothing.
         """
         return iter(())
 

@@ -56,8 +56,8 @@ class Borrower(Protocol):
 
 
 class Lending:
-    """The loans of a host tier's arenas to tiers of device memory. Any thread may call `offer`; only the control thread
-    calls the other methods."""
+    """A record of which arenas (pieces of shared DRAM) a host tier has lent to tiers of device memory. Any thread may
+    call `offer`; only the control thread calls the other methods."""
 
     def __init__(self) -> None:
         self._borrowers: list[Borrower] = []

@@ -179,10 +179,9 @@ def _ratios(figures: dict[str, dict[str, float]], builds: _Builds) -> dict[str, 
 
 @dataclass(frozen=True, slots=True)
 class DecodeSpeeds:
-    """Tokens a second of each side at one number of sequences, the median of its turns; and this engine's step times.
-
-    `core_wait`: the share of a side's step time in which its threads stood ready without a core. Over some 0.05 the
-    machine was not quiet, and the figures say little.
+    """The decode speeds of the sides of a comparison at one number of sequences: `per_s` is tokens a second by side,
+    the median of its turns. `core_wait` is the share of a side's time in which its threads waited for a core; above
+    about 0.05 the machine was too busy for the figures to mean much.
     """
 
     per_s: dict[str, float]

@@ -33,8 +33,9 @@ _END_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class LlamaServerSettings:
-    """The settings of llama.cpp's server. `flash` None: if it can. `context` None: the model's. `cache_ram_mib`: its
-    host-memory prompt cache.
+    """The settings of llama.cpp's server. `flash` turns flash attention on or off; None uses it if possible. `context`
+    None is the model's own. `unified` gives all sequences one K/V buffer. `cache_ram_mib` is the size of its prompt
+    cache in DRAM.
     """
 
     threads: int
@@ -45,7 +46,9 @@ class LlamaServerSettings:
     cache_ram_mib: int = 8192  # its default
 
     def command(self) -> list[str]:
-        """Return the options of the program `llama-server`; settings at their default are left out."""
+        """Return these settings as command-line options of the program `llama-server`. Settings at their default are
+        left out.
+        """
         options = ["-t", str(self.threads)]
         if self == LlamaServerSettings(self.threads):
             return options

@@ -117,7 +117,9 @@ def _warm_up(wanted: StudySettings) -> Workload:
 def case_of(
     workload: Workload, arrivals: Arrivals, run: BenchmarkRun, block_tokens: int | None, progress: Progress
 ) -> Case:
-    """Return the figures of one measurement, from the outcomes of its requests."""
+    """Return the case (the figures of one measurement) for the outcomes `run` of `workload`. `progress` gets one line
+    about it.
+    """
     done = [outcome for outcome in run.outcomes if outcome.ok]
     answered = {outcome.id for outcome in done}  # what failed was not computed either
     prompts = (request.tokens for request in workload.requests if request.id in answered)

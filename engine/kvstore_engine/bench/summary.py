@@ -41,7 +41,7 @@ class RequestOutcome:
 
     @property
     def tpot_s(self) -> float | None:
-        """The seconds for each token after the first; None for an answer of one token."""
+        """The average seconds for each token after the first; None for an answer of one token."""
         if self.generated < 2 or len(self.token_s) < 2:
             return None
         return (self.token_s[-1] - self.token_s[0]) / (self.generated - 1)
@@ -64,8 +64,8 @@ class BenchmarkRun:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The figures of a run. `computed_tokens` is None if the server does not say how many tokens it reused. Latencies
-    hold count, mean, p50...max.
+    """The figures of a benchmark run: counts, rates a second, and latencies, each with count, mean, quantiles and
+    extremes in seconds. `computed_tokens` is None if the server does not say how many prompt tokens it reused.
     """
 
     seconds: float

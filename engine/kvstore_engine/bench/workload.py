@@ -63,10 +63,9 @@ Arrivals = ClosedLoop | OpenLoop
 
 @dataclass(frozen=True, slots=True)
 class BenchRequest:
-    """A request of a benchmark. `kind` groups requests whose latencies are reported apart, such as "short" and "long".
-
-    `limit`: the requested number of tokens, if the answer ends by itself after `max_tokens`, unknown to the scheduler;
-    0: `max_tokens` is requested.
+    """One request of a benchmark. `tokens` are the prompt's ids. `kind` groups requests whose latencies are reported
+    apart. The answer has `max_tokens` tokens; if `limit` is not 0, the request asks for `limit` tokens and its answer
+    ends earlier by itself.
     """
 
     id: str
@@ -114,8 +113,8 @@ def ideal_tokens(prompts: Iterable[Int32Array], block_tokens: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LoadSettings:
-    """The sizes of a load. `prompt_tokens` and `generate_tokens` are for an ordinary request; each load says how it
-    uses them.
+    """The sizes from which a benchmark's requests are made: their number, the prompt and answer tokens of an ordinary
+    one, the number of token ids, and the seed.
     """
 
     requests: int = 32

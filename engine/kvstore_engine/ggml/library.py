@@ -213,8 +213,8 @@ class Library:
 
 
 def find_library() -> Path:
-    """Return the path of ggml: $KVENGINE_GGML, otherwise the wheel `xllamacpp`, otherwise `ggml-python`. Raises
-    GGMLError.
+    """Return the path of the ggml library: the one in $KVENGINE_GGML, otherwise in the wheel `xllamacpp`, otherwise in
+    `ggml-python`. Raises GGMLError if there is none.
     """
     if named := os.environ.get(LIBRARY_VARIABLE):
         path = Path(named)

@@ -56,5 +56,7 @@ EXTENTS_OFFSET_BYTES: int = Tensor.ne.offset
 
 
 def tensor_at(address: int) -> Tensor:
-    """Return the tensor struct at `address`, in place: writing a field writes ggml's memory."""
+    """Return the C structure of the ggml tensor at `address`. It is ggml's own memory: writing a field changes the
+    tensor.
+    """
     return Tensor.from_address(address)

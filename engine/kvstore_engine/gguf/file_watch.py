@@ -80,5 +80,5 @@ class FileWatch:
 
 
 def changed(path: Path) -> FileChanged:
-    """Return the error for the model's file `path`, whose content has changed."""
+    """Return the error that says that the content of the model's file `path` has changed while it was in use."""
     return FileChanged(f"the model file {path} was changed while it was in use: start again to use what it holds now")

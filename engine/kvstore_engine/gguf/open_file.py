@@ -29,7 +29,9 @@ class FileChanged(OperationError):
 
 
 class FileIdentity(NamedTuple):
-    """The identity that `fstat` gives a file. `changed_ns` also moves with its names, its owner and its mode."""
+    """The device, inode, size and times of a file, by which a change of the file is noticed. `changed_ns` also moves
+    when its name, owner or mode changes.
+    """
 
     device: int
     inode: int
@@ -45,15 +47,17 @@ class FileIdentity(NamedTuple):
 
 
 class OpenFile:
-    """A regular file open for reading. `path` is its name in messages. `identity`: its identity when it was opened."""
+    """A regular file that is open for reading. `path` is its name in messages, `identity` its size and times when it
+    was opened.
+    """
 
     def __init__(self, path: Path, descriptor: int, identity: FileIdentity) -> None:
         self.path, self.descriptor, self.identity = path, descriptor, identity
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Self:
-        """Open `path`. Raises GGUFError if that fails, or if it is no regular file; FileChanged for a file that is
-        being written to.
+        """Open the file `path` for reading. Raises GGUFError if that fails or it is no regular file, FileChanged if
+        another program is writing to it.
         """
         path = Path(path)
         try:
@@ -78,8 +82,8 @@ class OpenFile:
         return cls(Path(path), descriptor, _identity(Path(path), descriptor))
 
     def current_identity(self) -> FileIdentity:
-        """Return the present identity of the open file, in about a microsecond. Raises OperationError if the file
-        system does not say: a network's server may have lost the file.
+        """Return the present size and times of the open file, by which a change is noticed. Raises OperationError if
+        the file system does not answer.
         """
         return _identity(self.path, self.descriptor)
 
@@ -100,7 +104,7 @@ class OpenFile:
         raise FileChanged(f"{self.path}: another program is writing to this file: wait until it is complete")
 
     def close(self) -> None:
-        """Close the descriptor; mapped parts stay mapped."""
+        """Close the descriptor. Parts of the file that are mapped stay mapped."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1

@@ -33,8 +33,9 @@ class SequenceSlice:
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """The inputs of a step's graph. `sequences` int32 [s, 4]: first row, rows, context; `outputs` are row numbers;
-    `window_slots`: the slots in the pool of windowed layers, if there is one.
+    """The inputs of a step as flat arrays: token ids, positions, the place of each token in the pool (`slots`), and the
+    numbers of the rows that get logits (`outputs`). `sequences` is int32 [s, 4]: first row, rows, context, unused.
+    `window_slots` are the places in the pool of layers with a sliding window, if they have one.
     """
 
     tokens: Int32Array

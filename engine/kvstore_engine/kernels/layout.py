@@ -109,7 +109,9 @@ class Layer(ct.Structure):
 
 
 class Product(ct.Structure):
-    """`struct Product` of layout.h: offsets of a product's operands in tensors, and its work counters."""
+    """The C structure `Product` of layout.h: where the operands of a matrix product are in ggml's tensors, and counters
+    that share out the work.
+    """
 
     _fields_ = (
         ("data_offset", ct.c_int64),

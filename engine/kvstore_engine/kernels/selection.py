@@ -115,7 +115,9 @@ class KernelError(OperationError):
 
 
 def select_kernels(name: str | None = None) -> Kernels:
-    """Return the kernels `name`, or the ones in $KVENGINE_KERNEL, or the fastest that work. Raises KernelError."""
+    """Return the processor kernels called `name`, or those that $KVENGINE_KERNEL names, or the fastest that work here.
+    Raises KernelError.
+    """
     name = name or os.environ.get(KERNEL_VARIABLE) or ("cpp" if ISA_VARIABLE in os.environ else None)
     if name is None:
         return _fastest()

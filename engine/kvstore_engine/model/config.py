@@ -59,7 +59,7 @@ class ModelConfig:
 
     @property
     def family(self) -> Architecture:
-        """The description of this model's architecture."""
+        """The description of the architecture that this model belongs to."""
         return ARCHITECTURES[self.architecture]
 
     @property
@@ -68,7 +68,7 @@ class ModelConfig:
         return self.kv_heads * self.head_dim
 
     def window(self, layer: int) -> int:
-        """Return how many tokens `layer` sees, the present one included; 0: all."""
+        """Return how many tokens `layer` sees, the present one included; 0 means all."""
         return self.windows[layer] if self.windows else 0
 
     @property
@@ -81,18 +81,16 @@ class ModelConfig:
 
     @property
     def window_tokens(self) -> int:
-        """The window of `windowed_layers`, in tokens; 0 if there are none."""
+        """The number of tokens that the layers with a sliding window see; 0 if there are no such layers."""
         return max((self.window(layer) for layer in self.windowed_layers), default=0)
 
     def layer_rope(self, layer: int) -> RopeConfig:
-        """Return the rotation of queries and keys in `layer`."""
+        """Return the settings of the rotary position embedding of queries and keys in `layer`."""
         return self.local_rope if self.local_rope and self.window(layer) else self.rope
 
     def describe_attention(self) -> str:
-        """Return one line that differs whenever the keys and values of two models with equal weights differ.
-
-        The line has the rotation of the keys, and everything else that changes a layer's output, the input of the next
-        layer.
+        """Return one line of text that differs whenever two models with equal weights compute different keys and
+        values, for example by rotation or window.
         """
         parts = [self.rope.describe()]
         windowed = {window for window in self.windows if window}

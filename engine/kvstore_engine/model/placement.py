@@ -25,9 +25,8 @@ def interleaves_q8_0(file: GGUFFile) -> bool:
 
 
 def order_of_sums(file: GGUFFile) -> str:
-    """Return a name for the order of sums in products whose last bits differ from ggml's, or "".
-
-    Blocks are shared only under one name: quantising a layer's output amplifies differences in a last bit.
+    """Return a name for the way this engine sums the products of the model in `file`, if results differ from ggml's in
+    the last bits; otherwise "". K/V blocks are shared only between engines with an equal name.
     """
     before_output = (info for name, info in file.tensors.items() if name not in (_EMBEDDING, _OUTPUT))
     return _BY_COLUMNS if any(map(can_interleave, before_output)) and interleaves_q8_0(file) else ""

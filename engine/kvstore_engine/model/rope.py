@@ -43,7 +43,9 @@ class RopeConfig:
     factors: str = ""
 
     def describe(self) -> str:
-        """Return one line that differs whenever rotated keys would differ; part of the cache fingerprint."""
+        """Return one line of text that differs whenever two settings rotate keys differently. It is a part of the
+        fingerprint.
+        """
         line = f"{'neox' if self.neox else 'norm'}/{self.dimensions}"
         line += f"/base={_exact(self.frequency_base)}/scale={_exact(self.frequency_scale)}"
         if self.yarn_extrapolation:

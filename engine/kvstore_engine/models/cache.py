@@ -17,7 +17,7 @@ from kvstore_proto.replaced_file import replaced_file
 
 
 def cache_root() -> Path:
-    """Return `$XDG_CACHE_HOME/kvstored`, or `~/.cache/kvstored`; it may not exist yet."""
+    """Return the folder for cached files, `$XDG_CACHE_HOME/kvstored` or `~/.cache/kvstored`. It need not exist yet."""
     home = os.environ.get("XDG_CACHE_HOME", "")
     # The XDG specification: a relative path is invalid and must be ignored.
     base = Path(home) if os.path.isabs(home) else Path.home() / ".cache"
@@ -25,7 +25,9 @@ def cache_root() -> Path:
 
 
 def models_directory() -> Path:
-    """Return the models' folder, created if needed. Raises OperationError if that fails."""
+    """Return the folder in which fetched models are kept, which is made if needed. Raises OperationError if that
+    fails.
+    """
     directory = cache_root() / "models"
     try:
         directory.mkdir(parents=True, exist_ok=True)

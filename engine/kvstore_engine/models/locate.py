@@ -47,8 +47,8 @@ def parse_reference(text: str, quant: str | None = None) -> ModelReference:
 
 
 def locate(text: str, quant: str | None = None, agreement: Agreement = ask_on_terminal) -> Path:
-    """Return the GGUF file that `text` means, fetched and converted if needed; `agreement` as for `fetch`. Raises the
-    errors of `fetch` and `convert`.
+    """Return the path of the GGUF file of the model that `text` names, fetched and converted to `quant` if needed.
+    `agreement` asks the user to agree to a model's terms. Raises the errors of `fetch` and `convert`.
     """
     reference = parse_reference(text, quant)
     if reference.known is not None:

@@ -68,7 +68,7 @@ class HttpConnection(HttpToolsProtocol):
 
     @property
     def is_idle(self) -> bool:
-        """True if no complete request is being answered on this connection."""
+        """True if no request that has arrived completely is being answered on this connection."""
         cycle = self.cycle
         return not self.pipeline and (cycle is None or cycle.response_complete or cycle.more_body)
 

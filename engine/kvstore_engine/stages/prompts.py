@@ -87,9 +87,9 @@ class StagedPrompts:
         self._restorer.warm_up(table)
 
     def restore(self, space: BlockSpace, tokens: Tokens, request_id: str, *, is_stored: bool) -> RestoredPrompt:
-        """Load or compute the K/V of all whole storage blocks of `tokens` but the last token, so that the next request
+        """Load or compute the K/V of all whole storage blocks before the last of `tokens`, so that the next request
         with these tokens finds them in `space`. `is_stored` says that `store` will be called, which needs hidden
-        states.
+        states. Raises the errors of computing.
         """
         whole = (len(tokens) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
         table = space.claim(_TENANT, tokens[:whole])

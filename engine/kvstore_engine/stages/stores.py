@@ -55,8 +55,9 @@ def stage_fingerprints(
 
 @dataclass(frozen=True, slots=True)
 class StageLookup:
-    """The tiers in which each chunk's K/V and hidden states are stored for one stage; "absent" if they are not.
-    `load_s` maps tiers to the seconds that the daemon expects for loading one chunk.
+    """The tiers in which a prompt's parts are stored for one stage: for each chunk (storage block) the tier of its K/V
+    and of the hidden states it is computed from, "absent" if there is none. `load_s` maps tiers to the seconds that
+    loading one chunk's K/V should take.
     """
 
     kv: tuple[str, ...]
@@ -65,7 +66,9 @@ class StageLookup:
 
 
 def look_up(store: StageStore, tokens: Tokens) -> StageLookup:
-    """Ask the daemon which whole chunks of `tokens` are stored for one stage, and return the tiers."""
+    """Ask the daemon where the whole storage blocks of `tokens` are stored for the stage with the sessions `store`, and
+    return the tiers.
+    """
     kv, load_s = _tiers(store.kv, tokens)
     inputs, _ = _tiers(store.inputs, tokens)
     return StageLookup(kv, inputs, load_s)

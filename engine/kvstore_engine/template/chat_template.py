@@ -51,9 +51,8 @@ class Marks:
         ]
 
     def check(self, marked: str, prompt: str) -> None:
-        """Raise TemplateError for the first mark that is not in `marked`, the prompt of the marked conversation.
-
-        `prompt` is the prompt of the original conversation.
+        """Raise TemplateError if a mark is missing in `marked`, the prompt made of the marked conversation: the
+        template left that part out. `prompt` is the prompt of the original conversation.
         """
         shown = set(re.findall(rf"{self._stem}\d+e", marked))
         for mark, (place, param) in self._places.items():
@@ -127,10 +126,8 @@ class ChatTemplate:
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, object], vocabulary: Vocabulary | None = None) -> "ChatTemplate":
-        """Return the file's templates: the default one, and the one named `tool_use` for requests with tools.
-
-        If a file has one of them, it serves for both; TemplateError for a file with neither. `vocabulary` has the texts
-        of the special tokens.
+        """Return the chat template in a GGUF file's `metadata`: the default one, and the one for requests with tools if
+        there is one. `vocabulary` gives the texts of special tokens. Raises TemplateError if the file has none.
         """
         found = [value for key in (_KEY, _TOOL_KEY) if isinstance(value := metadata.get(key), str) and value.strip()]
         if not found:

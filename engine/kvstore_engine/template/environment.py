@@ -24,10 +24,8 @@ _MOST_STEPS = 1 << 20  # of all the `range`s of one rendering; the sandbox bound
 
 
 class TemplateError(UsageError):
-    """The model has no usable chat template, or the template refuses these messages.
-
-    `param` is the field of a chat request at fault: `messages`, `tools` or `chat_template_kwargs`. If the template
-    leaves out a part of the conversation, `prompt` is the prompt without it.
+    """An error: a model has no usable chat template, or the template refuses the messages. `param` is the field of the
+    chat request at fault. If the template leaves out a part of the conversation, `prompt` is the prompt without it.
     """
 
     def __init__(self, message: str, param: str = "messages", prompt: str | None = None) -> None:

@@ -63,10 +63,8 @@ class StreamingDetokenizer:
 
 
 class SpecialTokens:
-    """Finds special tokens in text before anything else is tokenised.
-
-    The order is llama.cpp's (`tokenizer_st_partition`): longest special first, over all the text that is still plain.
-    That is not leftmost-longest: of two overlapping specials, the longer always wins.
+    """A splitter that finds special tokens in text before anything else is tokenised. Longer special tokens are looked
+    for first in the whole text, as in llama.cpp, so that of two overlapping ones the longer wins.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:

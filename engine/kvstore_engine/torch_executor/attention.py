@@ -127,8 +127,9 @@ class KernelAttention(AttentionBackend):
 
 
 def crossover_on(device: Device, cache: Cache) -> AttentionCrossover:
-    """Return the context lengths at which attention over `cache` on `device` should switch between one pass and two.
-    They are looked up, or measured once on the planes, which must not be in use yet. Raises UnsupportedModel.
+    """Return the load, in thread blocks for each multiprocessor, from which on attention over `cache` on `device` runs
+    in one pass instead of in partitions. It is looked up, or measured on the first layer's planes, which must not be in
+    use yet. Raises UnsupportedModel.
     """
     attention = PagedAttention(device, kernel_shape(cache.config, cache.block_tokens, cache.kv_dtype))
     planes = cache.planes

@@ -73,8 +73,8 @@ class PrefixWindow:
         return self._chosen
 
     def place(self, plane: int, stream: int) -> None:
-        """Let the next launches on `stream`, which read the plane at the address `plane`, keep the chosen memory in the
-        cache.
+        """Let the next kernels on `stream`, which read the plane at the address `plane`, keep the memory that `choose`
+        chose in the device's L2 cache. If it chose none, an earlier choice is undone.
         """
         chosen = self._chosen
         if chosen is not None:

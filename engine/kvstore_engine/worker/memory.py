@@ -39,7 +39,9 @@ class SharedMemory:
 
 
 def attach(descriptor: int, size_bytes: int) -> mmap.mmap:
-    """Return a mapping of memory that another `SharedMemory` made. Raises ValueError if that is smaller."""
+    """Return a mapping of `size_bytes` bytes of the shared memory behind `descriptor`, which another process made.
+    Raises ValueError if it is smaller.
+    """
     memory = mmap.mmap(descriptor, size_bytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)  # has an effect where transparent_hugepage/shmem_enabled is "advise"

@@ -31,7 +31,7 @@ class StepPatience:
         self._slowest: dict[tuple[int, int], float] = {}  # by size, in powers of two
 
     def limit_s(self, slices: Sequence[SequenceSlice]) -> float:
-        """Return the seconds that a step of `slices` may take."""
+        """Return the seconds that a step of `slices` may take before it counts as hanging."""
         tokens, attended = _size(slices)
         known = self._slowest.items()
         predicted = [seconds for size, seconds in known if size[0] >= tokens and size[1] >= attended]

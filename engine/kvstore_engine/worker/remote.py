@@ -193,7 +193,9 @@ class RemoteExecutor:
         return self._worker.pid if self._worker else 0
 
     def fileno(self) -> int:
-        """Return a descriptor that becomes readable between steps when the worker has died: then call `revive`."""
+        """Return a descriptor that becomes readable between two steps when the worker process has died. The caller then
+        calls `revive`.
+        """
         return self._living().fileno()
 
     def forward(self, slices: Sequence[SequenceSlice]) -> FloatArray:

@@ -71,7 +71,9 @@ class Pending:
             return transfer is not None
 
     def take_back(self, number: int) -> None:
-        """Mark transfer `number` as not sent, because sending it failed."""
+        """Mark transfer `number`, which could not be sent to the worker process, as not sent, so that the next worker
+        gets it.
+        """
         with self._lock:
             transfer = self._transfers.get(number)
             if transfer is not None:

@@ -58,7 +58,7 @@ class GpuWorker:
         self._unchecked: list[tuple[int, list[Range]]] = []
 
     def run(self) -> None:
-        """Obey packets until the tier closes the socket."""
+        """Carry out the tier's orders, which arrive as packets on the socket, until the tier closes it."""
         _, total = self._driver.memory_bytes()
         self._say(wire.pack(wire.READY, self._driver.identity, total, self._driver.name))
         while packets := self._receive():

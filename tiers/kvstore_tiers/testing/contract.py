@@ -267,7 +267,9 @@ class TierContract:
             assert outcome.kind is OutcomeKind.CORRUPT
 
     def test_a_container_is_emptied_for_another_size(self) -> None:
-        """Applies to tiers that give room out by containers; other tiers serve any size from the free room."""
+        """Check that a container whose slots were freed serves another slot size. It applies only to tiers that have
+        containers.
+        """
         with closing(self.make_tier(CAPACITY_BYTES)) as tier:
             slots = _fill(tier, 8192)
             convertible = tier.convertible(65536)

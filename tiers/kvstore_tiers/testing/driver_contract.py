@@ -33,12 +33,12 @@ def new_names(count: int) -> list[str]:
 
 
 def noise(nbytes: int, seed: int = 0) -> bytes:
-    """Return `nbytes` random bytes of every value, zeros and line ends among them; another seed gives other bytes."""
+    """Return `nbytes` random bytes that include zeros and line ends, as `seed` determines."""
     return np.random.default_rng((seed, nbytes)).bytes(nbytes)
 
 
 class Lent:
-    """A driver and the memory that was lent to it: values pass through consecutive pieces of that memory."""
+    """A driver of a remote store with the memory that was lent to it, through which all its values pass."""
 
     def __init__(self, driver: Driver, lent_bytes: int = LENT_BYTES) -> None:
         self.driver = driver

@@ -120,8 +120,8 @@ class Launcher(ABC):
 
 
 def address_of(memory: Any) -> int:
-    """Return the address of an array: a torch tensor, a CuPy array, any `__cuda_array_interface__`, or the integer
-    itself.
+    """Return the device address of `memory`: a torch tensor, a CuPy array, any object with `__cuda_array_interface__`,
+    or an address itself.
     """
     if isinstance(memory, int):
         return memory
@@ -133,8 +133,8 @@ def address_of(memory: Any) -> int:
 
 
 def aligned(memory: Any, what: str) -> int:
-    """Return the address of `memory`, which the kernels read 16 bytes at a time. Raises ValueError if it is not a
-    multiple of 16.
+    """Return the device address of the array `memory`. Raises ValueError, which calls the array `what`, if the address
+    is no multiple of 16.
     """
     address = address_of(memory)
     if address % 16:

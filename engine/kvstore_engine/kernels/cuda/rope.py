@@ -99,10 +99,9 @@ class RopeCache:
     def write(
         self, tokens: NewTokens, rotated: Any, planes: tuple[Any, Any], table: Any, *, stream: int = STREAM_OF_DEFAULT
     ) -> None:
-        """Queue the rotation and the write. rotated: [count, query_heads, head_dim], which may be the queries. table:
-        from `turns`.
-
-        The caller guarantees that positions are in the table and slots in the pool. Raises ValueError, CudaError.
+        """Queue a kernel that rotates the new queries to `rotated`, [count, query_heads, head_dim], and writes the
+        rotated keys and the values of `tokens` to the layer's `planes`. `table` comes from `turns`. The caller
+        guarantees that positions are in the table and slots in the pool. Raises ValueError or CudaError.
         """
         if tokens.count == 0:
             return

@@ -62,8 +62,8 @@ def record_seal(directory: Path, *, seed: int, steps: int = STEPS) -> Path:
 
 
 def record_recovery(directory: Path, state: CrashState, promises: Promises) -> Path:
-    """Record what recovery does to a crash state. Return the path of the log, which begins with that state and its
-    promises.
+    """Record what a start does to the files of the crash `state`. Return the path of the log in `directory`, which
+    begins with that state and its promises.
     """
     directory.mkdir(parents=True)
     root = directory / "root"

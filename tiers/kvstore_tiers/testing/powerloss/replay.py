@@ -216,9 +216,8 @@ def states_of(
     parts: int = 1,
     random_states: int = 4,
 ) -> Iterator[tuple[CrashState, Promises]]:
-    """Yield distinct states, at most `states`, from all over the log, with the promises made in each.
-
-    Only the crash points of part `part` of `parts` are used.
+    """Yield at most `states` distinct states that a power loss during the log `operations` could leave, each with the
+    promises made until then. Only every `parts`-th crash point, from number `part` on, is used.
     """
     ticks = crash_ticks(operations)[part::parts]
     strides = min(len(ticks), 1 + len(ticks) * STATES_A_TICK // states)

@@ -109,7 +109,7 @@ class Log:
         raise OSError(f"other nodes were quicker to write the index {_ATTEMPTS} times")
 
     async def tidied(self) -> None:
-        """Wait until the work of the last checkpoint has ended."""
+        """Wait until the clean-up of old changes, which a checkpoint (a snapshot of the index) has begun, has ended."""
         if self._tidying is not None:
             await self._tidying
 
