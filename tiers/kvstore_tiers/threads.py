@@ -227,8 +227,8 @@ class PendingWrites:
         self._waiting: list[_Wait] = []
 
     def begin(self, done: Completion, *, must_succeed: bool = False) -> Completion:
-        """Add a write, and return the completion that it must call instead of `done`. With `must_succeed`, a failure of
-        the write is passed as False to the actions that wait for it.
+        """Add a write to the list, and return the completion that the write must call at its end instead of `done`.
+        With `must_succeed`, actions that wait for the write get False if it fails.
         """
         with self._lock:
             self._last += 1

@@ -40,11 +40,15 @@ class Marks:
         self._places: dict[str, tuple[str, str]] = {}  # by mark
 
     def conversation(self, messages: Sequence[Message]) -> list[Json]:
-        """Return a copy of `messages` with a mark in each text and call."""
+        """Return a copy of `messages` in which each text and call has a mark, a word that occurs nowhere else, to find
+        it again in the prompt.
+        """
         return [self._message(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
     def tools(self, tools: Sequence[Message]) -> list[Json]:
-        """Return a copy of `tools` with a mark in each name."""
+        """Return a copy of `tools` in which each tool's name has a mark, a word that occurs nowhere else, to find it
+        again in the prompt.
+        """
         return [
             {**tool, "function": self._named(tool["function"], f"tools[{index}]", "tools")}
             for index, tool in enumerate(tools)

@@ -58,7 +58,7 @@ class Outbox:
 
     @property
     def is_open(self) -> bool:
-        """True if a worker is connected."""
+        """True if a worker process is connected, so that packets are sent at once."""
         return self._has_socket.is_set()
 
     def is_overdue(self, now_s: float, ready_s: float, patience_s: float) -> bool:

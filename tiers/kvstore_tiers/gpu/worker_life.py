@@ -64,7 +64,9 @@ class Correspondent(Protocol):
     """
 
     def connect(self, sock: socket.socket, process: int) -> None:
-        """Send the new worker, which is process `process` at the other end of `sock`, what it must know first."""
+        """Send a new GPU worker, process number `process` at the other end of `sock`, the memory that it must map
+        before it can copy.
+        """
         ...
 
     def hear(self, packet: bytes, descriptors: list[int]) -> None:

@@ -49,8 +49,9 @@ class SlabSpace(Containers[Slab]):
         return self._slab_bytes
 
     def allocate(self, nbytes: int, *, may_grow: bool) -> tuple[Slab, Slot] | None:
-        """Return a slab and a free slot of exactly `nbytes` bytes in it, or None if there is no room. A new slab is
-        added only if `may_grow` is true; otherwise an empty one of another slot size is used.
+        """Return a slab (a file cut into slots) and a free slot of exactly `nbytes` bytes in it, or None if there is no
+        room. A new slab is made only if `may_grow` is true; if there can be none, an empty slab of another slot size is
+        used.
         """
         candidates = self.with_room["", nbytes]
         while candidates and not candidates[-1].has_room:

@@ -77,8 +77,9 @@ def record_recovery(directory: Path, state: CrashState, promises: Promises) -> P
 def power_loss(
     *, seed: int, states: int, seconds: float | None = None, workers: int = 1, steps: int = STEPS
 ) -> Figures:
-    """Record workloads and judge `states` states that a power loss could leave, or as many as `seconds` allow, and
-    return the counts of faults. Raises CompilerMissing.
+    """Record workloads with `seed`, judge `states` states that a power loss could have left, or as many as fit
+    `seconds`, and return the counts of faults. `workers` is the number of processes that judge, `steps` the length of a
+    workload. Raises CompilerMissing.
     """
     deadline = None if seconds is None else time.monotonic() + seconds
     figures = Figures()
