@@ -111,7 +111,7 @@ UNCODED = Coding()
 class TierInfo:
     """The abilities of a tier. `is_durable`: synced blocks outlive the process. `is_mapped`: clients map its memory.
     `is_exported`: clients may import its device memory to read it. `lends_files`: another tier may read its slots from
-    their file (`lend`). `loads_files`: it can read from such a file (`loader`). `shares_memory`: it copies directly
+    their file (`lend`). `loads_files`: it can read from a lent file (`loader`). `shares_memory`: it copies directly
     from and to memory of other tiers (`share`). `coding`: blocks are converted to that form before they are moved
     there."""
 

@@ -14,7 +14,7 @@ PART_ALIGNMENT = 4096
 
 class RangeAllocator:
     """An allocator of parts of a memory whose offsets go from `begin` to `end`, in bytes. Several threads may take
-    parts. A thread waits for a part until those that asked before it have theirs and a free range is large enough.
+    parts. A thread waits for a part until the threads before it have theirs and a free range is large enough.
     """
 
     def __init__(self, begin: int, end: int) -> None:

@@ -33,8 +33,9 @@ class SequencePart:
 class StepRecord:
     """The record of one step for observers. The whole step took from `begin_s` to `end_s`, its computing alone
     `compute_s` seconds. `used_blocks` counts pool blocks that running sequences hold, each once; `cached_blocks` counts
-    those that only the prefix trie (the index of shared prefixes) holds. `budget_tokens` is the number of prompt tokens
-    that had room. `parts()` lists the shares of answers, and may be called only while an observer has the record.
+    blocks that only the prefix trie (the index of shared prefixes) holds. `budget_tokens` is the number of prompt
+    tokens that had room. `parts()` lists the shares of answers, and may be called only while an observer has the
+    record.
     """
 
     number: int

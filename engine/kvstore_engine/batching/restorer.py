@@ -163,8 +163,8 @@ class Restorer:
                 restoration.note_step(part.begin, part.end - part.begin, begin_s, begin_s + seconds)
 
     def advance(self, budget_s: float) -> list[Ended]:
-        """Continue all restorations, copying for about `budget_s` seconds. Return those that have ended: sequence,
-        report and record.
+        """Continue all restorations, copying for about `budget_s` seconds. Return the ended ones: sequence, report and
+        record.
         """
         done = []
         now = self._clock()

@@ -59,13 +59,13 @@ class RunQueue:
         self._statistics.tenants.enter(sequence.request.tenant)
 
     def wait(self, sequence: Sequence) -> None:
-        """Put `sequence` into the list of those that wait to be admitted."""
+        """Put `sequence` into the list of the sequences that wait to be admitted."""
         sequence.since_s = self._clock()
         self.waiting.append(sequence)
         self._look_again_s = 0.0
 
     def run(self, sequence: Sequence) -> None:
-        """Put `sequence`, which has got its blocks, into the list of those that run."""
+        """Put `sequence`, which has got its blocks, into the list of the sequences that run."""
         now = self._clock()
         self.running.append(sequence)
         if sequence.accounts.admitted_s is None:
@@ -91,8 +91,8 @@ class RunQueue:
         self._look_again_s = 0.0
 
     def admit(self) -> None:
-        """Move waiting sequences to the running ones, in the policy's order, as long as there are places and blocks.
-        Running ones may be displaced.
+        """Move waiting sequences to the running ones, in the policy's order, while places and blocks are free. Running
+        ones may be displaced.
         """
         now = self._clock()
         # A sequence that cannot be admitted now can be once another ends or arrives, or, by displacement, after a

@@ -38,7 +38,7 @@ def mapped_libraries(pids: Iterable[int]) -> frozenset[Path]:
 
 
 def family(pid: int) -> list[int]:
-    """Return the process number `pid` and those of all its descendants."""
+    """Return the process number `pid` and the numbers of all its descendants."""
     parents: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

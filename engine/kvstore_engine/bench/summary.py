@@ -88,7 +88,7 @@ class Summary:
 
 
 def summarise(run: BenchmarkRun, kind: str | None = None) -> Summary:
-    """Return the figures of all requests of `run`, or only of those of the kind `kind`."""
+    """Return the figures of all requests of `run`, or only of requests of the kind `kind`."""
     chosen = [outcome for outcome in run.outcomes if kind is None or outcome.kind == kind]
     done = [outcome for outcome in chosen if outcome.ok]
     generated = sum(outcome.generated for outcome in done)

@@ -105,8 +105,8 @@ class BlockSpace:
 
     def reclaim(self, tenant: str, tokens: Int32Array, path: list[TrieNode], computed: int) -> tuple[BlockTable, int]:
         """Return a table with blocks for `tokens`, for a sequence that held the trie nodes `path` before, and how many
-        of its first blocks are still those of `path`. The caller fills the other blocks of the first `computed` tokens.
-        Raises PoolExhausted with nothing changed.
+        of its first blocks are still the blocks of `path`. The caller fills the other blocks of the first `computed`
+        tokens. Raises PoolExhausted with nothing changed.
         """
         table = BlockTable(tenant)
         for node in path:
@@ -234,7 +234,7 @@ class BlockSpace:
         self.references.release([*blocks, *dropped])
 
     def discard(self, table: BlockTable) -> None:
-        """Release all blocks of `table`, whose K/V may be wrong. Blocks that no other sequence uses, and those that
+        """Release all blocks of `table`, whose K/V may be wrong. Blocks that no other sequence uses, and blocks that
         follow them, are no longer cached.
         """
         own = next((node for node in table.nodes if node.users == 1), None)

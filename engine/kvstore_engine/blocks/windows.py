@@ -32,7 +32,7 @@ class WindowBlocks:
 
     @property
     def is_pinned(self) -> bool:
-        """True if so many blocks are pinned for storing that running sequences should pin no more."""
+        """True if too many blocks are pinned for storing already: running sequences should pin no more."""
         return self._pinned > _MOST_PINNED * self.pool.blocks
 
     def may_lose(self, tokens: int) -> bool:

@@ -149,7 +149,9 @@ def _text(cases: Sequence[Case]) -> str:
 
 
 def load_settings(options: argparse.Namespace, vocabulary: int) -> LoadSettings:
-    """Return the sizes of the load: those given in `options`, otherwise those of --quick, otherwise the defaults."""
+    """Return the sizes of the load: those given in `options`, otherwise the sizes of --quick, otherwise the
+    defaults.
+    """
     base = _QUICK if options.quick else LoadSettings()
     return LoadSettings(
         requests=base.requests if options.requests is None else options.requests,

@@ -90,7 +90,9 @@ class Cursor:
             raise self.error(f"damaged: {what} is not UTF-8") from None
 
     def value(self, key: str) -> object:
-        """Return the next metadata value, that of `key`: a bool, int, float, str, list of str, or array of numbers."""
+        """Return the next metadata value, which belongs to `key`: a bool, int, float, str, list of str, or array of
+        numbers.
+        """
         kind = self.u32(f"the type of {key!r}")
         if kind == _STRING:
             return self.string(f"the value of {key!r}")

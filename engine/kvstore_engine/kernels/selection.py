@@ -115,8 +115,8 @@ class KernelError(OperationError):
 
 
 def select_kernels(name: str | None = None) -> Kernels:
-    """Return the processor kernels called `name`, or those that $KVENGINE_KERNEL names, or the fastest that work here.
-    Raises KernelError.
+    """Return the processor kernels called `name`, or the ones that $KVENGINE_KERNEL names, or the fastest that work
+    here. Raises KernelError.
     """
     name = name or os.environ.get(KERNEL_VARIABLE) or ("cpp" if ISA_VARIABLE in os.environ else None)
     if name is None:

@@ -139,7 +139,7 @@ class Fetcher:
         return arrived
 
     def drop(self, dropped: Fetch | BlockStream) -> None:
-        """Discard the answer or stream `dropped`, and release its leases, also those that arrive later."""
+        """Discard the answer or stream `dropped`, and release its leases, also leases that arrive later."""
         with self._changed:
             dropped.is_dropped = True
             source = dropped.source if isinstance(dropped, BlockStream) else None

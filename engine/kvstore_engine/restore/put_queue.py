@@ -34,9 +34,9 @@ class BlockSender(Protocol):
 
 @dataclass(slots=True, eq=False)
 class QueuedPut:
-    """Storage blocks to put into the daemon: those of the sequence `tokens` from number `first_block` on, each in the
-    pool blocks of one of `tables`. `windows` maps block numbers to payloads of layers with a sliding window. `statuses`
-    and `failure` are set when it has ended.
+    """Storage blocks to put into the daemon: the blocks of the sequence `tokens` from number `first_block` on, each in
+    the pool blocks of one of `tables`. `windows` maps block numbers to payloads of layers with a sliding window.
+    `statuses` and `failure` are set when it has ended.
     """
 
     session: KvSession
@@ -103,7 +103,7 @@ class PutQueue:
 
     @property
     def is_full(self) -> bool:
-        """True if so many puts wait that the caller should offer no more for now."""
+        """True if too many puts wait: the caller should offer no more for now."""
         return self._puts >= _MOST_WAITING
 
     def offer(self, put: QueuedPut) -> None:

@@ -48,7 +48,7 @@ class EventQueue:
 
     @property
     def is_behind(self) -> bool:
-        """True if so many steps wait in the queue that the client apparently does not read."""
+        """True if too many steps wait in the queue, so the client apparently does not read."""
         return self._queue.qsize() >= _MOST_BEHIND
 
     def put(self, item: _Item) -> None:

@@ -64,7 +64,7 @@ class StreamingDetokenizer:
 
 class SpecialTokens:
     """A splitter that finds special tokens in text before anything else is tokenised. Longer special tokens are looked
-    for first in the whole text, as in llama.cpp, so that of two overlapping ones the longer wins.
+    for first in the whole text, as in llama.cpp, so from two overlapping ones the longer wins.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:

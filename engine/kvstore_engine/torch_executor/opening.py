@@ -79,7 +79,7 @@ def open_torch_copies(executor: TorchExecutor, store_rate: Rate = AUTO) -> Itera
 
 
 def refusals(file: GGUFFile, config: ModelConfig, device: DeviceName) -> list[str]:
-    """Return the reasons why the model of `file` cannot run on `device`, apart from those that ggml's checks find; an
+    """Return the reasons why the model of `file` cannot run on `device`, apart from reasons that ggml's checks find; an
     empty list if there are none.
     """
     found = []

@@ -218,7 +218,7 @@ class SlabWalk:
 def read_records(
     fd: int, superblock: Superblock, first: int, count: int
 ) -> tuple[bytes, Records, npt.NDArray[np.bool_]]:
-    """Read `count` records of the slab file `fd`, from slot `first` on. Return their bytes, the same as an array of
+    """Read `count` records of the slab file `fd`, from slot `first` on. Return their bytes, these bytes as an array of
     dtype RECORD_DTYPE, and a boolean mask of the records that were ever written. Records beyond the file's end are
     zeros; unreadable ones form no valid record.
     """

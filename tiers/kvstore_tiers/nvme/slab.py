@@ -273,7 +273,7 @@ class Slab:
 
     def sync_hot(self, index: int, sequence: int) -> None:
         """Make sure that no record on the medium names slot `index`, whose bytes are about to be overwritten. It does
-        nothing if none can. Otherwise it withdraws the record, and those of other freed slots, and syncs. Raises
+        nothing if none can. Otherwise it withdraws the record, and the records of other freed slots, and syncs. Raises
         OSError.
         """
         if index not in self._hot:

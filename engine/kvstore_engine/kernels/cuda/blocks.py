@@ -105,18 +105,18 @@ class BlockMover:
         self._launch("kv_gather_blocks", planes, payloads, runs, on_device, **options)
 
     def scatter(self, planes: Any, payloads: Any, runs: BlockRuns, on_device: tuple[Any, Any], **options: int) -> None:
-        """Queue copies of payloads into blocks of the pool. The parameters are those of `gather`."""
+        """Queue copies of payloads into blocks of the pool. See `gather` for the parameters."""
         self._launch("kv_scatter_blocks", planes, payloads, runs, on_device, **options)
 
     def move(self, planes: Any, runs: BlockRuns, on_device: tuple[Any, Any], **options: int) -> None:
-        """Queue copies of blocks to other blocks of the same plane, in every plane, as `runs` say. The parameters are
-        those of `gather`.
+        """Queue copies of blocks to other blocks of the same plane, in every plane, as `runs` say. See `gather` for the
+        parameters.
         """
         self._launch("kv_move_blocks", planes, 0, runs, on_device, **options)
 
     def swap(self, planes: Any, runs: BlockRuns, on_device: tuple[Any, Any], **options: int) -> None:
-        """Queue exchanges of the contents of source and target blocks in every plane, as `runs` say. The parameters are
-        those of `gather`.
+        """Queue exchanges of the contents of source and target blocks in every plane, as `runs` say. See `gather` for
+        the parameters.
         """
         self._launch("kv_swap_blocks", planes, 0, runs, on_device, **options)
 

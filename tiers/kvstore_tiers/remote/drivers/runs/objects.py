@@ -54,4 +54,4 @@ class Objects(ABC):
 
     @abstractmethod
     async def delete(self, keys: Sequence[str]) -> None:
-        """Delete the objects `keys`; those that do not exist are ignored."""
+        """Delete the objects `keys`; missing ones are ignored."""
