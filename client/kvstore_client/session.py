@@ -44,9 +44,8 @@ class Session(OpenSession):
     """A session with the daemon, by which an engine stores, finds and reads blocks; `connect` makes it. A method that
     takes `tokens` also takes `keys`, as BlockKeys, instead.
 
-    A wrong call raises KVStoreError(INVALID), also without a daemon, and changes nothing; a miss raises nothing. Calls
-    about any number of blocks work to the end or say why they stopped. A duration below 0 counts as 0, one of more than
-    a day, `inf` too, as a day. `group` names a layer group of the fingerprint, the first one by default.
+    A wrong call raises KVStoreError(INVALID), also without a daemon; a miss raises nothing. Durations are bounded by 0
+    and a day. `group` names a layer group of the fingerprint, the first one by default.
     """
 
     def lookup(

@@ -88,7 +88,7 @@ class NodeSettings:
 
     @property
     def without_gpu(self) -> NodeSettings:
-        """The same settings without the GPU tier, whose memory is given to the engine's own blocks."""
+        """These settings without the GPU tier, whose memory the engine's own blocks get."""
         tiers = dict(self.tiers)
         return replace(self, pool_bytes=self.pool_bytes + tiers.pop(GPU, 0), tiers=tuple(tiers.items()))
 
