@@ -25,7 +25,9 @@ Kept = list[tuple[torch.Tensor, int]]  # of each part of each layer: its rows, a
 
 
 class GroupBlocks:
-    """The computed blocks of one sequence that wait to be stored. Implements `BlockSource`."""
+    """The computed blocks of one sequence that wait to be stored, for a model with several layer groups. It implements
+    `BlockSource`.
+    """
 
     def __init__(self, groups: Sequence[LayerGroup], block_tokens: int) -> None:
         self._groups, self._block_tokens = groups, block_tokens
@@ -41,7 +43,7 @@ class GroupBlocks:
         self._of_block[group.group_id, block] = kept
 
     def runs(self, blocks: range) -> list[BlockRun]:
-        """Return the payloads of `blocks` that are there, in runs without a gap."""
+        """Return the payloads of those `blocks` that are kept, in runs of consecutive blocks of one group."""
         runs: list[BlockRun] = []
         for group in self._groups:
             for block in blocks:
@@ -64,7 +66,9 @@ class GroupBlocks:
 
 
 def write_block(group: LayerGroup, kept: Kept, block: int, block_tokens: int, destination: Bytes) -> None:
-    """Write the payload of a block, by layer, by part, by token. Rows that no resume needs are zero."""
+    """Write the payload of block number `block` of `group` to `destination`: layer by layer, part by part, token by
+    token. `kept` has the rows of each part. Rows that no resume needs are zero.
+    """
     begin, place = block * block_tokens, 0
     for (rows, base), part in zip(kept, group.parts * len(group.layers), strict=True):
         if group.kind == "recurrent":

@@ -25,8 +25,8 @@ from kvstore_proto.fingerprint import LayerGroup
 
 
 class Awaited:
-    """Adds to a layer's class that its K and V are waited for while they are `coming`; and of a window `shown`: the K
-    and V of its last call, behind the window that the layer had held.
+    """A mixin for a Transformers cache layer that waits for its K and V while they are `coming`. A sliding layer keeps
+    in `shown` the K and V that its last update returned: the window that it had held, and the new tokens behind it.
     """
 
     coming: tuple[Copying, int] | None = None  # and which layer this is
@@ -46,7 +46,7 @@ class Awaited:
 
 
 class AwaitedIndexer(Awaited):
-    """Adds the wait to a layer with an indexer, whose keys are read before its K and V."""
+    """A mixin for a layer with an indexer, which waits also where the indexer's keys are read."""
 
     def update_indexer(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         self._wait()
@@ -62,7 +62,9 @@ def _awaited(kind: Any) -> Any:
 
 
 def layers_of(config: Any) -> list[Any]:
-    """Return empty layers for a model, as a `DynamicCache` has them."""
+    """Return new, empty cache layers for the model configuration `config`, as a `DynamicCache` has them, which wait
+    for K and V that are coming.
+    """
     layers = list(DynamicCache(config=config).layers)
     for index, layer in enumerate(layers):
         if hasattr(layer, "update"):
@@ -73,7 +75,9 @@ def layers_of(config: Any) -> list[Any]:
 
 
 class GroupMemory:
-    """The layers of one sequence. `is_whole`: they hold what this class put or saw there, and nothing else."""
+    """The cache layers of one sequence of a model whose layers differ, and the blocks made of them. `is_whole` is True
+    while the layers hold only what this object put or saw there.
+    """
 
     def __init__(self, state: GroupedState, config: Any, block_tokens: int) -> None:
         self.state, self.block_tokens = state, block_tokens
@@ -85,7 +89,9 @@ class GroupMemory:
 
     @property
     def cut_tokens(self) -> int:
-        """The tokens at whose multiples a call must end, so that a block has a state; 0 if that does not matter."""
+        """The number of tokens at whose multiples a call of the model must end, so that a recurrent state is kept for
+        each block. 0 means that a call may end anywhere.
+        """
         return self.block_tokens if self.state.is_recurrent else 0
 
     def holds(self, tokens: int) -> bool:
@@ -122,8 +128,8 @@ class GroupMemory:
         return copying.finish()
 
     def blocks_until(self, tokens: int, block_tokens: int, ready: Moment) -> GroupBlocks:
-        """Return the blocks of the tokens held; the last call completed some. `ready` is not needed: torch itself waits
-        for a device that it copies from.
+        """Take the blocks that the last call completed, and return all blocks of the first `tokens` tokens that wait to
+        be stored. `ready` is not used, because torch itself waits for a device that it copies from.
         """
         first, end = self._kept // self.block_tokens, tokens // self.block_tokens
         self._kept = max(tokens, self._kept)
@@ -142,12 +148,12 @@ class GroupMemory:
                 self.blocks.add_whole(group, end, [(rows.detach(), 0) for rows in self._tensors(group)])
 
     def read(self, group: LayerGroup, index: int) -> list[torch.Tensor]:
-        """Return the parts of one layer's state, as `rows_of` gives them."""
+        """Return the state of layer number `index`, one tensor for each part of `group`, as `rows_of` gives it."""
         return [rows_of(self.layers[index], part.name) for part in group.parts]
 
     def install(self, tokens: int, held: int, loaded: dict[tuple[int, int], list[torch.Tensor]]) -> None:
-        """Set the state after `tokens` tokens, of which the layers hold `held`. `loaded`: by group and layer, what
-        `read_blocks` returned for the blocks up to there: of a full group the blocks that are not held.
+        """Set the layers to the state after `tokens` tokens, of which they hold the first `held` already. `loaded` has,
+        by group and layer, the result of `read_blocks`: for a full group only the blocks that are not held.
         """
         for group in self.state.groups:
             names = [part.name for part in group.parts]
@@ -167,7 +173,7 @@ class GroupMemory:
         self._kept = tokens
 
     def go_back(self, tokens: int) -> None:
-        """Take back the tokens behind `tokens`. The caller knows that the state can go back."""
+        """Remove the state of all tokens behind the first `tokens`. The caller has checked `can_go_back`."""
         for layer in self.layers:
             surplus = layer.get_seq_length() - tokens
             if surplus > 0:
@@ -178,7 +184,7 @@ class GroupMemory:
         self.is_whole = False
 
     def plain_layers(self, config: Any, memo: dict[int, Any]) -> list[Any]:
-        """Return copies of the layers, of Transformers' own classes."""
+        """Return deep copies of the layers as Transformers' own classes. `memo` is the one of `deepcopy`."""
         layers = list(DynamicCache(config=config).layers)
         for ours, plain in zip(self.layers, layers, strict=True):
             values = {name: value for name, value in vars(ours).items() if name not in _OURS}
