@@ -108,7 +108,7 @@ def _overlap(kind: str, socket: str, rounds: int) -> Row:
 
 
 def _turn(session: Session, model: PreTrainedModel, ids: torch.Tensor, way: str) -> tuple[float, float, torch.Tensor]:
-    """Return the seconds that an answer took, those of its load, and the logits of its last token."""
+    """Return the seconds that an answer took, and that its load took, and the logits of its last token."""
     least = 0 if way == "beside" else 1 << 60
     cache = _cache(session, model)
     with (

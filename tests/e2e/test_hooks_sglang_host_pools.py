@@ -163,7 +163,7 @@ def test_side_pools_of_a_hybrid_model_come_back(daemon: DaemonProcess, layout: s
 def test_windows_and_states_resume_where_both_end_and_no_other_rule_is_believed(
     daemon: DaemonProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of windows SGLang stores the last two pages of a node, of states the last one; nodes end behind pages 2 and 5."""
+    """SGLang stores the last two pages of a node's windows, and the last state; nodes end behind pages 2 and 5."""
     keys = page_hashes([4000 + token for token in range(6 * 16)])
     backends, windows, states = [], [], []
     for seed in (1, 2):
