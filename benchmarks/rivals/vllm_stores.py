@@ -32,7 +32,7 @@ from kvstore_tiers.nvme.layout import (
 
 MIB = 1 << 20
 DRAM_BYTES, STAGING_BYTES = 192 * MIB, 64 * MIB
-QUIET_S, PATIENCE_S = 1.5, 120.0
+PATIENCE_S = 120.0
 Place = tuple[Path, int, int]  # a file, and where in it bytes of a block are, from and to
 
 
@@ -65,8 +65,8 @@ class Ours:
             def stored() -> int:
                 return int(daemon.admin("Status", admin_pb2.StatusRequest()).counters.get("stored_bytes", 0))
 
+            # No flush at the end: it writes whatever DRAM has to a disk that is full, in place of what the policy kept.
             yield Opened({"kv_connector_extra_config": extra}, stored)
-            daemon.admin("Flush", admin_pb2.FlushRequest())
 
     def blocks(self, disk: Path, since_ns: int, until_ns: int) -> list[list[Place]]:
         """Return the places of each block stored between two times of the wall clock, after the store has ended."""
@@ -135,10 +135,10 @@ def _used_s(path: Path) -> float:
     return max(path.stat().st_atime, path.stat().st_mtime)
 
 
-def settled(opened: Opened) -> int:
-    """Wait until the store has written nothing for a while; return the time of the wall clock."""
+def settled(opened: Opened, quiet_s: float = 1.5) -> int:
+    """Wait until the store has written nothing for `quiet_s` seconds; return the time of the wall clock."""
     deadline, last, since = time.monotonic() + PATIENCE_S, -1, time.monotonic()
-    while time.monotonic() < since + QUIET_S:
+    while time.monotonic() < since + quiet_s:
         if time.monotonic() > deadline:
             raise RuntimeError("the store does not come to rest")
         if (now := opened.stored()) != last:

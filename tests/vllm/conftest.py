@@ -23,7 +23,7 @@ ROOM = (
     "host.arena=64MiB",
     "limits.staging_per_client=64MiB",
     "limits.max_block=16MiB",
-    "nvme.capacity=1GiB",
+    "nvme.capacity=4GiB",
     "nvme.slab=64MiB",
 )
 RECORDING = "trace.jsonl.gz"  # in the daemon's directory
@@ -54,14 +54,13 @@ def daemon() -> Iterator[RunningDaemon]:
 
 @pytest.fixture(scope="module")
 def start_engine(daemon: RunningDaemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartEngine]:
-    """start_engine(dtype, ..., store=True): the engines of a module end with it at the latest."""
+    """start_engine(dtype, ...): the engines of a module end with it at the latest."""
     engines: list[EngineProcess] = []
     logs = tmp_path_factory.mktemp("engines")
 
-    def start(dtype: str = "bfloat16", *, store: bool = True, extra: dict[str, Any] | None = None, **spec: Any) -> Any:
-        if store:
-            extra_config = {"socket": str(daemon.socket_dir), **PATIENT, **(extra or {})}
-            spec["transfer"] = {"kv_connector_extra_config": extra_config}
+    def start(dtype: str = "bfloat16", *, extra: dict[str, Any] | None = None, **spec: Any) -> Any:
+        extra_config = {"socket": str(daemon.socket_dir), **PATIENT, **(extra or {})}
+        spec["transfer"] = {"kv_connector_extra_config": extra_config, **spec.get("transfer", {})}
         if "model" not in spec:
             spec["model"] = str(exported(dtype))
         engine = EngineProcess(logs / f"engine-{len(engines)}.log", dtype=dtype, **{**SMALL, **spec})

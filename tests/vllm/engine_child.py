@@ -1,9 +1,10 @@
 """A vLLM engine in a process of its own, driven over its standard input: one JSON line in, one out.
 
 Started by `engine_process` and by benchmarks/vllm_ttft.py, with the Python of the vLLM environment. The first line
-describes the engine; each later one is a request `{"prompts": [[token ids]], "max_tokens": n}`; the answer to it has
-the token ids, what was cached, how it ended, and the wall time of the call. Or it is `{"reset_connector": b}`: forget
-vLLM's own cached blocks. What vLLM prints goes to standard error.
+describes the engine (`one_process`: scheduler and worker are in this process too); each later one is a request
+`{"prompts": [[token ids]], "max_tokens": n}`; the answer to it has the token ids, what was cached, how it ended, and
+the wall time of the call. Or it is `{"reset_connector": b}`: forget vLLM's own cached blocks. What vLLM prints goes to
+standard error.
 """
 
 from __future__ import annotations
@@ -19,10 +20,13 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     spec = json.loads(sys.stdin.readline())
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
+    if "kv_cache_memory_bytes" not in spec:  # vLLM would pass it over without a word
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
     os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if spec.pop("one_process", False):
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM, SamplingParams
     from vllm.config import KVTransferConfig
 

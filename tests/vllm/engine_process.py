@@ -39,8 +39,8 @@ class EngineDied(AssertionError):
 
 
 class EngineProcess:
-    """`spec`: arguments of `vllm.LLM`, and `transfer`: arguments of KVTransferConfig that differ
-    from the usual ones.
+    """`spec`: arguments of `vllm.LLM`; `transfer`: arguments of KVTransferConfig that differ from the usual ones; and
+    `one_process`: scheduler and worker run in the child itself, which starts in a third of the processor time.
     """
 
     def __init__(self, log: Path, *, python: str = sys.executable, **spec: Any) -> None:

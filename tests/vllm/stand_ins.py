@@ -6,6 +6,7 @@ counts. Needs torch and transformers (the vLLM environment).
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -104,4 +105,5 @@ def written(name: str, folder: Path) -> Path:
         if weight.ndim > 1:
             weight.data.mul_(3)
     model.to(torch.bfloat16).save_pretrained(target)
+    time.sleep(0.1)  # an engine that begins within three ticks of the clock takes the files for younger than itself
     return target

@@ -26,8 +26,8 @@ from tests.vllm.engine_process import Answer, EngineProcess
 PROMPT_TOKENS = 1000
 BLOCK_TOKENS = 128  # vLLM's own default on CPUs
 CACHED_TOKENS = 7 * BLOCK_TOKENS
-NEW_TOKENS = 16
-NAMES = ("plain", "salted", "shared", "batch", "damaged", "lost", "frozen", "again-1", "again-2", "again-3", "again-4")
+NEW_TOKENS = 8
+NAMES = ("plain", "salted", "shared", "batch", "layers", "broken", "damaged", "lost", "frozen")
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,19 @@ def known(daemon: RunningDaemon, start_engine: StartEngine) -> dict[str, Known]:
 
 
 @pytest.fixture(scope="module")
-def reader(known: dict[str, Known], start_engine: StartEngine) -> Iterator[EngineProcess]:
+def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The file that `told_connector` reads at each load."""
+    with pytest.MonkeyPatch.context() as patch:
+        place = tmp_path_factory.mktemp("told") / "told.json"
+        patch.setenv("KVSTORED_TOLD", str(place))
+        yield place
+
+
+@pytest.fixture(scope="module")
+def reader(known: dict[str, Known], start_engine: StartEngine, told: Path) -> Iterator[EngineProcess]:
     """A second engine process: its own prefix cache is empty."""
-    with start_engine() as engine:
+    transfer = {"kv_connector": "ToldConnector", "kv_connector_module_path": "told_connector"}
+    with start_engine(transfer=transfer) as engine:
         yield engine
 
 
@@ -109,6 +119,28 @@ def test_requests_of_one_batch_that_share_a_prefix(reader: EngineProcess, known:
 def test_log_probabilities_of_the_prompt_are_computed(reader: EngineProcess, known: dict[str, Known]) -> None:
     answer = reader.ask([known["shared"].prompt], 2, sampling={"prompt_logprobs": 1})
     assert answer.finish == ["length"]
+
+
+def test_a_layer_is_computed_before_later_ones_are_loaded(
+    reader: EngineProcess, known: dict[str, Known], told: Path
+) -> None:
+    told.write_text('{"gated": true}')
+    answer = reader.ask([known["layers"].prompt], NEW_TOKENS)
+    told.unlink()
+    assert (answer.cached, answer.finish) == ([CACHED_TOKENS], ["length"])
+    assert answer.tokens == known["layers"].split.tokens
+    assert "not restored" not in reader.log.read_text(errors="replace"), "vLLM counts what it computes as cached, too"
+
+
+def test_a_layer_that_cannot_be_loaded_behind_computed_ones_costs_a_miss(
+    reader: EngineProcess, known: dict[str, Known], told: Path
+) -> None:
+    told.write_text('{"breaks_at": 7}')
+    answer = reader.ask([known["broken"].prompt], NEW_TOKENS)
+    told.unlink()
+    assert "blocks are not restored: a layer is broken" in reader.log.read_text(errors="replace")
+    assert answer.finish == ["length"]
+    assert answer.tokens == known["broken"].cold.tokens
 
 
 def test_a_damaged_block_in_the_middle_is_computed_and_no_request_fails(
@@ -161,18 +193,17 @@ def test_another_dtype_never_hits(daemon: RunningDaemon, start_engine: StartEngi
     eight), and prefill takes steps of 96 tokens.
     """
     small = {"max_model_len": 512, "num_gpu_blocks_override": 9, "max_num_batched_tokens": 96, "max_num_seqs": 4}
-    prompts = [prompt_of(f"preempted-{number}", 200) for number in range(4)]
-    with start_engine("float32", **small) as engine:
+    prompts = [prompt_of(f"preempted-{number}", 220) for number in range(4)]
+    with start_engine("float32", one_process=True, **small) as engine:
         assert engine.ask([known["plain"].prompt[:500]], 1).cached == [0]
-        together = engine.ask(prompts, 100)
+        together = engine.ask(prompts, 60)
         assert together.finish == ["length"] * 4
         assert together.preemptions > 0
-    whole = [prompt + tokens for prompt, tokens in zip(prompts, together.tokens, strict=True)]
-    with start_engine("float32", **small) as engine:
-        for sequence in whole:
-            answer = engine.ask([sequence[:280]], 20)
+    with start_engine("float32", one_process=True, **small) as engine:
+        for prompt, tokens in zip(prompts, together.tokens, strict=True):
+            answer = engine.ask([prompt + tokens[:50]], 10)
             assert answer.cached == [2 * BLOCK_TOKENS]
-            assert answer.tokens[0] == sequence[280:300]
+            assert answer.tokens[0] == tokens[50:]
 
 
 def kvctl(daemon: RunningDaemon, *arguments: str) -> dict[str, list[dict[str, int | str]]]:

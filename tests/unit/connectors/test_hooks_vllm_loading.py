@@ -232,6 +232,39 @@ def test_a_layer_may_be_read_before_the_next_one_is_there() -> None:
     assert memory[:, 3].tolist() == [[10] * 4] * 2
 
 
+class BreakingPool(PagedLayers):
+    """Cannot copy the second layer of pool block 5; `read` says when the first layer was read."""
+
+    read: threading.Event
+
+    def scatter(self, source: np.ndarray, block_id: int, layer: int) -> None:
+        if layer and block_id == 5:
+            assert self.read.wait(PATIENCE_S)
+            raise RuntimeError("a layer is gone")
+        super().scatter(source, block_id, layer)
+
+
+def test_a_layer_that_fails_behind_one_that_was_computed_fails_all_requests_of_the_step_and_holds_none_up() -> None:
+    store = KeyedStore()
+    worker(store)  # fills it
+    memory, said = np.zeros((2, 16, 4), np.uint8), list[str]()
+    pool = BreakingPool(list(memory))
+    pool.read = threading.Event()
+    side = VllmWorkerSide(store, pool, None, reuse_wait_s=0.1, say=said.append)
+    orders = StepOrders(loads=(order_of("r", 3), order_of("s", 4, 5)), tokens=3, attended=9.0)
+    side.before_step(orders)
+    side.load(orders.loads)
+    side.wait_layer(0)
+    assert memory[0, 3:6].tolist() == [[10] * 4, [10] * 4, [11] * 4], "the step computes the first layer"
+    pool.read.set()
+    side.wait_layer(1)  # returns, though the layer never comes
+    side.save(())
+    assert side.take_failed() == {3, 4, 5} and side.take_failed() == set()
+    report = side.take_report()
+    assert report is not None and [(load.request_id, load.blocks) for load in report.loads] == [("r", 0), ("s", 0)]
+    assert said == ["blocks are not restored: a layer is gone"]
+
+
 def test_the_time_that_a_step_waits_is_not_counted_as_computing() -> None:
     store = Stalling()
     side, _, _ = worker(store)
