@@ -103,7 +103,8 @@ class StagedBlock:
 @dataclass(frozen=True, slots=True)
 class Offer:
     """The blocks that a put wants stored, in chain order; each sequence has one entry a block. `offsets` are places in
-    `staged`; NOWHERE for a block that the client believes to be stored and has not written.
+    `staged`; NOWHERE for a block that the client believes to be stored and has not written. `before`: keys right before
+    the first parent, in chain order, perhaps none.
     """
 
     group: int
@@ -116,6 +117,7 @@ class Offer:
     offsets: Sequence[int]
     reserved: Reserved | None = None  # `staged`, where each block is in its slot already
     terms: Terms = NO_TERMS  # how long to keep the blocks
+    before: Sequence[bytes] = ()
 
     def block(self, position: int) -> StagedBlock:
         """Return the block at `position`."""

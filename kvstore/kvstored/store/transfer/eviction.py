@@ -9,7 +9,7 @@ limit.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -109,7 +109,7 @@ class Allowance:
 
 
 class Eviction:
-    """Evicts from the tier at `position`."""
+    """Evicts from the tier at `position`. `lost`: see `Boundaries.lost`."""
 
     def __init__(
         self,
@@ -120,6 +120,7 @@ class Eviction:
         clock: Clock,
         counters: Counters,
         flows: Flows,
+        lost: Callable[[int, bool], None],
     ) -> None:
         self.position = position
         self._residency = residency
@@ -127,6 +128,7 @@ class Eviction:
         self.demoter = demoter
         self._clock = clock
         self._counters = counters
+        self._lost = lost
         self._flow = flows.tiers[position]
 
     def may_go(self, row: int) -> bool:
@@ -170,8 +172,12 @@ class Eviction:
         if TIER_SETS[residency.tier_mask(row)].without(position):
             retire(residency.detach(row, position), tenant)
         elif residency.may_forget(row):
+            above, key = residency.parent(row), residency.key(row)
+            is_alone = above >= 0 and residency.stands_alone(row)
             for taken in residency.remove(row, cause, self._clock.monotonic_ns()):
                 retire(taken.slot, tenant)
+            if is_alone and residency.rows.mask[above]:
+                self._lost(above, residency.find_any(tenant, key) < 0)
             self._counters.add("expired_blocks" if cause is Cause.EXPIRED else "evicted_blocks")
         else:
             return
