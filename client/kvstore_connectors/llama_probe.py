@@ -79,8 +79,12 @@ def why_not_restorable(llm: llama_cpp.Llama, block_tokens: int) -> str:
             raise StateUnsupported("its cells are not those of the tokens, in order")
         payload = np.zeros(saved.shape.token_bytes * block_tokens, np.uint8)
         saved.write_block(0, block_tokens, payload)
+        window = []
+        if saved.window is not None:
+            window = [np.zeros(saved.window.shape.token_bytes * block_tokens, np.uint8)]
+            saved.window.write_block(0, block_tokens, window[0])
         _empty(llm)
-        if not take_state(llm, assemble_state(saved.shape, [payload], block_tokens)):
+        if not take_state(llm, assemble_state(saved.shape, [payload], block_tokens, window)):
             return "llama.cpp does not take back the state that it gave"
         llm.n_tokens = block_tokens
         llm.eval(tokens[block_tokens:])
@@ -96,6 +100,23 @@ def take_state(llm: llama_cpp.Llama, state: npt.NDArray[np.uint8]) -> bool:
     """Make `state` the content of the context of `llm`; return whether llama.cpp accepts it."""
     buffer = (ctypes.c_uint8 * len(state)).from_buffer(state.data)
     return bool(llama_cpp.llama_state_set_data(llm._ctx.ctx, buffer, len(state)) == len(state))
+
+
+def window_of(llm: llama_cpp.Llama) -> int:
+    """Return how many positions the windowed layers of a model see, their own included; 0 if it has none."""
+    return max(int(llama_cpp.llama_model_n_swa(llm._model.model)), 0)
+
+
+def may_cut(llm: llama_cpp.Llama, position: int) -> bool:
+    """Return whether `llm` can go on at `position`, once what is behind it is removed: whether the window before it is
+    there. llama.cpp removes it in any case, and says that all is well.
+    """
+    return _may_cut(llm._ctx.ctx, window_of(llm), position)
+
+
+def _may_cut(context: Any, window: int, position: int) -> bool:
+    oldest = llama_cpp.llama_memory_seq_pos_min(llama_cpp.llama_get_memory(context), 0)
+    return not window or oldest <= max(position - window + 1, 0)
 
 
 @contextmanager
@@ -197,7 +218,7 @@ def watch(llm: llama_cpp.Llama) -> Evaluated:
         position = llm.__dict__.pop("n_tokens")
         llm.__class__ = _watched(type(llm), record)
         llm.n_tokens = position
-        llm._ctx.__class__ = _watched_context(type(llm._ctx), record)
+        llm._ctx.__class__ = _watched_context(type(llm._ctx), record, window_of(llm))
     return record
 
 
@@ -255,8 +276,10 @@ def _watched(kind: type, record: Evaluated) -> type:
     return Watched
 
 
-def _watched_context(kind: type, record: Evaluated) -> type:
-    """Return a subclass of `kind`, for one context, that notes in `record` the changes made outside `Llama.eval`."""
+def _watched_context(kind: type, record: Evaluated, window: int) -> type:
+    """Return a subclass of `kind`, for one context, that notes in `record` the changes made outside `Llama.eval`, and
+    refuses to cut the sequence where the layers with a window of `window` tokens could not go on.
+    """
 
     class WatchedContext(kind):  # type: ignore[misc,valid-type]
         def decode(self, *args: Any, **kwargs: Any) -> Any:
@@ -265,6 +288,8 @@ def _watched_context(kind: type, record: Evaluated) -> type:
             return super().decode(*args, **kwargs)
 
         def kv_cache_seq_rm(self, sequence: int, begin: int, end: int) -> Any:
+            if begin > 0 and not _may_cut(self.ctx, window, begin):
+                return False  # as for a recurrent model: the caller computes the prompt again
             record.cut(max(begin, 0))
             return super().kv_cache_seq_rm(sequence, begin, end)
 

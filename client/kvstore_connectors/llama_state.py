@@ -5,7 +5,8 @@ a byte range. Cut by tokens instead, a turn's blocks begin with the blocks of th
 
 The format (`llama_context::state_write_data` and `llama_kv_cache::state_write` of llama.cpp), little-endian:
 
-    u32 length, architecture's name
+    u32 length, architecture's name; then one attention cache, or that of all layers without a window and that of the
+    windowed ones, whose cells are a ring: in any order, the oldest positions gone
     u32 streams (1), u32 cells, then for each cell: i32 position, u32 sequences (1), i32 sequence (0)
     u32 values are transposed, u32 layers
     for each layer: i32 type of K, u64 bytes of a row, rows in cell order
@@ -14,15 +15,15 @@ The format (`llama_context::state_write_data` and `llama_kv_cache::state_write` 
 
 The module parses and assembles states, and reads the numbers in a plane, for a sketch of the values. A plane of an
 unknown ggml type is read as bytes; then a sketch agrees only for equal bytes. Pure: no llama.cpp, no store. Invariant:
-a state is understood to its last byte or refused (StateUnsupported), so sliding windows, recurrent layers and additions
-of later versions are never guessed.
+a state is understood to its last byte or refused (StateUnsupported), so recurrent layers and additions of later
+versions are never guessed.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -69,12 +70,15 @@ class Plane:
 
 @dataclass(frozen=True, slots=True)
 class StateShape:
-    """The parts of a saved state that do not depend on its tokens."""
+    """The parts of a saved state that do not depend on its tokens. `window`: of the cache of windowed layers, if they
+    have one.
+    """
 
     architecture: bytes
     is_transposed: bool
     keys: tuple[Plane, ...]
     values: tuple[Plane, ...]  # as many as keys, or none
+    window: StateShape | None = None
 
     @property
     def planes(self) -> tuple[Plane, ...]:
@@ -108,11 +112,14 @@ class StateShape:
 
 @dataclass(frozen=True, slots=True)
 class SavedState:
-    """A parsed state: views into its bytes, in the order of `StateShape.planes`."""
+    """A parsed state: views into its bytes, in the order of `StateShape.planes`. `window`: that of the windowed
+    layers, if they have a cache of their own.
+    """
 
     shape: StateShape
     positions: npt.NDArray[np.int32]
     regions: tuple[Bytes, ...]
+    window: SavedState | None = None
 
     def holds(self, tokens: int) -> bool:
         """Return whether the first cells are positions 0, 1, ... up to `tokens`, so that blocks can be cut from
@@ -120,14 +127,25 @@ class SavedState:
         """
         return len(self.positions) >= tokens and bool(np.array_equal(self.positions[:tokens], np.arange(tokens)))
 
+    def whole_blocks(self, blocks: int, block_tokens: int) -> list[int]:
+        """Return which of the first `blocks` blocks are there with each of their positions, once."""
+        inside = self.positions[(self.positions >= 0) & (self.positions < blocks * block_tokens)]
+        counts = np.bincount(inside, minlength=blocks * block_tokens).reshape(blocks, block_tokens)
+        return [int(block) for block in np.flatnonzero((counts == 1).all(axis=1))]
+
     def write_block(self, first: int, tokens: int, destination: Bytes) -> None:
-        """Write the payload of the block of `tokens` tokens from cell `first` on to `destination`."""
+        """Write the payload of the block of `tokens` tokens from position `first` on to `destination`."""
+        cells = np.flatnonzero((self.positions >= first) & (self.positions < first + tokens))
+        cells = cells[np.argsort(self.positions[cells])]
+        at: slice | npt.NDArray[np.int64] = cells
+        if len(cells) == tokens and cells[-1] - cells[0] == tokens - 1 and (np.diff(cells) == 1).all():
+            at = slice(int(cells[0]), int(cells[-1]) + 1)
         start = 0
         for plane, region in zip(self.shape.planes, self.regions, strict=True):
             end = start + tokens * plane.token_bytes
-            rows = plane.of(region, len(self.positions))
-            step = plane.step_bytes
-            np.copyto(plane.of(destination[start:end], tokens), rows[:, first * step : (first + tokens) * step])
+            rows = plane.of(region, len(self.positions)).reshape(-1, len(self.positions), plane.step_bytes)
+            target = plane.of(destination[start:end], tokens).reshape(-1, tokens, plane.step_bytes)
+            np.copyto(target, rows[:, at])
             start = end
 
 
@@ -138,6 +156,19 @@ def parse_state(data: bytes | bytearray | memoryview | Bytes) -> SavedState:
     if name_bytes > _MAX_NAME_BYTES:
         raise StateUnsupported("it does not begin with the name of an architecture")
     architecture = cursor.take(name_bytes).tobytes()
+    whole = _parse_cache(cursor, architecture)
+    if cursor.is_at_end:
+        return whole
+    try:
+        window = _parse_cache(cursor, architecture)
+    except StateUnsupported:
+        window = None
+    if window is None or not cursor.is_at_end:
+        raise StateUnsupported("it holds more than attention caches (recurrent layers)")
+    return replace(whole, shape=replace(whole.shape, window=window.shape), window=window)
+
+
+def _parse_cache(cursor: _Cursor, architecture: bytes) -> SavedState:
     streams = cursor.number("<I")
     if streams != 1:
         raise StateUnsupported(f"it has {streams} streams, and one can be stored")
@@ -152,8 +183,6 @@ def parse_state(data: bytes | bytearray | memoryview | Bytes) -> SavedState:
         raise StateUnsupported("what follows its cells is no attention cache")
     keys = [cursor.plane(count, is_transposed=False) for _ in range(layers)]
     values = [] if cursor.is_at_end else [cursor.plane(count, is_transposed=bool(transposed)) for _ in range(layers)]
-    if not cursor.is_at_end:
-        raise StateUnsupported("it holds more than one attention cache (a sliding window, or recurrent layers)")
     shape = StateShape(
         architecture, bool(transposed), tuple(plane for plane, _ in keys), tuple(plane for plane, _ in values)
     )
@@ -161,22 +190,44 @@ def parse_state(data: bytes | bytearray | memoryview | Bytes) -> SavedState:
     return SavedState(shape, cells["position"].astype(np.int32), regions or tuple(region for _, region in keys))
 
 
-def assemble_state(shape: StateShape, blocks: Sequence[Bytes], block_tokens: int) -> Bytes:
-    """Return the saved state of a sequence whose consecutive blocks have these payloads."""
+def assemble_state(
+    shape: StateShape, blocks: Sequence[Bytes], block_tokens: int, window: Sequence[Bytes] = ()
+) -> Bytes:
+    """Return the saved state of a sequence whose consecutive blocks have these payloads, and the last ones of them, of
+    windowed layers, the payloads `window`.
+    """
+    head = struct.pack("<I", len(shape.architecture)) + shape.architecture
+    caches = [(shape, blocks)] if shape.window is None else [(shape, blocks), (shape.window, window)]
+    sizes = [_cache_bytes(each, len(payloads) * block_tokens) for each, payloads in caches]
+    whole = np.empty(len(head) + sum(sizes), np.uint8)
+    whole[: len(head)] = np.frombuffer(head, np.uint8)
+    position = len(head)
+    for (each, payloads), size in zip(caches, sizes, strict=True):
+        first = (len(blocks) - len(payloads)) * block_tokens
+        _fill_cache(whole[position : position + size], each, payloads, block_tokens, first)
+        position += size
+    return whole
+
+
+def _heads(shape: StateShape) -> list[bytes]:
+    heads = [struct.pack("<iQ", plane.ggml_type, plane.token_bytes) for plane in shape.keys]
+    return heads + [_value_head(plane) for plane in shape.values]
+
+
+def _cache_bytes(shape: StateShape, tokens: int) -> int:
+    return 16 + tokens * (_CELL.itemsize + shape.token_bytes) + sum(map(len, _heads(shape)))
+
+
+def _fill_cache(whole: Bytes, shape: StateShape, blocks: Sequence[Bytes], block_tokens: int, first: int) -> None:
+    """Write the cache of consecutive blocks from position `first` on to `whole`, which it fills."""
     tokens = len(blocks) * block_tokens
     cells = np.zeros(tokens, _CELL)
-    cells["position"], cells["sequences"] = np.arange(tokens), 1
-    head = struct.pack("<I", len(shape.architecture)) + shape.architecture + struct.pack("<II", 1, tokens)
-    parts = [head, cells.tobytes(), struct.pack("<II", shape.is_transposed, len(shape.keys))]
-    heads = [struct.pack("<iQ", plane.ggml_type, plane.token_bytes) for plane in shape.keys]
-    heads += [_value_head(plane) for plane in shape.values]
-    whole = np.empty(sum(map(len, (*parts, *heads))) + tokens * shape.token_bytes, np.uint8)
-    position = 0
-    for part in parts:
-        np.copyto(whole[position : position + len(part)], np.frombuffer(part, np.uint8))
-        position += len(part)
-    for index, plane_head in enumerate(heads):
-        np.copyto(whole[position : position + len(plane_head)], np.frombuffer(plane_head, np.uint8))
+    cells["position"], cells["sequences"] = np.arange(first, first + tokens), 1
+    front = struct.pack("<II", 1, tokens) + cells.tobytes() + struct.pack("<II", shape.is_transposed, len(shape.keys))
+    whole[: len(front)] = np.frombuffer(front, np.uint8)
+    position = len(front)
+    for index, plane_head in enumerate(_heads(shape)):
+        whole[position : position + len(plane_head)] = np.frombuffer(plane_head, np.uint8)
         position += len(plane_head)
         plane = (*shape.keys, *shape.values)[index]
         rows = plane.of(whole[position : position + tokens * plane.token_bytes], tokens)
@@ -186,7 +237,6 @@ def assemble_state(shape: StateShape, blocks: Sequence[Bytes], block_tokens: int
             source = plane.of(block[start : start + block_tokens * plane.token_bytes], block_tokens)
             np.copyto(rows[:, number * step : (number + 1) * step], source)
         position += tokens * plane.token_bytes
-    return whole
 
 
 def _payload_offset(shape: StateShape, index: int) -> int:

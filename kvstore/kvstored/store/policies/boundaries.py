@@ -2,9 +2,12 @@
 
 A request is likely to resume at the end of what was stored of a prompt, and at a block that several chains continue:
 there another prompt has branched. A sliding window needs the last blocks before that boundary, a recurrent group the
-one with the state. Where one of them is absent, the others are of no use to it. All other blocks of these groups are *spent*: they have a priority below all that users can give,
-leave a full tier first, whatever policy orders the others (`ranked`), and stay while there is room. A block that a user
-gave a priority keeps it.
+one with the state; where one of them is absent, the others are of no use to it. All other blocks of these groups are
+*spent*: they have a priority below all that users can give, leave a full tier first, whatever policy orders the others
+(`ranked`), and stay while there is room. A block that a user gave a priority keeps it.
+
+What is stored behind a gap continues the chain before it, if the put named that. Limit: a restarted daemon does not
+know of gaps, and takes what is before one for the end of a prompt.
 
 Nothing is done for blocks of groups that need all of a chain.
 """
