@@ -26,7 +26,7 @@ from kvstore_client.entry import connect
 from kvstore_client.paths import costs_file
 from kvstore_client.receipt import PutReceipt
 from kvstore_client.session import Session
-from kvstore_connectors.llama_state import SavedState, StateUnsupported, assemble_state, parse_state
+from kvstore_connectors.llama_state import SavedState, StateUnsupported, assemble_state
 from kvstore_connectors.load import Leased, PromptToLoad, lease_by_choice, lease_groups_by_choice
 from kvstore_proto.errors import KVStoreError
 from kvstore_proto.token_ids import checked_tokens
@@ -41,9 +41,16 @@ except ImportError as missing:
         f"kvstore_connectors.llama_cpp needs llama-cpp-python: pip install llama-cpp-python ({missing})"
     ) from None
 
-from kvstore_connectors.llama_identity import BLOCK_TOKENS, WINDOW_GROUP, fingerprint_of, loaded_files
+from kvstore_connectors.llama_identity import (
+    BLOCK_TOKENS,
+    STATE_GROUP,
+    WINDOW_GROUP,
+    fingerprint_of,
+    loaded_files,
+)
 from kvstore_connectors.llama_probe import (
     may_cut,
+    parsed,
     probed_state,
     seen_in,
     take_state,
@@ -93,6 +100,8 @@ class KVStoreLlamaCache(BaseLlamaCache):  # type: ignore[misc]  # llama_cpp has 
         if failure:
             raise ValueError(f"the state of this model cannot be stored in blocks: {failure}")
         self._shape = probed.shape
+        if probed.recurrent is not None:
+            self._evaluated.block_tokens = block_tokens
         self._weights = loaded_files(llm, is_named=bool(weights_digest))
         self.fingerprint = fingerprint_of(llm, probed, weights_digest or self._weights.digest(), block_tokens)
         if changed := self._weights.changed():
@@ -159,7 +168,7 @@ class KVStoreLlamaCache(BaseLlamaCache):  # type: ignore[misc]  # llama_cpp has 
         """Load blocks into the model, which holds `held` tokens. Raises KeyError if no longer prefix is stored, or none
         is worth loading.
         """
-        if self._shape.window is not None:
+        if self._shape.window is not None or self._shape.recurrent_bytes:
             self._bring_groups(replace(prompt, held=0), held)
             return
         block_bytes = self._shape.token_bytes * self._block_tokens
@@ -182,8 +191,18 @@ class KVStoreLlamaCache(BaseLlamaCache):  # type: ignore[misc]  # llama_cpp has 
             count = leased.blocks * self._block_tokens
             if count <= held or not leased.parts:
                 raise KeyError(f"nothing is loaded: {leased.reason or 'the prompt is new'}")
-            whole, window = ([lease.payload(at) for at in range(len(blocks))] for _, blocks, lease in leased.parts)
-            state = assemble_state(self._shape, whole, self._block_tokens, window)
+            by_group = {
+                group.group_id: [lease.payload(at) for at in range(len(blocks))]
+                for group, blocks, lease in leased.parts
+            }
+            last = by_group.get(STATE_GROUP)
+            state = assemble_state(
+                self._shape,
+                by_group.get(0, []),
+                self._block_tokens,
+                by_group.get(WINDOW_GROUP, []),
+                (count, last[0]) if last else None,
+            )
             if not leased.valid:
                 raise KeyError("the lease ended while its blocks were copied")
             self._restore(prompt.tokens[:count], state)
@@ -202,16 +221,22 @@ class KVStoreLlamaCache(BaseLlamaCache):  # type: ignore[misc]  # llama_cpp has 
             if value.n_tokens >= self._block_tokens:
                 self.last_receipt += " of tokens that the model was seen to evaluate (an image, or a state, is before)"
             return
-        saved, refusal = _parsed(value.llama_state)
-        if saved is not None and (saved.shape != self._shape or not saved.holds(count * self._block_tokens)):
+        saved, refusal = self._parsed(value.llama_state)
+        holds = saved is not None and (not saved.regions or saved.holds(count * self._block_tokens))
+        if saved is not None and (saved.shape != self._shape or not holds):
             saved, refusal = None, "it is not that of these tokens, from the first on, in this model"
         if saved is None:
             self._not_stored(f"the state of {len(tokens)} tokens is not understood: {refusal}")
             return
         try:
-            receipt = self._put(tokens, saved, range(count), 0)
+            receipt: object = "no state at a boundary between blocks"
+            if saved.regions:
+                receipt = self._put(tokens, saved, range(count), 0)
             if saved.window is not None:
                 self._put_window(tokens, saved.window, count)
+            for position, state in getattr(value, "kvstore_states", {}).items():
+                if position <= count * self._block_tokens:
+                    receipt = self._put_state(tokens, position, state)
             asked, self._asked_tokens = self._asked_tokens, _NO_TOKENS  # what was looked up before it was answered
             if 0 < len(asked) < len(tokens) and np.array_equal(tokens[: len(asked)], asked):
                 self._session.hint(tokens, answer_tokens=len(tokens) - len(asked))
@@ -234,6 +259,19 @@ class KVStoreLlamaCache(BaseLlamaCache):  # type: ignore[misc]  # llama_cpp has 
             if at + 1 == len(there) or there[at + 1] != block + 1:
                 self._put(tokens, saved, range(there[begin], block + 1), WINDOW_GROUP)
                 begin = at + 1
+
+    def _put_state(self, tokens: npt.NDArray[np.int32], position: int, state: bytes) -> PutReceipt:
+        """Store the state of recurrent layers at a boundary between blocks."""
+        block = position // self._block_tokens - 1
+        return self._session.put(
+            tokens[:position], first_block=block, payloads=[state], payload_bytes=len(state), group=STATE_GROUP
+        )
+
+    def _parsed(self, data: bytes) -> tuple[SavedState | None, str]:
+        try:
+            return parsed(self._llm, data), ""
+        except StateUnsupported as refused:
+            return None, str(refused)
 
     def close(self) -> None:
         self._session.close()
@@ -349,10 +387,3 @@ def _seen_tokens(state: LlamaState) -> npt.NDArray[np.int32]:
 
 def _changed(path: str) -> str:
     return f"{path} was written to since the model was opened; nothing more is stored or restored: open it again"
-
-
-def _parsed(data: bytes) -> tuple[SavedState | None, str]:
-    try:
-        return parse_state(data), ""
-    except StateUnsupported as refused:
-        return None, str(refused)

@@ -17,10 +17,11 @@ import llama_cpp
 from kvstore_connectors.llama_probe import sketch, window_of
 from kvstore_connectors.llama_state import SavedState, StateShape
 from kvstore_connectors.weight_files import WeightFiles, mappings_now, process_began, why_unknown
-from kvstore_proto.fingerprint import Fingerprint, LayerGroup
+from kvstore_proto.fingerprint import Fingerprint, LayerGroup, StatePart
 
 BLOCK_TOKENS = 64
 WINDOW_GROUP = 1  # of windowed layers
+STATE_GROUP = 2  # of recurrent layers
 _CONTEXT_SETTINGS = (  # what K and V depend on apart from the weights
     "n_ctx",  # some models scale positions by it
     "rope_scaling_type",
@@ -51,9 +52,12 @@ def fingerprint_of(
     context = {name: _plain(getattr(params, name)) for name in _CONTEXT_SETTINGS if hasattr(params, name)}
     context["n_ctx"] = llm.n_ctx()  # as it came out: llama.cpp rounds it
     context["kv_overrides"] = repr(llm.kv_overrides)
-    groups = [_group(shape, LayerGroup(0))]
+    groups = [_group(shape, LayerGroup(0))] if shape.keys else []
     if shape.window is not None:
         groups.append(_group(shape.window, LayerGroup(WINDOW_GROUP, "sliding", window_of(llm))))
+    if shape.recurrent_bytes:  # one piece that only llama.cpp reads
+        part = StatePart("state", "u8", (shape.recurrent_bytes,))
+        groups.append(LayerGroup(STATE_GROUP, "recurrent", layers=(0,), parts=(part,)))
     return Fingerprint(
         Path(llm.model_path).stem,
         weights_digest=weights_digest,

@@ -13,10 +13,13 @@ The format (`llama_context::state_write_data` and `llama_kv_cache::state_write` 
     for each layer, values not transposed: i32 type of V, u64 bytes of a row, rows in cell order
     for each layer, values transposed: i32 type of V, u32 bytes of an element, u32 elements, for each all cells
 
+Where layers are recurrent, their one cell is behind, or instead of, that cache: u32 cells (1), i32 position of the last
+token, u32 sequences (1), i32 sequence (0), and bytes that only llama.cpp reads, equally many in each state.
+
 The module parses and assembles states, and reads the numbers in a plane, for a sketch of the values. A plane of an
 unknown ggml type is read as bytes; then a sketch agrees only for equal bytes. Pure: no llama.cpp, no store. Invariant:
-a state is understood to its last byte or refused (StateUnsupported), so recurrent layers and additions of later
-versions are never guessed.
+a state is understood to its last byte or refused (StateUnsupported), so additions of later versions are never
+guessed.
 """
 
 from __future__ import annotations
@@ -71,7 +74,7 @@ class Plane:
 @dataclass(frozen=True, slots=True)
 class StateShape:
     """The parts of a saved state that do not depend on its tokens. `window`: of the cache of windowed layers, if they
-    have one.
+    have one. `recurrent_bytes`: of the state that recurrent layers keep.
     """
 
     architecture: bytes
@@ -79,6 +82,7 @@ class StateShape:
     keys: tuple[Plane, ...]
     values: tuple[Plane, ...]  # as many as keys, or none
     window: StateShape | None = None
+    recurrent_bytes: int = 0
 
     @property
     def planes(self) -> tuple[Plane, ...]:
@@ -113,13 +117,14 @@ class StateShape:
 @dataclass(frozen=True, slots=True)
 class SavedState:
     """A parsed state: views into its bytes, in the order of `StateShape.planes`. `window`: that of the windowed
-    layers, if they have a cache of their own.
+    layers, if they have a cache of their own. `recurrent`: what recurrent layers keep at its end.
     """
 
     shape: StateShape
     positions: npt.NDArray[np.int32]
     regions: tuple[Bytes, ...]
     window: SavedState | None = None
+    recurrent: Bytes | None = None
 
     def holds(self, tokens: int) -> bool:
         """Return whether the first cells are positions 0, 1, ... up to `tokens`, so that blocks can be cut from
@@ -149,14 +154,25 @@ class SavedState:
             start = end
 
 
-def parse_state(data: bytes | bytearray | memoryview | Bytes) -> SavedState:
-    """Take a saved state apart. Raises StateUnsupported."""
+def parse_state(
+    data: bytes | bytearray | memoryview | Bytes, *, attends: bool = True, recurs: bool = False
+) -> SavedState:
+    """Take a saved state apart, of a model that has layers with attention, recurrent ones, or both. Raises
+    StateUnsupported.
+    """
     cursor = _Cursor(np.frombuffer(data, np.uint8))
     name_bytes = cursor.number("<I")
     if name_bytes > _MAX_NAME_BYTES:
         raise StateUnsupported("it does not begin with the name of an architecture")
     architecture = cursor.take(name_bytes).tobytes()
-    whole = _parse_cache(cursor, architecture)
+    empty = SavedState(StateShape(architecture, False, (), ()), np.zeros(0, np.int32), ())
+    whole = _parse_cache(cursor, architecture) if attends else empty
+    if recurs:
+        cells, _, sequences, sequence = (cursor.number("<i") for _ in range(4))
+        if (cells, sequences, sequence) != (1, 1, 0):
+            raise StateUnsupported("its recurrent layers do not keep one state of one sequence")
+        rest = cursor.rest()
+        return replace(whole, shape=replace(whole.shape, recurrent_bytes=len(rest)), recurrent=rest)
     if cursor.is_at_end:
         return whole
     try:
@@ -164,7 +180,7 @@ def parse_state(data: bytes | bytearray | memoryview | Bytes) -> SavedState:
     except StateUnsupported:
         window = None
     if window is None or not cursor.is_at_end:
-        raise StateUnsupported("it holds more than attention caches (recurrent layers)")
+        raise StateUnsupported("it holds more than attention caches")
     return replace(whole, shape=replace(whole.shape, window=window.shape), window=window)
 
 
@@ -191,21 +207,30 @@ def _parse_cache(cursor: _Cursor, architecture: bytes) -> SavedState:
 
 
 def assemble_state(
-    shape: StateShape, blocks: Sequence[Bytes], block_tokens: int, window: Sequence[Bytes] = ()
+    shape: StateShape,
+    blocks: Sequence[Bytes],
+    block_tokens: int,
+    window: Sequence[Bytes] = (),
+    recurrent: tuple[int, Bytes] | None = None,
 ) -> Bytes:
     """Return the saved state of a sequence whose consecutive blocks have these payloads, and the last ones of them, of
-    windowed layers, the payloads `window`.
+    windowed layers, the payloads `window`. `recurrent`: the tokens of the sequence, and the state of recurrent layers
+    behind them.
     """
     head = struct.pack("<I", len(shape.architecture)) + shape.architecture
-    caches = [(shape, blocks)] if shape.window is None else [(shape, blocks), (shape.window, window)]
+    caches = [(shape, blocks)] if shape.keys else []
+    if shape.window is not None:
+        caches.append((shape.window, window))
+    tail = b"" if recurrent is None else struct.pack("<IiIi", 1, recurrent[0] - 1, 1, 0) + recurrent[1].tobytes()
     sizes = [_cache_bytes(each, len(payloads) * block_tokens) for each, payloads in caches]
-    whole = np.empty(len(head) + sum(sizes), np.uint8)
+    whole = np.empty(len(head) + sum(sizes) + len(tail), np.uint8)
     whole[: len(head)] = np.frombuffer(head, np.uint8)
     position = len(head)
     for (each, payloads), size in zip(caches, sizes, strict=True):
         first = (len(blocks) - len(payloads)) * block_tokens
         _fill_cache(whole[position : position + size], each, payloads, block_tokens, first)
         position += size
+    whole[position:] = np.frombuffer(tail, np.uint8)
     return whole
 
 
@@ -270,6 +295,9 @@ class _Cursor:
         taken = self._data[self._position : end]
         self._position = end
         return taken
+
+    def rest(self) -> Bytes:
+        return self.take(len(self._data) - self._position)
 
     def number(self, form: str) -> int:
         (value,) = struct.unpack(form, self.take(struct.calcsize(form)).tobytes())

@@ -110,7 +110,7 @@ def with_number(data: bytes, offset: int, value: int) -> bytes:
     ("data", "why"),
     [
         (b"", "in the middle"),
-        (saved_state(SavedLayers(2), BLOCK, 3) + 2 * saved_state(SavedLayers(2), BLOCK, 3)[9:], "recurrent"),
+        (saved_state(SavedLayers(2), BLOCK, 3) + 2 * saved_state(SavedLayers(2), BLOCK, 3)[9:], "more than attention"),
         (with_number(saved_state(SavedLayers(2), BLOCK, 3), 9, 2), "2 streams"),
         (with_number(saved_state(SavedLayers(2), BLOCK, 3), 13, 0), "empty"),
         (with_number(saved_state(SavedLayers(2), BLOCK, 3), 21, 2), "one sequence"),
