@@ -66,7 +66,8 @@ _NO_TOKENS: npt.NDArray[np.int32] = np.empty(0, np.int32)
 
 
 class KVStoreLlamaCache(BaseLlamaCache):  # type: ignore[misc]  # llama_cpp has no types
-    """The cache object for one `Llama`. `socket` is the parameter of `kvstore_client.connect`.
+    """A cache for one `llama_cpp.Llama` that stores its state in the daemon, for `llm.set_cache`. `socket` is the
+    parameter of `kvstore_client.connect`.
 
     `weights_digest` saves a pass over the model's file if a digest is known; it must differ for different weights, and
     the caller then answers for the file. `deadline_s` bounds the time of asking the daemon for a prompt. A prefix that
@@ -130,7 +131,7 @@ class KVStoreLlamaCache(BaseLlamaCache):  # type: ignore[misc]  # llama_cpp has 
 
     @property
     def cache_size(self) -> int:
-        """The bytes that this process has stored. The operator sees and limits the total of the store."""
+        """The bytes that this process has stored through this cache; the operator limits the size of the store."""
         return self._session.statistics().bytes_stored
 
     def __contains__(self, key: Sequence[int]) -> bool:
@@ -323,9 +324,8 @@ class KVStoreLlamaCache(BaseLlamaCache):  # type: ignore[misc]  # llama_cpp has 
 
 
 class PromptClock:
-    """A clock for the prompts of a model, by llama.cpp's own counters, which count an answer's tokens apart.
-
-    The counters stand still in a model that was opened with `no_perf=True`.
+    """A clock of the time that a model takes for prompts, by llama.cpp's counters, which count an answer's tokens
+    apart. They stand still in a model that was opened with `no_perf=True`.
     """
 
     def __init__(self, llm: llama_cpp.Llama) -> None:
@@ -336,7 +336,9 @@ class PromptClock:
         self._started = self._counted()
 
     def stop(self) -> tuple[int, float]:
-        """Return tokens and seconds since the start; zeros if the clock was not started, or the counters were reset."""
+        """Return the prompt tokens computed since `start`, and the seconds that took. Return zeros if the clock was not
+        started, or the counters were reset.
+        """
         started, self._started = self._started, None
         tokens, seconds = self._counted()
         if started is None or tokens <= started[0] or seconds <= started[1]:

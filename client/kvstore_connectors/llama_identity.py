@@ -1,6 +1,6 @@
-"""What a loaded `Llama` shares blocks by: the files that it was loaded from, and the fingerprint of its state.
+"""The identity of a loaded `Llama`: the files that it was loaded from, and the fingerprint of its state.
 
-The module names everything but the tokens that the saved state depends on. Invariant: two models with one fingerprint
+The module names everything that the saved state depends on, except tokens. Invariant: two models with one fingerprint
 save states that each of them can go on from.
 """
 
@@ -42,11 +42,10 @@ _SHARD = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
 def fingerprint_of(
     llm: llama_cpp.Llama, probed: SavedState, weights_digest: str, block_tokens: int = BLOCK_TOKENS
 ) -> Fingerprint:
-    """Return a fingerprint of everything but the tokens that this model's saved state depends on, including the version
-    of llama.cpp.
-
-    `probed`: the state of the first probe tokens. Its sketch covers what no setting shows, such as a rotation of K and
-    V or another library.
+    """Return the fingerprint of the model `llm`: all that its saved state depends on except tokens, with llama.cpp's
+    version. `weights_digest` names the weights, and a stored block has `block_tokens` tokens. `probed` is the
+    model's state of the first probe tokens; a sketch of its numbers covers what no setting shows, such as a rotation
+    of K and V.
     """
     params, shape = llm.context_params, probed.shape
     context = {name: _plain(getattr(params, name)) for name in _CONTEXT_SETTINGS if hasattr(params, name)}
@@ -97,7 +96,7 @@ def loaded_files(llm: llama_cpp.Llama, *, is_named: bool) -> WeightFiles:
 
 
 def file_digest(path: Path) -> str:
-    """Return the digest of a model's file, or of all parts of a split one."""
+    """Return the digest of the model file at `path`. For one part of a split model it is the digest of all parts."""
     return WeightFiles(_parts(path)).digest()
 
 

@@ -49,11 +49,13 @@ class _Unit(NamedTuple):
 
 
 class BuildError(RuntimeError):
-    """The kernels could not be compiled; the message is one line."""
+    """An error: the native kernels could not be compiled. The message is one line."""
 
 
 def build_kernels() -> Path:
-    """Return the shared library's path; compile it (a few seconds) if the cache has none. Raises BuildError."""
+    """Return the path of the native kernels' shared library. It is compiled, which takes a few seconds, if the cache
+    has none. Raises BuildError.
+    """
     compiler, units = _compiler(), _units(platform.machine())
     target = cache_folder() / f"kernels-{_digest(compiler, units)}.so"
     if not target.exists():

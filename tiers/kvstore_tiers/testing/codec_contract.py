@@ -36,7 +36,7 @@ UNKNOWN = 254  # a number that no codec has
 
 
 class CodecContract(ABC):
-    """The suite; a subclass makes the codec."""
+    """A test suite that every codec must pass. A subclass makes the codec."""
 
     @abstractmethod
     def make_codec(self) -> Codec: ...
@@ -57,8 +57,8 @@ class CodecContract(ABC):
             assert bytes(back) == payload.tobytes(), header
 
     def test_spoilt_bytes_are_refused_or_give_a_payload_of_the_right_length(self) -> None:
-        """Checksums find damage that the codec does not find; the codec must not crash, and must not write past the
-        payload."""
+        """Check that the codec neither crashes nor writes past the payload when its input is damaged. Checksums find
+        damage that the codec does not."""
         codec, chosen = self.make_codec(), random.Random(7)
         for header, payload in [*_blocks()][::3]:
             stored = self._stored(codec, header, payload)
