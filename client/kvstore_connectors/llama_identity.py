@@ -72,8 +72,8 @@ def fingerprint_of(
 
 
 def _group(shape: StateShape, group: LayerGroup) -> LayerGroup:
-    """Return `group` with its layers, counted in its own cache, and their size. Where they have different sizes, the
-    size of a block is that of the payload given at each put.
+    """Return `group` with its layers, counted in its own cache, and their size. Where they have different sizes, each
+    put gives the size of its payloads.
     """
     if len(set(shape.layer_bytes)) > 1:
         return group

@@ -142,7 +142,7 @@ def _may_cut(context: Any, window: int, position: int) -> bool:
 
 
 def recurrent_state(llm: llama_cpp.Llama) -> bytes:
-    """Return the state of the recurrent layers of `llm`, without that of its attention, as `SavedState.recurrent`.
+    """Return the state of the recurrent layers of `llm`, without K and V of its attention, as `SavedState.recurrent`.
     Raises StateUnsupported if llama.cpp gives it in another form.
     """
     context, only = llm._ctx.ctx, _RECURRENT_ONLY

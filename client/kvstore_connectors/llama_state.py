@@ -5,7 +5,7 @@ a byte range. Cut by tokens instead, a turn's blocks begin with the blocks of th
 
 The format (`llama_context::state_write_data` and `llama_kv_cache::state_write` of llama.cpp), little-endian:
 
-    u32 length, architecture's name; then one attention cache, or that of all layers without a window and that of the
+    u32 length, architecture's name; then one attention cache; or two, of the layers without a window and of the
     windowed ones, whose cells are a ring: in any order, the oldest positions gone
     u32 streams (1), u32 cells, then for each cell: i32 position, u32 sequences (1), i32 sequence (0)
     u32 values are transposed, u32 layers
