@@ -45,6 +45,7 @@ _REASONS: Final[dict[int, str]] = {
     wire.STORE_STATUS_FAILED: "the daemon refused it: its key is zero or twice in this put, or its log says why",
 }
 _DURABILITIES: Final[dict[int, str]] = {wire.DURABILITY_PENDING: PENDING, wire.DURABILITY_DURABLE: DURABLE}
+BEFORE_BLOCKS: Final = 128  # named with a put in a group whose chains may have gaps
 DURABILITY_MODES: Final = {
     "default": wire.DURABILITY_MODE_DEFAULT,
     "none": wire.DURABILITY_MODE_NONE,
@@ -137,7 +138,8 @@ class PutReceipt:
 @dataclass(frozen=True, slots=True)
 class PutOrder:
     """A checked request to store blocks of a chain: `payloads[i]` is the payload of block `first_block` + i. Each has
-    `payload_bytes` bytes and belongs to the layer group `group_id`.
+    `payload_bytes` bytes and belongs to the layer group `group_id`. With `may_have_gaps`, blocks of the chain may be
+    missing.
     """
 
     chain: Chain
@@ -147,6 +149,7 @@ class PutOrder:
     group_id: int
     durability: wire.DurabilityMode.ValueType
     terms: Terms = NO_TERMS
+    may_have_gaps: bool = False
 
     def __post_init__(self) -> None:
         """Raise KVStoreError(INVALID) for blocks beyond the end of the chain."""
@@ -175,6 +178,7 @@ class PutOrder:
         else:
             packed = b"".join(keys[self.first_block + block] for block in blocks)
             parents = b"".join(self.chain.parent_of(self.first_block + block) for block in blocks)
+        near = max(first - 1 - BEFORE_BLOCKS, 0) if self.may_have_gaps else first
         return wire.Store(
             group=self.group_id,
             keys=packed,
@@ -185,6 +189,7 @@ class PutOrder:
             loan=loan,
             reservation=reservation,
             terms=None if self.terms == NO_TERMS else wire.Terms(**self.terms._asdict()),
+            before=keys.packed[near * KEY_BYTES : max(first - 1, 0) * KEY_BYTES],
         )
 
 

@@ -251,7 +251,7 @@ class Session(OpenSession):
         self._counters.add(puts=1)
         if prefix is None:
             return PutReceipt(len(payloads), REASON_NO_DAEMON)
-        order = PutOrder(prefix.chain, first_block, payloads, size, layers.group_id, mode, asked)
+        order = PutOrder(prefix.chain, first_block, payloads, size, layers.group_id, mode, asked, layers.may_have_gaps)
         receipt = put(prefix.daemon, order, deadline_s, clock=self._clock)
         if wait == "settled":
             receipt.settle(deadline - self._clock())

@@ -13,12 +13,10 @@ evaluate (`llama_probe`), and only while the weights' file is the one that was d
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import re
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,12 +24,11 @@ import numpy.typing as npt
 
 from kvstore_client.entry import connect
 from kvstore_client.paths import costs_file
+from kvstore_client.receipt import PutReceipt
 from kvstore_client.session import Session
-from kvstore_connectors.llama_state import SavedState, StateUnsupported, assemble_state, parse_state
-from kvstore_connectors.load import Leased, PromptToLoad, lease_by_choice
-from kvstore_connectors.weight_files import WeightFiles, mappings_now, process_began, why_unknown
+from kvstore_connectors.llama_state import SavedState, StateUnsupported, assemble_state
+from kvstore_connectors.load import Leased, PromptToLoad, lease_by_choice, lease_groups_by_choice
 from kvstore_proto.errors import KVStoreError
-from kvstore_proto.fingerprint import Fingerprint, LayerGroup
 from kvstore_proto.token_ids import checked_tokens
 from kvstore_restore.choice import LoadChoice
 
@@ -44,28 +41,27 @@ except ImportError as missing:
         f"kvstore_connectors.llama_cpp needs llama-cpp-python: pip install llama-cpp-python ({missing})"
     ) from None
 
-from kvstore_connectors.llama_probe import probed_state, seen_in, sketch, take_state, watch, why_not_restorable
+from kvstore_connectors.llama_identity import (
+    BLOCK_TOKENS,
+    STATE_GROUP,
+    WINDOW_GROUP,
+    fingerprint_of,
+    loaded_files,
+)
+from kvstore_connectors.llama_probe import (
+    may_cut,
+    parsed,
+    probed_state,
+    seen_in,
+    take_state,
+    watch,
+    why_not_restorable,
+)
 
 log = logging.getLogger(__name__)
 
-BLOCK_TOKENS = 64
 CONNECT_TIMEOUT_S = 5.0  # once, beside a model that has been loading for longer
 DEADLINE_S = 0.25
-_CONTEXT_SETTINGS = (  # what K and V depend on apart from the weights
-    "n_ctx",  # some models scale positions by it
-    "rope_scaling_type",
-    "rope_freq_base",
-    "rope_freq_scale",
-    "yarn_ext_factor",
-    "yarn_attn_factor",
-    "yarn_beta_fast",
-    "yarn_beta_slow",
-    "yarn_orig_ctx",
-    "attention_type",
-    "flash_attn_type",
-    "swa_full",
-)
-_SHARD = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
 _NO_TOKENS: npt.NDArray[np.int32] = np.empty(0, np.int32)
 
 
@@ -105,7 +101,9 @@ class KVStoreLlamaCache(BaseLlamaCache):  # type: ignore[misc]  # llama_cpp has 
         if failure:
             raise ValueError(f"the state of this model cannot be stored in blocks: {failure}")
         self._shape = probed.shape
-        self._weights = _loaded_files(llm, is_named=bool(weights_digest))
+        if probed.recurrent is not None:
+            self._evaluated.block_tokens = block_tokens
+        self._weights = loaded_files(llm, is_named=bool(weights_digest))
         self.fingerprint = fingerprint_of(llm, probed, weights_digest or self._weights.digest(), block_tokens)
         if changed := self._weights.changed():
             raise ValueError(f"{changed} was written to while it was digested: open the model again")
@@ -138,7 +136,8 @@ class KVStoreLlamaCache(BaseLlamaCache):  # type: ignore[misc]  # llama_cpp has 
 
     def __contains__(self, key: Sequence[int]) -> bool:
         try:
-            return self._restorable_at_most(key) > 0 and self._session.lookup(self._tokens(key)).blocks > 0
+            blocks = self._restorable_at_most(key)
+            return blocks > 0 and self._session.resume_point(self._tokens(key), max_blocks=blocks).blocks > 0
         except KVStoreError:
             return False
 
@@ -153,6 +152,7 @@ class KVStoreLlamaCache(BaseLlamaCache):  # type: ignore[misc]  # llama_cpp has 
         self._asked_tokens = tokens = self._tokens(key)
         blocks = self._restorable_at_most(key)
         held = llama_cpp.Llama.longest_token_prefix(self._llm._input_ids.tolist(), key)
+        held = held if may_cut(self._llm, min(held, len(key) - 1)) else 0
         try:
             if changed := self._weights.changed():
                 raise KeyError(_changed(changed))
@@ -169,6 +169,9 @@ class KVStoreLlamaCache(BaseLlamaCache):  # type: ignore[misc]  # llama_cpp has 
         """Load blocks into the model, which holds `held` tokens. Raises KeyError if no longer prefix is stored, or none
         is worth loading.
         """
+        if self._shape.window is not None or self._shape.recurrent_bytes:
+            self._bring_groups(replace(prompt, held=0), held)
+            return
         block_bytes = self._shape.token_bytes * self._block_tokens
         with lease_by_choice(
             self._session, prompt, self._choice, block_bytes=block_bytes, deadline_s=self._deadline_s
@@ -179,6 +182,29 @@ class KVStoreLlamaCache(BaseLlamaCache):  # type: ignore[misc]  # llama_cpp has 
                 raise KeyError(f"nothing is loaded: {leased.reason or 'the prompt is new'}")
             state = self._assembled(leased)
             if state is None:
+                raise KeyError("the lease ended while its blocks were copied")
+            self._restore(prompt.tokens[:count], state)
+            leased.copied(leased.blocks)
+
+    def _bring_groups(self, prompt: PromptToLoad, held: int) -> None:
+        """Load what a resume needs of each layer group into the model; see `_bring`."""
+        with lease_groups_by_choice(self._session, prompt, self._choice, deadline_s=self._deadline_s) as leased:
+            count = leased.blocks * self._block_tokens
+            if count <= held or not leased.parts:
+                raise KeyError(f"nothing is loaded: {leased.reason or 'the prompt is new'}")
+            by_group = {
+                group.group_id: [lease.payload(at) for at in range(len(blocks))]
+                for group, blocks, lease in leased.parts
+            }
+            last = by_group.get(STATE_GROUP)
+            state = assemble_state(
+                self._shape,
+                by_group.get(0, []),
+                self._block_tokens,
+                by_group.get(WINDOW_GROUP, []),
+                (count, last[0]) if last else None,
+            )
+            if not leased.valid:
                 raise KeyError("the lease ended while its blocks were copied")
             self._restore(prompt.tokens[:count], state)
             leased.copied(leased.blocks)
@@ -196,17 +222,22 @@ class KVStoreLlamaCache(BaseLlamaCache):  # type: ignore[misc]  # llama_cpp has 
             if value.n_tokens >= self._block_tokens:
                 self.last_receipt += " of tokens that the model was seen to evaluate (an image, or a state, is before)"
             return
-        saved, refusal = _parsed(value.llama_state)
-        if saved is not None and (saved.shape != self._shape or not saved.holds(count * self._block_tokens)):
+        saved, refusal = self._parsed(value.llama_state)
+        holds = saved is not None and (not saved.regions or saved.holds(count * self._block_tokens))
+        if saved is not None and (saved.shape != self._shape or not holds):
             saved, refusal = None, "it is not that of these tokens, from the first on, in this model"
         if saved is None:
             self._not_stored(f"the state of {len(tokens)} tokens is not understood: {refusal}")
             return
-        payloads = [_Cut(saved, block * self._block_tokens, self._block_tokens) for block in range(count)]
         try:
-            receipt = self._session.put(
-                tokens, payloads=payloads, payload_bytes=self._shape.token_bytes * self._block_tokens
-            )
+            receipt: object = "no state at a boundary between blocks"
+            if saved.regions:
+                receipt = self._put(tokens, saved, range(count), 0)
+            if saved.window is not None:
+                self._put_window(tokens, saved.window, count)
+            for position, state in getattr(value, "kvstore_states", {}).items():
+                if position <= count * self._block_tokens:
+                    receipt = self._put_state(tokens, position, state)
             asked, self._asked_tokens = self._asked_tokens, _NO_TOKENS  # what was looked up before it was answered
             if 0 < len(asked) < len(tokens) and np.array_equal(tokens[: len(asked)], asked):
                 self._session.hint(tokens, answer_tokens=len(tokens) - len(asked))
@@ -214,6 +245,34 @@ class KVStoreLlamaCache(BaseLlamaCache):  # type: ignore[misc]  # llama_cpp has 
             self._not_stored(f"the state of {len(tokens)} tokens was refused: {error}")
             return
         self.last_receipt = repr(receipt)
+
+    def _put(self, tokens: npt.NDArray[np.int32], saved: SavedState, blocks: range, group: int) -> PutReceipt:
+        """Store some blocks of a layer group."""
+        size, nbytes = self._block_tokens, saved.shape.token_bytes * self._block_tokens
+        payloads = [_Cut(saved, block * size, size) for block in blocks]
+        return self._session.put(tokens, first_block=blocks.start, payloads=payloads, payload_bytes=nbytes, group=group)
+
+    def _put_window(self, tokens: npt.NDArray[np.int32], saved: SavedState, count: int) -> None:
+        """Store the blocks of windowed layers that are still there, run by run."""
+        there = saved.whole_blocks(count, self._block_tokens)
+        begin = 0
+        for at, block in enumerate(there):
+            if at + 1 == len(there) or there[at + 1] != block + 1:
+                self._put(tokens, saved, range(there[begin], block + 1), WINDOW_GROUP)
+                begin = at + 1
+
+    def _put_state(self, tokens: npt.NDArray[np.int32], position: int, state: bytes) -> PutReceipt:
+        """Store the state of recurrent layers at a boundary between blocks."""
+        block = position // self._block_tokens - 1
+        return self._session.put(
+            tokens[:position], first_block=block, payloads=[state], payload_bytes=len(state), group=STATE_GROUP
+        )
+
+    def _parsed(self, data: bytes) -> tuple[SavedState | None, str]:
+        try:
+            return parsed(self._llm, data), ""
+        except StateUnsupported as refused:
+            return None, str(refused)
 
     def close(self) -> None:
         self._session.close()
@@ -320,36 +379,6 @@ class _Current(LlamaState):  # type: ignore[misc]
         return self.__dict__[name]
 
 
-def fingerprint_of(
-    llm: llama_cpp.Llama, probed: SavedState, weights_digest: str, block_tokens: int = BLOCK_TOKENS
-) -> Fingerprint:
-    """Return the fingerprint of the model `llm`: all that its saved state depends on except tokens, with llama.cpp's
-    version. `weights_digest` names the weights, and a stored block has `block_tokens` tokens. `probed` is the
-    model's state of the first probe tokens; a sketch of its numbers covers what no setting shows, such as a rotation
-    of K and V.
-    """
-    params, shape = llm.context_params, probed.shape
-    context = {name: _plain(getattr(params, name)) for name in _CONTEXT_SETTINGS if hasattr(params, name)}
-    context["n_ctx"] = llm.n_ctx()  # as it came out: llama.cpp rounds it
-    context["kv_overrides"] = repr(llm.kv_overrides)
-    group = LayerGroup(0)  # layers of different sizes: the size of a block is that of the payload given at each put
-    if len(set(shape.layer_bytes)) == 1:
-        layers = tuple(range(len(shape.keys)))
-        group = LayerGroup(0, layers=layers, bytes_per_token_per_layer=shape.layer_bytes[0])
-    return Fingerprint(
-        Path(llm.model_path).stem,
-        weights_digest=weights_digest,
-        rope=json.dumps(context, sort_keys=True),
-        kv_dtype=f"ggml types {shape.types}",
-        layout=f"{shape.layout} by llama-cpp-python {llama_cpp.__version__}, sketch {sketch(probed)}",
-        tokenizer_digest="the model's",
-        adapter_digest=f"{file_digest(Path(llm.lora_path))} {llm.lora_scale}" if llm.lora_path else "",
-        block_tokens=block_tokens,
-        engine_block_tokens=block_tokens,
-        groups=(group,),
-    )
-
-
 def _seen_tokens(state: LlamaState) -> npt.NDArray[np.int32]:
     """Return the leading tokens that the state names and that the model was seen to evaluate."""
     named, seen = checked_tokens(state.input_ids[: state.n_tokens]), seen_in(state)
@@ -358,43 +387,5 @@ def _seen_tokens(state: LlamaState) -> npt.NDArray[np.int32]:
     return named[: differs[0] if len(differs) else shared]
 
 
-def _loaded_files(llm: llama_cpp.Llama, *, is_named: bool) -> WeightFiles:
-    """Return the files that `llm` was loaded from, open. Raises ValueError if the path may lead to other files by now,
-    unless `is_named`: the caller has named the weights.
-    """
-    paths = _parts(Path(llm.model_path)) + ([Path(llm.lora_path)] if llm.lora_path else [])
-    try:
-        files = WeightFiles(paths)
-    except OSError as error:
-        raise ValueError(f"the model's file cannot be read again for its digest: {error}") from None
-    unknown = "" if is_named else why_unknown(files, mappings_now(), process_began())
-    if unknown:
-        raise ValueError(f"{unknown} (or give weights_digest=)")
-    return files
-
-
-def file_digest(path: Path) -> str:
-    """Return the digest of the model file at `path`. For one part of a split model it is the digest of all parts."""
-    return WeightFiles(_parts(path)).digest()
-
-
 def _changed(path: str) -> str:
     return f"{path} was written to since the model was opened; nothing more is stored or restored: open it again"
-
-
-def _parsed(data: bytes) -> tuple[SavedState | None, str]:
-    try:
-        return parse_state(data), ""
-    except StateUnsupported as refused:
-        return None, str(refused)
-
-
-def _parts(path: Path) -> list[Path]:
-    split = _SHARD.search(path.name)
-    if split is None:
-        return [path]
-    return sorted(path.parent.glob(f"{path.name[: split.start()]}-*-of-{split[1]}.gguf"))
-
-
-def _plain(value: Any) -> Any:
-    return value if isinstance(value, (bool, int, float, str)) else repr(value)

@@ -12,6 +12,8 @@ position without writing ids: an image's chunk, a loaded state, a shift. Invaria
 0 on hold K and V of exactly `ids`; any other event lowers `count`. Limit: direct calls of llama.cpp's C functions are
 seen only if they shorten the sequence.
 
+Of recurrent layers it keeps the state at the last boundaries between blocks: a prompt is evaluated in two parts.
+
 The sketch costs 16 tokens and the test 160 more (with 64 tokens a block). The model's own state is unchanged
 afterwards.
 """
@@ -19,6 +21,7 @@ afterwards.
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -37,6 +40,9 @@ _TOLERANCE = 0.3  # of logits, relative to their spread: two splits into passes 
 Floats = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int32]
 _RECORD = "kvstore_evaluated"
+_RECURRENT_ONLY = 1  # LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
+_STATE_HEAD_BYTES = 20
+_KEPT_STATES = 2  # of the prompt's last boundary, and of the answer's
 _FORGETTING = ("kv_cache_clear", "kv_cache_seq_cp", "kv_cache_seq_keep", "kv_cache_seq_shift", "set_state_data")
 
 
@@ -46,14 +52,26 @@ def probed_state(llm: llama_cpp.Llama) -> SavedState:
     """
     with _borrowed(llm):
         llm.eval(_tokens(llm, min(SKETCH_TOKENS, int(llm.n_ctx()))))
-        return parse_state(llm.save_state().llama_state)
+        return parsed(llm, llm.save_state().llama_state)
+
+
+def parsed(llm: llama_cpp.Llama, data: bytes) -> SavedState:
+    """Take a saved state of `llm` apart. Raises StateUnsupported."""
+    model = llm._model.model
+    is_pure = bool(llama_cpp.llama_model_is_recurrent(model))
+    return parse_state(data, attends=not is_pure, recurs=is_pure or bool(llama_cpp.llama_model_is_hybrid(model)))
 
 
 def sketch(state: SavedState) -> str:
     """Return a short text that sums up the numbers of K and V in a probed state: the first layer's for all tokens, and
-    all layers' for the first token. Models that compute other numbers get another text.
+    all layers' for the first token; and of recurrent layers. Models that compute other numbers get another text.
     """
-    tokens, sums = len(state.positions), []
+    tokens, sums = len(state.positions), list[str]()
+    if state.recurrent is not None:
+        numbers = state.recurrent[: len(state.recurrent) // 4 * 4].copy().view("<f4").astype(np.float32)
+        sums.append(_signs(np.clip(np.nan_to_num(numbers), -1e6, 1e6)))
+    if not state.regions:
+        return "".join(sums)
     planes = state.shape.planes
     step = 2 if state.shape.values else 1
     for kind in range(step):
@@ -76,13 +94,17 @@ def why_not_restorable(llm: llama_cpp.Llama, block_tokens: int) -> str:
         expected = _logits(llm)
         _empty(llm)
         llm.eval(tokens[:block_tokens])
-        saved = parse_state(llm.save_state().llama_state)
-        if not saved.holds(block_tokens):
+        saved = parsed(llm, llm.save_state().llama_state)
+        if saved.regions and not saved.holds(block_tokens):
             raise StateUnsupported("its cells are not those of the tokens, in order")
         payload = np.zeros(saved.shape.token_bytes * block_tokens, np.uint8)
         saved.write_block(0, block_tokens, payload)
+        window, recurrent = [], None if saved.recurrent is None else (block_tokens, saved.recurrent)
+        if saved.window is not None:
+            window = [np.zeros(saved.window.shape.token_bytes * block_tokens, np.uint8)]
+            saved.window.write_block(0, block_tokens, window[0])
         _empty(llm)
-        if not take_state(llm, assemble_state(saved.shape, [payload], block_tokens)):
+        if not take_state(llm, assemble_state(saved.shape, [payload], block_tokens, window, recurrent)):
             return "llama.cpp does not take back the state that it gave"
         llm.n_tokens = block_tokens
         llm.eval(tokens[block_tokens:])
@@ -98,6 +120,39 @@ def take_state(llm: llama_cpp.Llama, state: npt.NDArray[np.uint8]) -> bool:
     """Make the saved `state` the content of the context of `llm`. Return False if llama.cpp does not accept it."""
     buffer = (ctypes.c_uint8 * len(state)).from_buffer(state.data)
     return bool(llama_cpp.llama_state_set_data(llm._ctx.ctx, buffer, len(state)) == len(state))
+
+
+def window_of(llm: llama_cpp.Llama) -> int:
+    """Return how many positions the windowed layers of a model see, their own included; 0 if it has none."""
+    return max(int(llama_cpp.llama_model_n_swa(llm._model.model)), 0)
+
+
+def may_cut(llm: llama_cpp.Llama, position: int) -> bool:
+    """Return whether `llm` can go on at `position`, once what is behind it is removed: nothing if it has recurrent
+    layers; and the window before it must be there. llama.cpp removes it without, and says that all is well.
+    """
+    if llm._is_recurrent or llm._is_hybrid:
+        return bool(position == llm.n_tokens)
+    return _may_cut(llm._ctx.ctx, window_of(llm), position)
+
+
+def _may_cut(context: Any, window: int, position: int) -> bool:
+    oldest = llama_cpp.llama_memory_seq_pos_min(llama_cpp.llama_get_memory(context), 0)
+    return not window or oldest <= max(position - window + 1, 0)
+
+
+def recurrent_state(llm: llama_cpp.Llama) -> bytes:
+    """Return the state of the recurrent layers of `llm`, without K and V of its attention, as `SavedState.recurrent`.
+    Raises StateUnsupported if llama.cpp gives it in another form.
+    """
+    context, only = llm._ctx.ctx, _RECURRENT_ONLY
+    size = llama_cpp.llama_state_seq_get_size_ext(context, 0, only)
+    buffer = (ctypes.c_uint8 * size)()
+    data = bytes(buffer[: llama_cpp.llama_state_seq_get_data_ext(context, buffer, size, 0, only)])
+    head = struct.unpack_from("<IIIiI", data) if len(data) > _STATE_HEAD_BYTES else ()
+    if head[2:] != (1, llm.n_tokens - 1, 0):  # a cell, its position, no sequences behind the one asked for
+        raise StateUnsupported("its recurrent layers do not keep one state of one sequence")
+    return data[_STATE_HEAD_BYTES:]
 
 
 @contextmanager
@@ -162,6 +217,8 @@ class Evaluated:
         self.ids: Ids = np.zeros(positions, np.int32)
         self.count = 0
         self.is_evaluating = False
+        self.block_tokens = 0  # recurrent layers: their state is kept at the last boundaries between blocks
+        self.states = dict[int, bytes]()  # by position
 
     def seen(self) -> Ids:
         """Return a copy of the leading tokens that the model is known to hold, as int32."""
@@ -170,9 +227,11 @@ class Evaluated:
     def cut(self, position: int) -> None:
         """Forget the recorded tokens at `position` and behind it."""
         self.count = max(0, min(self.count, position))
+        self.states = {at: state for at, state in self.states.items() if at <= self.count}
 
     def restored(self, tokens: Sequence[int] | Ids) -> None:
         """Record that the model holds exactly `tokens`, restored as a whole."""
+        self.states = {}
         self.count = min(len(tokens), len(self.ids))
         self.ids[: self.count] = tokens[: self.count]
 
@@ -185,6 +244,20 @@ class Evaluated:
         end = min(first + len(tokens), len(self.ids))
         self.ids[first:end] = tokens[: end - first]
         self.count = end
+
+    def parts(self, first: int, tokens: Sequence[int]) -> list[Sequence[int]]:
+        """Return `tokens`, to be evaluated from position `first` on, cut at the last boundary before their end."""
+        if not self.block_tokens:
+            return [tokens]
+        boundary = (first + len(tokens) - 1) // self.block_tokens * self.block_tokens
+        return [tokens[: boundary - first], tokens[boundary - first :]] if boundary > first else [tokens]
+
+    def keep(self, llm: llama_cpp.Llama) -> None:
+        """Keep the state of recurrent layers if `llm` is at a boundary between blocks."""
+        if self.block_tokens and self.count and self.count == llm.n_tokens and self.count % self.block_tokens == 0:
+            self.states[self.count] = recurrent_state(llm)
+            for position in sorted(self.states)[:-_KEPT_STATES]:
+                del self.states[position]
 
     def check(self, llm: llama_cpp.Llama) -> None:
         """Forget all recorded tokens if the memory of `llm` holds fewer positions than the library counts."""
@@ -203,7 +276,7 @@ def watch(llm: llama_cpp.Llama) -> Evaluated:
         position = llm.__dict__.pop("n_tokens")
         llm.__class__ = _watched(type(llm), record)
         llm.n_tokens = position
-        llm._ctx.__class__ = _watched_context(type(llm._ctx), record)
+        llm._ctx.__class__ = _watched_context(type(llm._ctx), record, window_of(llm))
     return record
 
 
@@ -231,18 +304,20 @@ def _watched(kind: type, record: Evaluated) -> type:
 
         def eval(self, tokens: Sequence[int]) -> None:
             record.check(self)
-            first, record.is_evaluating = self.n_tokens, True
-            record.cut(first)
-            try:
-                super().eval(tokens)
-            finally:
-                record.is_evaluating = False
-                record.evaluated(first, tokens[: max(self.n_tokens - first, 0)])
+            for part in record.parts(self.n_tokens, tokens):
+                first, record.is_evaluating = self.n_tokens, True
+                record.cut(first)
+                try:
+                    super().eval(part)
+                finally:
+                    record.is_evaluating = False
+                    record.evaluated(first, part[: max(self.n_tokens - first, 0)])
+                record.keep(self)
 
         def save_state(self) -> Any:
             record.check(self)
             state = super().save_state()
-            state.kvstore_seen = record.seen()
+            state.kvstore_seen, state.kvstore_states = record.seen(), dict(record.states)
             return state
 
         def load_state(self, state: Any) -> None:
@@ -261,8 +336,10 @@ def _watched(kind: type, record: Evaluated) -> type:
     return Watched
 
 
-def _watched_context(kind: type, record: Evaluated) -> type:
-    """Return a subclass of `kind`, for one context, that notes in `record` the changes made outside `Llama.eval`."""
+def _watched_context(kind: type, record: Evaluated, window: int) -> type:
+    """Return a subclass of `kind`, for one context, that notes in `record` the changes made outside `Llama.eval`, and
+    refuses to cut the sequence where the layers with a window of `window` tokens could not go on.
+    """
 
     class WatchedContext(kind):  # type: ignore[misc,valid-type]
         def decode(self, *args: Any, **kwargs: Any) -> Any:
@@ -271,6 +348,8 @@ def _watched_context(kind: type, record: Evaluated) -> type:
             return super().decode(*args, **kwargs)
 
         def kv_cache_seq_rm(self, sequence: int, begin: int, end: int) -> Any:
+            if begin > 0 and not _may_cut(self.ctx, window, begin):
+                return False  # as for a recurrent model: the caller computes the prompt again
             record.cut(max(begin, 0))
             return super().kv_cache_seq_rm(sequence, begin, end)
 

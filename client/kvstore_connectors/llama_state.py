@@ -5,24 +5,28 @@ a byte range. Cut by tokens instead, a turn's blocks begin with the blocks of th
 
 The format (`llama_context::state_write_data` and `llama_kv_cache::state_write` of llama.cpp), little-endian:
 
-    u32 length, architecture's name
+    u32 length, architecture's name; then one attention cache; or two, of the layers without a window and of the
+    windowed ones, whose cells are a ring: in any order, the oldest positions gone
     u32 streams (1), u32 cells, then for each cell: i32 position, u32 sequences (1), i32 sequence (0)
     u32 values are transposed, u32 layers
     for each layer: i32 type of K, u64 bytes of a row, rows in cell order
     for each layer, values not transposed: i32 type of V, u64 bytes of a row, rows in cell order
     for each layer, values transposed: i32 type of V, u32 bytes of an element, u32 elements, for each all cells
 
+Where layers are recurrent, their one cell is behind, or instead of, that cache: u32 cells (1), i32 position of the last
+token, u32 sequences (1), i32 sequence (0), and bytes that only llama.cpp reads, equally many in each state.
+
 The module parses and assembles states, and reads the numbers in a plane, for a sketch of the values. A plane of an
 unknown ggml type is read as bytes; then a sketch agrees only for equal bytes. Pure: no llama.cpp, no store. Invariant:
-a state is understood to its last byte or refused (StateUnsupported), so sliding windows, recurrent layers and additions
-of later versions are never guessed.
+a state is understood to its last byte or refused (StateUnsupported), so additions of later versions are never
+guessed.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -74,13 +78,16 @@ class Plane:
 @dataclass(frozen=True, slots=True)
 class StateShape:
     """The description of a model's saved states: everything in one that does not depend on its tokens. `keys` and
-    `values` have one plane for each layer.
+    `values` have one plane for each layer. `window` describes the cache of windowed layers, if they have one;
+    `recurrent_bytes` is the size of the state that recurrent layers keep.
     """
 
     architecture: bytes
     is_transposed: bool
     keys: tuple[Plane, ...]
     values: tuple[Plane, ...]  # as many as keys, or none
+    window: StateShape | None = None
+    recurrent_bytes: int = 0
 
     @property
     def planes(self) -> tuple[Plane, ...]:
@@ -117,12 +124,15 @@ class StateShape:
 @dataclass(frozen=True, slots=True)
 class SavedState:
     """A saved state that was taken apart. `positions` has the position of each cell (a token's place in the cache), and
-    `regions` are views of the bytes of each plane, in the order of `StateShape.planes`.
+    `regions` are views of the bytes of each plane, in the order of `StateShape.planes`. `window` has these of windowed
+    layers, if they have a cache of their own, and `recurrent` what recurrent layers keep at the end.
     """
 
     shape: StateShape
     positions: npt.NDArray[np.int32]
     regions: tuple[Bytes, ...]
+    window: SavedState | None = None
+    recurrent: Bytes | None = None
 
     def holds(self, tokens: int) -> bool:
         """Return whether the first `tokens` cells of the state are the positions 0, 1, ..., so that blocks can be cut
@@ -130,26 +140,59 @@ class SavedState:
         """
         return len(self.positions) >= tokens and bool(np.array_equal(self.positions[:tokens], np.arange(tokens)))
 
+    def whole_blocks(self, blocks: int, block_tokens: int) -> list[int]:
+        """Return which of the first `blocks` blocks are there with each of their positions, once."""
+        inside = self.positions[(self.positions >= 0) & (self.positions < blocks * block_tokens)]
+        counts = np.bincount(inside, minlength=blocks * block_tokens).reshape(blocks, block_tokens)
+        return [int(block) for block in np.flatnonzero((counts == 1).all(axis=1))]
+
     def write_block(self, first: int, tokens: int, destination: Bytes) -> None:
         """Write the payload of one block to `destination`: K and V of the `tokens` tokens from position `first` on."""
+        cells = np.flatnonzero((self.positions >= first) & (self.positions < first + tokens))
+        cells = cells[np.argsort(self.positions[cells])]
+        at: slice | npt.NDArray[np.int64] = cells
+        if len(cells) == tokens and cells[-1] - cells[0] == tokens - 1 and (np.diff(cells) == 1).all():
+            at = slice(int(cells[0]), int(cells[-1]) + 1)
         start = 0
         for plane, region in zip(self.shape.planes, self.regions, strict=True):
             end = start + tokens * plane.token_bytes
-            rows = plane.of(region, len(self.positions))
-            step = plane.step_bytes
-            np.copyto(plane.of(destination[start:end], tokens), rows[:, first * step : (first + tokens) * step])
+            rows = plane.of(region, len(self.positions)).reshape(-1, len(self.positions), plane.step_bytes)
+            target = plane.of(destination[start:end], tokens).reshape(-1, tokens, plane.step_bytes)
+            np.copyto(target, rows[:, at])
             start = end
 
 
-def parse_state(data: bytes | bytearray | memoryview | Bytes) -> SavedState:
-    """Take apart the bytes of a saved state, and return its description and views of its parts. Raises StateUnsupported
-    if it is no plain attention cache of one sequence.
+def parse_state(
+    data: bytes | bytearray | memoryview | Bytes, *, attends: bool = True, recurs: bool = False
+) -> SavedState:
+    """Take apart the bytes of a saved state, and return its description and views of its parts. `attends`: the model
+    has layers with attention; `recurs`: it has recurrent ones. Raises StateUnsupported for a state in another form.
     """
     cursor = _Cursor(np.frombuffer(data, np.uint8))
     name_bytes = cursor.number("<I")
     if name_bytes > _MAX_NAME_BYTES:
         raise StateUnsupported("it does not begin with the name of an architecture")
     architecture = cursor.take(name_bytes).tobytes()
+    empty = SavedState(StateShape(architecture, False, (), ()), np.zeros(0, np.int32), ())
+    whole = _parse_cache(cursor, architecture) if attends else empty
+    if recurs:
+        cells, _, sequences, sequence = (cursor.number("<i") for _ in range(4))
+        if (cells, sequences, sequence) != (1, 1, 0):
+            raise StateUnsupported("its recurrent layers do not keep one state of one sequence")
+        rest = cursor.rest()
+        return replace(whole, shape=replace(whole.shape, recurrent_bytes=len(rest)), recurrent=rest)
+    if cursor.is_at_end:
+        return whole
+    try:
+        window = _parse_cache(cursor, architecture)
+    except StateUnsupported:
+        window = None
+    if window is None or not cursor.is_at_end:
+        raise StateUnsupported("it holds more than attention caches")
+    return replace(whole, shape=replace(whole.shape, window=window.shape), window=window)
+
+
+def _parse_cache(cursor: _Cursor, architecture: bytes) -> SavedState:
     streams = cursor.number("<I")
     if streams != 1:
         raise StateUnsupported(f"it has {streams} streams, and one can be stored")
@@ -164,8 +207,6 @@ def parse_state(data: bytes | bytearray | memoryview | Bytes) -> SavedState:
         raise StateUnsupported("what follows its cells is no attention cache")
     keys = [cursor.plane(count, is_transposed=False) for _ in range(layers)]
     values = [] if cursor.is_at_end else [cursor.plane(count, is_transposed=bool(transposed)) for _ in range(layers)]
-    if not cursor.is_at_end:
-        raise StateUnsupported("it holds more than one attention cache (a sliding window, or recurrent layers)")
     shape = StateShape(
         architecture, bool(transposed), tuple(plane for plane, _ in keys), tuple(plane for plane, _ in values)
     )
@@ -173,24 +214,53 @@ def parse_state(data: bytes | bytearray | memoryview | Bytes) -> SavedState:
     return SavedState(shape, cells["position"].astype(np.int32), regions or tuple(region for _, region in keys))
 
 
-def assemble_state(shape: StateShape, blocks: Sequence[Bytes], block_tokens: int) -> Bytes:
+def assemble_state(
+    shape: StateShape,
+    blocks: Sequence[Bytes],
+    block_tokens: int,
+    window: Sequence[Bytes] = (),
+    recurrent: tuple[int, Bytes] | None = None,
+) -> Bytes:
     """Return the bytes of the saved state of a sequence. `blocks` are the payloads of its consecutive blocks, of
-    `block_tokens` tokens each, and `shape` describes the model's states.
+    `block_tokens` tokens each, and `shape` describes the model's states. `window`: the payloads of the last blocks of
+    windowed layers; `recurrent`: the tokens of the sequence, and the state of recurrent layers behind them.
     """
+    head = struct.pack("<I", len(shape.architecture)) + shape.architecture
+    caches = [(shape, blocks)] if shape.keys else []
+    if shape.window is not None:
+        caches.append((shape.window, window))
+    tail = b"" if recurrent is None else struct.pack("<IiIi", 1, recurrent[0] - 1, 1, 0) + recurrent[1].tobytes()
+    sizes = [_cache_bytes(each, len(payloads) * block_tokens) for each, payloads in caches]
+    whole = np.empty(len(head) + sum(sizes) + len(tail), np.uint8)
+    whole[: len(head)] = np.frombuffer(head, np.uint8)
+    position = len(head)
+    for (each, payloads), size in zip(caches, sizes, strict=True):
+        first = (len(blocks) - len(payloads)) * block_tokens
+        _fill_cache(whole[position : position + size], each, payloads, block_tokens, first)
+        position += size
+    whole[position:] = np.frombuffer(tail, np.uint8)
+    return whole
+
+
+def _heads(shape: StateShape) -> list[bytes]:
+    heads = [struct.pack("<iQ", plane.ggml_type, plane.token_bytes) for plane in shape.keys]
+    return heads + [_value_head(plane) for plane in shape.values]
+
+
+def _cache_bytes(shape: StateShape, tokens: int) -> int:
+    return 16 + tokens * (_CELL.itemsize + shape.token_bytes) + sum(map(len, _heads(shape)))
+
+
+def _fill_cache(whole: Bytes, shape: StateShape, blocks: Sequence[Bytes], block_tokens: int, first: int) -> None:
+    """Write the cache of consecutive blocks from position `first` on to `whole`, which it fills."""
     tokens = len(blocks) * block_tokens
     cells = np.zeros(tokens, _CELL)
-    cells["position"], cells["sequences"] = np.arange(tokens), 1
-    head = struct.pack("<I", len(shape.architecture)) + shape.architecture + struct.pack("<II", 1, tokens)
-    parts = [head, cells.tobytes(), struct.pack("<II", shape.is_transposed, len(shape.keys))]
-    heads = [struct.pack("<iQ", plane.ggml_type, plane.token_bytes) for plane in shape.keys]
-    heads += [_value_head(plane) for plane in shape.values]
-    whole = np.empty(sum(map(len, (*parts, *heads))) + tokens * shape.token_bytes, np.uint8)
-    position = 0
-    for part in parts:
-        np.copyto(whole[position : position + len(part)], np.frombuffer(part, np.uint8))
-        position += len(part)
-    for index, plane_head in enumerate(heads):
-        np.copyto(whole[position : position + len(plane_head)], np.frombuffer(plane_head, np.uint8))
+    cells["position"], cells["sequences"] = np.arange(first, first + tokens), 1
+    front = struct.pack("<II", 1, tokens) + cells.tobytes() + struct.pack("<II", shape.is_transposed, len(shape.keys))
+    whole[: len(front)] = np.frombuffer(front, np.uint8)
+    position = len(front)
+    for index, plane_head in enumerate(_heads(shape)):
+        whole[position : position + len(plane_head)] = np.frombuffer(plane_head, np.uint8)
         position += len(plane_head)
         plane = (*shape.keys, *shape.values)[index]
         rows = plane.of(whole[position : position + tokens * plane.token_bytes], tokens)
@@ -200,7 +270,6 @@ def assemble_state(shape: StateShape, blocks: Sequence[Bytes], block_tokens: int
             source = plane.of(block[start : start + block_tokens * plane.token_bytes], block_tokens)
             np.copyto(rows[:, number * step : (number + 1) * step], source)
         position += tokens * plane.token_bytes
-    return whole
 
 
 def _payload_offset(shape: StateShape, index: int) -> int:
@@ -234,6 +303,9 @@ class _Cursor:
         taken = self._data[self._position : end]
         self._position = end
         return taken
+
+    def rest(self) -> Bytes:
+        return self.take(len(self._data) - self._position)
 
     def number(self, form: str) -> int:
         (value,) = struct.unpack(form, self.take(struct.calcsize(form)).tobytes())

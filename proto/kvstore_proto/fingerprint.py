@@ -67,6 +67,11 @@ class LayerGroup:
     heads: int = 0
     parts: tuple[StatePart, ...] = ()
 
+    @property
+    def may_have_gaps(self) -> bool:
+        """True if a chain of its blocks is of use without some of them."""
+        return self.kind in ("sliding", "recurrent")
+
     def window_blocks(self, block_tokens: int) -> int:
         """Return the number of blocks before a block boundary that a resume there needs. `block_tokens` is the number
         of tokens of a block. A sliding window needs the blocks with its last positions, a recurrent group one block.

@@ -22,6 +22,7 @@ SLIDING = LayerGroup(1, "sliding", 2 * B + 1, layers=(1, 2), bytes_per_token_per
 STATE = LayerGroup(2, "recurrent", layers=(3,), parts=(StatePart("state", "f32", (4 * KIB,)),))
 MODEL = Fingerprint("m", "w", block_tokens=B, engine_block_tokens=B, groups=(FULL, SLIDING, STATE))
 SMALL = ("host.capacity=8MiB", "host.staging=2MiB", "host.arena=1MiB", "nvme.enabled=false")
+SMALL_NVME = ("host.capacity=5MiB", "host.staging=2MiB", "host.arena=1MiB", "nvme.capacity=6MiB", "nvme.slab=1MiB")
 
 
 def prompt(conversation: int, blocks: int, shared: int = 0) -> npt.NDArray[np.int32]:
@@ -79,6 +80,24 @@ def test_what_no_boundary_needs_leaves_first() -> None:
         assert [resumed(session, conversation, 24).blocks for conversation in range(1, 9)] == [24] * 8
         shorter = session.resume_point(prompt(1, 20))
         assert (shorter.blocks, shorter.ended_by, shorter.reason) == (0, 1, "evicted")
+
+
+@pytest.mark.parametrize("room", ["dram", "nvme"])
+def test_blocks_before_a_gap_leave_first_too(room: str) -> None:
+    """An engine that is ahead of the daemon gives up windows before they are stored. What was stored before such a gap
+    ends no prompt.
+    """
+    with running_daemon(*(SMALL if room == "dram" else SMALL_NVME)) as daemon, daemon.connect(MODEL) as session:
+        for conversation in range(1, 9):
+            tokens = prompt(conversation, 24)
+            for first in range(24):
+                for group in (0, 1, 2) if first % 5 < 3 or first > 21 else (0,):
+                    receipt = session.put(
+                        tokens, first_block=first, payloads=[payload(conversation, group, first)], group=group
+                    )
+                    assert receipt.visible_blocks == 1, receipt
+        assert daemon.status().counters["evicted_blocks"] > 80
+        assert [resumed(session, conversation, 24).blocks for conversation in range(1, 9)] == [24] * 8
 
 
 def test_a_shared_system_prompt_resumes_where_it_ends() -> None:

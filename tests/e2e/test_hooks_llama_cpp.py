@@ -24,7 +24,8 @@ import llama_cpp
 from llama_cpp import Llama, LlamaRAMCache
 
 from kvstore_client.paths import costs_file
-from kvstore_connectors.llama_cpp import KVStoreLlamaCache, PromptClock, file_digest, fingerprint_of
+from kvstore_connectors.llama_cpp import KVStoreLlamaCache, PromptClock
+from kvstore_connectors.llama_identity import file_digest, fingerprint_of
 from kvstore_connectors.llama_probe import probed_state
 from kvstore_restore.choice import LoadChoice
 from tests.reference.tiny_llama import write_tiny_llama

@@ -323,5 +323,5 @@ def test_a_file_that_is_not_mapped_and_older_than_the_process_is_known(
     llm = opened(model, use_mmap=False)
     with pytest.raises(ValueError, match=r"younger than this process.*weights_digest="):
         cached(llm, tmp_path)
-    monkeypatch.setattr("kvstore_connectors.llama_cpp.process_began", lambda: os.stat(model).st_ctime + 1)
+    monkeypatch.setattr("kvstore_connectors.llama_identity.process_began", lambda: os.stat(model).st_ctime + 1)
     cached(llm, tmp_path).close()

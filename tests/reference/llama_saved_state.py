@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,19 +27,21 @@ def row(seed: int, layer: int, kind: int, token: int, elements: int) -> bytes:
     return np.random.default_rng([seed, layer, kind, token]).bytes(elements * _ELEMENT_BYTES)
 
 
-def saved_state(form: SavedLayers, tokens: int, seed: int) -> bytes:
+def saved_state(form: SavedLayers, tokens: int, seed: int, cells: Sequence[int] = ()) -> bytes:
+    """Return the state of `tokens` tokens, or of those that `cells` names, in this order."""
+    cells = cells or range(tokens)
     data = struct.pack("<I", len(form.architecture)) + form.architecture
-    data += struct.pack("<II", 1, tokens)
-    for token in range(tokens):
+    data += struct.pack("<II", 1, len(cells))
+    for token in cells:
         data += struct.pack("<iIi", token, 1, 0)
     data += struct.pack("<II", form.transposed, form.layers)
     for layer in range(form.layers):
         data += struct.pack("<iQ", _F16, 6 * _ELEMENT_BYTES)
-        data += b"".join(row(seed, layer, 0, token, 6) for token in range(tokens))
+        data += b"".join(row(seed, layer, 0, token, 6) for token in cells)
     if not form.has_values:
         return data
     for layer in range(form.layers):
-        rows = [row(seed, layer, 1, token, 4) for token in range(tokens)]
+        rows = [row(seed, layer, 1, token, 4) for token in cells]
         if form.transposed:
             data += struct.pack("<iII", _F16, _ELEMENT_BYTES, 4)
             data += b"".join(r[2 * element : 2 * element + 2] for element in range(4) for r in rows)

@@ -163,6 +163,8 @@ def _family(keys: Hyperparameters) -> Architecture:
 
 def _state(keys: Hyperparameters) -> str:
     """Return what a file of an unknown architecture says that its layers keep, where that is not K and V alone."""
+    if keys.architecture == "gpt-oss":
+        return ", with experts and learned sinks of attention,"
     for marks, state in _STATES:
         if any(keys.get(mark) is not None for mark in marks):
             return f", {state},"

@@ -42,6 +42,11 @@ def check_tensors(file: GGUFFile, config: ModelConfig) -> None:
         if info.offset_bytes % _ALIGNMENT_BYTES:
             raise UnsupportedModel(f"tensor {name} is not aligned to {_ALIGNMENT_BYTES} bytes in the file")
     unknown = [name for name in file.tensors if name not in expected]
+    sinks = [name for name in unknown if name.endswith("attn_sinks.weight")]
+    if sinks:
+        raise UnsupportedModel(
+            f"tensor {sinks[0]}: learned sinks of attention are not supported; attention over the paged cache has none"
+        )
     if unknown:
         raise UnsupportedModel(
             f"tensor {unknown[0]} is not part of the architecture {config.architecture} as it is supported"

@@ -186,7 +186,7 @@ class Store:
             partial(_discard, self.keyed[at]) if at in self.keyed else exit_.retire for at, exit_ in enumerate(exits)
         ]
         self.damage = Damage(residency, self.tiers, self.discard, clock, self.counters, commit)
-        parts = RoomParts(self.policies, exits, self.orphans, priorities, self.damage, self.modes)
+        parts = RoomParts(self.policies, exits, self.orphans, priorities, self.boundaries, self.damage, self.modes)
         self.rooms, self.copiers, self.writeback = make_rooms(ground, links, parts, commit, gates)
         self.retention = make_retention(ground, self.policies, parts, self.rooms, self.discard, commit)
         self.device_check = DeviceCheck(residency, self.exporters, completions, self.damage)

@@ -27,6 +27,7 @@ from kvstored.store.degraded.modes import DegradedModes
 from kvstored.store.endurance.account import EnduranceAccount
 from kvstored.store.policies import Admission, EvictionPolicy, create_admission
 from kvstored.store.policies.admission import Always, Reused
+from kvstored.store.policies.boundaries import Boundaries
 from kvstored.store.policies.ranked import Priorities
 from kvstored.store.remote import Absences
 from kvstored.store.transfer.admission import FrequencyAdmission, RemoteWrites, TierGate, TierIntake
@@ -127,6 +128,7 @@ class RoomParts(NamedTuple):
     exits: Sequence[SlotExit]
     orphans: OrphanQueue
     priorities: Priorities
+    boundaries: Boundaries
     damage: Damage
     modes: DegradedModes
 
@@ -292,7 +294,9 @@ def make_rooms(
             demoter = above
         victims = Victims(parts.policies[position], residency, parts.orphans, parts.priorities, ground.clock)
         exits = parts.exits[position]
-        eviction = Eviction(position, residency, exits, above, ground.clock, ground.counters, ground.flows)
+        eviction = Eviction(
+            position, residency, exits, above, ground.clock, ground.counters, ground.flows, parts.boundaries.lost
+        )
         relocation: Relocation = MemoryRelocation(tier, ground.completions)
         if commit is not None and position == residency.durable:
             relocation = LaneRelocation(tier, links.mover, links.lane(mapped, position), commit)

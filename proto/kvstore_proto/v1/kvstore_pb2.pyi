@@ -1135,6 +1135,7 @@ class Store(google.protobuf.message.Message):
     DURABILITY_FIELD_NUMBER: builtins.int
     RESERVATION_FIELD_NUMBER: builtins.int
     TERMS_FIELD_NUMBER: builtins.int
+    BEFORE_FIELD_NUMBER: builtins.int
     loan: builtins.int
     group: builtins.int
     keys: builtins.bytes
@@ -1149,6 +1150,8 @@ class Store(google.protobuf.message.Message):
     """0 = not written, the client believes the block to be present"""
     reservation: builtins.int
     """instead of a loan: each of `pages` counts a slot of it, from 1"""
+    before: builtins.bytes
+    """in a group of windows or states: keys right before parents[0], in chain order, so that"""
     @property
     def pages(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """for each block: offset of its slot in the staging memory / 4096, plus 1;"""
@@ -1170,9 +1173,10 @@ class Store(google.protobuf.message.Message):
         durability: global___DurabilityMode.ValueType = ...,
         reservation: builtins.int = ...,
         terms: global___Terms | None = ...,
+        before: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["terms", b"terms"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["durability", b"durability", "extras", b"extras", "group", b"group", "keys", b"keys", "loan", b"loan", "pages", b"pages", "parents", b"parents", "payload_bytes", b"payload_bytes", "reservation", b"reservation", "terms", b"terms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["before", b"before", "durability", b"durability", "extras", b"extras", "group", b"group", "keys", b"keys", "loan", b"loan", "pages", b"pages", "parents", b"parents", "payload_bytes", b"payload_bytes", "reservation", b"reservation", "terms", b"terms"]) -> None: ...
 
 global___Store = Store
 

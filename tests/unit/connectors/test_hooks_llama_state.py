@@ -35,6 +35,31 @@ def test_what_is_cut_and_joined_is_the_same_state(
     assert assemble_state(state.shape, payloads, BLOCK).tobytes() == data
 
 
+@given(transposed=st.booleans(), oldest=st.integers(0, 9), seed=st.integers(0, 100))
+def test_windowed_layers_are_a_ring_of_their_own(transposed: bool, oldest: int, seed: int) -> None:
+    """Their cells are in any order, and the oldest are gone: blocks that are whole are the ones of all tokens."""
+    form, tokens = SavedLayers(2, transposed=transposed), 5 * BLOCK + 2
+    order = np.random.default_rng(seed).permutation(np.arange(oldest, tokens)).tolist()
+    every = parse_state(saved_state(form, tokens, seed + 1))
+    state = parse_state(saved_state(form, tokens, seed) + saved_state(form, tokens, seed + 1, order)[9:])
+    assert state.window is not None and state.shape.window == state.window.shape
+    there = state.window.whole_blocks(5, BLOCK)
+    assert there == list(range(-(-oldest // BLOCK), 5))
+    whole, window = (
+        [np.zeros(state.shape.token_bytes * BLOCK, np.uint8) for _ in numbers] for numbers in (range(5), there)
+    )
+    for block, payload in enumerate(whole):
+        state.write_block(block * BLOCK, BLOCK, payload)
+    for block, payload in zip(there, window, strict=True):
+        expected = np.zeros_like(payload)
+        state.window.write_block(block * BLOCK, BLOCK, payload)
+        every.write_block(block * BLOCK, BLOCK, expected)
+        assert np.array_equal(payload, expected)
+    joined = assemble_state(state.shape, whole, BLOCK, window).tobytes()
+    kept = list(range(there[0] * BLOCK, 5 * BLOCK))
+    assert joined == saved_state(form, 5 * BLOCK, seed) + saved_state(form, tokens, seed + 1, kept)[9:]
+
+
 @given(transposed=st.booleans(), shared=st.integers(1, 3), seed=st.integers(0, 100))
 def test_two_states_share_the_blocks_of_the_tokens_they_share(transposed: bool, shared: int, seed: int) -> None:
     """Also where one has a tail that fills no block: this is what makes turns of a conversation cheap to keep."""
@@ -85,7 +110,7 @@ def with_number(data: bytes, offset: int, value: int) -> bytes:
     ("data", "why"),
     [
         (b"", "in the middle"),
-        (saved_state(SavedLayers(2), BLOCK, 3) + saved_state(SavedLayers(2), BLOCK, 3)[9:], "more than one attention"),
+        (saved_state(SavedLayers(2), BLOCK, 3) + 2 * saved_state(SavedLayers(2), BLOCK, 3)[9:], "more than attention"),
         (with_number(saved_state(SavedLayers(2), BLOCK, 3), 9, 2), "2 streams"),
         (with_number(saved_state(SavedLayers(2), BLOCK, 3), 13, 0), "empty"),
         (with_number(saved_state(SavedLayers(2), BLOCK, 3), 21, 2), "one sequence"),

@@ -41,7 +41,7 @@ def _contents(path: Path) -> tuple[dict[str, object], dict[str, Tensor]]:
         ({"general.architecture": "falcon-h1", "falcon-h1.ssm.state_size": 16}, ("'falcon-h1'", "recurrent")),
         ({"general.architecture": "lfm2", "lfm2.shortconv.l_cache": 3}, ("'lfm2'", "recurrent")),
         ({"general.architecture": "t5", "t5.decoder_start_token_id": 0}, ("'t5'", "an encoder and a decoder")),
-        ({"general.architecture": "gpt-oss"}, ("'gpt-oss'", "supported")),
+        ({"general.architecture": "gpt-oss"}, ("'gpt-oss'", "experts", "learned sinks", "supported")),
         ({"llama.expert_count": 8}, ("mixture-of-experts",)),
         ({"llama.rope.scaling.type": "dynamic"}, ("dynamic", "yarn", "longrope")),
         (
@@ -82,6 +82,13 @@ def test_nothing_is_silently_dropped(tmp_path: Path) -> None:
     for extra in ("blk.0.attn_q_norm.weight", "blk.0.attn_norm.bias", "output.bias", "rope_factors_long.bias"):
         more = {**tensors, extra: (0, (32,), bytes(128))}
         assert extra in _refusal(write_gguf(tmp_path / "more.gguf", metadata, more))
+
+
+def test_learned_sinks_are_refused_by_name(tmp_path: Path) -> None:
+    """Without them the scores' sums would be others, and all answers wrong."""
+    metadata, tensors = _contents(write_model(tmp_path / "m.gguf", _TINY))
+    more = {**tensors, "blk.0.attn_sinks.weight": (0, (2,), bytes(8))}
+    assert "blk.0.attn_sinks.weight: learned sinks" in _refusal(write_gguf(tmp_path / "sinks.gguf", metadata, more))
 
 
 def test_half_of_a_projection_is_not_enough(tmp_path: Path) -> None:

@@ -40,6 +40,13 @@ class Scene:
         rows = self.shelf.chain(*chain)
         self.boundaries.stored([row for number, row in zip(chain, rows, strict=True) if number not in known])
 
+    def put_after_gap(self, before: range, *chain: int) -> None:
+        """Store `chain`, whose first block continues the last of `before`, which may not be stored."""
+        residency = self.residency
+        rows = [self.shelf.store(number, parent) for parent, number in pairwise((before[-1], *chain))]
+        self.boundaries.stored(rows, [key(number) for number in before[:-1]])
+        residency.touch_run(rows, 1)
+
     def row(self, number: int) -> int:
         return self.residency.find(0, key(number))
 
@@ -51,7 +58,10 @@ class Scene:
         row = self.victims.next(())
         assert row >= 0 and self.residency.is_evictable(row, 0)
         number = int.from_bytes(self.residency.key(row), "big") - 1
+        above = self.residency.parent(row)
         self.residency.remove(row, Cause.EVICTED, 1)
+        if above >= 0 and self.residency.rows.mask[above]:
+            self.boundaries.lost(above, self.residency.find_any(0, key(number)) < 0)
         return number
 
 
@@ -83,6 +93,56 @@ def test_what_another_prompt_branched_from_stays() -> None:
     assert scene.spent(20, 21, 22, 23) == [20, 21]
     scene.put(0, 1, 30)
     assert scene.spent(*range(4)) == []
+
+
+def test_what_was_stored_before_a_gap_ends_no_prompt() -> None:
+    scene = Scene(3)
+    scene.put(*range(6))
+    scene.put_after_gap(range(9), 9, 10, 11, 12)
+    assert scene.spent(*range(6), 9, 10, 11, 12) == [*range(6), 9]
+    scene.put_after_gap(range(14), 14)
+    assert scene.spent(*range(6), 9, 10, 11, 12, 14) == [*range(6), 9, 10, 11, 12]
+    assert list(np.flatnonzero(~scene.boundaries._spent([0]))) == [scene.row(14)]
+    scene.put(0, 1, 2, 3, 20)
+    assert scene.spent(*range(6)) == [0, 4, 5], "another prompt has branched behind 3"
+    assert check(scene.residency) == []
+    while len(scene.residency):
+        scene.evict()
+    assert scene.residency.rows.live == 0 and check(scene.residency) == []
+
+
+def test_keys_before_a_gap_that_are_forged_make_no_circle() -> None:
+    scene = Scene(2)
+    scene.put_after_gap(range(5), 5, 6)
+    residency = scene.residency
+    placeholder = residency.parent(scene.row(5))
+    residency.continue_after(placeholder, scene.row(6))
+    assert residency.parent(placeholder) < 0 and check(residency) == []
+    residency.continue_after(scene.row(6), placeholder)
+    assert residency.parent(scene.row(6)) == scene.row(5) and check(residency) == []
+
+
+@pytest.mark.parametrize("last", [7, 6])
+def test_what_is_left_of_a_window_leaves_next(last: int) -> None:
+    """Without one of its blocks the others of a window are of no use, unless another prompt branched there."""
+    scene = Scene(4)
+    scene.put(*range(100, 108))
+    scene.put(*range(8))
+    assert sorted(scene.evict() for _ in range(8)) == [0, 1, 2, 3, 100, 101, 102, 103]
+    row = scene.row(last)
+    scene.residency.remove(row, Cause.EVICTED, 1)
+    scene.boundaries.lost(scene.row(last - 1), last == 7)
+    assert scene.spent(*range(4, last)) == list(range(4, last))
+    assert {scene.evict() for _ in range(last - 4)} == set(range(4, last))
+    assert scene.spent(104, 105, 106, 107) == []
+
+
+def test_a_shorter_boundary_takes_the_place_of_one_that_is_lost() -> None:
+    scene = Scene(2)
+    scene.put(0, 1, 2, 3)
+    scene.residency.remove(scene.row(3), Cause.EVICTED, 1)
+    scene.boundaries.lost(scene.row(2), True)
+    assert scene.spent(0, 1, 2) == [0], "the window before 3 is there"
 
 
 def test_a_recurrent_group_keeps_the_state_at_the_end_and_at_a_branch() -> None:

@@ -93,8 +93,10 @@ class PutVerb:
         if staged is None:
             return _sent_again(len(keys))
         sizes = [request.payload_bytes] * len(keys)
-        terms = terms_of(request.terms)
-        offer = Offer(request.group, request.keys, keys, parents, extras, sizes, staged, offsets, reserved, terms)
+        terms, before = terms_of(request.terms), keys_of(request.before, limits.max_keys)
+        offer = Offer(
+            request.group, request.keys, keys, parents, extras, sizes, staged, offsets, reserved, terms, before
+        )  # fmt: skip
         try:
             return self.store_inline(session, offer, request.durability)
         except Exception:

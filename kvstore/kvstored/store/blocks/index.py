@@ -166,7 +166,7 @@ class Residency(ResidencyView):
         self.use_with = listeners.use_with
         tree = ChainTree(self, listeners)
         self.forget_empty = tree.forget_empty
-        self.parent_or_placeholder = tree.parent_or_placeholder
+        self.parent_or_placeholder, self.continue_after = tree.parent_or_placeholder, tree.continue_after
         arrival = Arrival(self, tree, listeners, ghost_keys)
         self.tenant = arrival.tenant
         self.kind_number = arrival.kind_number

@@ -112,6 +112,21 @@ class ChainTree:
             row = index.unreadable[key] = self.take(key, kind, max(0, depth - 1), payload_bytes)
         return row
 
+    def continue_after(self, row: int, above: int) -> None:
+        """Let the placeholder `row` continue the chain of row `above`, between which are blocks without a row. Nothing
+        changes if `row` has a copy or a parent, or is itself above.
+        """
+        rows, ancestor = self._view.rows, above
+        if rows.mask[row] or rows.filling[row] or rows.parent[row] >= 0:
+            return
+        while ancestor >= 0:
+            if ancestor == row:
+                return
+            ancestor = rows.parent[ancestor]
+        self._view.changes += 1
+        rows.parent[row] = above
+        rows.links[above] += 1
+
     def to_dictionary(self, row: int) -> None:
         """Move the key of the bulk row `row`, which is about to change, to the dictionary of its tenant. It does
         nothing for a free row.

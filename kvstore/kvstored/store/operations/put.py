@@ -67,6 +67,7 @@ class _Intake:
     mode: DurabilityMode
     statuses: bytearray  # by position in the request
     terms: Terms  # of new blocks
+    before: Sequence[bytes]  # keys, see Offer
     blocks: list[StagedBlock] = field(default_factory=list)
     begun: int = 0
     parts: list[_Part] = field(default_factory=list)
@@ -106,7 +107,7 @@ class Puts:
             tenant, _leading_chain(offer), offer.parents[0] if offer.keys else b"", self._clock.monotonic_ns()
         )
         statuses, terms = bytearray([StoreStatus.FAILED] * len(offer.keys)), self._retention.of_new(tenant, offer.terms)
-        intake = _Intake(client, mode, statuses, terms)
+        intake = _Intake(client, mode, statuses, terms, offer.before)
         present: list[tuple[int, int]] = []
         rows = self._retention.find_each(tenant, offer.packed)
         for position, (key, row) in enumerate(zip(offer.keys, rows, strict=True)):
@@ -203,8 +204,7 @@ class Puts:
         return min(begun + max(most, 1), len(blocks))
 
     def _begin_blocks(self, intake: _Intake, end: int, slot: Slot | None = None) -> None:
-        """Give blocks up to `end` a slot and an unreadable row each, until one needs room to be made; `slot` is for the
-        first of them."""
+        """Give blocks up to `end` a slot and a row each, until one needs room to be made; `slot` is for the first."""
         residency, client, tenant = self._residency, intake.client, intake.client.tenant_id
         now_ns = self._clock.monotonic_ns()
         key, depth = NO_PARENT, 0  # of the block that began last
@@ -351,7 +351,7 @@ class Puts:
             self._counters.add("stored_blocks", len(published))
             self._counters.add("stored_bytes", stored_bytes)
             self._retention.stored(list(published.values()), intake.terms)
-            self._boundaries.stored(list(published.values()))
+            self._boundaries.stored(list(published.values()), intake.before)
             residency.touch_run(list(published.values()), now_ns, intake.client.device_tiers)
         writeback, at_once = self._writeback, intake.mode == DurabilityMode.ALWAYS
         if writeback is None or intake.mode == DurabilityMode.NONE:

@@ -107,7 +107,8 @@ class StagedBlock:
 @dataclass(frozen=True, slots=True)
 class Offer:
     """The blocks that a put wants stored, in chain order. Each sequence has one entry for each block. `offsets` are
-    places in `staged`, or NOWHERE for a block that the client believes to be stored and has not written.
+    places in `staged`, or NOWHERE for a block that the client believes to be stored and has not written. `before` has
+    keys of blocks right before the first parent, in chain order.
     """
 
     group: int
@@ -120,6 +121,7 @@ class Offer:
     offsets: Sequence[int]
     reserved: Reserved | None = None  # `staged`, where each block is in its slot already
     terms: Terms = NO_TERMS  # how long to keep the blocks
+    before: Sequence[bytes] = ()
 
     def block(self, position: int) -> StagedBlock:
         """Return the block at `position` of the request as a StagedBlock."""

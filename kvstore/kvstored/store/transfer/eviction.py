@@ -8,7 +8,7 @@ copy is kept; a chain gets no hole; a slot with readers is held in limbo (kept f
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -114,7 +114,9 @@ class Allowance:
 
 
 class Eviction:
-    """The removal of copies from the tier at `position`, with a demotion to the tier below if it is wanted."""
+    """The removal of copies from the tier at `position`, with a demotion to the tier below if it is wanted. `lost` is
+    `Boundaries.lost`.
+    """
 
     def __init__(
         self,
@@ -125,6 +127,7 @@ class Eviction:
         clock: Clock,
         counters: Counters,
         flows: Flows,
+        lost: Callable[[int, bool], None],
     ) -> None:
         self.position = position
         self._residency = residency
@@ -132,6 +135,7 @@ class Eviction:
         self.demoter = demoter
         self._clock = clock
         self._counters = counters
+        self._lost = lost
         self._flow = flows.tiers[position]
 
     def may_go(self, row: int) -> bool:
@@ -179,8 +183,12 @@ class Eviction:
         if TIER_SETS[residency.tier_mask(row)].without(position):
             retire(residency.detach(row, position), tenant)
         elif residency.may_forget(row):
+            above, key = residency.parent(row), residency.key(row)
+            is_alone = above >= 0 and residency.stands_alone(row)
             for taken in residency.remove(row, cause, self._clock.monotonic_ns()):
                 retire(taken.slot, tenant)
+            if is_alone and residency.rows.mask[above]:
+                self._lost(above, residency.find_any(tenant, key) < 0)
             self._counters.add("expired_blocks" if cause is Cause.EXPIRED else "evicted_blocks")
         else:
             return
