@@ -84,8 +84,8 @@ def test_what_no_boundary_needs_leaves_first() -> None:
 
 @pytest.mark.parametrize("room", ["dram", "nvme"])
 def test_blocks_before_a_gap_leave_first_too(room: str) -> None:
-    """An engine that is ahead of the daemon gives up windows before they are stored. What was stored before such a gap
-    ends no prompt.
+    """An engine that is ahead of the daemon gives up windows before they are stored. What was stored before
+    that gap ends no prompt.
     """
     with running_daemon(*(SMALL if room == "dram" else SMALL_NVME)) as daemon, daemon.connect(MODEL) as session:
         for conversation in range(1, 9):

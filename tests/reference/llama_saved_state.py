@@ -28,7 +28,7 @@ def row(seed: int, layer: int, kind: int, token: int, elements: int) -> bytes:
 
 
 def saved_state(form: SavedLayers, tokens: int, seed: int, cells: Sequence[int] = ()) -> bytes:
-    """Return the state of `tokens` tokens, or of those that `cells` names, in this order."""
+    """Return the state of `tokens` tokens, or of the positions `cells`, in this order."""
     cells = cells or range(tokens)
     data = struct.pack("<I", len(form.architecture)) + form.architecture
     data += struct.pack("<II", 1, len(cells))

@@ -85,7 +85,7 @@ def test_nothing_is_silently_dropped(tmp_path: Path) -> None:
 
 
 def test_learned_sinks_are_refused_by_name(tmp_path: Path) -> None:
-    """Without them the scores' sums would be others, and all answers wrong."""
+    """If they were left out, all answers would be wrong."""
     metadata, tensors = _contents(write_model(tmp_path / "m.gguf", _TINY))
     more = {**tensors, "blk.0.attn_sinks.weight": (0, (2,), bytes(8))}
     assert "blk.0.attn_sinks.weight: learned sinks" in _refusal(write_gguf(tmp_path / "sinks.gguf", metadata, more))

@@ -124,7 +124,7 @@ def test_keys_before_a_gap_that_are_forged_make_no_circle() -> None:
 
 @pytest.mark.parametrize("last", [7, 6])
 def test_what_is_left_of_a_window_leaves_next(last: int) -> None:
-    """Without one of its blocks the others of a window are of no use, unless another prompt branched there."""
+    """A window that lost a block is of no use, unless another prompt branched there."""
     scene = Scene(4)
     scene.put(*range(100, 108))
     scene.put(*range(8))
