@@ -256,7 +256,7 @@ class Get:
         """
         reply, chain, on_device, anchor = answer
         fixed_payload_bytes = self._prefix.fingerprint.payload_bytes(self._prefix.group.group_id)  # 0: open
-        blocks: list[LeasedBlock] = []
+        blocks, exact = list[LeasedBlock](), self._prefix.daemon.exact
         mapped: dict[int, tuple[Bytes, memoryview]] = {}
         places = zip(chain.keys, reply.arena_ids, reply.offsets, reply.payload_bytes, reply.generations, strict=False)
         for index, (key, arena_id, offset, payload_bytes, generation) in enumerate(places):
@@ -279,7 +279,7 @@ class Get:
             inside = offset % ALIGNMENT_BYTES == 0 and offset + HEADER_BYTES + payload_bytes <= end
             is_right = inside and fixed_payload_bytes in (0, payload_bytes)
             if is_right and self._verify:
-                is_right = not mismatch(view, at, key, chain.tokens_of(index), payload_bytes, generation)
+                is_right = not mismatch(view, at, key, chain.tokens_of(index), payload_bytes, generation, exact=exact)
             if not is_right:
                 self._counters.add(verify_failures=1)
                 return blocks, REASON_VERIFY_FAILED

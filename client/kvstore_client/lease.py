@@ -30,13 +30,13 @@ from kvstore_client.arrays import Kind, LeaseArray
 from kvstore_client.errors import invalid
 from kvstore_client.keys import Chain
 from kvstore_client.memory import Bytes
-from kvstore_proto.arena import HEADER_BYTES, MAGIC, TOKENS_OFFSET, VERSION
+from kvstore_proto.arena import ERROR_OFFSET, HEADER_BYTES, MAGIC, TOKENS_OFFSET, VERSION
 from kvstore_proto.kv_layout import KVLayout
 from kvstore_proto.token_ids import TokenIds
 
 MAX_MARGIN_S = 0.5
 MARGIN_SHARE = 0.1
-_HEAD = struct.Struct("<4sHH16s84xIQQ")  # magic, version, flags, key, …, token count, payload bytes, generation
+_HEAD = struct.Struct("<4sHH16s84xIQQ20xf")  # magic, version, flags, key, …, token count, sizes, generation, error
 
 
 class Chunk(Protocol):
@@ -158,6 +158,14 @@ class Lease:
         if leased.chunk is not None:
             return leased.chunk.read(start, leased.payload_bytes)
         return leased.arena[start : start + leased.payload_bytes]
+
+    def error_bound(self, block: int) -> float:
+        """Return how far the numbers of a block's payload may be from those that were put: 0 for an exact copy, which
+        is what every session gets that did not `connect(exact=False)`. docs/kvstored.md has the unit of each codec.
+        Raises the errors of `payload`."""
+        leased = self.leased(block)
+        start = ERROR_OFFSET + (leased.offset if leased.chunk is None else 0)
+        return float(leased.arena[start : start + 4].view("<f4")[0])
 
     def device_address(self, block: int) -> int:
         """Return the address of a block's payload in device memory, for reads on the device; 0 for a block in host
@@ -307,10 +315,18 @@ def _flat_bytes(destination: npt.NDArray[Any], expected_bytes: int) -> Bytes:
 
 
 def mismatch(
-    arena: memoryview, offset: int, key: bytes, tokens: bytes | None, payload_bytes: int, generation: int
+    arena: memoryview,
+    offset: int,
+    key: bytes,
+    tokens: bytes | None,
+    payload_bytes: int,
+    generation: int,
+    *,
+    exact: bool = False,
 ) -> str:
-    """Return the difference between the header at `offset` and the requested block; "" if there is none."""
-    magic, version, _, found_key, count, found_bytes, found_generation = _HEAD.unpack_from(arena, offset)
+    """Return the difference between the header at `offset` and the requested block; "" if there is none. A lossy copy
+    differs from a block that has to be `exact`."""
+    magic, version, _, found_key, count, found_bytes, found_generation, error = _HEAD.unpack_from(arena, offset)
     if magic != MAGIC or version != VERSION:
         return "no block header"
     if found_key != key:
@@ -319,6 +335,8 @@ def mismatch(
         return "generation"
     if found_bytes != payload_bytes:
         return "payload size"
+    if error and exact:
+        return "exactness"
     if tokens is None:
         return ""
     start = offset + TOKENS_OFFSET

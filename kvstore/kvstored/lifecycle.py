@@ -54,7 +54,7 @@ def advance(state: int, step: Step) -> CopyState:
 
 
 class Cause(IntEnum):
-    """The cause why a block is not served. The numbers are the wire's MissReason. The last three: its put was
+    """The cause why a block is not served. The numbers are the wire's MissReason. 11 to 13: its put was
     refused.
     """
 
@@ -71,6 +71,7 @@ class Cause(IntEnum):
     NO_ROOM = 11
     OVER_QUOTA = 12
     DECLINED = 13
+    LOSSY_ONLY = 14
 
 
 # Causes that obey leaf-first and leases: the daemon chose the block, so it must choose one that leaves no

@@ -15,8 +15,8 @@ from kvstored.store.retention import Retention
 
 
 class TenantShares:
-    """Sets the shares and the terms of tenants. `policies` has the policy of each tier; `retention` gets the terms of
-    tenants' new blocks."""
+    """Sets the shares and the terms of tenants, and whether they allow lossy copies. `policies` has the policy of each
+    tier; `retention` gets the terms of tenants' new blocks."""
 
     def __init__(
         self, tenants: TenantDirectory, residency: Residency, policies: Sequence[EvictionPolicy], retention: Retention
@@ -30,15 +30,17 @@ class TenantShares:
         """Set the shares of all tenants with limits. At the start this protects recovered blocks before a client of the
         tenant connects. After a change of the list it also sets the tenants that have a share or terms already."""
         shares = {number for policy in self._policies for number in policy.shares} | self._retention.defaults.keys()
+        shares |= self._residency.exactness.tenants
         for tenant in self._tenants.all():
             limits = tenant.limits
             is_special = limits.host_min_bytes or limits.host_max_bytes or limits.nvme_max_bytes or _terms(limits)
+            is_special = is_special or limits.lossy
             number = self._residency.tenant(tenant.index_name) if is_special or shares else -1
             if is_special or number in shares:
                 self.set(tenant, number)
 
     def set(self, tenant: Tenant, tenant_id: int) -> None:
-        limits = tenant.limits
+        limits, lossy = tenant.limits, self._residency.exactness.tenants
         shares = {
             self._residency.mapped: Share(limits.host_min_bytes, limits.host_max_bytes or None),
             self._residency.durable: Share(0, limits.nvme_max_bytes or None),
@@ -46,6 +48,7 @@ class TenantShares:
         for policy in self._policies:
             if policy.tier in shares:
                 policy.set_share(tenant_id, shares[policy.tier])
+        (lossy.add if limits.lossy else lossy.discard)(tenant_id)
         self._retention.defaults.pop(tenant_id, None)
         if (terms := _terms(limits)) is not None:
             self._retention.defaults[tenant_id] = terms

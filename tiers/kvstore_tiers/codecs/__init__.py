@@ -26,12 +26,21 @@ class Undecodable(ValueError):
     """Raised for stored bytes that the codec cannot have written. The message says what is wrong with them."""
 
 
+class Encoded(NamedTuple):
+    """The length of an encoded form, and how far the numbers that `decode` gives back may be from the payload's: 0 of
+    a codec that is not lossy."""
+
+    nbytes: int
+    error: float = 0.0
+
+
 class Codec(ABC):
     """One form of payloads. Both `encode` and `decode` are called from several threads at once, and release the GIL for
     long work."""
 
     name: ClassVar[str]
-    number: ClassVar[int]  # 1 to 255; 255 is kept for tests
+    number: ClassVar[int]  # 1 to 255; 254 and 255 are kept for tests
+    is_lossy: ClassVar[bool] = False  # what `decode` gives back may differ from the payload
 
     @abstractmethod
     def bound(self, payload_bytes: int) -> int:
@@ -39,10 +48,10 @@ class Codec(ABC):
         memory is allocated."""
 
     @abstractmethod
-    def encode(self, header: BlockHeader, payload: memoryview, target: memoryview) -> int:
-        """Write the encoded form of `payload` to the front of `target`, which has `bound` bytes; return the length in
-        bytes. `header` names the owner of the payload, and the fingerprint from which its shape follows. When the
-        length is not less than the payload's, the payload is stored as it is."""
+    def encode(self, header: BlockHeader, payload: memoryview, target: memoryview) -> Encoded:
+        """Write the encoded form of `payload` to the front of `target`, which has `bound` bytes. `header` names the
+        owner of the payload, and the fingerprint from which its shape follows. When the length is not less than the
+        payload's, the payload is stored as it is."""
 
     @abstractmethod
     def decode(self, header: BlockHeader, stored: memoryview, payload: memoryview) -> None:
@@ -60,7 +69,11 @@ class Entry(NamedTuple):
 
 
 CODECS: dict[str, Entry] = {}
-MADE_UP, _OF_TESTS = "made-up", Entry(255, "kvstore_tiers.testing.made_up_codec", "MadeUpCodec")
+MADE_UP, ROUNDING = "made-up", "rounding"
+_OF_TESTS = {
+    MADE_UP: Entry(255, "kvstore_tiers.testing.made_up_codec", "MadeUpCodec"),
+    ROUNDING: Entry(254, "kvstore_tiers.testing.rounding_codec", "RoundingCodec"),
+}
 
 
 def codec_names() -> tuple[str, ...]:
@@ -87,7 +100,7 @@ def codec_name(number: int) -> str:
 
 
 def _known() -> dict[str, Entry]:
-    return CODECS | {MADE_UP: _OF_TESTS} if os.environ.get(TESTING_ENVIRONMENT) else CODECS
+    return CODECS | _OF_TESTS if os.environ.get(TESTING_ENVIRONMENT) else CODECS
 
 
 @cache

@@ -9,8 +9,11 @@ Invariant: a payload is delivered only if the stored bytes and the payload both 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
+
+import numpy as np
 
 from kvstore_proto.arena import HEADER_BYTES, BlockHeader, Coded, slot_bytes
 from kvstore_tiers.base import Outcome, OutcomeKind
@@ -32,8 +35,9 @@ SIZES_A_PAYLOAD = 32
 
 
 def image_bytes(codec: Codec, payload_bytes: int) -> int:
-    """Return the bytes of memory that `encode_image` needs for a payload."""
-    return HEADER_BYTES + aligned_up(codec.bound(payload_bytes))
+    """Return the bytes of memory that `encode_image` needs for a payload: a lossy codec also decodes what it made."""
+    decoded_bytes = aligned_up(payload_bytes) if codec.is_lossy else 0
+    return HEADER_BYTES + aligned_up(codec.bound(payload_bytes)) + decoded_bytes
 
 
 def coded_slot_bytes(payload_bytes: int, stored_bytes: int) -> int:
@@ -48,8 +52,9 @@ def encode_image(codec: Codec, source: Segment, expect_key: bytes, target: Segme
     """Write the image `source`, whose payload is stored as it is, to `target` in the form of `codec`.
 
     `target` has `image_bytes` bytes. The outcome DONE has the header of the new image. A header without a codec says
-    that the block would take no smaller slot in this form; `target` then holds no image. FAILED: the codec failed.
-    CORRUPT: `source` does not hold the block `expect_key`.
+    that the block would take no smaller slot in this form; `target` then holds no image. The header of a lossy image
+    has the checksum of the payload that it decodes to, and the error bound, on top of the bound of `source` itself.
+    FAILED: the codec failed. CORRUPT: `source` does not hold the block `expect_key`.
     """
     header = image_header(source, expect_key)
     if isinstance(header, str):
@@ -58,19 +63,46 @@ def encode_image(codec: Codec, source: Segment, expect_key: bytes, target: Segme
     if checksum_at(payload_address, header.payload_bytes) != header.checksum:
         return Outcome(OutcomeKind.CORRUPT, message="the payload's checksum does not hold")
     bound = codec.bound(header.payload_bytes)
-    if not header.payload_bytes or HEADER_BYTES + bound > target.nbytes:
+    if not header.payload_bytes or image_bytes(codec, header.payload_bytes) > target.nbytes:
         return Outcome(OutcomeKind.DONE, header)
     try:
-        length = codec.encode(header, view(payload_address, header.payload_bytes), view(target_address, bound))
+        payload, made = view(payload_address, header.payload_bytes), view(target_address, bound)
+        length, bound_error = codec.encode(header, payload, made)
     except Exception as error:  # of a library, perhaps: the block is stored as it is
         return Outcome(OutcomeKind.FAILED, message=f"{type(error).__name__}: {error}")
     if not 0 < length <= bound:
         return Outcome(OutcomeKind.FAILED, message=f"codec {codec.name} gave {length} bytes, {bound} were its bound")
     if coded_slot_bytes(header.payload_bytes, length) >= slot_bytes(header.payload_bytes):
         return Outcome(OutcomeKind.DONE, header)
+    if codec.is_lossy:
+        lossy = _as_decoded(codec, header, made[:length], target_address + aligned_up(bound), bound_error)
+        if isinstance(lossy, str):
+            return Outcome(OutcomeKind.FAILED, message=lossy)
+        header = lossy
     coded = replace(header, coded=Coded(codec.number, length, checksum_at(target_address, length)))
     put_bytes(target.address, coded.pack())
     return Outcome(OutcomeKind.DONE, coded, length)
+
+
+def _as_decoded(codec: Codec, header: BlockHeader, made: memoryview, address: int, error: float) -> BlockHeader | str:
+    """Return the header of the payload that the encoded form `made` decodes to, at `address`; a text where the codec
+    failed. Where it is the payload itself, the header is `header`."""
+    try:
+        codec.decode(header, made, view(address, header.payload_bytes))
+    except Exception as failure:
+        return f"it cannot decode what it made: {type(failure).__name__}: {failure}"
+    checksum = checksum_at(address, header.payload_bytes)
+    if checksum == header.checksum:
+        return header
+    if not 0 < error < math.inf:
+        return f"codec {codec.name} is lossy here, with an error bound of {error}"
+    return replace(header, checksum=checksum, error=float32_above(header.error + error))
+
+
+def float32_above(number: float) -> float:
+    """Return the least float32 that is not below `number`."""
+    nearest = np.float32(number)
+    return float(nearest if nearest >= number else np.nextafter(nearest, np.float32(math.inf)))
 
 
 def judge_stored(header: BlockHeader, stored: Sequence[Segment]) -> Outcome | None:

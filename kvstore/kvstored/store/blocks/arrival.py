@@ -183,12 +183,15 @@ class Arrival:
         if others:
             self._listeners.release(row, others)
 
-    def note_stored(self, row: int, tier: int, codec: int, stored_bytes: int) -> None:
-        """Note the form of the copy in `tier`: the number of its codec, 0 for the payload as it is, and its length."""
+    def note_stored(self, row: int, tier: int, codec: int, stored_bytes: int, error: float = 0.0) -> None:
+        """Note the form of the copy in `tier`, before it is published: the number of its codec, 0 for the payload as it
+        is, its length, and the error bound of a lossy copy."""
+        optional = self._view.copies[tier].optional
         if codec:
-            optional = self._view.copies[tier].optional
             optional.set("codec", row, codec)
             optional.set("stored_bytes", row, stored_bytes)
+        if error:
+            self._view.exactness.note(row, tier, error)
 
     def move(self, row: int, tier: int, slot: Slot) -> Slot:
         """Let a readable copy be in `slot`, of its size, to which its bytes were copied. Return the slot that it left.

@@ -17,6 +17,7 @@ from kvstore_proto.arena import slot_bytes
 from kvstore_proto.identity import NO_PARENT
 from kvstore_tiers.base import Slot
 from kvstored.lifecycle import Cause, CopyState
+from kvstored.store.blocks.exactness import Exactness
 from kvstored.store.blocks.ghost import Absence
 from kvstored.store.blocks.keys import TenantIndex, unpack_keys
 from kvstored.store.blocks.rows import RowColumns, TierCopies
@@ -68,6 +69,7 @@ class ResidencyView:
         self.terms_gone: Callable[[int], None] | None = None  # called for a block that goes and had later terms
         self.kind_window: list[int] = []  # by kind number: blocks that a resume needs before it, see `window_of`
         self.window_of: Callable[[int, int], int] = lambda fingerprint_id, group: 0
+        self.exactness = Exactness(self.rows, self.copies, mapped)
         self.changes = 0
         self.deletions = 0
 
@@ -182,7 +184,7 @@ class ResidencyView:
         otherwise the first tier with a readable copy on the client's device, otherwise the first tier with a readable
         copy; -1 if there is none.
         """
-        return self.fastest_of(self.rows.mask[row], device_tiers)
+        return self.fastest_of(self.exactness.best_tiers(row), device_tiers)
 
     def fastest_of(self, tiers: int, device_tiers: int) -> int:
         """Return the result of `fastest` for a block with readable copies in `tiers`."""

@@ -11,22 +11,20 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterable, Sequence
-from functools import partial
+from collections.abc import AsyncGenerator, Sequence
 from itertools import accumulate, groupby
 
 from kvstore_proto.identity import KEY_BYTES, split_keys
-from kvstored.clock import NS_PER_MS, NS_PER_S
+from kvstored.clock import NS_PER_MS
 from kvstored.lifecycle import Cause
 from kvstored.store.assembly import Store
 from kvstored.store.operations.client import Client
 from kvstored.store.operations.discovery import Discovery, Question
+from kvstored.store.operations.loading import Loading
 from kvstored.store.operations.records import Acquired, GetRequest, GrantedRun, Outlook
 from kvstored.store.policies import Listens
 from kvstored.store.prefetch.feed import MISSING_MAX
 from kvstored.store.remote import DEADLINE_MS
-from kvstored.store.transfer.device_promotion import DevicePromotion
-from kvstored.store.transfer.lane import Priority
 from kvstored.tier_set import MEMBERS, TierSet
 
 
@@ -35,6 +33,7 @@ class Gets:
 
     def __init__(self, store: Store, discovery: Discovery) -> None:
         self._store = store
+        self._exactness = store.residency.exactness
         self._residency, self._leases, self._promoter = store.residency, store.leases, store.promoter
         self._clock, self._counters, self._flows, self._feed = store.clock, store.counters, store.flows, store.feed
         self._retention, self._discovery = store.retention, discovery
@@ -46,7 +45,7 @@ class Gets:
         something must be promoted or verified first.
         """
         resident = rows = self._run(client, asked)
-        mask, readable = self._residency.rows.mask, self._readable(client, asked)
+        mask, readable = self._exactness.masks(exact=client.exact), self._readable(client, asked)
         mapped = next((position for position, row in enumerate(rows) if not mask[row] & readable), len(rows))
         if mapped < len(rows):
             if not asked.mapped_only:
@@ -61,7 +60,7 @@ class Gets:
         """Promote blocks that are not mapped, wait for them, and lease the leading blocks that arrived in time."""
         rows = self._run(client, asked)
         question = self._ask(client, asked, len(rows))
-        loading = Loading(self._store, rows, self._readable(client, asked))
+        loading = Loading(self._store, rows, self._readable(client, asked), exact=client.exact)
         leased: list[int] = []
         try:
             intact, until_ns, patience_ms = await self._begin(client, asked, loading, question)
@@ -89,7 +88,8 @@ class Gets:
         began_ns, used, has_leased = self._clock.monotonic_ns(), None, False
         rows = self._run(client, asked)
         question = self._ask(client, asked, len(rows))
-        loading, outlook = Loading(self._store, rows, self._readable(client, asked)), Outlook([], [])
+        loading = Loading(self._store, rows, self._readable(client, asked), exact=client.exact)
+        outlook = Outlook([], [])
         try:
             # However slow: the caller computes meanwhile, and leaves when it is done.
             intact, until_ns, _ = await self._begin(client, asked, loading, question, held, outlook)
@@ -131,7 +131,8 @@ class Gets:
 
     def _run(self, client: Client, asked: GetRequest) -> list[int]:
         """Return the leading blocks of the chain that are stored and can be reached."""
-        return self._promoter.reachable_run(self._retention.find_run(client.tenant_id, asked.keys))
+        rows = self._retention.find_run(client.tenant_id, asked.keys)
+        return self._promoter.reachable_run(rows, exact=client.exact)
 
     def _ask(self, client: Client, asked: GetRequest, known: int) -> Question | None:
         """Ask for blocks that other processes may have stored after the first `known` blocks; return the question, if
@@ -213,10 +214,11 @@ class Gets:
         key = asked.keys[found * KEY_BYTES : (found + 1) * KEY_BYTES]
         row = self._residency.find(client.tenant_id, key)
         is_there = row >= 0 and not self._retention.is_expired(row)
-        if is_there and not self._promoter.is_out_of_reach(row):
+        is_served = is_there and (not client.exact or bool(self._exactness.served_tiers(row)))
+        if is_served and not self._promoter.is_out_of_reach(row):
             return None
         # Where it is stored, but on a medium that is shed, reading it would fail.
-        cause = Cause.READ_FAILED if is_there else client.why_missing(self._residency, key)
+        cause = Cause.READ_FAILED if is_served else client.why_missing(self._residency, key)
         self._flows.missed(client, cause, asked.blocks - found)
         return cause
 
@@ -238,8 +240,8 @@ class Gets:
         tokens, mapped = [residency.token(row) for row in rows], residency.mapped
         others = self._readable(client, asked).without(mapped)  # of most clients none
         if others:
-            mask = residency.rows.mask
-            places = [next(iter(MEMBERS[mask[row] & others]), mapped) for row in rows]
+            best = self._exactness.best_tiers
+            places = [next(iter(MEMBERS[best(row) & others]), mapped) for row in rows]
             slots = [residency.slot(row, position) for row, position in zip(rows, places, strict=True)]
         else:
             slots = residency.slots(rows, mapped)
@@ -277,123 +279,3 @@ class Gets:
                 if is_asked and isinstance(policy, Listens):
                     policy.expect(asked.context)
         residency.request_run(client.tenant_id, rows, missing, now_ns, client.device_tiers)
-
-
-class Loading:
-    """The blocks of one get on their way to a tier that its client reads in place; positions are places in its chain.
-    They are pinned until `lease` or `close`. "Mapped" here means: readable in one of the tiers `readable`. `rows`
-    are as they were found. `sources`: the source tier of each block that was not mapped when `begin` looked, by
-    position.
-    """
-
-    def __init__(self, store: Store, rows: Sequence[int], readable: TierSet) -> None:
-        self._device_promotions = [each for each in store.device_promotions if each.destination in readable]
-        self._taken: dict[int, DevicePromotion] = {}  # by position of a block that goes past the mapped tier
-        self._residency, self._promoter, self._clock = store.residency, store.promoter, store.clock
-        self._dram_check = store.dram_check
-        self._readable = readable
-        self.rows: list[int] = []
-        self.tokens: list[int] = []
-        self.sources: dict[int, int] = {}
-        self._pinned: set[int] = set()
-        self._arrived: list[int] = []  # positions whose promotion has ended since `wait` looked
-        self._coming: dict[int, asyncio.Future[bool]] = {}  # promotions that have not ended, by position
-        self._change = asyncio.Event()
-        self._wakes_at = 0  # at most so many promotions left before a waiter wakes
-        self.extend(rows)
-
-    @property
-    def is_over(self) -> bool:
-        """True if `wait` has reported the end of all promotions."""
-        return not self._coming and not self._arrived
-
-    def extend(self, rows: Sequence[int]) -> range:
-        """Add blocks of the chain, after the known ones; return their positions."""
-        first = len(self.tokens)
-        self.rows += rows
-        self.tokens += [self._residency.token(row) for row in rows]
-        positions = range(first, len(self.tokens))
-        self._pinned.update(positions)
-        self._residency.pin_run(rows)
-        return positions
-
-    async def verify(self, positions: range) -> int:
-        """Verify copies in the mapped tier, as far as the configuration asks for it; return how many blocks from the
-        first of `positions` on can still be had. A damaged block that another tier has can be had by promotion.
-        """
-        rows = self.rows[positions.start : positions.stop]
-        if self._dram_check.wanted(rows):
-            bad = await self._dram_check.verify(rows)
-            for at, position in enumerate(positions):
-                token = self.tokens[position]
-                row = self._residency.current(token)
-                if row < 0 or (token in bad and self._residency.has(row, self._residency.mapped)):
-                    return at
-        return len(rows)
-
-    def begin(self, positions: Iterable[int], due_ns: int) -> int:
-        """Start to promote the blocks that are not mapped, in this order; `wait` reports the others. The caller waits
-        until `due_ns` at most. Return how many milliseconds they are worth waiting for.
-        """
-        residency, promoter = self._residency, self._promoter
-        lacking = []
-        for position in positions:
-            row = residency.current(self.tokens[position])
-            if residency.tier_mask(row) & self._readable:
-                self._arrived.append(position)
-            else:
-                self.sources[position] = residency.fastest(row)
-                lacking.append((position, row))
-        patience_ms = promoter.patience_ms([row for _, row in lacking])
-        ways: dict[int, DevicePromotion] = {}  # by row, of those that should go past the mapped tier
-        for each in self._device_promotions:
-            ways |= dict.fromkeys(each.choose([row for _, row in sorted(lacking) if row not in ways]), each)
-        for position, row in lacking:
-            way, promotion = ways.get(row), None
-            if way is not None and (promotion := way.promote(row, due_ns)) is not None:
-                self._taken[position] = way
-            self._coming[position] = promotion = promotion or promoter.promote(row, Priority.DEMAND, due_ns)
-            promotion.add_done_callback(partial(self._ended, position))
-        return patience_ms
-
-    async def wait(self, until_ns: int, *, for_all: bool = False) -> list[int]:
-        """Return ascending positions of blocks that are mapped now and were not reported before: at the first of them,
-        or when all promotions have ended. Empty if time is up, or if the ended promotions failed.
-        """
-        if self._coming and (for_all or not self._arrived):
-            self._wakes_at = 0 if for_all else len(self._coming) - 1
-            self._change.clear()
-            try:
-                async with asyncio.timeout(max(0, until_ns - self._clock.monotonic_ns()) / NS_PER_S):
-                    await self._change.wait()
-            except TimeoutError:
-                return []
-        arrived, self._arrived = self._arrived, []
-        return sorted(position for position in arrived if self.is_mapped(position))
-
-    def is_mapped(self, position: int) -> bool:
-        """Return whether the block is in a tier that the client reads in place."""
-        row = self._residency.current(self.tokens[position])
-        return row >= 0 and bool(self._residency.tier_mask(row) & self._readable)
-
-    def lease(self, positions: Iterable[int]) -> list[int]:
-        """Return the rows of blocks whose pins belong to a lease from now on."""
-        positions = list(positions)
-        self._pinned.difference_update(positions)
-        return [self._residency.current(self.tokens[position]) for position in positions]
-
-    def close(self) -> None:
-        """Stop waiting, and give back the remaining pins. Idempotent."""
-        coming, self._coming = self._coming, {}
-        for position, promotion in coming.items():
-            if not promotion.done():
-                (self._taken.get(position) or self._promoter).give_up(self.tokens[position])
-        pinned, self._pinned = self._pinned, set()
-        self._residency.unpin_run(self.tokens[position] for position in pinned)
-
-    def _ended(self, position: int, promotion: asyncio.Future[bool]) -> None:
-        if self._coming.pop(position, None) is None:  # closed meanwhile
-            return
-        self._arrived.append(position)
-        if len(self._coming) <= self._wakes_at:
-            self._change.set()

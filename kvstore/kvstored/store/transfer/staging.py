@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from kvstore_proto.arena import HEADER_BYTES
@@ -38,6 +38,7 @@ class StagedImage:
     slot_bytes: int
     image: Segment | None = None
     buffer: AlignedBuffer | None = None
+    is_lossy: bool = False
 
 
 class CodecStaging:
@@ -54,12 +55,18 @@ class CodecStaging:
         self._scratch = Scratch(coding.staging_bytes // 2)  # the other half is for reading
         self._waiting: deque[tuple[int, asyncio.Future[AlignedBuffer]]] = deque()
 
-    async def stage(self, tier: Tier, source: Slot, key: bytes, whole_bytes: int) -> StagedImage | Outcome:
-        """Bring the block `key` in the slot `source` of `tier` into the codec's form. `whole_bytes` is the size of a
-        slot for the block as it is. Return an outcome when the copy in `source` is damaged or cannot be read."""
+    async def stage(
+        self, tier: Tier, source: Slot, key: bytes, whole_bytes: int, *, takes_lossy: bool
+    ) -> StagedImage | Outcome:
+        """Bring the block `key` in the slot `source` of `tier` into the codec's form, or leave it as it is when the
+        codec is lossy and the block does not take that. `whole_bytes` is the size of a slot for the block as it is.
+        Return an outcome when the copy in `source` is damaged or cannot be read."""
         is_as_put = tier.info.is_in_memory and tier.info.coding.is_none
         if tier.info.is_in_memory and tier.info.coding.codec == self._coding.codec:
             return StagedImage(source.nbytes, tier.slot_segment(source))  # it has that form, or was not worth it there
+        if self._codec.is_lossy and not takes_lossy:
+            self._counters.add("refused_lossy_blocks")
+            return StagedImage(whole_bytes)
         raw_bytes = 0 if is_as_put else whole_bytes
         needed_bytes = raw_bytes + image_bytes(self._codec, whole_bytes - HEADER_BYTES)
         if needed_bytes > self._scratch.most_bytes:
@@ -74,7 +81,7 @@ class CodecStaging:
         if isinstance(staged, Outcome) or staged.image is None:
             self._give_back(buffer)
             return StagedImage(whole_bytes) if isinstance(staged, StagedImage) else staged
-        return StagedImage(staged.slot_bytes, staged.image, buffer)
+        return replace(staged, buffer=buffer)
 
     def release(self, staged: StagedImage) -> None:
         """Free the memory of `staged`; nothing may read it any more."""
@@ -105,7 +112,8 @@ class CodecStaging:
             self._counters.add("coded_blocks")
             self._counters.add("coded_bytes", header.payload_bytes)
             self._counters.add("coded_stored_bytes", header.stored_bytes)
-            return StagedImage(coded_slot_bytes(header.payload_bytes, header.stored_bytes), target)
+            is_lossy = bool(header.error)
+            return StagedImage(coded_slot_bytes(header.payload_bytes, header.stored_bytes), target, is_lossy=is_lossy)
         self._counters.add("uncoded_blocks")
         return StagedImage(0)
 
