@@ -24,7 +24,7 @@ class TestMadeUpCodec(CodecContract):
 
 
 def test_the_made_up_codec_is_offered_to_tests_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert codec_names() == (NONE, *CODECS, "made-up")
+    assert codec_names() == (NONE, *CODECS, "made-up", "rounding")
     monkeypatch.delenv(TESTING_ENVIRONMENT)
     assert codec_names() == (NONE, *CODECS)
 

@@ -96,7 +96,9 @@ class TierLinks:
         coding = ground.tiers[destination].info.coding
         if not coding.is_none and destination not in self._stagings:
             host = cast(HostTier, ground.tiers[ground.residency.mapped])
-            self._stagings[destination] = CodecStaging(coding, host, ground.completions, ground.counters)
+            self._stagings[destination] = CodecStaging(
+                coding, ground.residency.shape_of, host, ground.completions, ground.counters
+            )
         return self._stagings.get(destination)
 
     def lane(self, source: int, destination: int) -> str:

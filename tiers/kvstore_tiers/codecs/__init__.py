@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 if TYPE_CHECKING:  # the configuration reads the names of codecs before numpy is loaded
     from kvstore_proto.arena import BlockHeader
+    from kvstore_tiers.codecs.shapes import PayloadShape
 
 NONE = "none"
 TESTING_ENVIRONMENT = "KVSTORED_TESTING_CODECS"  # set: there is a codec more, which proves the seam and saves little
@@ -26,21 +28,46 @@ class Undecodable(ValueError):
     """Raised for stored bytes that the codec cannot have written. The message says what is wrong with them."""
 
 
+class NotReadable(Exception):
+    """Raised for stored bytes that may be sound, but that this build cannot decode: of a newer version, or of a library
+    that is not installed. The message says what is missing."""
+
+
+class CodingError(NamedTuple):
+    """The error of a lossy codec in one block: `relative_rms` is the RMS of the differences divided by the RMS of the
+    numbers, `max_abs` the largest difference."""
+
+    relative_rms: float
+    max_abs: float
+
+
 class Encoded(NamedTuple):
-    """The length of an encoded form, and how far the numbers that `decode` gives back may be from the payload's: 0 of
-    a codec that is not lossy."""
+    """The result of encoding a payload: the length in bytes of the form, and the error of a lossy one. 0 bytes say that
+    the payload is stored as it is."""
 
     nbytes: int
-    error: float = 0.0
+    error: CodingError | None = None
+
+
+AS_IT_IS = Encoded(0)
+ShapeOf = Callable[[bytes, int, int], "PayloadShape | None"]  # of a fingerprint's digest, a group, the payload's bytes
 
 
 class Codec(ABC):
-    """One form of payloads. Both `encode` and `decode` are called from several threads at once, and release the GIL for
-    long work."""
+    """One form of payloads. Its methods are called from several threads at once, and release the GIL for long work.
+
+    What it writes describes itself: its version, and what else decoding needs. `is_lossy` codecs give back a payload
+    that differs, within the error that `encode` reported; they give back the same payload each time.
+    """
 
     name: ClassVar[str]
     number: ClassVar[int]  # 1 to 255; 254 and 255 are kept for tests
-    is_lossy: ClassVar[bool] = False  # what `decode` gives back may differ from the payload
+    is_lossy: ClassVar[bool] = False
+    most_error: ClassVar[float] = 1.0  # a block with a larger relative RMS of the error is stored exact
+
+    def lacks(self) -> str:
+        """Return what must be installed before a tier can have this codec, in one line; "" if nothing is missing."""
+        return ""
 
     @abstractmethod
     def bound(self, payload_bytes: int) -> int:
@@ -48,15 +75,33 @@ class Codec(ABC):
         memory is allocated."""
 
     @abstractmethod
-    def encode(self, header: BlockHeader, payload: memoryview, target: memoryview) -> Encoded:
+    def encode(
+        self, header: BlockHeader, shape: PayloadShape | None, payload: memoryview, target: memoryview
+    ) -> Encoded:
         """Write the encoded form of `payload` to the front of `target`, which has `bound` bytes. `header` names the
-        owner of the payload, and the fingerprint from which its shape follows. When the length is not less than the
-        payload's, the payload is stored as it is."""
+        owner of the payload; `shape` says what tensors it has, None if that is not known. When the length is not less
+        than the payload's, the payload is stored as it is."""
 
     @abstractmethod
-    def decode(self, header: BlockHeader, stored: memoryview, payload: memoryview) -> None:
-        """Fill `payload`, which has `header.payload_bytes` bytes, from `stored`. Memory use must follow from the length
-        of `payload` alone. Raises Undecodable for bytes that `encode` does not write."""
+    def decode(self, stored: memoryview, payload: memoryview) -> None:
+        """Fill `payload` from `stored`, which is all that it needs. Memory use must follow from the length of `payload`
+        alone. Raises Undecodable for bytes that `encode` does not write, and for a form of another length; NotReadable
+        for a form that another build may read."""
+
+    def layers(self, stored: memoryview) -> int:
+        """Return into how many layers of one size `stored` can be decoded alone; 1 for a form without layers. Raises as
+        `decode` does."""
+        return 1
+
+    def decode_layer(self, stored: memoryview, layer: int, target: memoryview) -> None:
+        """Fill `target`, which has the size of a layer, with the layer `layer` alone. Raises as `decode` does."""
+        assert layer == 0
+        self.decode(stored, target)
+
+    def error(self, stored: memoryview) -> CodingError | None:
+        """Return the error that `encode` reported for `stored`; None if the payload comes back exactly. Raises as
+        `decode` does."""
+        return None
 
 
 class Entry(NamedTuple):

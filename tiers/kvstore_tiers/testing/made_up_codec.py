@@ -39,7 +39,7 @@ class MadeUpCodec(Codec):
     def bound(self, payload_bytes: int) -> int:
         return _FRAME.size + payload_bytes + payload_bytes // 8 + 100
 
-    def encode(self, header: BlockHeader, payload: memoryview, target: memoryview) -> Encoded:
+    def encode(self, header: BlockHeader, _shape: object, payload: memoryview, target: memoryview) -> Encoded:
         digest = xxhash.xxh3_64_intdigest(payload)
         body: bytes | memoryview = zlib.compress(payload, _FASTEST)
         is_deflated = len(body) < len(payload)
@@ -53,12 +53,12 @@ class MadeUpCodec(Codec):
         made[end : end + padding].fill(digest & 0xFF)
         return Encoded(end + padding)
 
-    def decode(self, header: BlockHeader, stored: memoryview, payload: memoryview) -> None:
+    def decode(self, stored: memoryview, payload: memoryview) -> None:
         if len(stored) < _FRAME.size:
             raise Undecodable(f"{len(stored)} bytes are no frame")
-        mark, key, is_deflated, length, padding, _digest = _FRAME.unpack_from(stored)
-        if mark != _MARK or key != header.key[:8]:
-            raise Undecodable("the frame is none of this block")
+        mark, _key, is_deflated, length, padding, _digest = _FRAME.unpack_from(stored)
+        if mark != _MARK:
+            raise Undecodable("it is none of its frames")
         if _FRAME.size + length + padding != len(stored):
             raise Undecodable("its lengths do not add up")
         body = stored[_FRAME.size : _FRAME.size + length]

@@ -1,22 +1,20 @@
 """The rounding codec is for tests only: it is lossy, quick, and its error is known exactly.
 
-A frame is a mark, eight bytes of the block's key, and the high byte of each 16-bit number of the payload; the low byte
+A frame is a mark, and the high byte of each 16-bit number of the payload; the low byte
 comes back as 0. A payload of an odd length keeps its last byte.
 """
 
 from __future__ import annotations
 
-import struct
 from typing import ClassVar
 
 import numpy as np
 
 from kvstore_proto.arena import BlockHeader
-from kvstore_tiers.codecs import Codec, Encoded, Undecodable
+from kvstore_tiers.codecs import Codec, CodingError, Encoded, Undecodable
 
-_FRAME = struct.Struct("<4s8s")
 _MARK = b"ROUN"
-MOST_ERROR = 255.0
+_ERROR = CodingError(1 / 256, 255.0)
 
 
 class RoundingCodec(Codec):
@@ -27,23 +25,25 @@ class RoundingCodec(Codec):
     is_lossy: ClassVar[bool] = True
 
     def bound(self, payload_bytes: int) -> int:
-        return _FRAME.size + payload_bytes // 2 + payload_bytes % 2
+        return len(_MARK) + payload_bytes // 2 + payload_bytes % 2
 
-    def encode(self, header: BlockHeader, payload: memoryview, target: memoryview) -> Encoded:
-        _FRAME.pack_into(target, 0, _MARK, header.key[:8])
+    def encode(self, _header: BlockHeader, _shape: object, payload: memoryview, target: memoryview) -> Encoded:
+        target[: len(_MARK)] = _MARK
         numbers, end = np.frombuffer(payload, np.uint8), self.bound(len(payload))
-        made = np.frombuffer(target, np.uint8)[_FRAME.size : end]
+        made = np.frombuffer(target, np.uint8)[len(_MARK) : end]
         made[: len(numbers) // 2] = numbers[1::2]
         made[len(numbers) // 2 :] = numbers[len(numbers) & ~1 :]
-        return Encoded(end, MOST_ERROR)
+        return Encoded(end, _ERROR)
 
-    def decode(self, header: BlockHeader, stored: memoryview, payload: memoryview) -> None:
+    def decode(self, stored: memoryview, payload: memoryview) -> None:
         if len(stored) != self.bound(len(payload)):
             raise Undecodable(f"{len(stored)} bytes are no frame of {len(payload)}")
-        mark, key = _FRAME.unpack_from(stored)
-        if mark != _MARK or key != header.key[:8]:
-            raise Undecodable("the frame is none of this block")
-        numbers, kept = np.frombuffer(payload, np.uint8), np.frombuffer(stored, np.uint8)[_FRAME.size :]
+        if stored[: len(_MARK)] != _MARK:
+            raise Undecodable("it is none of its frames")
+        numbers, kept = np.frombuffer(payload, np.uint8), np.frombuffer(stored, np.uint8)[len(_MARK) :]
         numbers[0 : len(numbers) & ~1 : 2] = 0
         numbers[1::2] = kept[: len(numbers) // 2]
         numbers[len(numbers) & ~1 :] = kept[len(numbers) // 2 :]
+
+    def error(self, stored: memoryview) -> CodingError | None:
+        return _ERROR

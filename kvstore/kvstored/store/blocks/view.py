@@ -16,6 +16,7 @@ import numpy.typing as npt
 from kvstore_proto.arena import slot_bytes
 from kvstore_proto.identity import NO_PARENT
 from kvstore_tiers.base import Slot
+from kvstore_tiers.codecs import ShapeOf
 from kvstored.lifecycle import Cause, CopyState
 from kvstored.store.blocks.exactness import Exactness
 from kvstored.store.blocks.ghost import Absence
@@ -43,6 +44,8 @@ class ResidencyView:
     place. `closed`: the tiers that no new lease may name now. `changes` differs whenever a row or a copy was added,
     removed or changed its state; uses and pins do not count. `deletions`: how many times blocks were deleted by order.
     `window_of(fingerprint_id, group)`: how many blocks before a boundary a resume there needs; 0: all, or not known.
+    `shape_of(fingerprint digest, group, payload bytes)`: the shape of a payload, None if it is not known; it may be
+    called from any thread.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class ResidencyView:
         self.kind_window: list[int] = []  # by kind number: blocks that a resume needs before it, see `window_of`
         self.window_of: Callable[[int, int], int] = lambda fingerprint_id, group: 0
         self.exactness = Exactness(self.rows, self.copies, mapped)
+        self.shape_of: ShapeOf = lambda digest, group, payload_bytes: None
         self.changes = 0
         self.deletions = 0
 

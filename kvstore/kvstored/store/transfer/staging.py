@@ -19,7 +19,7 @@ from functools import partial
 
 from kvstore_proto.arena import HEADER_BYTES
 from kvstore_tiers.base import Coding, Outcome, OutcomeKind, Segment, Slot, Tier
-from kvstore_tiers.codecs import codec_named
+from kvstore_tiers.codecs import ShapeOf, codec_named
 from kvstore_tiers.codecs.images import coded_slot_bytes, image_bytes
 from kvstore_tiers.codecs.scratch import Scratch
 from kvstore_tiers.host import HostTier
@@ -42,13 +42,17 @@ class StagedImage:
 
 
 class CodecStaging:
-    """Brings blocks into the form of `coding`, whose codec is not "none". `host` has the copy threads."""
+    """Brings blocks into the form of `coding`, whose codec is not "none". `host` has the copy threads. `shape_of` gives
+    the shape of a fingerprint's payloads; it is called from these threads."""
 
-    def __init__(self, coding: Coding, host: HostTier, completions: CompletionQueue, counters: Counters) -> None:
+    def __init__(
+        self, coding: Coding, shape_of: ShapeOf, host: HostTier, completions: CompletionQueue, counters: Counters
+    ) -> None:
         codec = codec_named(coding.codec)
         assert codec is not None
         self._codec = codec
         self._coding = coding
+        self._shape_of = shape_of
         self._host = host
         self._completions = completions
         self._counters = counters
@@ -56,7 +60,7 @@ class CodecStaging:
         self._waiting: deque[tuple[int, asyncio.Future[AlignedBuffer]]] = deque()
 
     async def stage(
-        self, tier: Tier, source: Slot, key: bytes, whole_bytes: int, *, takes_lossy: bool
+        self, tier: Tier, source: Slot, key: bytes, whole_bytes: int, *, takes_lossy: bool = False
     ) -> StagedImage | Outcome:
         """Bring the block `key` in the slot `source` of `tier` into the codec's form, or leave it as it is when the
         codec is lossy and the block does not take that. `whole_bytes` is the size of a slot for the block as it is.
@@ -100,7 +104,7 @@ class CodecStaging:
         else:
             image = tier.slot_segment(source)
         target = room.part(raw_bytes, room.nbytes - raw_bytes)
-        outcome: Outcome = await ask(partial(self._host.encode, self._codec, image, key, target))
+        outcome: Outcome = await ask(partial(self._host.encode, self._codec, self._shape_of, image, key, target))
         header = outcome.header
         if outcome.kind is OutcomeKind.FAILED:
             log.warning(
