@@ -192,6 +192,11 @@ def _add_running(command: argparse.ArgumentParser) -> None:
         help="the folder of kvstored's sockets; without it all is computed",
     )
     running.add_argument(
+        "--accepts-lossy",
+        action="store_true",
+        help="with --kvstore: take lossy copies of blocks too, and let some be made, where the tenant allows it",
+    )
+    running.add_argument(
         "--whole-blocks",
         action="store_true",
         help="with --stages: restore and store blocks of all layers, which engines without stages find, too",
