@@ -1,4 +1,4 @@
-"""The shipped conformance suite on every codec: today the one that is made up for it."""
+"""The shipped conformance suite on every codec, and on the one that is made up for it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvstore_tiers.codecs import CODECS, NONE, TESTING_ENVIRONMENT, Codec, codec_names
+from kvstore_tiers.codecs.quantised import Int4Codec, Int8Codec
 from kvstore_tiers.testing import CodecContract
 from kvstore_tiers.testing.made_up_codec import MadeUpCodec
 from kvstore_tiers.testing.transfers import block_with_pattern, encoded
@@ -21,6 +22,16 @@ def allow(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 class TestMadeUpCodec(CodecContract):
     def make_codec(self) -> Codec:
         return MadeUpCodec()
+
+
+class TestInt8Codec(CodecContract):
+    def make_codec(self) -> Codec:
+        return Int8Codec()
+
+
+class TestInt4Codec(CodecContract):
+    def make_codec(self) -> Codec:
+        return Int4Codec()
 
 
 def test_the_made_up_codec_is_offered_to_tests_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,8 +21,8 @@ from tests.reference.unary_client import unary_client
 
 MODEL, BLOCKS = model(), 6
 SETTINGS = (
-    "host.capacity=32MiB", "host.staging=8MiB", "host.arena=1MiB", "host.warm_restart=holder", "nvme.capacity=32MiB", "nvme.slab=1MiB",
-    "nvme.codec=rounding", "nvme.codec_staging=1MiB",
+    "host.capacity=32MiB", "host.staging=8MiB", "host.arena=1MiB", "host.warm_restart=holder",
+    "nvme.capacity=32MiB", "nvme.slab=1MiB", "nvme.codec=rounding", "nvme.codec_staging=1MiB",
 )  # fmt: skip
 
 

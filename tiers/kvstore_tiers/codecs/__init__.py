@@ -113,7 +113,10 @@ class Entry(NamedTuple):
     kind: str
 
 
-CODECS: dict[str, Entry] = {}
+CODECS: dict[str, Entry] = {
+    "int8": Entry(3, "kvstore_tiers.codecs.quantised", "Int8Codec"),
+    "int4": Entry(4, "kvstore_tiers.codecs.quantised", "Int4Codec"),
+}
 MADE_UP, ROUNDING = "made-up", "rounding"
 _OF_TESTS = {
     MADE_UP: Entry(255, "kvstore_tiers.testing.made_up_codec", "MadeUpCodec"),

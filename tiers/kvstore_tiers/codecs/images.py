@@ -32,7 +32,7 @@ from kvstore_tiers.segments import (
     total_bytes,
 )
 
-SIZES_A_PAYLOAD = 32
+SIZES_A_PAYLOAD = 64
 
 
 def image_bytes(codec: Codec, payload_bytes: int) -> int:
