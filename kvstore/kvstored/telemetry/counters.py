@@ -28,6 +28,7 @@ COUNTERS = {
     "coded_blocks": "blocks brought into the form of a tier's codec",
     "coded_bytes": "bytes of their payloads",
     "coded_stored_bytes": "bytes of that form",
+    "refused_coding_blocks": 'blocks stored as they are since the choice "auto" found no codec that pays',
     "refused_lossy_blocks": "blocks stored as they are under a lossy codec: their put or tenant did not accept it",
     "replaced_lossy_copies": "lossy copies taken away since an exact put of their block came",
     "uncoded_blocks": "blocks stored as they are in a tier with a codec: not smaller, or too large to be staged",

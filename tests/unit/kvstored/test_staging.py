@@ -123,7 +123,7 @@ class _Playing(MadeUpCodec):
 def test_a_block_whose_codec_fails_is_stored_as_it_is(
     answer: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(module, "codec_named", lambda _name: _Playing())
+    monkeypatch.setattr(module, "codec_of", lambda _name: _Playing())
     monkeypatch.setattr(_Playing, "answer", answer)
 
     async def main() -> StagedImage | Outcome:

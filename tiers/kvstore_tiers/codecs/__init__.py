@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # the configuration reads the names of codecs before numpy is
     from kvstore_proto.arena import BlockHeader
     from kvstore_tiers.codecs.shapes import PayloadShape
 
-NONE = "none"
+NONE, AUTO = "none", "auto"
 TESTING_ENVIRONMENT = "KVSTORED_TESTING_CODECS"  # set: there is a codec more, which proves the seam and saves little
 
 
@@ -133,6 +133,11 @@ def codec_named(name: str) -> Codec | None:
     """Return the codec with the name in a setting; None for "none". Raises KeyError for a name that is not in
     `codec_names`."""
     return None if name == NONE else _load(_known()[name])
+
+
+def codec_of(setting: str) -> Codec | None:
+    """Return the codec that a setting names; None for "auto", which names none."""
+    return None if setting == AUTO else codec_named(setting)
 
 
 def codec_numbered(number: int) -> Codec | None:

@@ -26,6 +26,7 @@ from kvstore_tiers import failpoints
 from kvstore_tiers.base import Completion, FileImage, Load, Outcome, OutcomeKind, Slot
 from kvstore_tiers.codecs import codec_name
 from kvstore_tiers.codecs.images import decode_image
+from kvstore_tiers.codecs.rates import CodecRates
 from kvstore_tiers.codecs.scratch import Scratch
 from kvstore_tiers.counters import TransferCounters
 from kvstore_tiers.image import aligned_down, aligned_up, false_checksum, judge_header
@@ -156,6 +157,7 @@ def _require_whole(moved_bytes: int, wanted_bytes: int, verb: str) -> None:
 
 
 Read = Callable[["SlotPlace", bytes, Sequence[Segment]], Outcome]
+MEASURED_BYTES, MEASURED_PIECE_BYTES = 16 << 20, 1 << 20
 _OUR_LIMITS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})  # of this process, not of the medium
 
 
@@ -170,9 +172,11 @@ class SlotPlace(NamedTuple):
 class SlotTransfers:
     """Slot transfers for any thread, counted in `counters`. `journal` and `health` receive the end of each transfer."""
 
-    def __init__(self, journal: Journal, health: TierHealth, counters: TransferCounters, scratch: Scratch) -> None:
+    def __init__(
+        self, journal: Journal, health: TierHealth, counters: TransferCounters, scratch: Scratch, rates: CodecRates
+    ) -> None:
         self._io = SlotIO()
-        self._scratch = scratch  # for bytes of a codec
+        self._scratch, self._rates = scratch, rates  # for bytes of a codec
         self._lent = UnderWay()
         self._journal = journal
         self._health = health
@@ -247,6 +251,16 @@ class SlotTransfers:
         failpoints.hit("nvme.after-relocation")
         return stored
 
+    def measure(self, slab: Slab) -> Outcome:
+        """Read some of a slab, for the rate of the medium."""
+        piece = AlignedBuffer(MEASURED_PIECE_BYTES)
+        into, geometry = [buffer_at(piece.address, piece.nbytes)], slab.superblock
+        end = min(geometry.file_bytes - piece.nbytes, geometry.slots_offset + MEASURED_BYTES)
+        for offset in range(geometry.slots_offset, end, piece.nbytes):
+            with self._rates.medium.work(piece.nbytes):
+                os.preadv(slab.file.slot_fd, into, offset)
+        return Outcome(OutcomeKind.DONE)
+
     def close(self) -> None:
         """Wait until no tier reads a lent slot any more."""
         self._lent.wait()
@@ -270,7 +284,9 @@ class SlotTransfers:
             outcome = self._read_verified(place, expect_key, [pages])
             if outcome.header is None or not outcome.ok or outcome.header.coded is None:
                 return outcome
-            return decode_image(outcome.header, pages.part(0, outcome.header.stored_bytes), segments)
+            header = outcome.header
+            with self._rates.decoding[codec].work(header.payload_bytes):
+                return decode_image(header, pages.part(0, header.stored_bytes), segments)
 
     def _read_verified(self, place: SlotPlace, expect_key: bytes, segments: Sequence[Segment]) -> Outcome:
         """Read what is stored, of any codec."""
@@ -282,7 +298,8 @@ class SlotTransfers:
             message = f"{nbytes} stored bytes do not fit {total_bytes(segments)} bytes of segments"
             return Outcome(OutcomeKind.FAILED, message=message)
         failpoints.hit("nvme.read")
-        image = self._io.read_image(slab.file.slot_fd, slot.offset, segments, nbytes)
+        with self._rates.medium.work(nbytes):
+            image = self._io.read_image(slab.file.slot_fd, slot.offset, segments, nbytes)
         header = judge_header(image.raw_header, expect_key, slot.nbytes - HEADER_BYTES, slot.generation)
         if isinstance(header, str):
             return Outcome(OutcomeKind.CORRUPT, message=header)

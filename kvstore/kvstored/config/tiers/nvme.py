@@ -25,6 +25,7 @@ class NvmeSection(CodedSection):
     """`admission`, `endurance_...`: what may be written."""
 
     KIND: ClassVar[str] = "nvme"
+    CHOOSES_CODECS: ClassVar[bool] = True
 
     path: Path
     slab_bytes: int

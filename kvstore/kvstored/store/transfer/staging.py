@@ -13,18 +13,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
 from kvstore_proto.arena import HEADER_BYTES
 from kvstore_tiers.base import Coding, Outcome, OutcomeKind, Segment, Slot, Tier
-from kvstore_tiers.codecs import ShapeOf, codec_named
+from kvstore_tiers.codecs import Codec, ShapeOf, codec_of
 from kvstore_tiers.codecs.images import coded_slot_bytes, image_bytes
+from kvstore_tiers.codecs.measured import Measured, measure_beside
 from kvstore_tiers.codecs.scratch import Scratch
 from kvstore_tiers.host import HostTier
 from kvstore_tiers.segments import AlignedBuffer
 from kvstored.completions import CompletionQueue
+from kvstored.store.transfer.codec_choice import CodecChoice, auto_codecs
 from kvstored.telemetry import Counters
 
 log = logging.getLogger(__name__)
@@ -43,15 +47,25 @@ class StagedImage:
 
 class CodecStaging:
     """Brings blocks into the form of `coding`, whose codec is not "none". `host` has the copy threads. `shape_of` gives
-    the shape of a fingerprint's payloads; it is called from these threads."""
+    the shape of a fingerprint's payloads; it is called from these threads. `blocks_a_get(nbytes)` returns how many
+    blocks of that size a request reads from the tier, on average."""
 
     def __init__(
-        self, coding: Coding, shape_of: ShapeOf, host: HostTier, completions: CompletionQueue, counters: Counters
+        self,
+        coding: Coding,
+        shape_of: ShapeOf,
+        host: HostTier,
+        completions: CompletionQueue,
+        counters: Counters,
+        blocks_a_get: Callable[[int], float] = lambda nbytes: 1.0,
     ) -> None:
-        codec = codec_named(coding.codec)
-        assert codec is not None
-        self._codec = codec
         self._coding = coding
+        self._choice: CodecChoice | None = None
+        self._fixed = Measured(codec, coding.rates) if (codec := codec_of(coding.codec)) is not None else None
+        if self._fixed is None:
+            chosen = [Measured(each, coding.rates) for each in auto_codecs()]
+            self._choice = CodecChoice(chosen, coding.rates, blocks_a_get, measure_beside, time.monotonic)
+            self._choice.measure_again()
         self._shape_of = shape_of
         self._host = host
         self._completions = completions
@@ -68,17 +82,17 @@ class CodecStaging:
         is_as_put = tier.info.is_in_memory and tier.info.coding.is_none
         if tier.info.is_in_memory and tier.info.coding.codec == self._coding.codec:
             return StagedImage(source.nbytes, tier.slot_segment(source))  # it has that form, or was not worth it there
-        if self._codec.is_lossy and not takes_lossy:
-            self._counters.add("refused_lossy_blocks")
+        codec = self._codec_for(whole_bytes - HEADER_BYTES, takes_lossy=takes_lossy)
+        if codec is None:
             return StagedImage(whole_bytes)
         raw_bytes = 0 if is_as_put else whole_bytes
-        needed_bytes = raw_bytes + image_bytes(self._codec, whole_bytes - HEADER_BYTES)
+        needed_bytes = raw_bytes + image_bytes(codec, whole_bytes - HEADER_BYTES)
         if needed_bytes > self._scratch.most_bytes:
             self._counters.add("uncoded_blocks")
             return StagedImage(whole_bytes)
         buffer = await self._take(needed_bytes)
         try:
-            staged = await self._stage(tier, source, key, buffer.segment(needed_bytes), raw_bytes)
+            staged = await self._stage(codec, tier, source, key, buffer.segment(needed_bytes), raw_bytes)
         except BaseException:
             self._give_back(buffer)
             raise
@@ -92,8 +106,21 @@ class CodecStaging:
         if staged.buffer is not None:
             self._give_back(staged.buffer)
 
+    def _codec_for(self, payload_bytes: int, *, takes_lossy: bool) -> Codec | None:
+        """Return the codec for a block, None when it is stored as it is."""
+        if self._choice is not None:
+            codec = self._choice.choose(payload_bytes, takes_lossy=takes_lossy)
+            if codec is None:
+                self._counters.add("refused_coding_blocks")
+            return codec
+        assert self._fixed is not None
+        if self._fixed.is_lossy and not takes_lossy:
+            self._counters.add("refused_lossy_blocks")
+            return None
+        return self._fixed
+
     async def _stage(
-        self, tier: Tier, source: Slot, key: bytes, room: Segment, raw_bytes: int
+        self, codec: Codec, tier: Tier, source: Slot, key: bytes, room: Segment, raw_bytes: int
     ) -> StagedImage | Outcome:
         ask = self._completions.outcome_of
         if raw_bytes:
@@ -104,18 +131,17 @@ class CodecStaging:
         else:
             image = tier.slot_segment(source)
         target = room.part(raw_bytes, room.nbytes - raw_bytes)
-        outcome: Outcome = await ask(partial(self._host.encode, self._codec, self._shape_of, image, key, target))
+        outcome: Outcome = await ask(partial(self._host.encode, codec, self._shape_of, image, key, target))
         header = outcome.header
         if outcome.kind is OutcomeKind.FAILED:
-            log.warning(
-                "codec %s failed, block %s is stored as it is: %s", self._codec.name, key.hex(), outcome.message
-            )
+            log.warning("codec %s failed, block %s is stored as it is: %s", codec.name, key.hex(), outcome.message)
         elif not outcome.ok or header is None:
             return outcome
         elif header.codec:
             self._counters.add("coded_blocks")
             self._counters.add("coded_bytes", header.payload_bytes)
             self._counters.add("coded_stored_bytes", header.stored_bytes)
+            self._coding.rates.shrank(header.codec, header.payload_bytes, header.stored_bytes)
             is_lossy = bool(header.error)
             return StagedImage(coded_slot_bytes(header.payload_bytes, header.stored_bytes), target, is_lossy=is_lossy)
         self._counters.add("uncoded_blocks")
