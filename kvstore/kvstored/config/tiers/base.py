@@ -144,10 +144,13 @@ class CodedSection(TierSection):
     codec_staging_bytes: int = 0
 
     def check(self, machine: MachineSizes) -> None:
-        from kvstore_tiers.codecs import codec_names
+        from kvstore_tiers.codecs import codec_named, codec_names
 
         super().check(machine)
         one_of(f"{self.name}.codec", self.codec, codec_names())
+        codec = codec_named(self.codec)
+        lacks = codec.lacks() if codec is not None else ""
+        need(not lacks, f"{self.name}.codec: {self.codec!r} needs more packages: {lacks}")
         need(
             self.codec == NO_CODEC or self.codec_staging_bytes >= MIN_STAGING_BYTES,
             f"{self.name}.codec_staging must be at least {human_bytes(MIN_STAGING_BYTES)}",
