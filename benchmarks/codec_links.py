@@ -23,6 +23,7 @@ import numpy as np
 from support.report import AT_LEAST, Row, main, median, progress
 
 from kvstore_proto.fingerprint import Fingerprint, LayerGroup
+from kvstore_tiers.codecs.native import wait_for_library
 from kvstore_tiers.codecs.shapes import PayloadShape
 from kvstore_tiers.nvme.slot_transfers import SlotIO
 from kvstore_tiers.segments import Segment, segment_of
@@ -193,6 +194,7 @@ async def compare(case: Case, turns: int) -> tuple[list[float], list[float], lis
 
 
 def measure(quick: bool) -> list[Row]:
+    wait_for_library()
     rows = []
     for case in CASES:
         progress(f"{case.name} ...")

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvstore_tiers.codecs import CODECS, NONE, TESTING_ENVIRONMENT, Codec, codec_names
+from kvstore_tiers.codecs import CODECS, NONE, TESTING_ENVIRONMENT, Codec, codec_named, codec_names
+from kvstore_tiers.codecs.lossless import LosslessCodec
 from kvstore_tiers.codecs.quantised import Int4Codec, Int8Codec
 from kvstore_tiers.testing import CodecContract
 from kvstore_tiers.testing.made_up_codec import MadeUpCodec
@@ -22,6 +23,14 @@ def allow(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 class TestMadeUpCodec(CodecContract):
     def make_codec(self) -> Codec:
         return MadeUpCodec()
+
+
+@pytest.mark.skipif(bool(LosslessCodec().lacks()), reason="the extra codecs is not installed")
+class TestLosslessCodec(CodecContract):
+    def make_codec(self) -> Codec:
+        codec = codec_named("lossless")
+        assert codec is not None
+        return codec
 
 
 class TestInt8Codec(CodecContract):

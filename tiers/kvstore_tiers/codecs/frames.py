@@ -56,6 +56,7 @@ class Frame(NamedTuple):
     """A frame that was read. `places` has the offset of each layer in the stored bytes, and one more for the end;
     `are_as_they_are` says which layers the codec does not decode."""
 
+    form: int
     shape: PayloadShape
     error: CodingError | None
     places: list[int]
@@ -161,7 +162,7 @@ class LayeredCodec(Codec):
         if int(places[-1]) != len(stored) or np.any(np.diff(places)[as_they_are] != layer_bytes):
             raise Undecodable("its lengths do not add up")
         error = CodingError(rms, most) if is_lossy else None
-        return Frame(shape, error, places.tolist(), as_they_are.tolist())
+        return Frame(form, shape, error, places.tolist(), as_they_are.tolist())
 
     def judge_form(self, form: int) -> str:
         """Return why layers of the version `form` cannot be decoded here; "" if they can."""

@@ -11,6 +11,7 @@ import numpy as np
 from kvstore_proto.arena import BlockHeader
 from kvstore_proto.number_types import NUMBER_TYPES
 from kvstore_tiers.codecs import Codec, CodingError, Encoded
+from kvstore_tiers.codecs.native import wait_for_library
 from kvstore_tiers.codecs.rates import CodecRates
 from kvstore_tiers.codecs.shapes import K, PayloadShape, Tensor, V
 from kvstore_tiers.segments import AlignedBuffer, Bytes, buffer_at
@@ -66,6 +67,7 @@ def measure_beside(codec: Codec) -> None:
     assert isinstance(codec, Measured)
 
     def measure() -> None:
+        wait_for_library()  # what a codec does without compiled code says little
         try:
             codec.measure()
         except Exception as error:  # of a library, perhaps: the codec is not chosen

@@ -146,11 +146,14 @@ class CodedSection(TierSection):
     codec_staging_bytes: int = 0
 
     def check(self, machine: MachineSizes) -> None:
-        from kvstore_tiers.codecs import codec_names
+        from kvstore_tiers.codecs import codec_names, codec_of
 
         super().check(machine)
         offered = (*codec_names(), AUTO_CODEC) if self.CHOOSES_CODECS else codec_names()
         one_of(f"{self.name}.codec", self.codec, offered)
+        codec = codec_of(self.codec)
+        lacks = codec.lacks() if codec is not None else ""
+        need(not lacks, f"{self.name}.codec: {self.codec!r} needs more packages: {lacks}")
         need(
             self.codec == NO_CODEC or self.codec_staging_bytes >= MIN_STAGING_BYTES,
             f"{self.name}.codec_staging must be at least {human_bytes(MIN_STAGING_BYTES)}",
