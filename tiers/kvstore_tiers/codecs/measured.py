@@ -22,7 +22,7 @@ _LAYERS, _TOKENS, _HEADS, _WIDTH = 8, 64, 4, 64
 
 
 class Measured(Codec):
-    """Does what `codec` does, and notes in `rates` how long it takes."""
+    """Does what `codec` does, and notes in `rates` how long encoding takes. Decoding is measured by who reads."""
 
     def __init__(self, codec: Codec, rates: CodecRates) -> None:
         self._codec, self._rates = codec, rates
@@ -42,8 +42,7 @@ class Measured(Codec):
             return self._codec.encode(header, shape, payload, target)
 
     def decode(self, stored: memoryview, payload: memoryview) -> None:
-        with self._rates.decoding[self.number].work(len(payload)):
-            self._codec.decode(stored, payload)
+        self._codec.decode(stored, payload)
 
     def error(self, stored: memoryview) -> CodingError | None:
         return self._codec.error(stored)
@@ -58,7 +57,8 @@ class Measured(Codec):
             encoded = self.encode(header, shape, payload.data, target)
             if not encoded.nbytes:
                 return
-            self.decode(target[: encoded.nbytes], back.data)
+            with self._rates.decoding[self.number].work(payload.nbytes):
+                self.decode(target[: encoded.nbytes], back.data)
             self._rates.shrank(self.number, payload.nbytes, encoded.nbytes)
 
 

@@ -1,19 +1,21 @@
 """The rates of a medium and of the codecs on it, as the threads that read and decode measure them.
 
-A rate is bytes over the time during which anything was under way, so overlap and waiting for a core are in it. Old
-measurements fade: each counter halves when it has seen twice `MEMORY_BYTES`. Any thread may call.
+The rate of a medium is bytes over the time during which anything was read, so overlap is in it; old reads fade. The
+rate of a codec is the median of its last runs on one thread: a run that lost its core for a while says nothing of the
+codec, and on a machine without an idle core half of them do. Any thread may call.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 MEMORY_BYTES = 64 << 20
 FEWEST_BYTES = 1 << 20  # before them a rate is not known
+RUNS, FEWEST_RUNS = 31, 5
 
 
 class BusyRate:
@@ -23,7 +25,6 @@ class BusyRate:
         self._seconds, self._lock = seconds, threading.Lock()
         self._bytes = self._busy_s = self._since_s = 0.0
         self._under_way = 0
-        self.total_s = 0.0  # of all work, never faded
 
     @contextmanager
     def work(self, nbytes: int) -> Iterator[None]:
@@ -43,7 +44,6 @@ class BusyRate:
                 self._busy_s += max(0.0, ended_s - self._since_s)
                 self._since_s = ended_s
                 self._bytes += done_bytes
-                self.total_s += ended_s - began_s
                 if self._bytes > 2 * MEMORY_BYTES:
                     self._bytes, self._busy_s = self._bytes / 2, self._busy_s / 2
 
@@ -54,14 +54,39 @@ class BusyRate:
             return self._bytes / self._busy_s if self._bytes >= FEWEST_BYTES and self._busy_s > 0 else 0.0
 
 
+class MedianRate:
+    """The rate of one codec. `total_s` is the time of all of its runs."""
+
+    def __init__(self, seconds: Callable[[], float] = time.monotonic) -> None:
+        self._seconds = seconds
+        self._pace: deque[float] = deque(maxlen=RUNS)  # seconds a byte
+        self.total_s = 0.0
+
+    @contextmanager
+    def work(self, nbytes: int) -> Iterator[None]:
+        """Measure the body of the `with` block, which handles `nbytes`. A run that raises an error does not count."""
+        began_s = self._seconds()
+        yield
+        taken_s = self._seconds() - began_s
+        self.total_s += taken_s
+        if nbytes and taken_s > 0:
+            self._pace.append(taken_s / nbytes)
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Return the rate; 0 while it is not known."""
+        pace = sorted(self._pace)
+        return 1 / pace[len(pace) // 2] if len(pace) >= FEWEST_RUNS else 0.0
+
+
 class CodecRates:
     """The rates of one tier: `medium` in stored bytes, `decoding` and `encoding` in payload bytes by the number of the
     codec, and what blocks shrank to."""
 
     def __init__(self, seconds: Callable[[], float] = time.monotonic) -> None:
         self.medium = BusyRate(seconds)
-        self.decoding: defaultdict[int, BusyRate] = defaultdict(lambda: BusyRate(seconds))
-        self.encoding: defaultdict[int, BusyRate] = defaultdict(lambda: BusyRate(seconds))
+        self.decoding: defaultdict[int, MedianRate] = defaultdict(lambda: MedianRate(seconds))
+        self.encoding: defaultdict[int, MedianRate] = defaultdict(lambda: MedianRate(seconds))
         self._shrunk: dict[int, tuple[float, float]] = {}
 
     def shrank(self, codec: int, payload_bytes: int, stored_bytes: int) -> None:
