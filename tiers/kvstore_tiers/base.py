@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore_proto.arena import HEADER_BYTES, BlockHeader
-from kvstore_tiers.codecs.rates import CodecRates
+from kvstore_tiers.codec_rates import CodecRates
 from kvstore_tiers.image import FileImage, Slot, image_header, stamp_header
 from kvstore_tiers.recovered import RecoveredBlocks, as_columns
 from kvstore_tiers.segments import AlignedBuffer, MemoryKind, Segment

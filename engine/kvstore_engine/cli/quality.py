@@ -94,10 +94,10 @@ def codec_of(name: str, fingerprint: Any) -> Through:
     def through(payload: Bytes) -> Bytes:
         shape = shapes.payload_shape(fingerprint, fingerprint.groups[0].group_id, payload.size)
         room, back = np.empty(codec.bound(payload.size), np.uint8), np.empty_like(payload)
-        encoded = codec.encode(header, shape, memoryview(payload), memoryview(room))
+        encoded = codec.encode(header, shape, payload.data, room.data)
         if not encoded.nbytes:
             raise UsageError(f"codec {name} has no form for this model's blocks")
-        codec.decode(memoryview(room)[: encoded.nbytes], memoryview(back))
+        codec.decode(room.data[: encoded.nbytes], back.data)
         return back
 
     return through

@@ -62,7 +62,7 @@ class Difference:
 
 
 def _log_softmax(logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    shifted = logits - logits.max(axis=1, keepdims=True)
+    shifted: npt.NDArray[np.float32] = logits - logits.max(axis=1, keepdims=True)
     shifted -= np.log(np.exp(shifted).sum(axis=1, keepdims=True))
     return shifted
 

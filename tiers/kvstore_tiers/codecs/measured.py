@@ -10,9 +10,9 @@ import numpy as np
 
 from kvstore_proto.arena import BlockHeader
 from kvstore_proto.number_types import NUMBER_TYPES
+from kvstore_tiers.codec_rates import CodecRates
 from kvstore_tiers.codecs import Codec, CodingError, Encoded
 from kvstore_tiers.codecs.native import wait_for_library
-from kvstore_tiers.codecs.rates import CodecRates
 from kvstore_tiers.codecs.shapes import K, PayloadShape, Tensor, V
 from kvstore_tiers.segments import AlignedBuffer, Bytes, buffer_at
 

@@ -24,9 +24,9 @@ from typing import NamedTuple
 from kvstore_proto.arena import ALIGNMENT_BYTES, HEADER_BYTES, BlockHeader
 from kvstore_tiers import failpoints
 from kvstore_tiers.base import Completion, FileImage, Load, Outcome, OutcomeKind, Slot
+from kvstore_tiers.codec_rates import CodecRates
 from kvstore_tiers.codecs import codec_name
 from kvstore_tiers.codecs.images import decode_image
-from kvstore_tiers.codecs.rates import CodecRates
 from kvstore_tiers.codecs.scratch import Scratch
 from kvstore_tiers.counters import TransferCounters
 from kvstore_tiers.image import aligned_down, aligned_up, false_checksum, judge_header

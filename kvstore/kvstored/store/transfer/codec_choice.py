@@ -12,8 +12,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+from kvstore_tiers.codec_rates import CodecRates
 from kvstore_tiers.codecs import CODECS, Codec, codec_named
-from kvstore_tiers.codecs.rates import CodecRates
 
 AUTO_CODECS = ("int8", "context", "lossless")  # as far as this build has them
 WORTHWHILE = 1.04  # less gain is within what measuring misses
