@@ -26,8 +26,10 @@ from kvstore_engine.model.weights import load_model
 from kvstore_engine.models.locate import locate
 from kvstore_engine.pool import BlockPool
 from kvstore_engine.tokenizer import Tokenizer
+from kvstore_proto.number_types import NUMBER_TYPES
 from kvstore_restore.learned import LearnedCosts
 from kvstore_tiers.codecs.shapes import PayloadShape, payload_shape
+from kvstore_tiers.testing.kv_blocks import numbers_of, put_numbers
 from support.daemon import bench_daemon
 from support.engine import THREADS
 
@@ -83,3 +85,17 @@ def _of_group(model: str, fingerprint: Fingerprint, group: int, payloads: list[B
     shape = payload_shape(fingerprint, group, payloads[0].nbytes)
     assert shape is not None
     return Payloads(model, shape, payloads)
+
+
+def as_bfloat16(given: Payloads) -> Payloads:
+    """Return the payloads with their numbers rounded to bfloat16."""
+    bfloat = NUMBER_TYPES["bf16"]
+    shape = given.shape._replace(tensors=tuple(each._replace(type=bfloat) for each in given.shape.tensors))
+    made = []
+    for payload in given.payloads:
+        rounded = np.zeros_like(payload)
+        for before, after in zip(given.shape.tensors, shape.tensors, strict=True):
+            numbers = numbers_of(before, payload.reshape(shape.layers, -1))
+            put_numbers(after, rounded.reshape(shape.layers, -1), numbers)
+        made.append(rounded)
+    return Payloads(given.model, shape, made)

@@ -149,7 +149,7 @@ class LayeredCodec(Codec):
         begin = _head_bytes(tensors, layers)
         if begin > len(stored):
             raise Undecodable("its head is cut short")
-        records = stored[_HEAD.size : _HEAD.size + tensors * RECORD_BYTES]
+        records = bytes(stored[_HEAD.size : _HEAD.size + tensors * RECORD_BYTES])
         try:
             shape = read_shape(layers, layer_bytes, records)
         except ShapeError as wrong_shape:

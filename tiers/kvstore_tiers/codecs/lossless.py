@@ -130,7 +130,7 @@ class Worker:
         for _ in range(2):
             answer = self._answer(request)
             if answer[:1] == b"\0":
-                return np.frombuffer(answer, "<u8", offset=1).tolist()
+                return [int(each) for each in np.frombuffer(answer, "<u8", offset=1)]
             if answer:
                 raise Undecodable(answer.decode(errors="replace"))
         raise NotReadable("its process died over it")

@@ -89,7 +89,8 @@ class PayloadShape(NamedTuple):
         )
 
 
-def read_shape(layers: int, layer_bytes: int, records: memoryview) -> PayloadShape:
+@lru_cache(maxsize=256)
+def read_shape(layers: int, layer_bytes: int, records: bytes) -> PayloadShape:
     """Return the shape whose `pack` gave `records`. Raises ShapeError."""
     if not (1 <= layers <= MAX_LAYERS and 1 <= layer_bytes <= MAX_LAYER_BYTES):
         raise ShapeError(f"{layers} layers of {layer_bytes} bytes are no payload")

@@ -174,9 +174,8 @@ struct Number {
     }
   }
 
-  // What `store` and `load` would leave of it: clamped, and rounded to the type.
-  static inline Floats as_stored(Floats numbers) {
-    numbers = least(most(numbers, splat(-kMost)), splat(kMost));
+  // What `store` and `load` would leave of numbers that are not above kMost: rounded to the type.
+  static inline Floats rounded_to(Floats numbers) {
     if constexpr (kType == kF32) return numbers;
     if constexpr (kType == kBF16) {
       Words words;
@@ -193,6 +192,8 @@ struct Number {
     return load(room);
 #endif
   }
+  static inline Floats clamped(Floats numbers) { return least(most(numbers, splat(-kMost)), splat(kMost)); }
+  static inline Floats as_stored(Floats numbers) { return rounded_to(clamped(numbers)); }
 
   // The smallest number of the type that is not below `numbers`, which are not negative.
   static inline Floats not_below(Floats numbers, uint8_t* to) {

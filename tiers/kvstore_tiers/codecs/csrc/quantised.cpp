@@ -10,6 +10,7 @@ struct Tensor {  // as shapes.py has it
   int64_t kind, type, offset, tokens, heads, width, token_stride, head_stride;
 };
 
+constexpr float kFar = 0.4f;  // of the largest number: what is below needs no clamp
 constexpr float kHuge = 1e18f, kTiny = 1e-15f, kNoScale = 1e-30f;
 
 struct Layer {
@@ -58,16 +59,17 @@ inline Scale scale_of(Floats low, Floats high, Floats top, uint8_t* scales, uint
 }
 
 // Quantise sixteen numbers, add what is lost to the sums.
-template <int kType, int kBits>
+template <int kType, int kBits, bool kNear>
 __attribute__((always_inline)) inline Octets quantise(Floats x, const Scale& by, Floats& squares, Floats& errors, Floats& worst) {
   Floats small;
   if (kBits == 8) {
-    small = rounded(least(most(x * by.inverse, splat(-127)), splat(127)));
+    // Scales are rounded up, so that a quotient is over 127 by its own rounding alone, which `rounded` removes.
+    small = rounded(x * by.inverse);
   } else {
     small = rounded(least(most((x - by.low) * by.inverse, splat(0)), splat(15)));
   }
   Floats back = kBits == 8 ? small * by.scale : small * by.scale + by.low;
-  Floats error = x - Number<kType>::as_stored(back);
+  Floats error = x - (kNear ? Number<kType>::rounded_to(back) : Number<kType>::as_stored(back));
   squares += x * x;
   errors += error * error;
   worst = most(worst, magnitude(error));
@@ -78,9 +80,13 @@ __attribute__((always_inline)) inline Octets quantise(Floats x, const Scale& by,
 }
 
 inline float top_of(Floats numbers) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)numbers);
+#else
   float top = 0;
   for (int lane = 0; lane < kLanes; lane++) top = numbers[lane] > top ? numbers[lane] : top;
   return top;
+#endif
 }
 
 void pack(const uint8_t* small, int64_t count, uint8_t* to) {
@@ -121,6 +127,7 @@ void encode_by_channel(const Tensor& t, Layer& layer, uint8_t* small) {
   const Places places(kBits, t, kBytes);
   const int64_t channels = t.heads * t.width, group = kBits == 8 ? 64 : 32;
   uint8_t* coded = layer.coded + places.numbers_at(kBits);
+  Ints is_wrong = {0};
   for (int64_t row = 0; row < places.rows; row++) {
     const int64_t first = row * group, last = first + group < t.tokens ? first + group : t.tokens;
     uint8_t* into = kBits == 8 ? coded + first * channels : small;
@@ -137,7 +144,7 @@ void encode_by_channel(const Tensor& t, Layer& layer, uint8_t* small) {
         }
         const float top = top_of(range.top);
         layer.amplitude = top > layer.amplitude ? top : layer.amplitude;
-        layer.is_sound = layer.is_sound && !any(range.is_wrong);
+        is_wrong |= range.is_wrong;
         uint8_t scales[64], lows[64];
         const Scale by = scale_of<kType, kBits>(range.low, range.high, range.top, scales, lows);
         memcpy(layer.coded + (row * channels + channel) * kBytes, scales, count * kBytes);
@@ -149,16 +156,16 @@ void encode_by_channel(const Tensor& t, Layer& layer, uint8_t* small) {
         memcpy(&sums[0], layer.squares + channel, count * 4);
         memcpy(&sums[1], layer.errors + channel, count * 4);
         squares = sums[0], errors = sums[1];
-        if (count == kLanes) {
+        if (count == kLanes && top < kFar * Number<kType>::kMost) {
           for (int64_t token = first; token < last; token++) {
             const Floats x = Number<kType>::load(from + token * t.token_stride);
-            const Octets octets = quantise<kType, kBits>(x, by, squares, errors, worst);
+            const Octets octets = quantise<kType, kBits, true>(x, by, squares, errors, worst);
             memcpy(into + (token - first) * channels + channel, &octets, kLanes);
           }
         } else {
           for (int64_t token = first; token < last; token++) {
             const Floats x = load_some<kType>(from + token * t.token_stride, count);
-            const Octets octets = quantise<kType, kBits>(x, by, squares, errors, worst);
+            const Octets octets = quantise<kType, kBits, false>(x, by, squares, errors, worst);
             uint8_t some[kLanes];
             memcpy(some, &octets, kLanes);
             memcpy(into + (token - first) * channels + channel, some, count);
@@ -177,6 +184,7 @@ void encode_by_channel(const Tensor& t, Layer& layer, uint8_t* small) {
       }
     }
   }
+  layer.is_sound = layer.is_sound && !any(is_wrong);
 }
 
 // A tensor with a scale for each token, or for each 32 numbers of a token. `small` has room for the numbers of a token,
@@ -188,6 +196,7 @@ void encode_by_token(const Tensor& t, Layer& layer, uint8_t* small, float* row) 
   const int64_t channels = t.heads * t.width, size = kBits == 8 ? channels : 32;
   uint8_t* coded = layer.coded + places.numbers_at(kBits);
   Floats worst = splat(0);
+  Ints is_wrong = {0};
   for (int64_t token = 0; token < t.tokens; token++) {
     uint8_t* into = kBits == 8 ? coded + token * channels : small;
     for (int64_t head = 0; head < t.heads; head++) {
@@ -217,13 +226,13 @@ void encode_by_token(const Tensor& t, Layer& layer, uint8_t* small, float* row) 
         range.add(x);
       }
       float low = range.low[0], high = range.high[0];
-      for (int lane = 1; lane < kLanes; lane++) {
+      for (int lane = 1; lane < kLanes && kBits == 4; lane++) {
         low = range.low[lane] < low ? range.low[lane] : low;
         high = range.high[lane] > high ? range.high[lane] : high;
       }
       const float top = top_of(range.top);
       layer.amplitude = top > layer.amplitude ? top : layer.amplitude;
-      layer.is_sound = layer.is_sound && !any(range.is_wrong);
+      is_wrong |= range.is_wrong;
       uint8_t scales[64], lows[64];
       const Scale by = scale_of<kType, kBits>(splat(low), splat(high), splat(top), scales, lows);
       memcpy(layer.coded + (token * places.columns + column) * kBytes, scales, kBytes);
@@ -235,14 +244,16 @@ void encode_by_token(const Tensor& t, Layer& layer, uint8_t* small, float* row) 
         Floats x, squares, errors;
         if (count == kLanes) {
           memcpy(&x, row + at, 64), memcpy(&squares, layer.squares + at, 64), memcpy(&errors, layer.errors + at, 64);
-          const Octets octets = quantise<kType, kBits>(x, by, squares, errors, worst);
+          const Octets octets = top < kFar * Number<kType>::kMost
+                                    ? quantise<kType, kBits, true>(x, by, squares, errors, worst)
+                                    : quantise<kType, kBits, false>(x, by, squares, errors, worst);
           memcpy(layer.squares + at, &squares, 64), memcpy(layer.errors + at, &errors, 64);
           memcpy(into + at, &octets, kLanes);
         } else {
           Floats lost = splat(0);
           x = squares = errors = splat(0);
           for (int lane = 0; lane < count; lane++) x[lane] = row[at + lane];
-          const Octets octets = quantise<kType, kBits>(x, by, squares, errors, lost);
+          const Octets octets = quantise<kType, kBits, false>(x, by, squares, errors, lost);
           for (int lane = 0; lane < count; lane++) {
             worst[0] = lost[lane] > worst[0] ? lost[lane] : worst[0];
             layer.squares[at + lane] += squares[lane], layer.errors[at + lane] += errors[lane];
@@ -255,6 +266,18 @@ void encode_by_token(const Tensor& t, Layer& layer, uint8_t* small, float* row) 
   }
   const float most_lost = top_of(worst);
   layer.worst = most_lost > layer.worst ? most_lost : layer.worst;
+  layer.is_sound = layer.is_sound && !any(is_wrong);
+}
+
+template <int kBits>
+inline Floats number_of(const uint8_t* octets, const float* scale, const float* low) {
+  Chars chars;
+  Floats by, plus;
+  memcpy(&chars, octets, kLanes);
+  memcpy(&by, scale, 64);
+  if (kBits == 8) return floats_of_chars(chars) * by;
+  memcpy(&plus, low, 64);
+  return floats_of_chars(chars) * by + plus;
 }
 
 template <int kType, int kBits>
@@ -264,15 +287,20 @@ void decode(const Tensor& t, const uint8_t* coded, uint8_t* numbers, uint8_t* sm
   const int64_t channels = t.heads * t.width, group = kBits == 8 ? 64 : 32;
   const uint8_t* from = coded + places.numbers_at(kBits);
   float *scale = rows, *low = rows + channels + kLanes;
+  Floats one_scale = splat(0);  // of all numbers of a token
+  const bool has_one = kBits == 8 && t.kind != 1;
+  bool is_far = false;  // whether a number may be too large for its type
   for (int64_t token = 0; token < t.tokens; token++, from += places.row_bytes) {
     if (t.kind == 1 && token % group == 0) {
       const uint8_t* at = coded + token / group * channels * kBytes;
       for (int64_t channel = 0; channel < channels; channel += kLanes) {
         const int count = channels - channel < kLanes ? (int)(channels - channel) : kLanes;
         const Floats scales = load_some<kType>(at + channel * kBytes, count);
+        is_far = (is_far && channel) || !(top_of(magnitude(scales)) * 256 < kFar * Number<kType>::kMost);
         memcpy(scale + channel, &scales, 64);
         const Floats lows = kBits == 8 ? splat(0) : load_some<kType>(at + places.scales_bytes + channel * kBytes, count);
         memcpy(low + channel, &lows, 64);
+        is_far = is_far || !(top_of(magnitude(lows)) < kFar * Number<kType>::kMost);
       }
     } else if (t.kind != 1) {
       const uint8_t* at = coded + token * places.columns * kBytes;
@@ -280,8 +308,11 @@ void decode(const Tensor& t, const uint8_t* coded, uint8_t* numbers, uint8_t* sm
       for (int64_t column = 0; column < places.columns; column++) {
         const float one = load_some<kType>(at + column * kBytes, 1)[0];
         const float lowest = kBits == 8 ? 0 : load_some<kType>(at + places.scales_bytes + column * kBytes, 1)[0];
+        is_far = (is_far && column) || !(one * 256 < kFar * Number<kType>::kMost && lowest < kFar * Number<kType>::kMost &&
+                                         lowest > -kFar * Number<kType>::kMost && one >= 0);
         const int64_t last = (column + 1) * size < channels ? (column + 1) * size : channels;
-        for (int64_t channel = column * size; channel < last; channel++) scale[channel] = one;
+        if (kBits == 8 && column == 0) one_scale = splat(one);
+        for (int64_t channel = column * size; channel < last && kBits == 4; channel++) scale[channel] = one;
         for (int64_t channel = column * size; channel < last && kBits == 4; channel++) low[channel] = lowest;
       }
     }
@@ -289,27 +320,34 @@ void decode(const Tensor& t, const uint8_t* coded, uint8_t* numbers, uint8_t* sm
     if (kBits == 4) unpack(from, channels, small), row = small;
     for (int64_t head = 0; head < t.heads; head++) {
       uint8_t* to = numbers + token * t.token_stride + head * t.head_stride;
-      for (int64_t at = 0; at < t.width; at += kLanes) {
-        const int count = t.width - at < kLanes ? (int)(t.width - at) : kLanes;
-        const int64_t channel = head * t.width + at;
-        Chars chars = {0};
-        if (count == kLanes) {
-          memcpy(&chars, row + channel, kLanes);
-        } else {
-          memcpy(&chars, row + channel, count);
+      const float* by = scale + head * t.width;
+      const float* plus = low + head * t.width;
+      const uint8_t* octets = row + head * t.width;
+      const int64_t whole = t.width / kLanes * kLanes;
+      if (has_one && (is_far || whole < t.width)) {
+        for (int64_t channel = 0; channel < t.width; channel++) scale[head * t.width + channel] = one_scale[0];
+      }
+      if (has_one && !is_far) {
+        for (int64_t at = 0; at < whole; at += kLanes) {
+          Chars chars;
+          memcpy(&chars, octets + at, kLanes);
+          Number<kType>::store(to + at * kBytes, floats_of_chars(chars) * one_scale);
         }
-        Floats by, plus, x = floats_of_chars(chars);
-        memcpy(&by, scale + channel, 64);
-        x = x * by;
-        if (kBits == 4) memcpy(&plus, low + channel, 64), x = x + plus;
-        x = least(most(x, splat(-Number<kType>::kMost)), splat(Number<kType>::kMost));
-        if (count == kLanes) {
-          Number<kType>::store(to + at * kBytes, x);
-        } else {
-          uint8_t room[64];
-          Number<kType>::store(room, x);
-          memcpy(to + at * kBytes, room, count * kBytes);
+      } else if (!is_far) {
+        for (int64_t at = 0; at < whole; at += kLanes) {
+          Number<kType>::store(to + at * kBytes, number_of<kBits>(octets + at, by + at, plus + at));
         }
+      } else {
+        for (int64_t at = 0; at < whole; at += kLanes) {
+          const Floats x = number_of<kBits>(octets + at, by + at, plus + at);
+          Number<kType>::store(to + at * kBytes, Number<kType>::clamped(x));
+        }
+      }
+      if (whole < t.width) {
+        uint8_t some[kLanes] = {0}, room[64];
+        memcpy(some, octets + whole, t.width - whole);
+        Number<kType>::store(room, Number<kType>::clamped(number_of<kBits>(some, by + whole, plus + whole)));
+        memcpy(to + whole * kBytes, room, (t.width - whole) * kBytes);
       }
     }
   }
