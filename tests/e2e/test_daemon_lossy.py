@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from kvstore_client import Session
+from kvstore_proto.fingerprint import Fingerprint, LayerGroup
+from kvstore_proto.kv_layout import ENGINE_ORDER
 from kvstore_proto.v1 import admin_pb2, explain_pb2, kvstore_pb2
 from kvstore_proto.v1 import unary_pb2 as unary
 from kvstore_tiers.codecs import TESTING_ENVIRONMENT
@@ -150,3 +152,27 @@ def test_a_tenant_that_does_not_allow_it_stores_exactly(monkeypatch: pytest.Monk
         _put(session, 1)
         running.drop("host")
         assert _gets(session, 1, lossy=False) and running.tiers()["nvme"].lossy_blocks == 0
+
+
+def test_int8_keeps_half_of_the_bytes_and_says_how_far_its_numbers_are_off(tmp_path: Path) -> None:
+    group = LayerGroup(0, layers=tuple(range(8)), bytes_per_token_per_layer=2 * 2 * 64 * 2, heads=2)
+    kv = Fingerprint("made", "up", kv_dtype="f16", layout=ENGINE_ORDER, block_tokens=64, groups=(group,))
+    config, chosen = tmp_path / "kvstored.toml", np.random.default_rng(3)
+    config.write_text(f'[[tenant]]\nname = "chat"\nuids = [{os.getuid()}]\nlossy = true\n')
+    tokens = np.arange(4 * 64, dtype=np.int32)
+    put = [chosen.standard_normal(kv.payload_bytes() // 2).astype(np.float16) for _ in range(4)]
+    settings = [*SETTINGS, "nvme.codec=int8", "nvme.codec_staging=8MiB"]
+    with running_daemon(*settings, config=config) as running, running.connect(kv, exact=False) as session:
+        receipt = session.put(tokens, payloads=[each.view(np.uint8) for each in put], wait="settled")
+        assert set(receipt.durability) == {"durable"}
+        tier = running.tiers()["nvme"]
+        assert tier.lossy_blocks == 4 and tier.logical_bytes > 1.85 * tier.stored_bytes
+        assert tier.codecs[0].name == "int8" and tier.codecs[0].ratio > 1.9 and tier.codecs[0].encoding_s > 0
+        running.drop("host")
+        with session.get(tokens) as lease:
+            assert lease.blocks == 4
+            for block, numbers in enumerate(put):
+                off = np.abs(
+                    lease.payload(block).view(np.float16).astype(np.float64) - numbers.astype(np.float64)
+                ).max()
+                assert 0 < off <= lease.error_bound(block) < 0.1

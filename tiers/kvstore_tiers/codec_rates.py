@@ -89,6 +89,11 @@ class CodecRates:
         self.encoding: defaultdict[int, MedianRate] = defaultdict(lambda: MedianRate(seconds))
         self._shrunk: dict[int, tuple[float, float]] = {}
 
+    @property
+    def codecs(self) -> list[int]:
+        """Return the numbers of the codecs that anything was measured of."""
+        return sorted({*self.decoding, *self.encoding, *self._shrunk})
+
     def shrank(self, codec: int, payload_bytes: int, stored_bytes: int) -> None:
         """Note that a payload became `stored_bytes`."""
         payload, stored = self._shrunk.get(codec, (0.0, 0.0))

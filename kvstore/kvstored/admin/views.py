@@ -12,6 +12,8 @@ import numpy as np
 from kvstore_proto.arena import ALIGNMENT_BYTES, HEADER_BYTES
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import admin_pb2 as pb
+from kvstore_tiers.codec_rates import CodecRates
+from kvstore_tiers.codecs import codec_name
 from kvstored import __version__
 from kvstored.admin.lifetime import Phase
 from kvstored.clients.reception import PROTOCOL_VERSION
@@ -160,6 +162,7 @@ class Views:
                 residency_bytes=_by_name(policy.class_bytes(now_ns)) if with_classes else None,
                 policy=policy.name,
                 codec=tier.info.coding.codec,
+                codecs=_codecs(tier.info.coding.rates),
                 **_forms(store.residency, position),
             )
         return reply
@@ -233,6 +236,19 @@ def _describe_integrity(report: IntegrityReport, reply: pb.StatusReply) -> None:
     if scrub.message:
         reply.warnings.append(scrub.message)
     reply.warnings.extend(f"a broken invariant, please report it: {fault}" for fault in books.broken)
+
+
+def _codecs(rates: CodecRates) -> list[pb.CodecStatus]:
+    return [
+        pb.CodecStatus(
+            name=codec_name(number),
+            ratio=rates.ratio(number),
+            encoding_s=rates.encoding[number].total_s,
+            decoding_s=rates.decoding[number].total_s,
+            decoding_bytes_per_s=rates.decoding[number].bytes_per_s,
+        )
+        for number in rates.codecs
+    ]
 
 
 def _forms(residency: Residency, position: int) -> dict[str, int]:
