@@ -141,6 +141,13 @@ def test_verify_reads_the_header_that_the_daemon_writes(change: dict[str, object
     assert check(replace(HEADER, **change)) == said  # type: ignore[arg-type]
 
 
+def test_a_lossy_copy_is_no_exact_block() -> None:
+    raw = memoryview(replace(HEADER, error=0.5).pack())
+    block = HEADER.key, HEADER.tokens, HEADER.payload_bytes, HEADER.generation
+    assert mismatch(raw, 0, *block) == "" and mismatch(raw, 0, *block, exact=True) == "exactness"
+    assert mismatch(memoryview(HEADER.pack()), 0, *block, exact=True) == ""
+
+
 def test_verify_by_keys_alone_ignores_tokens_and_empty_memory_is_no_block() -> None:
     assert check(replace(HEADER, tokens=b""), tokens=None) == ""
     assert mismatch(memoryview(bytes(4096)), 0, HEADER.key, None, 4096, 77) == "no block header"
