@@ -43,7 +43,13 @@ if TYPE_CHECKING:
 
 DEFAULT_DEADLINE_S = 0.25
 _DEFAULT_MAX_KEYS = 1024
+_WAIT_SHARE = 0.8  # of a deadline is the daemon's, for tiers to answer; the rest is for its answer to arrive
 PREFAULT_THREAD = "kvstore-prefault"
+
+
+def waiting_ms(deadline_s: float) -> int:
+    """Return how many milliseconds the daemon may wait for its tiers, if its answer must arrive in `deadline_s`."""
+    return max(1, int(deadline_s * _WAIT_SHARE * 1000))
 
 
 @dataclass(frozen=True, slots=True)

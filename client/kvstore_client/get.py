@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvstore_client.anchors import Anchor, anchored
 from kvstore_client.call import Call
-from kvstore_client.daemon_session import DaemonSession
+from kvstore_client.daemon_session import DaemonSession, waiting_ms
 from kvstore_client.keys import Chain
 from kvstore_client.lease import Lease, LeasedBlock, joined, mismatch
 from kvstore_client.lease_stream import LeaseStream, Order, Rest
@@ -40,7 +40,6 @@ from kvstore_proto.v1 import kvstore_pb2 as wire
 if TYPE_CHECKING:
     from kvstore_client.device import DeviceChunk
 
-WAIT_SHARE = 0.8  # of the deadline is the daemon's for promoting; the rest is for the answer to arrive
 GRANT_SHARE = 0.5  # of what is left of it is for chunks of a device; the rest, for the blocks in host memory instead
 
 
@@ -201,9 +200,9 @@ class Get:
     def _request(self, keys: BlockKeys | None = None, *, host_only: bool = False, **fields: Any) -> wire.Request:
         devices = self._prefix.daemon.device_arenas
         acquire = wire.Acquire(
-            set=self._prefix.key_set(self._prefix.chain.keys if keys is None else keys),
+            set=self._prefix.key_set(keys),
             host_only=host_only or (devices is not None and devices.is_off),
-            max_wait_ms=max(1, int(self._left_s() * WAIT_SHARE * 1000)),
+            max_wait_ms=waiting_ms(self._left_s()),
             **fields,
         )
         return wire.Request(acquire=acquire)

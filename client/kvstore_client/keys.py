@@ -30,6 +30,7 @@ class Chain:
     packed_tokens: bytes | None
     block_tokens: int
     prompt_tokens: int = 0  # of the whole prompt, with those that fill no block; 0: not known
+    before: bytes = NO_PARENT  # key of the block before the first one, in a part of a longer chain
 
     def tokens_of(self, block: int) -> bytes | None:
         """Return the packed int32 token ids of one block; None if only keys are known."""
@@ -46,13 +47,17 @@ class Chain:
         return self.packed_tokens[first_block * step : (first_block + blocks) * step]
 
     def part(self, first_block: int, blocks: int) -> Chain:
-        """Return some blocks in the middle, to name or read them: its `parent_of` does not see earlier blocks."""
+        """Return the `blocks` blocks from `first_block` on."""
         return Chain(
-            self.keys[first_block : first_block + blocks], self.tokens_of_run(first_block, blocks), self.block_tokens
+            self.keys[first_block : first_block + blocks],
+            self.tokens_of_run(first_block, blocks),
+            self.block_tokens,
+            before=self.parent_of(first_block),
         )
 
     def parent_of(self, block: int) -> bytes:
-        return self.keys[block - 1] if block else NO_PARENT
+        """Return the key of the block before `block`; NO_PARENT for the first block of a prompt."""
+        return self.keys[block - 1] if block else self.before
 
     def __len__(self) -> int:
         return len(self.keys)

@@ -14,7 +14,7 @@ from typing import Final, Literal
 
 from kvstore_client import lookup_index
 from kvstore_client.arguments import UINT32_MAX, count, number_between, one_of
-from kvstore_client.daemon_session import DaemonSession
+from kvstore_client.daemon_session import DaemonSession, waiting_ms
 from kvstore_client.errors import invalid
 from kvstore_client.prefix import KeyedPrefix
 from kvstore_client.results import (
@@ -106,7 +106,7 @@ def send_prefetch(prefix: KeyedPrefix, in_s: float, budget_bytes: int) -> Prefet
     resident = scheduled = 0
     in_ms = int(in_s * 1000)
     for first, piece in prefix.pieces() if len(prefix) else ():
-        blocks = piece.key_set(piece.chain.keys)
+        blocks = piece.key_set()
         request = wire.Request(prefetch=wire.Prefetch(set=blocks, in_ms=in_ms, budget_bytes=budget_bytes))
         answer = prefix.daemon.call(request, prefix.daemon.deadline_s)
         if isinstance(answer, str):
@@ -131,7 +131,7 @@ def send_touch(prefix: KeyedPrefix, terms: Terms = NO_TERMS) -> int:
     asked = wire.Terms(**terms._asdict())
     touched = 0
     for first, piece in prefix.pieces() if len(prefix) else ():
-        request = wire.Request(touch=wire.Touch(set=piece.key_set(piece.chain.keys), terms=asked))
+        request = wire.Request(touch=wire.Touch(set=piece.key_set(), terms=asked))
         answer = prefix.daemon.call(request, prefix.daemon.deadline_s)
         if isinstance(answer, str):
             break
@@ -197,8 +197,9 @@ def lookup(prefix: KeyedPrefix, deadline_s: float, *, clock: Callable[[], float]
     parts, failure, until = list[wire.Presence](), "", clock() + deadline_s
     match = match_of(prefix.group.kind)
     for _, piece in prefix.pieces() if len(prefix) else ():
-        request = wire.Request(lookup=wire.Lookup(sets=[piece.key_set(piece.chain.keys)]))
-        answer = prefix.daemon.call(request, max(until - clock(), 0.001))
+        left_s = max(until - clock(), 0.001)
+        request = wire.Request(lookup=wire.Lookup(sets=[piece.key_set()], max_wait_ms=waiting_ms(left_s)))
+        answer = prefix.daemon.call(request, left_s)
         if isinstance(answer, str):
             failure = answer
             break
@@ -214,12 +215,13 @@ def lookups(prefixes: Sequence[KeyedPrefix], deadline_s: float) -> list[Lookup]:
     """Return the daemon's answers about the prefixes of several layer groups, from one request: together they have no
     more keys than one may name.
     """
-    request = wire.Request(lookup=wire.Lookup(sets=[prefix.key_set(prefix.chain.keys) for prefix in prefixes]))
+    sets = [prefix.key_set() for prefix in prefixes]
+    request = wire.Request(lookup=wire.Lookup(sets=sets, max_wait_ms=waiting_ms(deadline_s)))
     answer = prefixes[0].daemon.call(request, deadline_s)
     if isinstance(answer, str):
         return [Lookup(reason=answer)] * len(prefixes)
-    sets = answer.lookup.sets
-    return [_joined(prefix, sets[place : place + 1]) for place, prefix in enumerate(prefixes)]
+    found = answer.lookup.sets
+    return [_joined(prefix, found[place : place + 1]) for place, prefix in enumerate(prefixes)]
 
 
 def _joined(prefix: KeyedPrefix, parts: Sequence[wire.Presence], failure: str = "") -> Lookup:

@@ -18,6 +18,12 @@ def check_keys(packed: bytes, max_keys: int) -> None:
         raise KVStoreError(ErrorKind.TOO_LARGE, f"{count} keys in one message, the limit is {max_keys}: split it")
 
 
+def check_parent(parent: bytes) -> None:
+    """Check that `parent`, the field of a key set, is one key or empty."""
+    if len(parent) not in (0, KEY_BYTES):
+        raise KVStoreError(ErrorKind.INVALID, f"parent is a key of {KEY_BYTES} bytes or empty, got {len(parent)} bytes")
+
+
 def keys_of(packed: bytes, max_keys: int) -> list[bytes]:
     """Return the keys of a packed field, in order."""
     check_keys(packed, max_keys)

@@ -25,6 +25,6 @@ class Operations:
         self.put = Puts(store)
         self.discovery = Discovery(store)
         self.get = Gets(store, self.discovery)
-        self.look_up = LookUp(store)
+        self.look_up = LookUp(store, self.discovery)
         self.hints = Hints(store)
         self.delete = Delete(store, deletions)

@@ -30,17 +30,24 @@ LATE_S = 10.0  # an answer that comes later than this is of no use
 
 
 class Question:
-    """A question for the unknown blocks of a chain from `first` on. `entered` is set when the index has the blocks
-    found in time.
+    """A question for the blocks `missing` of a chain; `parents` are the keys of the blocks before each. `entered` is
+    set when the index has the blocks found in time.
     """
 
-    def __init__(self, client: Client, chain: Sequence[bytes], first: int, group: int, deletions: int) -> None:
-        self.client, self.chain, self.first, self.group = client, chain, first, group
-        self.missing = chain[first : first + MOST_ASKED]
+    def __init__(
+        self, client: Client, missing: Sequence[bytes], parents: Sequence[bytes], group: int, deletions: int
+    ) -> None:
+        self.client, self.missing, self.parents, self.group = client, missing, parents, group
         self.deletions = deletions  # before it was asked
         self.entered = asyncio.Event()
         self.is_late = False  # some tier had not answered by then
-        self.found = self.found_bytes = 0
+        self.found: set[int] = set()  # positions in `missing`
+        self.found_bytes = 0
+
+    @property
+    def absent(self) -> bytes | None:
+        """The first missing block that was not found; None if all were."""
+        return next((key for at, key in enumerate(self.missing) if at not in self.found), None)
 
 
 class Discovery:
@@ -57,18 +64,25 @@ class Discovery:
         self._asked: dict[tuple[int, bytes], Question] = {}  # by tenant and key
         self._tasks: set[asyncio.Task[None]] = set()
 
+    @property
+    def is_possible(self) -> bool:
+        """True if there is a key-addressed tier."""
+        return bool(self._tiers)
+
     def declines(self, client: Client, blocks: int) -> bool:
         """Return whether asking for this number of missing blocks certainly does not pay; if not, call `ask`."""
-        if not self._tiers:
+        if not self.is_possible:
             return True
         if not self.value.declines(client.tenant_id, blocks * client.fingerprint.block_tokens):
             return False
         self._counters.add("discovery_declined")
         return True
 
-    def ask(self, client: Client, keys: bytes, known: int, group: int, limit_ms: int) -> Question | None:
-        """Ask for the blocks of a chain after its first `known`, if that pays; return the question, if waiting for it
-        pays too. `keys` are packed, from the root on.
+    def ask(
+        self, client: Client, keys: bytes, known: int, group: int, limit_ms: int, parent: bytes = NO_PARENT
+    ) -> Question | None:
+        """Ask for the blocks of a chain after its first `known`, if that pays; return the question, if waiting at most
+        `limit_ms` for it pays too. `keys` are packed; `parent` is the key of the block before them.
         """
         blocks, tokens = len(keys) // KEY_BYTES - known, client.fingerprint.block_tokens
         positions = [position for position in self._tiers if self._may_be_asked(position, client)]
@@ -87,7 +101,9 @@ class Discovery:
             return None
         question = self._asked.get((tenant, first))
         if question is None and self._residency.find(tenant, first) < 0:
-            question = self._begin(client, split_keys(keys), known, group, positions)
+            chain = [parent, *split_keys(keys)]
+            end = known + min(blocks, MOST_ASKED)
+            question = self._begin(client, chain[known + 1 : end + 1], chain[known:end], group, positions)
         is_quick = limit_ms >= times.expected_s * 1000 and not self._is_behind(positions[0])
         return question if verdict is RemoteVerdict.WAIT and is_quick else None
 
@@ -113,9 +129,9 @@ class Discovery:
     # Asking
 
     def _begin(
-        self, client: Client, chain: Sequence[bytes], known: int, group: int, positions: Sequence[int]
+        self, client: Client, missing: Sequence[bytes], parents: Sequence[bytes], group: int, positions: Sequence[int]
     ) -> Question:
-        question = Question(client, chain, known, group, self._residency.deletions)
+        question = Question(client, missing, parents, group, self._residency.deletions)
         for key in question.missing:
             self._asked[client.tenant_id, key] = question
         self._counters.add("discovery_questions", len(question.missing))
@@ -139,12 +155,11 @@ class Discovery:
                 await self._enter_found(question, answers)
             if any(answer.done() and _failed(answer) for answer in answers.values()):
                 return  # that a store was away says nothing of what it has
-            self.value.answered(tenant, len(question.missing), question.found, question.found_bytes)
-            self._counters.add("discovered_blocks", question.found)
-            if not late and question.found < len(question.missing):
-                absent = question.missing[question.found]
-                if self._residency.find_any(tenant, absent) < 0:
-                    self._absences.note(tenant, absent, self._clock.monotonic_ns())
+            found, absent = len(question.found), question.absent
+            self.value.answered(tenant, len(question.missing), found, question.found_bytes)
+            self._counters.add("discovered_blocks", found)
+            if not late and absent is not None and self._residency.find_any(tenant, absent) < 0:
+                self._absences.note(tenant, absent, self._clock.monotonic_ns())
         finally:
             question.entered.set()
             for key in question.missing:
@@ -176,23 +191,27 @@ class Discovery:
     # What was found
 
     async def _enter_found(self, question: Question, answers: Mapping[int, asyncio.Future[list[int]]]) -> None:
-        """Enter the blocks that continue the chain, with the answers that have come."""
-        residency, tenant, chain = self._residency, question.client.tenant_id, question.chain
+        """Enter the blocks that are of use, with the answers that have come: up to the first gap in the chain, or all
+        of them where a block can be used without the one before it.
+        """
+        residency, tenant = self._residency, question.client.tenant_id
         needs_parents = question.client.needs_parents(question.group)
-        for at in range(question.found, len(question.missing)):
+        for at, (key, parent) in enumerate(zip(question.missing, question.parents, strict=True)):
             if residency.deletions != question.deletions:
                 return
-            key = question.missing[at]
-            parent = chain[question.first + at - 1] if question.first + at else NO_PARENT
+            if at in question.found:
+                continue
             if residency.find(tenant, key) < 0:  # else another request found or stored it meanwhile
                 if needs_parents and parent != NO_PARENT and residency.find(tenant, parent) < 0:
                     return
                 come = ((position, answer.result()[at]) for position, answer in answers.items() if answer.done())
                 position, payload_bytes = next((each for each in come if each[1] >= 0), (-1, -1))
                 if position < 0 or not await self._enter(question, key, parent, position, payload_bytes):
-                    return
+                    if needs_parents:
+                        return
+                    continue
                 question.found_bytes += payload_bytes
-            question.found += 1
+            question.found.add(at)
 
     async def _enter(self, question: Question, key: bytes, parent: bytes, position: int, payload_bytes: int) -> bool:
         client = question.client

@@ -141,7 +141,7 @@ class Gets:
         missing = asked.blocks - known
         if not missing or self._discovery.declines(client, missing):
             return None
-        return self._discovery.ask(client, asked.keys, known, asked.group, asked.wait_ms(DEADLINE_MS))
+        return self._discovery.ask(client, asked.keys, known, asked.group, asked.wait_ms(DEADLINE_MS), asked.parent)
 
     async def _begin(
         self,

@@ -2,13 +2,14 @@
 hint prefetches blocks that will be needed, touches blocks that were used elsewhere, or passes on an engine's
 expectation to policies.
 
-Invariants: a lookup moves nothing; a block it calls usable was readable at that instant, and only the lease guarantees
-it. No client waits for the work that a hint begins.
+Invariants: a lookup moves nothing, but it may ask key-addressed tiers for blocks that the index does not know; a block
+it calls usable was readable at that instant, and only the lease guarantees it. No client waits for the work that a hint
+begins.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from kvstore_proto.identity import KEY_BYTES
@@ -17,6 +18,7 @@ from kvstored.clock import NS_PER_MS
 from kvstored.lifecycle import Cause
 from kvstored.store.assembly import Store
 from kvstored.store.operations.client import Client
+from kvstored.store.operations.discovery import Discovery, Question
 from kvstored.store.policies import ChainHint, deliver_hint
 
 DUE_MAX_MS = 24 * 3600 * 1000
@@ -40,16 +42,39 @@ class Presence:
 
 
 class LookUp:
-    """The lookups of all clients."""
+    """The lookups of all clients. `discovery` asks other stores."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, discovery: Discovery) -> None:
+        self._discovery = discovery
         self._residency, self._promoter, self._retention = store.residency, store.promoter, store.retention
-        self._counters, self._flows = store.counters, store.flows
+        self._counters, self._flows, self._clock = store.counters, store.flows, store.clock
 
     def count(self, client: Client) -> None:
         """Count one request, of any number of chains."""
         self._counters.add("lookups")
         self._flows.looked_up(client)
+
+    @property
+    def can_ask(self) -> bool:
+        """True if there is a key-addressed tier, which `ask` can ask."""
+        return self._discovery.is_possible
+
+    def ask(self, client: Client, keys: bytes, group: int, parent: bytes, wait_ms: int) -> Question | None:
+        """Ask key-addressed tiers for the packed `keys` from the first one that is unknown here; return the question,
+        if a wait of at most `wait_ms` for its answer pays. `parent` is the key of the block before the first.
+        """
+        blocks = len(keys) // KEY_BYTES
+        known = len(self._retention.find_run(client.tenant_id, keys))
+        if known == blocks or self._discovery.declines(client, blocks - known):
+            return None
+        return self._discovery.ask(client, keys, known, group, wait_ms, parent)
+
+    async def wait(self, questions: Iterable[Question], wait_ms: int) -> None:
+        """Wait at most `wait_ms` for the answers to `questions`."""
+        until_ns = self._clock.monotonic_ns() + wait_ms * NS_PER_MS
+        for question in questions:
+            left_ms = (until_ns - self._clock.monotonic_ns()) // NS_PER_MS
+            await self._discovery.wait(question, max(left_ms, 0))
 
     def look_up(self, client: Client, keys: bytes, usable_of: Callable[[Sequence[bool]], int] = leading) -> Presence:
         """Return the places of the packed `keys`. `usable_of` says how far a chain can be restored, from which of its

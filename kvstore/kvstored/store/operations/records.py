@@ -148,6 +148,7 @@ class GetRequest:
     from_back: bool = False
     context: RequestContext | None = None
     host_only: bool = False  # also of a client on a device
+    parent: bytes = NO_PARENT  # key of the block before the first
 
     @property
     def blocks(self) -> int:
