@@ -8,7 +8,9 @@ is in memory, so that the link is the only limit. A row's value is the time unde
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import subprocess
 import sys
 import tempfile
 import threading
@@ -20,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from support.report import AT_LEAST, Row, main, progress
+from support.report import AT_LEAST, AT_MOST, Row, main, progress
 
 from kvstore_proto.fingerprint import Fingerprint, LayerGroup
 from kvstore_tiers.codecs.native import wait_for_library
@@ -201,7 +203,23 @@ def measure(quick: bool) -> list[Row]:
         plain, auto = map(min, asyncio.run(compare(case, 5 if quick else 15)))
         size = BLOCKS * kv_shape(LAYERS, 64, 3, 64, case.dtype).nbytes / GB
         rows.append(Row(case.name, size / auto, "GB/s", size / plain, "codec none", AT_LEAST, case.target))
-    return [*rows, asyncio.run(capacity("int8", True, 1.9))]
+    return [*rows, asyncio.run(capacity("int8", True, 1.9)), *quality_rows("int8", quick)]
+
+
+def quality_rows(codec: str, quick: bool) -> list[Row]:
+    """Return what `kvengine quality` says of a codec: the figures of the model that bears it worse."""
+    said = []
+    for model in ("smollm2-135m-instruct:f16", "gemma-3-270m:f16"):
+        progress(f"quality of {codec}, {model} ...")
+        words = [sys.executable, "-m", "kvstore_engine.cli", "quality", "--model", model, "--codec", codec, "--json"]
+        more = ["--windows", "1", "--next-tokens", "64"] if quick else []
+        run = subprocess.run([*words, "--greedy-tokens", "0", *more], stdout=subprocess.PIPE, check=True, text=True)
+        said.append(json.loads(run.stdout)["all"])
+    kl, top1 = max(each["kl"] for each in said), min(each["top1_percent"] for each in said)
+    return [
+        Row(f"{codec}_kl", kl, "nats", 1.0, "", AT_MOST, 0.0003),
+        Row(f"{codec}_top1", top1, "%", 100.0, "every position", AT_LEAST, 0.993),
+    ]
 
 
 async def capacity(codec: str, accepts_lossy: bool, target: float) -> Row:

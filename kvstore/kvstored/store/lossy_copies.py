@@ -53,8 +53,10 @@ class LossyCopies:
             return rows, _NO_POSITIONS
         kept, waiting = list(rows), set[int]()
         for position, row in enumerate(rows):
-            if row < 0 or not (self._exactness.lossy_tiers(row) or self._exactness.is_accepted(row)):
+            exactness = self._exactness
+            if row < 0 or not (exactness.lossy_tiers(row) or exactness.is_accepted(row) or exactness.is_coming(row)):
                 continue
+            self._exactness.accept_lossy(row, accepts=False)  # at once: a write that is coming then makes no lossy copy
             if self._residency.being_filled(row) or self._is_coming(self._residency.token(row)):
                 waiting.add(position)
             else:
@@ -64,7 +66,6 @@ class LossyCopies:
     def _only_exact(self, row: int) -> int:
         """Leave the block its exact copies alone; return its row, or -1 when it has none."""
         residency, tenant = self._residency, self._residency.tenant_of(row)
-        self._exactness.accept_lossy(row, accepts=False)
         lossy, token = self._exactness.lossy_tiers(row), residency.token(row)
         self._counters.add("replaced_lossy_copies", len(lossy))
         if not self._exactness.exact_tiers(row):

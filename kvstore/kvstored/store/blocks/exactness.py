@@ -58,6 +58,10 @@ class Exactness:
         tiers = TIER_SETS[self._rows.mask[row]]
         return self.exact_tiers(row) or tiers if self.has_lossy else tiers
 
+    def is_coming(self, row: int) -> bool:
+        """Return whether a lossy copy is being filled."""
+        return self.has_lossy and any(self.is_lossy(row, tier) for tier in MEMBERS[self._rows.filling[row]])
+
     # Readers
 
     def served_tiers(self, row: int) -> TierSet:

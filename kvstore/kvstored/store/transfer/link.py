@@ -246,7 +246,7 @@ class Moves(Generic[Kind]):
                 if slot is None:
                     self._release(move, staged)
                     return Unmoved.NO_ROOM
-                if staged is None or not staged.is_lossy or self._takes_lossy(self._residency.current(move.token)):
+                if staged is None or not staged.error or self._takes_lossy(self._residency.current(move.token)):
                     break
                 move.link.destination_tier.free(slot)  # an exact put has come meanwhile
                 self._release(move, staged)
@@ -301,8 +301,10 @@ class Moves(Generic[Kind]):
             return
         move.slot_bytes = slot.nbytes
         source, key = residency.slot(row, link.source), residency.key(row)
-        error = residency.exactness.error(row, link.source)
+        error = max(residency.exactness.error(row, link.source), 0.0 if staged is None else staged.error)
         residency.attach(row, link.destination, slot, link.clock.monotonic_ns(), filling=True)
+        if error:
+            residency.exactness.note(row, link.destination, error)
         number, bad_sources, image = 0, list[Slot](), None if staged is None else staged.image
 
         def start(done: Completion) -> None:

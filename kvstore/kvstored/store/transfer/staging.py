@@ -42,7 +42,7 @@ class StagedImage:
     slot_bytes: int
     image: Segment | None = None
     buffer: AlignedBuffer | None = None
-    is_lossy: bool = False
+    error: float = 0.0  # above 0: the image is lossy
 
 
 class CodecStaging:
@@ -142,8 +142,7 @@ class CodecStaging:
             self._counters.add("coded_bytes", header.payload_bytes)
             self._counters.add("coded_stored_bytes", header.stored_bytes)
             self._coding.rates.shrank(header.codec, header.payload_bytes, header.stored_bytes)
-            is_lossy = bool(header.error)
-            return StagedImage(coded_slot_bytes(header.payload_bytes, header.stored_bytes), target, is_lossy=is_lossy)
+            return StagedImage(coded_slot_bytes(header.payload_bytes, header.stored_bytes), target, error=header.error)
         self._counters.add("uncoded_blocks")
         return StagedImage(0)
 
