@@ -1,8 +1,9 @@
 """Measures gets from a throttled NVMe tier under `codec = "auto"` against `codec = "none"`, and what the tier holds.
 
-A store in this process reads 48 blocks of the shape of SmolLM2-135M (1.4 MiB) through a link that lets so many bytes a
-second pass, whichever thread reads; both settings take turns, and the fastest turn of each counts. The tier's directory
-is in memory, so that the link is the only limit. A row's value is the time under "none" over the time under "auto".
+A store in this process reads 48 blocks of the shape of SmolLM2-135M (1.4 MiB) through a link that lets a number of
+bytes a second pass, whichever thread reads; both settings take turns, and the fastest turn of each counts. The tier's
+directory is in memory, so that the link is the only limit. A row's value is the time under "none" over the time under
+"auto".
 """
 
 from __future__ import annotations

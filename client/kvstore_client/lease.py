@@ -160,9 +160,8 @@ class Lease:
         return leased.arena[start : start + leased.payload_bytes]
 
     def error_bound(self, block: int) -> float:
-        """Return how far the numbers of a block's payload may be from those that were put: 0 for an exact copy, which
-        is what every session gets that did not `connect(exact=False)`. docs/kvstored.md has the unit of each codec.
-        Raises the errors of `payload`."""
+        """Return the largest difference between a number of the block and the number that was put: 0 for an exact copy,
+        which is what every session gets that did not `connect(exact=False)`. Raises the errors of `payload`."""
         leased = self.leased(block)
         start = ERROR_OFFSET + (leased.offset if leased.chunk is None else 0)
         return float(leased.arena[start : start + 4].view("<f4")[0])

@@ -216,6 +216,27 @@ def _add_running(command: argparse.ArgumentParser) -> None:
         "in pieces, of which each stage computes another; with --kvstore each restores and stores its own layers "
         "(default 1)",
     )
+    _add_store(running)
+    running.add_argument(
+        "--next-in",
+        type=seconds,
+        metavar="SECONDS",
+        help="announce to kvstored that the conversation goes on in about this time",
+    )
+    running.add_argument(
+        "--no-warm-up",
+        action="store_true",
+        help="let the first token pay for page faults and first-time set-up",
+    )
+    running.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="write a trace for chrome://tracing or ui.perfetto.dev: every step, and what restored the prompt",
+    )
+
+
+def _add_store(running: argparse._ArgumentGroup) -> None:
     running.add_argument(
         "--kvstore",
         type=Path,
@@ -239,23 +260,6 @@ def _add_running(command: argparse.ArgumentParser) -> None:
         "before",
     )
     running.add_argument("--no-store", action="store_true", help="restore from kvstored but store nothing in it")
-    running.add_argument(
-        "--next-in",
-        type=seconds,
-        metavar="SECONDS",
-        help="announce to kvstored that the conversation goes on in about this time",
-    )
-    running.add_argument(
-        "--no-warm-up",
-        action="store_true",
-        help="let the first token pay for page faults and first-time set-up",
-    )
-    running.add_argument(
-        "--trace",
-        type=Path,
-        metavar="FILE",
-        help="write a trace for chrome://tracing or ui.perfetto.dev: every step, and what restored the prompt",
-    )
 
 
 def _add_fetch(commands: Commands) -> None:

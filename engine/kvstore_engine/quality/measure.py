@@ -25,7 +25,7 @@ Through = Callable[[Bytes], Bytes]  # a payload, as the store gives it back
 
 @dataclass
 class Difference:
-    """What was counted: sums over `positions`, and greedy continuations that were token by token the same."""
+    """The counts of a measurement: sums over `positions`, and greedy continuations that were equal."""
 
     positions: int = 0
     kl: float = 0.0

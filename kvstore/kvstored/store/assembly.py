@@ -151,7 +151,7 @@ class Store:
         predictor: Predictor | None = None,
         remote_writes: RemoteWrites | None = None,
     ) -> None:
-        self.config, self.clock, self.completions = config, clock, completions
+        self.config, self._policy_config, self.clock, self.completions = config, config, clock, completions
         self.residency, self.tiers = residency, list(tiers)
         self.host = host = cast(HostTier, tiers[residency.mapped])
         self.nvme = tiers[residency.durable] if residency.durable >= 0 else None
@@ -199,7 +199,6 @@ class Store:
         self.prefetcher, self.feed, self.prefetch_state = make_prefetch(
             ground, self.promoter, self.policies, self.compute, predictor
         )
-        self._policy_config = config
         self.forgets: list[Callable[[int, Sequence[bytes] | None], None]] = []  # called at removals by order
         residency.forget_with(self._forget)
 

@@ -78,7 +78,7 @@ def measure_beside(codec: Codec) -> None:
 
 @cache
 def _made_up() -> tuple[PayloadShape, Bytes]:
-    """Return a block of K and V in f16, whose numbers are spread as those of a model are."""
+    """Return a block of K and V in f16, whose numbers are spread as a model's numbers are."""
     kind, row_bytes = NUMBER_TYPES["f16"], _HEADS * _WIDTH * 2
     tensors = tuple(
         Tensor(part, kind, at * _TOKENS * row_bytes, _TOKENS, _HEADS, _WIDTH, row_bytes, _WIDTH * 2)

@@ -28,7 +28,7 @@ class RoundingCodec(Codec):
         return len(_MARK) + payload_bytes // 2 + payload_bytes % 2
 
     def encode(self, _header: BlockHeader, _shape: object, payload: memoryview, target: memoryview) -> Encoded:
-        target[: len(_MARK)] = _MARK
+        np.copyto(np.frombuffer(target, np.uint8)[: len(_MARK)], np.frombuffer(_MARK, np.uint8))
         numbers, end = np.frombuffer(payload, np.uint8), self.bound(len(payload))
         made = np.frombuffer(target, np.uint8)[len(_MARK) : end]
         made[: len(numbers) // 2] = numbers[1::2]

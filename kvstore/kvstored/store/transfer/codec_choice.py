@@ -21,7 +21,7 @@ MEASURE_AGAIN_S = 10.0
 
 
 def auto_codecs() -> list[Codec]:
-    """Return the codecs that "auto" chooses from: those of the list that can be used here."""
+    """Return the codecs that "auto" chooses from, as far as they can be used here."""
     found = [codec_named(name) for name in AUTO_CODECS if name in CODECS]
     return [codec for codec in found if codec is not None and not codec.lacks()]
 
