@@ -18,7 +18,7 @@ from kvstore_cuda.native_build import AVX2, AVX512, BuildError, Unit, build_libr
 
 NATIVE_VARIABLE = "KVSTORED_CODECS_NATIVE"  # 0: NumPy alone
 _SOURCES = ("quantised.cpp", "context.cpp")
-_HEADERS = ("numbers.h",)
+_HEADERS = ("context_tables.h", "numbers.h")
 _WANTED = {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
 _log = logging.getLogger(__name__)
 
@@ -86,4 +86,7 @@ def _declared(found: ct.CDLL) -> ct.CDLL:
     found.kv_quantise.restype = found.kv_dequantise.restype = size
     found.kv_quantise.argtypes = [size, place, size, place, size, size, size, place, size, place, place, place, place]
     found.kv_dequantise.argtypes = [size, place, size, place, size, size, place, size]
+    found.kv_context_encode.restype = found.kv_context_decode.restype = size
+    found.kv_context_encode.argtypes = [size, place, size, place, size, size, place, size, place, place, place]
+    found.kv_context_decode.argtypes = [size, place, size, place, size, place, place, size, place, size]
     return found
