@@ -23,6 +23,7 @@ work is in `csrc/context.cpp`; there is no other code for it, so a daemon withou
 from __future__ import annotations
 
 import ctypes as ct
+import threading
 from functools import lru_cache
 from typing import Final
 
@@ -38,6 +39,8 @@ from kvstore_tiers.codecs.shapes import PayloadShape
 
 _LOW_BITS: Final = {NUMBER_TYPES["f16"]: 8, NUMBER_TYPES["bf16"]: 5}
 _NO_MEMORY: Final = -2
+_TENSOR_BYTES: Final = 512 * 1024  # tables of a tensor: 26 of 16 KiB, and more
+_thread = threading.local()
 
 
 class ContextCodec(LayeredCodec):
@@ -55,11 +58,11 @@ class ContextCodec(LayeredCodec):
 
     def encode_layers(self, shape: PayloadShape, layers: Bytes, room: Bytes) -> CodedLayers | None:
         lengths, as_they_are = np.zeros(shape.layers, np.int64), np.zeros(shape.layers, np.uint8)
-        tables_bytes = np.zeros(1, np.int64)
+        tables_bytes, work = np.zeros(1, np.int64), _work_of(shape)
         answer = self._library().kv_context_encode(
             _LOW_BITS[shape.tensors[0].type], _described(shape).ctypes.data, len(shape.tensors), layers.ctypes.data,
             shape.layers, shape.layer_bytes, room.ctypes.data, room.nbytes, lengths.ctypes.data,
-            as_they_are.ctypes.data, tables_bytes.ctypes.data,
+            as_they_are.ctypes.data, tables_bytes.ctypes.data, work.ctypes.data, work.nbytes,
         )  # fmt: skip
         if answer == _NO_MEMORY:
             raise MemoryError("no memory to encode")
@@ -70,10 +73,11 @@ class ContextCodec(LayeredCodec):
     def decode_layers(self, frame: Frame, stored: memoryview, numbers: range, layers: Bytes) -> None:
         shape, tables = frame.shape, frame.common(stored)
         places = np.array(frame.places[numbers.start : numbers.stop + 1], np.int64)
-        whole = np.frombuffer(stored, np.uint8)
+        whole, work = np.frombuffer(stored, np.uint8), _work_of(shape)
         answer = self._library().kv_context_decode(
             _LOW_BITS[shape.tensors[0].type], _described(shape).ctypes.data, len(shape.tensors), tables.ctypes.data,
             tables.nbytes, whole.ctypes.data, places.ctypes.data, len(numbers), layers.ctypes.data, shape.layer_bytes,
+            work.ctypes.data, work.nbytes,
         )  # fmt: skip
         if answer == _NO_MEMORY:
             raise MemoryError("no memory to decode")
@@ -85,6 +89,18 @@ class ContextCodec(LayeredCodec):
         if found is None:
             raise NotReadable(f"it needs {self.lacks()}")
         return found
+
+
+def _work_of(shape: PayloadShape) -> Bytes:
+    """Return memory for encoding or decoding, which this thread uses again: new pages cost more than the work in them.
+    """
+    channels = sum(each.heads * each.width for each in shape.tensors)
+    needed = shape.nbytes // 2 + channels * (20 * shape.layers + 160) + len(shape.tensors) * _TENSOR_BYTES
+    needed += 8 * shape.layer_bytes + 128 * 1024
+    held: Bytes | None = getattr(_thread, "work", None)
+    if held is None or held.nbytes < needed:
+        held = _thread.work = np.empty(needed, np.uint8)
+    return held
 
 
 @lru_cache(maxsize=256)

@@ -87,6 +87,6 @@ def _declared(found: ct.CDLL) -> ct.CDLL:
     found.kv_quantise.argtypes = [size, place, size, place, size, size, size, place, size, place, place, place, place]
     found.kv_dequantise.argtypes = [size, place, size, place, size, size, place, size]
     found.kv_context_encode.restype = found.kv_context_decode.restype = size
-    found.kv_context_encode.argtypes = [size, place, size, place, size, size, place, size, place, place, place]
-    found.kv_context_decode.argtypes = [size, place, size, place, size, place, place, size, place, size]
+    found.kv_context_encode.argtypes = [size, place, size, place, size, size, place, size, place, place, place, place, size]
+    found.kv_context_decode.argtypes = [size, place, size, place, size, place, place, size, place, size, place, size]
     return found

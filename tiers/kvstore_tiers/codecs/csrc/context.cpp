@@ -31,6 +31,7 @@ struct Layout {  // of one tensor in a layer
   Tensor t;
   int64_t channels, chunks, numbers;
   explicit Layout(const Tensor& tensor) : t(tensor) {
+    if (t.head_stride == t.width * 2) t.width *= t.heads, t.heads = 1;  // heads that follow one another are one
     channels = t.heads * t.width, chunks = (channels + kLanes - 1) / kLanes, numbers = t.tokens * channels;
   }
   int64_t plane_bytes(int low) const { return t.tokens * chunks * 2 * low; }
@@ -79,12 +80,27 @@ void get_low(int low, const uint8_t* from, uint16_t* row) {
   for (int lane = 0; lane < kLanes; lane++) row[lane] |= (uint16_t)((bits >> lane & 1) << 4);
 }
 
+// Frequencies as the coder needs them: `inverse` is 2^64 / share, rounded up, 0 for a share of 1.
+struct Shares {
+  struct {
+    uint64_t inverse;
+    uint32_t share, start;
+  } of[256];
+  void set(const Frequencies& from) {
+    for (int code = 0; code < 256; code++) {
+      const uint32_t share = from.of[code];
+      of[code] = {share > 1 ? ~0ull / share + 1 : 0, share, from.start[code]};
+    }
+  }
+};
+
 // The codes of one tensor in all layers, while a block is encoded.
 struct Plan {
   uint8_t* codes;      // [layer, token, channel]
   uint16_t* levels;    // [layer, channel]
   uint8_t* groups;     // [layer, channel]
-  Frequencies* tables;
+  Shares* tables;
+  const Shares** firsts;  // [layer, channel]: the first table of its group
   uint16_t* bases;     // [layer]: what levels are relative to
 };
 
@@ -98,13 +114,16 @@ int compare(const void* a, const void* b) {
 
 // Find levels, groups and codes, and count the codes.
 bool plan_tensor(int low, const Layout& l, const uint8_t* payload, int64_t layers, int64_t layer_bytes, Plan& plan,
-                 uint32_t* counts) {
+                 uint32_t* counts, Memory memory) {
   const int64_t all = layers * l.channels;
   const bool is_split = l.t.kind != 2;  // V spreads alike in all channels, and its signs come at random
-  float* spread = (float*)malloc(all * 8);
-  int32_t* sums = (int32_t*)malloc(l.channels * 4 * sizeof(int32_t));
-  uint16_t* row = (uint16_t*)malloc((l.channels + kLanes) * 2);
-  if (!spread || !sums || !row) return free(spread), free(sums), free(row), false;
+  float* spread = memory.take<float>(all * 2);
+  int32_t* sums = memory.take<int32_t>(l.channels * 4);
+  uint16_t* row = memory.take<uint16_t>(l.channels + kLanes);
+  int32_t* firsts = memory.take<int32_t>(l.channels);
+  uint8_t *turns = memory.take<uint8_t>(l.channels), *nothing = memory.take<uint8_t>(l.channels);
+  if (!spread || !sums || !row || !firsts || !turns || !nothing) return false;
+  memset(nothing, 0, l.channels);
   int32_t *squares = sums + l.channels, *negative = squares + l.channels, *zeros = negative + l.channels;
   for (int64_t layer = 0; layer < layers; layer++) {
     memset(sums, 0, l.channels * 4 * sizeof(int32_t));
@@ -149,58 +168,73 @@ bool plan_tensor(int low, const Layout& l, const uint8_t* payload, int64_t layer
       counts[kGroupTable * 256 + groups[channel]]++;
       counts[kLevelTable * 256 + level_code(levels[channel], plan.bases[layer])]++;
     }
+    for (int64_t channel = 0; channel < l.channels; channel++) {
+      firsts[channel] = table_of(groups[channel]) * 256, turns[channel] = (uint8_t)(turned(groups[channel]) << 7);
+    }
     for (int64_t token = 0; token < l.t.tokens; token++) {
       read_row(l, payload + layer * layer_bytes, token, row);
       uint8_t* codes = plan.codes + (layer * l.t.tokens + token) * l.channels;
+      const uint8_t* before = token && is_split ? codes - l.channels : nothing;
       for (int64_t channel = 0; channel < l.channels; channel++) {
         const int32_t code = ((row[channel] & 0x7fff) >> low) - levels[channel] + kZero;
-        codes[channel] = code < 1 || code > 127 ? 0 : (uint8_t)(code | ((row[channel] >> 15 ^ turned(groups[channel])) << 7));
+        codes[channel] = code < 1 || code > 127 ? 0 : (uint8_t)(code | ((row[channel] >> 8 & 128) ^ turns[channel]));
       }
       for (int64_t channel = 0; channel < l.channels; channel++) {
-        const int before = token && is_split ? codes[channel - l.channels] >> 7 : 0;
-        counts[(table_of(groups[channel]) + before) * 256 + codes[channel]]++;
+        counts[firsts[channel] + (before[channel] >> 7) * 256 + codes[channel]]++;
       }
     }
   }
-  return free(spread), free(sums), free(row), true;
+  return true;
 }
 
 struct Coder {  // writes words from the end of its room towards the front
   uint32_t states[kLanes];
-  uint16_t *at, *front;
-  bool fits = true;
-  inline void put(int lane, const Frequencies& table, uint8_t code) {
-    const uint32_t share = table.of[code];
-    uint32_t state = states[lane];
-    if (state >= (uint64_t)share << 20) {
-      if (at == front) { fits = false; return; }
-      *--at = (uint16_t)state, state >>= 16;
+  uint16_t* at;  // there is room for a word of each code
+
+  // Put a code in each of `count` lanes, the last one first, with the table of each.
+  inline void put(int count, const Shares* const* tables, const uint8_t* codes) {
+    uint16_t* to = at;
+    for (int lane = count - 1; lane >= 0; lane--) {
+      const auto& by = tables[lane]->of[codes[lane]];
+      uint32_t state = states[lane];
+      const uint32_t is_full = state >= (uint64_t)by.share << 20;  // without a branch, which could not be foretold
+      to[-1] = (uint16_t)state;
+      to -= is_full, state >>= is_full * 16;
+      const uint32_t whole = by.inverse ? (uint32_t)((unsigned __int128)by.inverse * state >> 64) : state;
+      states[lane] = state + by.start + whole * (kSlots - by.share);
     }
-    states[lane] = (state / share << kScale) + state % share + table.start[code];
+    at = to;
   }
 };
 
-// Put the codes of a tensor of one layer, the last one first.
-void put_codes(const Layout& l, const Plan& plan, int64_t number, Coder& coder) {
+// Put the codes of a tensor of one layer, the last one first. `tables` and `codes` have room for a row.
+void put_codes(const Layout& l, const Plan& plan, int64_t number, Coder& coder, const Shares** tables, uint8_t* row) {
   const uint16_t* levels = plan.levels + number * l.channels;
   const uint8_t *groups = plan.groups + number * l.channels, *codes = plan.codes + number * l.numbers;
+  const int tail = (int)(l.channels - (l.chunks - 1) * kLanes);
   for (int64_t token = l.t.tokens - 1; token >= 0; token--) {
-    for (int64_t channel = l.channels - 1; channel >= 0; channel--) {
-      const uint8_t* code = codes + token * l.channels + channel;
-      const int before = token ? code[-l.channels] >> 7 : 0;
-      coder.put(channel % kLanes, plan.tables[table_of(groups[channel]) + before], *code);
+    const uint8_t* of_row = codes + token * l.channels;
+    for (int64_t channel = 0; channel < l.channels; channel++) {
+      tables[channel] = plan.firsts[number * l.channels + channel] + (token ? of_row[channel - l.channels] >> 7 : 0);
+    }
+    for (int64_t chunk = l.chunks - 1; chunk >= 0; chunk--) {
+      coder.put(chunk == l.chunks - 1 ? tail : kLanes, tables + chunk * kLanes, of_row + chunk * kLanes);
     }
   }
-  for (int64_t channel = l.channels - 1; channel >= 0; channel--) {
-    coder.put(channel % kLanes, plan.tables[kLevelTable], level_code(levels[channel], plan.bases[number]));
-  }
-  for (int64_t channel = l.channels - 1; channel >= 0; channel--) {
-    coder.put(channel % kLanes, plan.tables[kGroupTable], groups[channel]);
+  for (int which = 0; which < 2; which++) {  // levels, then groups
+    for (int64_t channel = 0; channel < l.channels; channel++) {
+      tables[channel] = plan.tables + (which ? kGroupTable : kLevelTable);
+      row[channel] = which ? groups[channel] : level_code(levels[channel], plan.bases[number]);
+    }
+    for (int64_t chunk = l.chunks - 1; chunk >= 0; chunk--) {
+      coder.put(chunk == l.chunks - 1 ? tail : kLanes, tables + chunk * kLanes, row + chunk * kLanes);
+    }
   }
 }
 
 // Write the bits below the codes of a tensor but of the last `tail` chunks, and its exceptions. Returns the end.
-uint8_t* put_rest(int low, const Layout& l, const uint8_t* layer, const uint8_t* codes, int64_t tail, uint8_t* out, uint16_t* row) {
+uint8_t* put_rest(int low, const Layout& l, const uint8_t* layer, const uint8_t* codes, int64_t tail, bool exceptions,
+                  uint8_t* out, uint16_t* row) {
   const int64_t last = l.t.tokens * l.chunks - tail;
   uint8_t *plane = out, *list = out + last * 2 * low;
   memset(row, 0, l.chunks * kLanes * 2);
@@ -209,7 +243,7 @@ uint8_t* put_rest(int low, const Layout& l, const uint8_t* layer, const uint8_t*
     for (int64_t chunk = 0; chunk < l.chunks && token * l.chunks + chunk < last; chunk++, plane += 2 * low) {
       put_low(low, row + chunk * kLanes, plane);
     }
-    for (int64_t channel = 0; channel < l.channels; channel++) {
+    for (int64_t channel = 0; channel < l.channels && exceptions; channel++) {
       if (codes[token * l.channels + channel]) continue;
       const uint32_t place = (uint32_t)(token * l.channels + channel);
       memcpy(list, &place, 4), memcpy(list + 4, row + channel, 2), list += 6;
@@ -229,34 +263,41 @@ void begin_states(int low, const Layout& last, const uint8_t* layer, uint16_t* r
   for (int lane = 0; lane < kLanes; lane++) states[lane] = kLeast | words[lane];
 }
 
+struct RowScratch {
+  const Shares** tables;
+  uint8_t* codes;
+};
+
 // Encode one layer. Returns its length, 0 when it does not fit.
 int64_t encode_layer(int low, const Tensor* tensors, int64_t count, const uint8_t* layer, const Plan* plans, int64_t number,
-                     uint8_t* out, int64_t room, uint16_t* words, int64_t most_words) {
+                     uint8_t* out, int64_t room, uint16_t* words, int64_t most_words, const RowScratch& scratch) {
   Coder coder;
-  coder.front = words, coder.at = words + most_words;
+  coder.at = words + most_words;
+  bool any[16] = {false};  // of its tensors, of which there are no more: whether they have exceptions
   const Layout last(tensors[count - 1]);
   begin_states(low, last, layer, words, coder.states);
   int64_t nbytes = 4 + 6 * count + 64 - tail_chunks(low, last) * 2 * low;
   for (int64_t at = count - 1; at >= 0; at--) {
     const Layout l(tensors[at]);
     const uint8_t* codes = plans[at].codes + number * l.numbers;
-    put_codes(l, plans[at], number, coder);
-    uint32_t exceptions = 0;
+    put_codes(l, plans[at], number, coder, scratch.tables, scratch.codes);
+    uint32_t exceptions = 0;  // counted as bytes are compared
     for (int64_t place = 0; place < l.numbers; place++) exceptions += !codes[place];
+    any[at] = exceptions > 0;
     nbytes += l.plane_bytes(low) + 6 * (int64_t)exceptions;
     if (nbytes > room) return 0;
     memcpy(out + 4 + 6 * at, &exceptions, 4), memcpy(out + 8 + 6 * at, plans[at].bases + number, 2);
   }
   const uint32_t words_bytes = (uint32_t)((words + most_words - coder.at) * 2);
   nbytes += words_bytes;
-  if (!coder.fits || nbytes > room) return 0;
+  if (nbytes > room) return 0;
   uint8_t* to = out + 4 + 6 * count;
   memcpy(out, &words_bytes, 4), memcpy(to, coder.states, 64), memcpy(to + 64, coder.at, words_bytes);
   to += 64 + words_bytes;
   for (int64_t at = 0; at < count; at++) {  // the words are no longer needed: there is room for a row
     const Layout l(tensors[at]);
     const int64_t tail = at == count - 1 ? tail_chunks(low, last) : 0;
-    to = put_rest(low, l, layer, plans[at].codes + number * l.numbers, tail, to, words);
+    to = put_rest(low, l, layer, plans[at].codes + number * l.numbers, tail, any[at], to, words);
   }
   return nbytes;
 }
@@ -267,13 +308,17 @@ struct Reader {  // sixteen states, and the words that feed them
   bool is_sound = true;
 
   // Decode a code for each lane of `active`, with the tables at `bases` in `slots`.
-  inline void get(const uint32_t* slots, const uint32_t* bases, uint32_t active, uint8_t* codes) {
+  // `bases` then have the tables for the next token: those behind the signs of these codes.
+  inline void get(const uint32_t* slots, uint32_t* bases, uint32_t active, uint8_t* codes) {
 #if defined(__AVX512F__)
     const __mmask16 lanes = (__mmask16)active;
     __m512i state = _mm512_loadu_si512(states);
-    const __m512i place = _mm512_add_epi32(_mm512_and_si512(state, _mm512_set1_epi32(kSlots - 1)), _mm512_loadu_si512(bases));
+    const __m512i base = _mm512_loadu_si512(bases);
+    const __m512i place = _mm512_add_epi32(_mm512_and_si512(state, _mm512_set1_epi32(kSlots - 1)), base);
     const __m512i slot = _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), lanes, place, slots, 4);
     _mm_storeu_si128((__m128i*)codes, _mm512_cvtepi32_epi8(slot));
+    const __m512i sign = _mm512_and_si512(_mm512_slli_epi32(slot, kScale - 7), _mm512_set1_epi32(kSlots));
+    _mm512_storeu_si512(bases, _mm512_or_si512(_mm512_andnot_si512(_mm512_set1_epi32(kSlots), base), sign));
     const __m512i share = _mm512_add_epi32(_mm512_and_si512(_mm512_srli_epi32(slot, 8), _mm512_set1_epi32(4095)), _mm512_set1_epi32(1));
     const __m512i next = _mm512_add_epi32(_mm512_mullo_epi32(share, _mm512_srli_epi32(state, kScale)), _mm512_srli_epi32(slot, 20));
     const __mmask16 low = _mm512_mask_cmplt_epu32_mask(lanes, next, _mm512_set1_epi32(kLeast));
@@ -301,6 +346,7 @@ struct Reader {  // sixteen states, and the words that feed them
         state = state << 16 | word;
       }
       codes[lane] = (uint8_t)slot, states[lane] = state;
+      bases[lane] = (bases[lane] & ~(uint32_t)kSlots) | (slot >> 7 & 1) << kScale;
     }
 #endif
   }
@@ -334,8 +380,8 @@ bool decode_tensor(int low, const Layout& l, const Tables& tables, Reader& reade
   if (!tables.is_there[kGroupTable] || !tables.is_there[kLevelTable]) return false;
   uint32_t same[kLanes];
   uint8_t codes[kLanes] = {0};
-  for (int lane = 0; lane < kLanes; lane++) same[lane] = kGroupTable * kSlots;
   for (int64_t chunk = 0; chunk < l.chunks; chunk++) {
+    for (int lane = 0; lane < kLanes; lane++) same[lane] = kGroupTable * kSlots;
     const uint32_t active = l.active(chunk);
     reader.get(tables.slots, same, active, codes);
     for (int lane = 0; lane < kLanes; lane++) {
@@ -346,8 +392,8 @@ bool decode_tensor(int low, const Layout& l, const Tables& tables, Reader& reade
       scratch.turns[chunk * kLanes + lane] = (uint16_t)(turned(codes[lane]) << 15);
     }
   }
-  for (int lane = 0; lane < kLanes; lane++) same[lane] = kLevelTable * kSlots;
   for (int64_t chunk = 0; chunk < l.chunks; chunk++) {
+    for (int lane = 0; lane < kLanes; lane++) same[lane] = kLevelTable * kSlots;
     reader.get(tables.slots, same, l.active(chunk), codes);
     for (int lane = 0; lane < kLanes; lane++) {
       scratch.levels[chunk * kLanes + lane] = codes[lane] == 0x80 ? 0 : level + (int8_t)codes[lane] * kStep;
@@ -359,7 +405,6 @@ bool decode_tensor(int low, const Layout& l, const Tables& tables, Reader& reade
       uint16_t below[kLanes];
       uint32_t* bases = scratch.bases + chunk * kLanes;
       reader.get(tables.slots, bases, l.active(chunk), codes);
-      for (int lane = 0; lane < kLanes; lane++) bases[lane] = (bases[lane] & ~(uint32_t)kSlots) | (uint32_t)(codes[lane] >> 7) << kScale;
       get_low(low, is_there ? plane : kNothing, below);
       plane += is_there ? 2 * low : 0;
       join(low, codes, scratch.levels + chunk * kLanes, scratch.turns + chunk * kLanes, below, scratch.row + chunk * kLanes);
@@ -445,37 +490,46 @@ bool read_tables(BitReader& bits, Tables& tables) {
 }  // namespace
 
 // Encode a block: tables to the front of `out`, then the layers. `low` is 8 for float16, 5 for bfloat16. Fills `lengths`
-// and `as_it_is` by layer, and `tables_bytes`. Returns the length, -1 when it is more than `room`, -2 without memory.
+// and `as_it_is` by layer, and `tables_bytes`. Returns the length, -1 when it is more than `room`, -2 when `work` is
+// too small.
 extern "C" int64_t kv_context_encode(int64_t low, const Tensor* tensors, int64_t count, const uint8_t* payload, int64_t layers,
                                      int64_t layer_bytes, uint8_t* out, int64_t room, int64_t* lengths, uint8_t* as_it_is,
-                                     int64_t* tables_bytes) {
+                                     int64_t* tables_bytes, uint8_t* work, int64_t work_bytes) {
   int64_t most = 0, written = 0;
   for (int64_t at = 0; at < count; at++) {
     const Layout l(tensors[at]);  // a word for each code at most, or a row
-    most += l.numbers + 2 * l.channels + kLanes;
+    most += l.numbers + 2 * l.channels + 2 * kLanes;
   }
-  Plan* plans = (Plan*)calloc(count, sizeof(Plan));
-  uint32_t* counts = (uint32_t*)malloc(kTables * 256 * 4);
-  uint16_t* words = (uint16_t*)malloc(most * 2);
-  bool is_sound = plans && counts && words;
+  Memory memory = {work, work_bytes};
+  Plan* plans = memory.take<Plan>(count);
+  uint32_t* counts = memory.take<uint32_t>(kTables * 256);
+  uint16_t* words = memory.take<uint16_t>(most);
+  const RowScratch scratch = {memory.take<const Shares*>(most), memory.take<uint8_t>(most)};
+  bool is_sound = plans && counts && words && scratch.tables && scratch.codes;
   BitWriter bits = {out, out + room};
   for (int64_t at = 0; at < count && is_sound; at++) {
     const Layout l(tensors[at]);
     Plan& plan = plans[at];
-    plan.codes = (uint8_t*)malloc(layers * l.numbers), plan.levels = (uint16_t*)malloc(layers * l.channels * 2);
-    plan.groups = (uint8_t*)malloc(layers * l.channels);
-    plan.bases = (uint16_t*)malloc(layers * 2);
-    plan.tables = (Frequencies*)calloc(kTables, sizeof(Frequencies));
+    plan.codes = memory.take<uint8_t>(layers * l.numbers), plan.levels = memory.take<uint16_t>(layers * l.channels);
+    plan.groups = memory.take<uint8_t>(layers * l.channels), plan.bases = memory.take<uint16_t>(layers);
+    plan.tables = memory.take<Shares>(kTables), plan.firsts = memory.take<const Shares*>(layers * l.channels);
     memset(counts, 0, kTables * 256 * 4);
-    is_sound = plan.codes && plan.levels && plan.groups && plan.bases && plan.tables &&
-               plan_tensor((int)low, l, payload, layers, layer_bytes, plan, counts);
+    is_sound = plan.codes && plan.levels && plan.groups && plan.bases && plan.tables && plan.firsts &&
+               plan_tensor((int)low, l, payload, layers, layer_bytes, plan, counts, memory);
     uint8_t levels[256];
     for (int table = 0; table < kTables && is_sound; table++) {
       const bool is_again = table % 2 && table < kShared && l.t.kind == 2;
       if (!is_again) levels_of(counts + table * 256, levels);
-      frequencies_of(levels, plan.tables[table]);
+      Frequencies found = {};
+      frequencies_of(levels, found);
+      plan.tables[table].set(found);
       bits.put(is_again, 1);
       if (!is_again) put_levels(bits, levels);
+    }
+  }
+  for (int64_t at = 0; at < count && is_sound; at++) {
+    for (int64_t place = 0; place < layers * Layout(tensors[at]).channels; place++) {
+      plans[at].firsts[place] = plans[at].tables + table_of(plans[at].groups[place]);
     }
   }
   if (is_sound) bits.close();
@@ -483,7 +537,7 @@ extern "C" int64_t kv_context_encode(int64_t low, const Tensor* tensors, int64_t
   for (int64_t layer = 0; layer < layers && is_sound && bits.fits && written >= 0; layer++) {
     const uint8_t* whole = payload + layer * layer_bytes;
     const int64_t left = room - written < layer_bytes ? room - written : layer_bytes;
-    lengths[layer] = encode_layer((int)low, tensors, count, whole, plans, layer, out + written, left, words, most);
+    lengths[layer] = encode_layer((int)low, tensors, count, whole, plans, layer, out + written, left, words, most, scratch);
     as_it_is[layer] = !lengths[layer];
     if (as_it_is[layer] && left < layer_bytes) {
       written = -1;
@@ -492,26 +546,23 @@ extern "C" int64_t kv_context_encode(int64_t low, const Tensor* tensors, int64_t
     }
     written += written < 0 ? 0 : lengths[layer];
   }
-  for (int64_t at = 0; at < count && plans; at++) {
-    free(plans[at].codes), free(plans[at].levels), free(plans[at].groups), free(plans[at].bases), free(plans[at].tables);
-  }
-  free(plans), free(counts), free(words);
   return !is_sound ? -2 : bits.fits ? written : -1;
 }
 
 // Decode layers, the places of which in `stored` are `places`, one more than `layers`; `tables` are at its front. Returns
-// 0, -1 for bytes that `kv_context_encode` does not write, -2 without memory.
+// 0, -1 for bytes that `kv_context_encode` does not write, -2 when `work` is too small.
 extern "C" int64_t kv_context_decode(int64_t low, const Tensor* tensors, int64_t count, const uint8_t* tables,
                                      int64_t tables_bytes, const uint8_t* stored, const int64_t* places, int64_t layers,
-                                     uint8_t* payload, int64_t layer_bytes) {
+                                     uint8_t* payload, int64_t layer_bytes, uint8_t* work, int64_t work_bytes) {
   int64_t widest = 0;
   for (int64_t at = 0; at < count; at++) {
     const int64_t channels = Layout(tensors[at]).chunks * kLanes;
     widest = channels > widest ? channels : widest;
   }
-  Tables* read = (Tables*)malloc(count * sizeof(Tables));
-  uint32_t* slots = (uint32_t*)calloc(count * kTables * kSlots, 4);
-  uint32_t* bases = (uint32_t*)malloc(widest * 4 * 4);
+  Memory memory = {work, work_bytes};
+  Tables* read = memory.take<Tables>(count);
+  uint32_t* slots = memory.take<uint32_t>(count * kTables * kSlots);
+  uint32_t* bases = memory.take<uint32_t>(widest * 4);
   int64_t answer = read && slots && bases ? 0 : -2;
   BitReader bits = {tables, tables + tables_bytes};
   for (int64_t at = 0; at < count && !answer; at++) {
@@ -526,6 +577,5 @@ extern "C" int64_t kv_context_decode(int64_t low, const Tensor* tensors, int64_t
       answer = -1;
     }
   }
-  free(read), free(slots), free(bases);
   return answer;
 }

@@ -13,6 +13,20 @@ struct Frequencies {
   uint16_t of[256], start[256];
 };
 
+// Memory that the caller gave, from its front on.
+struct Memory {
+  uint8_t* at;
+  int64_t left;
+  template <typename T>
+  T* take(int64_t count) {
+    const int64_t nbytes = (count * (int64_t)sizeof(T) + 63) / 64 * 64;
+    if (nbytes > left) return nullptr;
+    T* found = (T*)at;
+    at += nbytes, left -= nbytes;
+    return found;
+  }
+};
+
 // The frequencies whose logarithms are `levels`, 0 for a code that does not occur; false if there is none.
 bool frequencies_of(const uint8_t* levels, Frequencies& found) {
   static const uint16_t kSteps[kLevels] = {1024, 1218, 1448, 1722};  // 1024 * 2^(step/4)
