@@ -17,7 +17,7 @@ tensor. A coded layer is its tensors one after the other:
     ..      6     place and bits of an exception, for each
 
 The groups of all channels are decoded first, then the differences of their levels, then the numbers token by token. The
-work is in `csrc/context.cpp`; there is no other code for it, so a daemon without a compiler misses such blocks.
+work is in `csrc/`; there is no other code for it, so a daemon without a compiler misses such blocks.
 """
 
 from __future__ import annotations
@@ -92,8 +92,7 @@ class ContextCodec(LayeredCodec):
 
 
 def _work_of(shape: PayloadShape) -> Bytes:
-    """Return memory for encoding or decoding, which this thread uses again: new pages cost more than the work in them.
-    """
+    """Return memory for encoding or decoding, which this thread uses again: new pages cost more than the work in them."""
     channels = sum(each.heads * each.width for each in shape.tensors)
     needed = shape.nbytes // 2 + channels * (20 * shape.layers + 160) + len(shape.tensors) * _TENSOR_BYTES
     needed += 8 * shape.layer_bytes + 128 * 1024
