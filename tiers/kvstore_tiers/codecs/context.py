@@ -1,8 +1,9 @@
-"""`context` keeps 16-bit floats bit by bit: their signs, exponents and two bits of the fraction by rANS in the context of
-their channel, the bits below as they are.
+"""`context` keeps 16-bit floats bit by bit: signs, exponents and two bits of the fractions by rANS in the context of
+their channel, and the bits below as they are.
 
 Channels differ in size, while the numbers of one channel keep to a few octaves. So the code of a number is relative to
-the level of its channel in this block, and channels that spread alike share one of 40 tables. Levels, groups and tables
+the level of its channel in this block, and channels that spread alike share one of 12 pairs of tables, for either
+sign of the same channel and the token before. Levels, groups and tables
 are in the frame, so no profile of the model is needed, which could be lost. Before the layers come the tables of each
 tensor. A coded layer is its tensors one after the other:
 
@@ -92,7 +93,7 @@ class ContextCodec(LayeredCodec):
 
 
 def _work_of(shape: PayloadShape) -> Bytes:
-    """Return memory for encoding or decoding, which this thread uses again: new pages cost more than the work in them."""
+    """Return memory to encode or decode in, which this thread uses again: new pages cost more than the work in them."""
     channels = sum(each.heads * each.width for each in shape.tensors)
     needed = shape.nbytes // 2 + channels * (20 * shape.layers + 160) + len(shape.tensors) * _TENSOR_BYTES
     needed += 8 * shape.layer_bytes + 128 * 1024

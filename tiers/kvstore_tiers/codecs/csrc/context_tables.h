@@ -140,7 +140,7 @@ bool get_levels(BitReader& bits, uint8_t* levels) {
     } else {
       level = before + unzigzag(bits.get_gamma());
     }
-    if (level < 0 || level > 12 * kLevels) return false;
+    if (level < 0 || level > (kScale + 1) * kLevels) return false;
     levels[code] = (uint8_t)level, before = level;
   }
   return bits.is_sound;
