@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvstore_proto.identity import NO_PARENT
 from kvstore_tiers.base import Slot
 from kvstore_tiers.keyed import KeyedTier
 from kvstore_tiers.testing.lossy_store import LossyStore
@@ -17,6 +18,7 @@ from kvstored.store.blocks.check import check
 from kvstored.store.operations.delete import Fate
 from kvstored.store.operations.durability import DurabilityMode
 from kvstored.store.operations.records import GetRequest
+from kvstored.store.remote import RemoteValue
 from kvstored.store.transfer.admission import RemoteWrites
 from kvstored.store.transfer.room import Room
 from kvstored.store.transfer.sharing import AT_ONCE
@@ -264,3 +266,28 @@ def test_a_mistake_in_the_last_copies_does_not_hold_up_what_waits(
         assert left[0] < 0 and shared(store) == set(keys_of(1, 3 * AT_ONCE))
 
     run(tmp_path, scenario, store, ALL)
+
+
+def test_the_end_of_a_chain_that_another_node_stored_continues_its_beginning(tmp_path: Path) -> None:
+    store, keys = LossyStore(), keys_of(1, BLOCKS)
+
+    async def first(driven: DrivenStore) -> None:
+        await driven.put(keys, DurabilityMode.NONE)
+        await shared_all(driven)
+
+    async def second(driven: DrivenStore) -> None:
+        residency, tenant = driven.small.residency, driven.client.tenant_id
+        driven.operations.discovery.value = RemoteValue(saved_us_per_token=1e6)
+        end = GetRequest(b"".join(keys[2:]), parent=keys[1])
+        _, _, last = await driven.stream(end)
+        assert last.blocks == 0, "a block without the one before it is of no use"
+        driven.small.clock.advance(s=5)
+        await driven.get(keys[:2])
+        _, runs, last = await driven.stream(end)
+        assert last.blocks == BLOCKS - 2
+        assert [residency.parent_key(residency.find(tenant, key)) for key in keys] == [NO_PARENT, *keys[:-1]]
+        for held in runs:
+            driven.operations.get.release(driven.client, [held.lease_id])
+
+    run(tmp_path / "first", first, store, ALL)
+    run(tmp_path / "second", second, store, ALL)

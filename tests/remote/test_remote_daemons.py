@@ -7,11 +7,13 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 pytest.importorskip("redis", reason="needs the extra 'remote'")
 pytest.importorskip("cryptography", reason="needs the extra 'remote'")
 
+from kvstore_client import Fingerprint, LayerGroup, StatePart
 from tests.reference.conversations import holds, model, payloads_of, tokens_of
 from tests.reference.remote_servers import redis_server
 from tests.reference.running_daemon import RunningDaemon, eventually, running_daemon
@@ -70,3 +72,29 @@ def test_a_conversation_is_found_on_another_node_of_the_cluster_alone(tmp_path: 
             assert second.tiers()["remote"].promoted_blocks == CONVERSATIONS * BLOCKS
         with running_daemon(*settings(store, None)) as stranger:
             assert found(stranger, 0) == 0
+
+
+def test_a_lookup_finds_what_another_node_stored_for_every_layer_group(tmp_path: Path, store: str) -> None:
+    """Connectors resume where a lookup says that all layer groups can: no get would come before it."""
+    secret = secret_file(tmp_path)
+    groups = (
+        LayerGroup(0, "full", layers=(0,), bytes_per_token_per_layer=8),
+        LayerGroup(1, "sliding", 33, layers=(1,), bytes_per_token_per_layer=8),
+        LayerGroup(2, "recurrent", layers=(2,), parts=(StatePart("conv", "f32", (4, 3)),)),
+    )
+    layered = Fingerprint("layered", "w", block_tokens=16, engine_block_tokens=16, groups=groups)
+    tokens = np.arange(100 * 16, dtype=np.int32)
+    with running_daemon(*settings(store, secret)) as first, first.connect(layered) as session:
+        for group in groups:
+            size, needed = layered.payload_bytes(group.group_id), group.needed_blocks(100, 16)
+            payloads = [np.full(size, (group.group_id + block) % 256, np.uint8) for block in needed]
+            session.put(tokens, payloads=payloads, first_block=needed.start, group=group.group_id, wait="settled")
+        assert eventually(lambda: first.tiers()["remote"].blocks == 100 + 2 + 1)
+        with running_daemon(*settings(store, secret)) as second, second.connect(layered) as elsewhere:
+            assert eventually(lambda: elsewhere.resume_point(tokens, deadline_s=5.0).blocks == 100)
+            for group in groups:
+                needed = group.needed_blocks(100, 16)
+                with elsewhere.get(tokens, group=group.group_id, first_block=needed.start) as lease:
+                    assert [int(lease.payload(place)[0]) for place in range(len(lease))] == [
+                        (group.group_id + block) % 256 for block in needed
+                    ]

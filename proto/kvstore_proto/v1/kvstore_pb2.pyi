@@ -488,6 +488,7 @@ class KeySet(google.protobuf.message.Message):
     KEYS_FIELD_NUMBER: builtins.int
     MATCH_FIELD_NUMBER: builtins.int
     WINDOW_BLOCKS_FIELD_NUMBER: builtins.int
+    PARENT_FIELD_NUMBER: builtins.int
     group: builtins.int
     """layer group id of the session's fingerprint"""
     keys: builtins.bytes
@@ -495,6 +496,8 @@ class KeySet(google.protobuf.message.Message):
     match: global___Match.ValueType
     window_blocks: builtins.int
     """with MATCH_WINDOW"""
+    parent: builtins.bytes
+    """key of the block before the first; empty: the first is a root, or it is not known"""
     def __init__(
         self,
         *,
@@ -502,8 +505,9 @@ class KeySet(google.protobuf.message.Message):
         keys: builtins.bytes = ...,
         match: global___Match.ValueType = ...,
         window_blocks: builtins.int = ...,
+        parent: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["group", b"group", "keys", b"keys", "match", b"match", "window_blocks", b"window_blocks"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["group", b"group", "keys", b"keys", "match", b"match", "parent", b"parent", "window_blocks", b"window_blocks"]) -> None: ...
 
 global___KeySet = KeySet
 
@@ -542,14 +546,18 @@ class Lookup(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SETS_FIELD_NUMBER: builtins.int
+    MAX_WAIT_MS_FIELD_NUMBER: builtins.int
+    max_wait_ms: builtins.int
+    """how long to wait for shared stores that are asked for unknown blocks; 0: ask none"""
     @property
     def sets(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___KeySet]: ...
     def __init__(
         self,
         *,
         sets: collections.abc.Iterable[global___KeySet] | None = ...,
+        max_wait_ms: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["sets", b"sets"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["max_wait_ms", b"max_wait_ms", "sets", b"sets"]) -> None: ...
 
 global___Lookup = Lookup
 

@@ -14,17 +14,18 @@ from functools import cache, partial
 from typing import Any
 
 from kvstore_proto.errors import ErrorKind, KVStoreError
-from kvstore_proto.identity import KEY_BYTES, split_keys
+from kvstore_proto.identity import KEY_BYTES, NO_PARENT, split_keys
 from kvstore_proto.matching import boundaries, longest_common, restorable_blocks
 from kvstore_proto.v1 import kvstore_pb2 as pb
 from kvstore_proto.v1.explain_pb2 import ExplainReply, ExplainRequest
 from kvstored.clients.codes import codes_by_mask, known_step, miss_reason, tier_code
 from kvstored.clients.sessions import ClientSession
 from kvstored.rpc.verbs.put import PutVerb
-from kvstored.rpc.verbs.validate import check_keys, known_group, terms_of
+from kvstored.rpc.verbs.validate import check_keys, check_parent, known_group, terms_of
 from kvstored.store.assembly import Store
 from kvstored.store.operations import Operations
 from kvstored.store.operations.delete import Fate
+from kvstored.store.operations.discovery import Question
 from kvstored.store.operations.lookup import DUE_MAX_MS, Presence
 from kvstored.store.operations.records import Acquired, GetRequest, GrantedRun, Outlook
 from kvstored.store.policies import ChainHint, RequestContext
@@ -38,10 +39,12 @@ Slow = Callable[[ClientSession, pb.Request], AsyncGenerator[pb.Response, None]]
 
 
 class Verbs:
-    """Two tables by the name of a request's `op` field. A verb of `quick` answers without waiting for bytes to move;
-    where it returns None, or there is none, the verb of `slow` yields the answers, to a task: a store's may be two, and
-    it has begun when its verb returns; an acquire in an order has many. Both raise KVStoreError for a request that is
-    wrong as a whole. `explain` answers an explain of the client's own blocks."""
+    """The handlers of clients' requests, in two tables by the name of the request's `op` field.
+
+    A handler in `quick` answers at once; where it returns None, or there is none, the handler in `slow` yields the
+    answers to a task. A store may have two answers, an acquire in an order has many. Both raise KVStoreError for a
+    request that is wrong as a whole. `explain` answers an explain of the client's own blocks.
+    """
 
     def __init__(
         self,
@@ -77,11 +80,11 @@ class Verbs:
         }
         self.quick: dict[str, Quick] = {op: _at_once(op, verb) for op, verb in quick.items()}
         self.slow: dict[str, Slow] = {op: _in_a_task(op, verb) for op, verb in slow.items()}
-        self.slow |= {"store": self._puts.store, "acquire": self._acquired}
+        self.slow |= {"store": self._puts.store, "acquire": self._acquired, "lookup": self._looked_up_elsewhere}
         self.store_inline = self._puts.store_inline
 
     def undelivered(self, session: ClientSession, reply: pb.Response) -> None:
-        """Take back what a reply granted that could not be sent."""
+        """Take back what `reply` granted (a lease or reserved slots), since it could not be sent."""
         if reply.HasField("acquire"):
             self._get.release(session, [reply.acquire.lease_id])
         elif reply.HasField("reserve_slots"):
@@ -90,6 +93,7 @@ class Verbs:
     def _keys_of(self, session: ClientSession, key_set: pb.KeySet) -> bytes:
         """Return the keys of a set, packed. Raises KVStoreError for an invalid set."""
         check_keys(key_set.keys, self._max_keys)
+        check_parent(key_set.parent)
         known_group(session, key_set.group)
         return key_set.keys
 
@@ -144,7 +148,7 @@ class Verbs:
             context = RequestContext(self._requests, request.prompt_tokens)
         return GetRequest(
             keys, request.max_wait_ms, deadline_ms, request.mapped_only, request.set.group,
-            request.order == pb.ACQUIRE_ORDER_BACK, context, request.host_only,
+            request.order == pb.ACQUIRE_ORDER_BACK, context, request.host_only, request.set.parent or NO_PARENT,
         )  # fmt: skip
 
     def _one_too_many(self, session: ClientSession) -> KVStoreError:
@@ -190,7 +194,33 @@ class Verbs:
 
     # Lookup, hints, delete
 
-    def _looked_up(self, session: ClientSession, request: pb.Lookup) -> pb.LookupReply:
+    def _looked_up(self, session: ClientSession, request: pb.Lookup) -> pb.LookupReply | None:
+        """Return the answer to a lookup; None if shared stores may have blocks that are unknown here, and the request
+        has time to wait for them."""
+        if self._questions(session, request):
+            return None
+        return self._presences(session, request)
+
+    async def _looked_up_elsewhere(
+        self, session: ClientSession, whole: pb.Request
+    ) -> AsyncGenerator[pb.Response, None]:
+        request = whole.lookup
+        await self._look_up.wait(self._questions(session, request), request.max_wait_ms)
+        yield pb.Response(lookup=self._presences(session, request))
+
+    def _questions(self, session: ClientSession, request: pb.Lookup) -> list[Question]:
+        """Ask shared stores for the unknown blocks of a lookup; return the questions that are worth its wait."""
+        if not request.max_wait_ms or not self._look_up.can_ask:
+            return []
+        asked = (
+            self._look_up.ask(
+                session, self._keys_of(session, each), each.group, each.parent or NO_PARENT, request.max_wait_ms
+            )
+            for each in request.sets
+        )
+        return [question for question in asked if question is not None]
+
+    def _presences(self, session: ClientSession, request: pb.Lookup) -> pb.LookupReply:
         count = sum(len(key_set.keys) for key_set in request.sets) // KEY_BYTES
         if count > self._max_keys:
             raise KVStoreError(

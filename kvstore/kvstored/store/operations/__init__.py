@@ -19,12 +19,14 @@ __all__ = ["Client", "Operations"]
 
 
 class Operations:
-    """All operations over one store."""
+    """The request handlers of one store: `put`, `get`, `look_up`, `hints`, `delete`, and `discovery` (questions to
+    remote tiers).
+    """
 
     def __init__(self, store: Store, deletions: DeletionLog) -> None:
         self.put = Puts(store)
         self.discovery = Discovery(store)
         self.get = Gets(store, self.discovery)
-        self.look_up = LookUp(store)
+        self.look_up = LookUp(store, self.discovery)
         self.hints = Hints(store)
         self.delete = Delete(store, deletions)

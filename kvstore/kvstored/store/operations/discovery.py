@@ -30,22 +30,30 @@ LATE_S = 10.0  # an answer that comes later than this is of no use
 
 
 class Question:
-    """A question for the unknown blocks of a chain from `first` on. `entered` is set when the index has the blocks
-    found in time.
+    """A question to remote tiers: which of the blocks `missing` of a chain do they have? `parents` are the keys of the
+    blocks before each. `entered` is set when the blocks found before the deadline are in the block index.
     """
 
-    def __init__(self, client: Client, chain: Sequence[bytes], first: int, group: int, deletions: int) -> None:
-        self.client, self.chain, self.first, self.group = client, chain, first, group
-        self.missing = chain[first : first + MOST_ASKED]
+    def __init__(
+        self, client: Client, missing: Sequence[bytes], parents: Sequence[bytes], group: int, deletions: int
+    ) -> None:
+        self.client, self.missing, self.parents, self.group = client, missing, parents, group
         self.deletions = deletions  # before it was asked
         self.entered = asyncio.Event()
         self.is_late = False  # some tier had not answered by then
-        self.found = self.found_bytes = 0
+        self.found: set[int] = set()  # positions in `missing`
+        self.found_bytes = 0
+
+    @property
+    def absent(self) -> bytes | None:
+        """The first missing block that was not found; None if all were."""
+        return next((key for at, key in enumerate(self.missing) if at not in self.found), None)
 
 
 class Discovery:
-    """The questions to all key-addressed tiers of a store. `value` says whether asking pays, `times` how long each
-    tier, by position, takes to answer."""
+    """The component that asks a store's remote (key-addressed) tiers for blocks that the block index does not have.
+    `value` estimates whether a question pays; `times` maps a tier's position to how long its answers took.
+    """
 
     def __init__(self, store: Store) -> None:
         self._residency, self._tiers, self._rooms = store.residency, store.keyed, store.rooms
@@ -57,18 +65,28 @@ class Discovery:
         self._asked: dict[tuple[int, bytes], Question] = {}  # by tenant and key
         self._tasks: set[asyncio.Task[None]] = set()
 
+    @property
+    def is_possible(self) -> bool:
+        """True if the store has a remote (key-addressed) tier to ask."""
+        return bool(self._tiers)
+
     def declines(self, client: Client, blocks: int) -> bool:
-        """Return whether asking for this number of missing blocks certainly does not pay; if not, call `ask`."""
-        if not self._tiers:
+        """Return True when it is certain that asking the remote tiers for `blocks` missing blocks does not pay. When it
+        returns False, call `ask`, which decides.
+        """
+        if not self.is_possible:
             return True
         if not self.value.declines(client.tenant_id, blocks * client.fingerprint.block_tokens):
             return False
         self._counters.add("discovery_declined")
         return True
 
-    def ask(self, client: Client, keys: bytes, known: int, group: int, limit_ms: int) -> Question | None:
-        """Ask for the blocks of a chain after its first `known`, if that pays; return the question, if waiting for it
-        pays too. `keys` are packed, from the root on.
+    def ask(
+        self, client: Client, keys: bytes, known: int, group: int, limit_ms: int, parent: bytes = NO_PARENT
+    ) -> Question | None:
+        """Ask the remote tiers for the blocks of a chain after its first `known` blocks, if that pays. `keys` are
+        packed, 16 bytes each; `parent` is the key of the block before the first key; `group` is the layer group;
+        `limit_ms` is how long the caller can wait. Return the question when waiting for its answer pays, else None.
         """
         blocks, tokens = len(keys) // KEY_BYTES - known, client.fingerprint.block_tokens
         positions = [position for position in self._tiers if self._may_be_asked(position, client)]
@@ -87,12 +105,16 @@ class Discovery:
             return None
         question = self._asked.get((tenant, first))
         if question is None and self._residency.find(tenant, first) < 0:
-            question = self._begin(client, split_keys(keys), known, group, positions)
+            chain = [parent, *split_keys(keys)]
+            end = known + min(blocks, MOST_ASKED)
+            question = self._begin(client, chain[known + 1 : end + 1], chain[known:end], group, positions)
         is_quick = limit_ms >= times.expected_s * 1000 and not self._is_behind(positions[0])
         return question if verdict is RemoteVerdict.WAIT and is_quick else None
 
     async def wait(self, question: Question, limit_ms: int) -> None:
-        """Wait for the answer, until the deadline; blocks found in time are in the index then."""
+        """Wait until `question` is answered, for `limit_ms` milliseconds at most. Blocks that were found in time are
+        then in the block index.
+        """
         with suppress(TimeoutError):  # `wait_for` of Python 3.11 loses a cancellation that comes with the answer
             async with asyncio.timeout(min(limit_ms, DEADLINE_MS) / 1000):
                 await question.entered.wait()
@@ -113,9 +135,9 @@ class Discovery:
     # Asking
 
     def _begin(
-        self, client: Client, chain: Sequence[bytes], known: int, group: int, positions: Sequence[int]
+        self, client: Client, missing: Sequence[bytes], parents: Sequence[bytes], group: int, positions: Sequence[int]
     ) -> Question:
-        question = Question(client, chain, known, group, self._residency.deletions)
+        question = Question(client, missing, parents, group, self._residency.deletions)
         for key in question.missing:
             self._asked[client.tenant_id, key] = question
         self._counters.add("discovery_questions", len(question.missing))
@@ -139,12 +161,11 @@ class Discovery:
                 await self._enter_found(question, answers)
             if any(answer.done() and _failed(answer) for answer in answers.values()):
                 return  # that a store was away says nothing of what it has
-            self.value.answered(tenant, len(question.missing), question.found, question.found_bytes)
-            self._counters.add("discovered_blocks", question.found)
-            if not late and question.found < len(question.missing):
-                absent = question.missing[question.found]
-                if self._residency.find_any(tenant, absent) < 0:
-                    self._absences.note(tenant, absent, self._clock.monotonic_ns())
+            found, absent = len(question.found), question.absent
+            self.value.answered(tenant, len(question.missing), found, question.found_bytes)
+            self._counters.add("discovered_blocks", found)
+            if not late and absent is not None and self._residency.find_any(tenant, absent) < 0:
+                self._absences.note(tenant, absent, self._clock.monotonic_ns())
         finally:
             question.entered.set()
             for key in question.missing:
@@ -176,23 +197,27 @@ class Discovery:
     # What was found
 
     async def _enter_found(self, question: Question, answers: Mapping[int, asyncio.Future[list[int]]]) -> None:
-        """Enter the blocks that continue the chain, with the answers that have come."""
-        residency, tenant, chain = self._residency, question.client.tenant_id, question.chain
+        """Enter the blocks that are of use, with the answers that have come: up to the first gap in the chain, or all
+        of them where a block can be used without the one before it.
+        """
+        residency, tenant = self._residency, question.client.tenant_id
         needs_parents = question.client.needs_parents(question.group)
-        for at in range(question.found, len(question.missing)):
+        for at, (key, parent) in enumerate(zip(question.missing, question.parents, strict=True)):
             if residency.deletions != question.deletions:
                 return
-            key = question.missing[at]
-            parent = chain[question.first + at - 1] if question.first + at else NO_PARENT
+            if at in question.found:
+                continue
             if residency.find(tenant, key) < 0:  # else another request found or stored it meanwhile
                 if needs_parents and parent != NO_PARENT and residency.find(tenant, parent) < 0:
                     return
                 come = ((position, answer.result()[at]) for position, answer in answers.items() if answer.done())
                 position, payload_bytes = next((each for each in come if each[1] >= 0), (-1, -1))
                 if position < 0 or not await self._enter(question, key, parent, position, payload_bytes):
-                    return
+                    if needs_parents:
+                        return
+                    continue
                 question.found_bytes += payload_bytes
-            question.found += 1
+            question.found.add(at)
 
     async def _enter(self, question: Question, key: bytes, parent: bytes, position: int, payload_bytes: int) -> bool:
         client = question.client

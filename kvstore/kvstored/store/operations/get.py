@@ -3,9 +3,7 @@
 A get finds the leading blocks that are stored and pins them (`Loading`), asks other stores for the next ones, promotes
 blocks that its client does not read in place, and leases the blocks that have come. Invariants: a lease holds only
 slots whose block is readable in a tier that the client reads; its rows are pinned from before the first wait; a get
-that is cancelled, or whose client is gone, leaves no pin behind, and cancels queued promotions that no other get waits
-for; a read under way ends by itself.
-"""
+that is cancelled, or whose client is gone, leaves no pin, and cancels queued promotions that no other get waits for."""
 
 from __future__ import annotations
 
@@ -31,7 +29,8 @@ from kvstored.tier_set import MEMBERS, TierSet
 
 
 class Gets:
-    """The gets of all clients. `discovery` asks other stores."""
+    """The operation that leases stored blocks to clients. `discovery` asks remote tiers for blocks that are not stored
+    here."""
 
     def __init__(self, store: Store, discovery: Discovery) -> None:
         self._store = store
@@ -42,9 +41,8 @@ class Gets:
         self._wait_ms = store.config.movement.acquire_wait_ms
 
     def acquire_mapped(self, client: Client, asked: GetRequest) -> Acquired | None:
-        """Return the lease, if every block of the run is mapped already or only mapped ones are wanted; None if
-        something must be promoted or verified first.
-        """
+        """Lease the requested blocks without waiting. Return None when a block must first be promoted, verified or
+        asked for."""
         resident = rows = self._run(client, asked)
         mask, readable = self._residency.rows.mask, self._readable(client, asked)
         mapped = next((position for position, row in enumerate(rows) if not mask[row] & readable), len(rows))
@@ -58,7 +56,8 @@ class Gets:
         return self._end(client, asked, rows, {}, resident)
 
     async def acquire(self, client: Client, asked: GetRequest) -> Acquired:
-        """Promote blocks that are not mapped, wait for them, and lease the leading blocks that arrived in time."""
+        """Promote the requested blocks that are not mapped, wait for them, and lease the leading blocks that arrived in
+        time."""
         rows = self._run(client, asked)
         question = self._ask(client, asked, len(rows))
         loading = Loading(self._store, rows, self._readable(client, asked))
@@ -79,13 +78,11 @@ class Gets:
     async def acquire_in_order(
         self, client: Client, asked: GetRequest, held: int = 0
     ) -> AsyncGenerator[Outlook | GrantedRun | Acquired, None]:
-        """Yield the outlook at once; then runs of blocks as they become readable; the last answer says why the chain
-        ends. Blocks left over when the time is up, or when the caller stops, are given back.
-
-        The first `held` blocks are in the engine's own memory: their access is counted, they are not loaded. Policies
-        are notified at the end, when the blocks are in the mapped tier: before, that tier's policy would take a request
-        for a whole chain for a request for its mapped blocks alone.
-        """
+        """Serve a get in parts. Yield an Outlook first, then a GrantedRun for each run of blocks that becomes readable,
+        and at last an Acquired that says why the chain ends. Blocks left when the caller stops or the time is up are
+        unpinned. The first `held` blocks are in the engine's own memory: their access is counted, and they are not
+        loaded. Policies are notified at the end: before the blocks are mapped, they would see a request for the mapped
+        ones alone."""
         began_ns, used, has_leased = self._clock.monotonic_ns(), None, False
         rows = self._run(client, asked)
         question = self._ask(client, asked, len(rows))
@@ -120,7 +117,7 @@ class Gets:
         yield Acquired(found, self._cause(client, asked, found))
 
     def release(self, client: Client, lease_ids: Sequence[int]) -> int:
-        """Return how many of these leases were the client's, and have ended now."""
+        """End the leases `lease_ids` of the client, and return how many of them existed and were the client's."""
         return sum(self._leases.release(client.session_id, lease_id) for lease_id in lease_ids)
 
     # What is there
@@ -135,12 +132,11 @@ class Gets:
 
     def _ask(self, client: Client, asked: GetRequest, known: int) -> Question | None:
         """Ask for blocks that other processes may have stored after the first `known` blocks; return the question, if
-        waiting pays.
-        """
+        waiting pays."""
         missing = asked.blocks - known
         if not missing or self._discovery.declines(client, missing):
             return None
-        return self._discovery.ask(client, asked.keys, known, asked.group, asked.wait_ms(DEADLINE_MS))
+        return self._discovery.ask(client, asked.keys, known, asked.group, asked.wait_ms(DEADLINE_MS), asked.parent)
 
     async def _begin(
         self,
@@ -176,8 +172,7 @@ class Gets:
 
     async def _add_found(self, client: Client, asked: GetRequest, loading: Loading, question: Question) -> int:
         """Add the blocks that continue the chain of `loading`, once they are found; return how many of them can be
-        had.
-        """
+        had."""
         await self._discovery.wait(question, asked.wait_ms(DEADLINE_MS))
         rows, known = self._run(client, asked), len(loading.tokens)
         if [self._residency.token(row) for row in rows[:known]] != loading.tokens:
@@ -232,8 +227,7 @@ class Gets:
         continues: bool = False,
     ) -> GrantedRun:
         """Grant a lease over `rows`, which are pinned and mapped; the first is at position `first`. It names device
-        memory if the client reads that, otherwise the mapped tier.
-        """
+        memory if the client reads that, otherwise the mapped tier."""
         residency = self._residency
         tokens, mapped = [residency.token(row) for row in rows], residency.mapped
         others = self._readable(client, asked).without(mapped)  # of most clients none
@@ -280,11 +274,9 @@ class Gets:
 
 
 class Loading:
-    """The blocks of one get on their way to a tier that its client reads in place; positions are places in its chain.
-    They are pinned until `lease` or `close`. "Mapped" here means: readable in one of the tiers `readable`. `rows`
-    are as they were found. `sources`: the source tier of each block that was not mapped when `begin` looked, by
-    position.
-    """
+    """The blocks of one get while they are copied to a tier that its client reads in place, pinned until `lease` or
+    `close`. A position is a block's place in the chain. "Mapped" here means: in one of the tiers `readable`. `rows` are
+    the blocks' rows as found; `sources` maps a position to the tier that the block is copied from."""
 
     def __init__(self, store: Store, rows: Sequence[int], readable: TierSet) -> None:
         self._device_promotions = [each for each in store.device_promotions if each.destination in readable]
@@ -304,11 +296,11 @@ class Loading:
 
     @property
     def is_over(self) -> bool:
-        """True if `wait` has reported the end of all promotions."""
+        """True when `wait` has reported the end of every promotion of this get."""
         return not self._coming and not self._arrived
 
     def extend(self, rows: Sequence[int]) -> range:
-        """Add blocks of the chain, after the known ones; return their positions."""
+        """Add and pin the blocks `rows`, which continue the chain. Return their positions."""
         first = len(self.tokens)
         self.rows += rows
         self.tokens += [self._residency.token(row) for row in rows]
@@ -318,9 +310,8 @@ class Loading:
         return positions
 
     async def verify(self, positions: range) -> int:
-        """Verify copies in the mapped tier, as far as the configuration asks for it; return how many blocks from the
-        first of `positions` on can still be had. A damaged block that another tier has can be had by promotion.
-        """
+        """Verify the blocks' copies in the mapped tier, as far as the configuration wants that. Return how many blocks,
+        counted from the first of `positions`, can still be read. A damaged block counts if another tier has a copy."""
         rows = self.rows[positions.start : positions.stop]
         if self._dram_check.wanted(rows):
             bad = await self._dram_check.verify(rows)
@@ -332,9 +323,8 @@ class Loading:
         return len(rows)
 
     def begin(self, positions: Iterable[int], due_ns: int) -> int:
-        """Start to promote the blocks that are not mapped, in this order; `wait` reports the others. The caller waits
-        until `due_ns` at most. Return how many milliseconds they are worth waiting for.
-        """
+        """Start to promote the blocks at `positions` that are not mapped, in this order; `wait` reports all. The caller
+        waits until `due_ns` (monotonic) at most. Return for how many milliseconds waiting pays."""
         residency, promoter = self._residency, self._promoter
         lacking = []
         for position in positions:
@@ -357,9 +347,9 @@ class Loading:
         return patience_ms
 
     async def wait(self, until_ns: int, *, for_all: bool = False) -> list[int]:
-        """Return ascending positions of blocks that are mapped now and were not reported before: at the first of them,
-        or when all promotions have ended. Empty if time is up, or if the ended promotions failed.
-        """
+        """Wait for blocks; return the ascending positions of blocks that are mapped now and were not reported before.
+        It returns when the first has come, with `for_all` when all promotions have ended. The list is empty when the
+        monotonic time `until_ns` has passed, or when the promotions failed."""
         if self._coming and (for_all or not self._arrived):
             self._wakes_at = 0 if for_all else len(self._coming) - 1
             self._change.clear()
@@ -372,18 +362,20 @@ class Loading:
         return sorted(position for position in arrived if self.is_mapped(position))
 
     def is_mapped(self, position: int) -> bool:
-        """Return whether the block is in a tier that the client reads in place."""
+        """Return whether the block at `position` is in a tier that the client reads in place."""
         row = self._residency.current(self.tokens[position])
         return row >= 0 and bool(self._residency.tier_mask(row) & self._readable)
 
     def lease(self, positions: Iterable[int]) -> list[int]:
-        """Return the rows of blocks whose pins belong to a lease from now on."""
+        """Let the pins of the blocks at `positions` belong to a lease from now on. Return the rows of these blocks."""
         positions = list(positions)
         self._pinned.difference_update(positions)
         return [self._residency.current(self.tokens[position]) for position in positions]
 
     def close(self) -> None:
-        """Stop waiting, and give back the remaining pins. Idempotent."""
+        """End the wait: give up promotions under way and remove the pins that no lease has. A second call
+        does nothing.
+        """
         coming, self._coming = self._coming, {}
         for position, promotion in coming.items():
             if not promotion.done():

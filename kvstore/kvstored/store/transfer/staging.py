@@ -32,8 +32,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StagedImage:
-    """The data for a slot of `slot_bytes`: `image`, in `buffer` if there is one; without an image, the copy in the
-    source as it is."""
+    """The data to be stored in a slot of `slot_bytes`. `image` is the coded form, in `buffer` if it has memory of its
+    own; without an image, the source's copy is stored as it is.
+    """
 
     slot_bytes: int
     image: Segment | None = None
@@ -41,8 +42,9 @@ class StagedImage:
 
 
 class CodecStaging:
-    """Brings blocks into the form of `coding`, whose codec is not "none". `host` has the copy threads. `shape_of` gives
-    the shape of a fingerprint's payloads; it is called from these threads."""
+    """The encoding of blocks for a tier with the codec of `coding`, which is not "none". The copy threads of `host` do
+    the work, and call `shape_of` for the shape of a fingerprint's payloads.
+    """
 
     def __init__(
         self, coding: Coding, shape_of: ShapeOf, host: HostTier, completions: CompletionQueue, counters: Counters
@@ -59,8 +61,9 @@ class CodecStaging:
         self._waiting: deque[tuple[int, asyncio.Future[AlignedBuffer]]] = deque()
 
     async def stage(self, tier: Tier, source: Slot, key: bytes, whole_bytes: int) -> StagedImage | Outcome:
-        """Bring the block `key` in the slot `source` of `tier` into the codec's form. `whole_bytes` is the size of a
-        slot for the block as it is. Return an outcome when the copy in `source` is damaged or cannot be read."""
+        """Encode the block `key` in the slot `source` of `tier`, waiting for memory first. `whole_bytes` is the size of
+        a slot for the uncompressed block. Return an outcome when the copy in `source` is damaged or cannot be read.
+        """
         is_as_put = tier.info.is_in_memory and tier.info.coding.is_none
         if tier.info.is_in_memory and tier.info.coding.codec == self._coding.codec:
             return StagedImage(source.nbytes, tier.slot_segment(source))  # it has that form, or was not worth it there
@@ -81,7 +84,7 @@ class CodecStaging:
         return StagedImage(staged.slot_bytes, staged.image, buffer)
 
     def release(self, staged: StagedImage) -> None:
-        """Free the memory of `staged`; nothing may read it any more."""
+        """Free the memory of `staged`. Nothing may read it any more."""
         if staged.buffer is not None:
             self._give_back(staged.buffer)
 
