@@ -28,10 +28,10 @@ from kvstore_tiers.testing.kv_blocks import kv_block
 MEMCPY_BYTES = 256 << 20
 CODED_AT_ONCE_BYTES = 32 << 20  # of payloads, so that they do not come from the cache
 RATIOS = {  # by codec and type of numbers
-    ("lossless", "f16"): 1.15, ("lossless", "bf16"): 1.46,
+    ("lossless", "f16"): 1.15, ("lossless", "bf16"): 1.46, ("context", "f16"): 1.19, ("context", "bf16"): 1.52,
     ("int8", "f16"): 1.9, ("int4", "f16"): 3.0,
 }  # fmt: skip
-SPEEDS = {"lossless": (0.07, 0.12), "int8": (0.3, 1.0)}  # in, out; of memcpy
+SPEEDS = {"lossless": (0.07, 0.12), "context": (0.03, 0.09), "int8": (0.3, 1.0)}  # in, out; of memcpy
 
 
 @dataclass

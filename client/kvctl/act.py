@@ -156,7 +156,9 @@ def predictor(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
 
 
 def run_kvstored(words: Sequence[str]) -> int:
-    """Run the program kvstored, of this installation or on the path, with `words`, and return its exit status."""
+    """Run the program kvstored with the arguments `words` and return its exit status. The program is this
+    installation's or, failing that, the one on the path.
+    """
     beside = Path(sys.executable).with_name("kvstored")
     program = str(beside) if beside.is_file() else shutil.which("kvstored")
     if program is None:

@@ -116,7 +116,7 @@ _EXAMPLES: Final = DATA_EXAMPLES | {
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the parsed command line. On wrong usage, exit with status 2 and one clear line; with --json, also a
+    """Parse kvctl's command line. On wrong usage, exit with status 2 and a one-line error and, with --json, also a
     document on standard output.
     """
     parser = build_parser()
@@ -131,8 +131,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def words_for_kvstored(argv: Sequence[str]) -> list[str]:
-    """Return the words to call the program kvstored with, for a command line that concerns recordings; [] for any
-    other. Of kvctl's options before the action, only --json has a meaning there.
+    """Return the arguments for the program kvstored if the command line concerns recordings, otherwise []. Of kvctl's
+    options before the action, kvstored gets only --json, because the others mean nothing to it.
     """
     if not any(action in argv for action in OF_RECORDINGS):  # nearly always: no parser is made for nothing
         return []

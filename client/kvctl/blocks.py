@@ -65,7 +65,7 @@ def add_block_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_block_arguments(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    """End the program with one line if options do not go together."""
+    """End the program with a one-line error if options of `kvctl blocks` do not go together."""
     if arguments.by and (arguments.sort or arguments.reverse):
         parser.error("blocks: --by lists the largest sums first: leave --sort and --reverse out")
     if arguments.reverse and not arguments.sort:
@@ -132,7 +132,9 @@ def _list(admin: AdminSocket, arguments: argparse.Namespace) -> Output:
 def with_terms(
     columns: Sequence[str], rows: Sequence[Sequence[str]], blocks: Sequence[explain.BlockStatus]
 ) -> tuple[list[str], list[list[str]]]:
-    """Return a table of `blocks` with a column more for each term that one of them has."""
+    """Return the table of `blocks` (headings and rows) with an additional column for each of `_TERMS` that any of them
+    has.
+    """
     wider, cells_of = [list(row) for row in rows], [_terms(block) for block in blocks]
     names = [name for at, name in enumerate(_TERMS) if any(cells[at] for cells in cells_of)]
     for at in map(_TERMS.index, names):

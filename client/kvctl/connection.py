@@ -65,8 +65,8 @@ _CALLER = ("kvstored-caller", f"kvctl of uid {os.getuid()}, pid {os.getpid()}")
 def open_session(
     directory: Path, fingerprint: Fingerprint, timeout_s: float, *, staging_bytes: int = 0
 ) -> Iterator[Session]:
-    """Yield a session with the daemon. Raises CommandError, also if the daemon refuses a request made inside the
-    block.
+    """Connect to the daemon and yield the session. Raises CommandError, also if the daemon refuses a request made in
+    the `with` block.
     """
     try:
         with connect(
@@ -87,12 +87,16 @@ def open_session(
 
 
 def in_words(reason: str) -> str:
-    """Return the sentence that says why blocks were not served, or `reason` itself where there is none."""
+    """Return a sentence that explains the `reason` why blocks were not served, or `reason` itself if there is no such
+    sentence.
+    """
     return _SENTENCES.get(reason, reason)
 
 
 def not_there(what: str, reason: str, timeout_s: float, **facts: object) -> CommandError:
-    """Return the error of a command that could not get the blocks described by `what`; `reason` is the client's."""
+    """Return the error of a command that could not get the blocks described by `what`. `reason` is the one that the
+    client gave.
+    """
     if reason == REASON_NO_DAEMON:
         return CommandError(UNREACHABLE, f"{what}: the daemon went away")
     if reason == REASON_DEADLINE:
@@ -104,7 +108,7 @@ def not_there(what: str, reason: str, timeout_s: float, **facts: object) -> Comm
 
 
 class AdminSocket:
-    """Calls to the daemon at a socket directory. A context manager."""
+    """A context manager for calls to the daemon over the admin socket in a socket directory."""
 
     def __init__(self, directory: Path, timeout_s: float) -> None:
         self.directory = directory
@@ -115,8 +119,8 @@ class AdminSocket:
         self._stub: Any = admin_pb2_grpc.AdminStub(self._channel)
 
     def call(self, method: str, request: Message, reply_type: type[Reply], *, longer_s: float = 0.0) -> Reply:
-        """Make one unary call, and return its reply. `longer_s` is extra time, in seconds, that the daemon got for the
-        work itself.
+        """Make one unary call and return its reply. `longer_s` is the additional time, in seconds, that the daemon may
+        take for the work itself.
         """
         rpc: Callable[..., object] = getattr(self._stub, method)
         try:
@@ -164,8 +168,8 @@ def _probe(path: Path) -> None:
 
 @contextmanager
 def explain_source(directory: Path, timeout_s: float) -> Iterator[Ask]:
-    """Yield a function that asks for explanations, over the admin socket or a session. Raises CommandError if both
-    fail.
+    """Yield a function that asks the daemon for explanations, over the admin socket or over a session. Raises
+    CommandError if neither works.
     """
     try:
         admin = AdminSocket(directory, timeout_s)

@@ -25,7 +25,7 @@ _STATES = {"serving": "green", "ok": "green", "draining": "yellow", "full": "yel
 
 
 def render(shot: DaemonSnapshot, *, width: int, height: int, clock: str, note: str = "") -> list[Line]:
-    """Return the lines of the whole screen. `height` 0: as many lines as needed."""
+    """Return the lines of the whole screen. A `height` of 0 means as many lines as needed."""
     width = max(width, MIN_WIDTH)
     samples = shot.samples
     above = [_head(shot, width, clock, note), _tiers(shot, samples, width), _hits(shot, samples, width)]

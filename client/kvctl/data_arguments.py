@@ -71,7 +71,7 @@ def add_data_options(made: Mapping[str, argparse.ArgumentParser]) -> None:
 
 
 def check_data_arguments(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    """End the program with one line if options do not go together."""
+    """End the program with a one-line error if options of the data commands do not go together."""
     if arguments.command not in WITH_TARGET:
         return
     command = arguments.command
@@ -109,7 +109,7 @@ def check_data_arguments(parser: argparse.ArgumentParser, arguments: argparse.Na
 
 
 def positive_size(text: str) -> int:
-    """Return the bytes of a size, at least 1: 4096, 64KiB, 1.5MiB."""
+    """Return the bytes of a size such as 4096, 64KiB or 1.5MiB. The result is at least 1."""
     if (value := size(text)) < 1:
         raise argparse.ArgumentTypeError(f"a size is above 0, got {text!r}")
     return value

@@ -64,7 +64,7 @@ _BY_DIRECTORY: Final[dict[str, Callable[[Path, argparse.Namespace], Output]]] = 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run kvctl, and return its exit code. An error is one line on standard error, with --json also one object on
+    """Run kvctl and return its exit code. An error is one line on standard error and, with --json, also one object on
     standard output.
     """
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's own log lines are not for operators

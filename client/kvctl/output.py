@@ -33,9 +33,10 @@ KEY_DIGITS: Final = 12  # shown of a key's 32; --json has them all
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """The result of one kvctl command: text for people and a document for --json. `text` for people is escaped here
-    unless `painted`: then it is made of `Line`s, already escaped. `exit_code` is FAILED if the daemon answered but the
-    work is incomplete. `aside`: standard output holds the requested bytes, and the text goes to standard error.
+    """The result of one kvctl command: `text` for people, and a document for --json. The text is escaped here unless
+    `painted` is set, which means that it is made of escaped `Line`s. `exit_code` is FAILED if the daemon answered
+    but the work is incomplete. With `aside`, the text goes to standard error, because standard output has the
+    requested bytes.
     """
 
     text: str
@@ -52,7 +53,7 @@ class Output:
 
 
 def plain(message: Message) -> dict[str, Any]:
-    """Return every field by its name in the .proto file; bytes as hex.
+    """Return every field of `message` by its name in the .proto file, with bytes as hex.
 
     json_format turns 64-bit integers into strings, and its options for zeros changed between releases. This function
     keeps numbers as numbers and every field present, under every supported protobuf release.
@@ -73,7 +74,7 @@ def _value(value: Any) -> Any:
 
 
 class CommandError(Exception):
-    """A command that ends without success: a message for people, an exit code, and facts for `--json`."""
+    """A command ended without success. The error has a message for people, an exit code, and facts for `--json`."""
 
     def __init__(self, exit_code: int, message: str, **facts: Any) -> None:
         super().__init__(message)

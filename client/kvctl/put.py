@@ -162,7 +162,9 @@ def _portions(blocks: int, block_bytes: int) -> list[tuple[int, int]]:
 
 
 def read_bytes(path: str) -> Bytes:
-    """Return a file's bytes, mapped if possible; "-" is standard input. Raises CommandError."""
+    """Return the bytes of the file `path`, mapped if possible. The path "-" stands for standard input. Raises
+    CommandError.
+    """
     try:
         if path == "-":
             data = sys.stdin.buffer.read(MAX_STDIN_BYTES + 1)

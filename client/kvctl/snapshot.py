@@ -20,7 +20,7 @@ Values = list[float]
 
 @dataclass(frozen=True, slots=True)
 class DaemonSnapshot:
-    """The replies of one moment, unchanged."""
+    """The daemon's replies of one moment, unchanged."""
 
     status: wire.StatusReply
     tiers: wire.TiersReply
@@ -32,7 +32,7 @@ class DaemonSnapshot:
         return SampleHistory(self.history)
 
     def document(self) -> dict[str, Any]:
-        """Return the document for --json; unknown values are null, since JSON has no NaN."""
+        """Return the snapshot as a document for --json. Unknown values are null, because JSON has no NaN."""
         return {
             "status": plain(self.status),
             "tiers": plain(self.tiers)["tiers"],
@@ -44,7 +44,7 @@ class DaemonSnapshot:
 def take_snapshot(
     admin: AdminSocket, *, since_s: float, settings: bool = False, resolution_s: int = 0
 ) -> DaemonSnapshot:
-    """Make four calls, and return their replies as a snapshot. Raises CommandError."""
+    """Make four calls to the daemon and return the replies as a snapshot. Raises CommandError."""
     request = wire.HistoryRequest(resolution_s=resolution_s, since_s=since_s, settings=settings)
     return DaemonSnapshot(
         admin.call("Status", wire.StatusRequest(), wire.StatusReply),
@@ -63,7 +63,7 @@ def without_nan(value: Any) -> Any:
 
 
 class SampleHistory:
-    """The samples of one resolution, oldest first."""
+    """The daemon's samples of one resolution, oldest first."""
 
     def __init__(self, reply: wire.HistoryReply) -> None:
         self.resolution_s = reply.resolution_s
@@ -76,34 +76,34 @@ class SampleHistory:
         return len(self.at_s)
 
     def subjects(self, scope: str) -> list[str]:
-        """Return the tiers, tenants, lanes, verbs or causes, in the daemon's order."""
+        """Return the subjects of `scope` (tiers, tenants, lanes, verbs or causes), in the daemon's order."""
         return list(dict.fromkeys(subject for kind, subject, _ in self._series if kind == scope))
 
     def values(self, scope: str, subject: str, name: str) -> Values:
-        """Return a series: levels, or counts for each sample."""
+        """Return the series `name` of a subject: a level or a count for each sample."""
         found = self._series.get((scope, subject, name))
         return [math.nan] * len(self) if found is None else list(found)
 
     def rates(self, scope: str, subject: str, name: str) -> Values:
-        """Return the counts of each sample, as rates per second."""
+        """Return the series `name` of a subject as rates: the count of each sample, per second."""
         counts = self.values(scope, subject, name)
         return [count / span if span > 0 else math.nan for count, span in zip(counts, self.span_s, strict=True)]
 
     def lately(self, scope: str, subject: str, name: str, seconds: float) -> float:
-        """Return the count over the last `seconds` of samples; 0 if nothing is known."""
+        """Return the count over the samples of the last `seconds`, or 0 if nothing is known."""
         return sum(known(self.values(scope, subject, name)[self._first(seconds) :]))
 
     def rate_lately(self, scope: str, subject: str, name: str, seconds: float) -> float:
-        """Return the count over the last `seconds` of samples, per second."""
+        """Return the rate per second over the samples of the last `seconds`."""
         covered_s = sum(self.span_s[self._first(seconds) :])
         return self.lately(scope, subject, name, seconds) / covered_s if covered_s > 0 else 0.0
 
     def worst_lately(self, scope: str, subject: str, name: str, seconds: float) -> float:
-        """Return the highest level of the last `seconds`; NaN if nothing is known."""
+        """Return the highest level of the last `seconds`, or NaN if nothing is known."""
         return max(known(self.values(scope, subject, name)[self._first(seconds) :]), default=math.nan)
 
     def middle_lately(self, scope: str, subject: str, name: str, seconds: float) -> float:
-        """Return the median level of the last `seconds`; NaN if nothing is known."""
+        """Return the median level of the last `seconds`, or NaN if nothing is known."""
         levels = sorted(known(self.values(scope, subject, name)[self._first(seconds) :]))
         return levels[len(levels) // 2] if levels else math.nan
 
@@ -116,7 +116,7 @@ class SampleHistory:
 
 
 def hit_ratios(samples: SampleHistory) -> list[float]:
-    """Return for each sample the share of the requested blocks that was served; NaN without a request."""
+    """Return the share of the requested blocks that was served, for each sample. It is NaN if nothing was requested."""
     served = samples.values("daemon", "", "acquired_blocks")
     missed = [0.0] * len(samples)
     for cause in samples.subjects("miss"):

@@ -51,7 +51,7 @@ def check_state(parser: argparse.ArgumentParser, arguments: argparse.Namespace) 
 
 
 def state(directory: Path, arguments: argparse.Namespace) -> Output:
-    """Return the databases, or the entries of one."""
+    """Return the databases of the daemon's small state, or the entries of one."""
     request = wire.StateRequest(database=arguments.database, first=arguments.first, limit=arguments.limit)
     if arguments.state_dir is not None:
         reply = _asked_of_file(request, arguments.state_dir)
@@ -77,7 +77,7 @@ def state(directory: Path, arguments: argparse.Namespace) -> Output:
 
 
 def line_of(entry: Mapping[str, object]) -> str:
-    """Return an entry on one line."""
+    """Return the text of one entry, on one line."""
     return "  ".join(f"{name}={value}" for name, value in entry.items())
 
 

@@ -32,8 +32,8 @@ _RUN: Final = re.compile(r"([0-9]{1,10})-([0-9]{1,10})")
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The target of a command. `name` is None for a token prefix; `tokens` is empty for a named object, whose length is
-    in its head.
+    """The target of a command: a named object or a token prefix. For a token prefix `name` is None. For a named object
+    `tokens` is empty, and the head of the object has its length.
     """
 
     label: str
@@ -44,12 +44,14 @@ class Target:
 
     @property
     def blocks(self) -> int:
-        """The number of full blocks of the prefix."""
+        """The number of full blocks of the token prefix."""
         return 0 if self.tokens is None else len(self.tokens) // self.fingerprint.block_tokens
 
 
 def find_target(directory: Path, arguments: argparse.Namespace) -> Target:
-    """Return the target that the options name; a fingerprint given by its digest is asked from the daemon."""
+    """Return the target that the command-line options name. If they give a fingerprint by its digest, ask the daemon
+    for it.
+    """
     if arguments.name is not None:
         if not arguments.name or len(arguments.name.encode(errors="surrogateescape")) > MAX_NAME_BYTES:
             raise CommandError(USAGE, f"a name has 1 to {MAX_NAME_BYTES} bytes")
@@ -75,8 +77,8 @@ def find_target(directory: Path, arguments: argparse.Namespace) -> Target:
 
 
 def read_tokens(arguments: argparse.Namespace) -> npt.NDArray[np.int32]:
-    """Return the token ids of --tokens or --tokens-file: numbers and runs like 0-63, separated by commas or white
-    space.
+    """Return the token ids of --tokens or --tokens-file. Both take numbers and ranges such as 0-63, separated by commas
+    or white space.
     """
     if arguments.tokens is not None:
         return parse_tokens(arguments.tokens, "--tokens")
@@ -97,7 +99,9 @@ def read_tokens(arguments: argparse.Namespace) -> npt.NDArray[np.int32]:
 
 
 def parse_tokens(text: str, where: str) -> npt.NDArray[np.int32]:
-    """Return the token ids in `text`. Raises CommandError(USAGE) naming the first word that is no token id."""
+    """Return the token ids in `text`. Raises CommandError(USAGE), which names the first word that is no token id;
+    `where` says what the text is from.
+    """
     tokens: list[int] = []
     for word in text.replace(",", " ").split():
         run = _RUN.fullmatch(word)
@@ -118,7 +122,7 @@ def _token(word: str, where: str) -> int:
 
 
 def fingerprint_digits(given: str) -> str:
-    """Return the digits of --fingerprint DIGEST, or of MODEL:DIGEST [for ACCOUNT] as listings show it."""
+    """Return the digits of a fingerprint option: DIGEST alone, or MODEL:DIGEST [for ACCOUNT] as listings show it."""
     digits = given.rpartition(":")[2].partition(" ")[0]
     if not _DIGEST.fullmatch(digits):
         raise CommandError(
@@ -128,8 +132,8 @@ def fingerprint_digits(given: str) -> str:
 
 
 def read_fingerprint(directory: Path, arguments: argparse.Namespace) -> Fingerprint:
-    """Return the fingerprint from a file with the canonical JSON or, for a digest, from the daemon's list of seen
-    ones.
+    """Return the fingerprint that the options name, from a file with its canonical JSON or, for a digest, from the
+    daemon's list of fingerprints.
     """
     given = arguments.fingerprint
     path = Path(given)

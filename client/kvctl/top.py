@@ -35,7 +35,7 @@ _QUIT_KEYS = {"q", "Q", "\x1b", "\x03"}
 
 
 def top(directory: Path, arguments: argparse.Namespace) -> Output:
-    """Show frames until the user leaves, or one frame without a terminal. Raises CommandError."""
+    """Show the live daemon until the user leaves. Without a terminal, return a single frame. Raises CommandError."""
     with AdminSocket(directory, arguments.timeout) as admin:
         shot = take_snapshot(admin, since_s=SHOWN_S)
     if not (arguments.once or arguments.json):
@@ -93,8 +93,8 @@ def _clock() -> str:
 
 
 class Screen:
-    """A context manager that shows frames with `show`; `wait` waits until the next one is due or a key ends the
-    display.
+    """A context manager for the terminal's screen. `show` draws a frame, and `wait` waits until the next frame is due
+    or a key ends the display.
     """
 
     def __init__(self, output: TextIO | None = None, keyboard: TextIO | None = None) -> None:
@@ -120,11 +120,11 @@ class Screen:
         return size_of(self._output)
 
     def show(self, lines: Sequence[str]) -> None:
-        """Draw over the last frame without clearing the screen first, so that nothing flickers."""
+        """Draw `lines` over the last frame. The screen is not cleared first, so nothing flickers."""
         self._write("\x1b[H" + "\x1b[K\r\n".join(lines) + "\x1b[K\x1b[J")
 
     def wait(self, seconds: float) -> bool:
-        """Wait for `seconds`; return True if the user pressed a key that ends the display."""
+        """Wait for `seconds`, and return whether the user pressed a key that ends the display."""
         if self._keyboard_mode is None:
             select.select([], [], [], seconds)
             return False

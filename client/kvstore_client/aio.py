@@ -59,7 +59,8 @@ def _in_thread(
 
 
 class AsyncSession:
-    """A session for asyncio, made by `connect`. At most `threads` calls are in flight; further ones wait for a thread.
+    """A session with the daemon for asyncio, made by `kvstore_client.aio.connect`. It runs the calls of the synchronous
+    `session` in `threads` threads. At most `threads` calls are in flight, and further calls wait for a free thread.
 
     Cancelling a call stops the waiting, not the call: a put continues to its end. Payload functions of a put run in a
     thread. A lease is the synchronous one: reading and releasing it do not block; call its `renew`, which asks the
@@ -93,34 +94,42 @@ class AsyncSession:
 
     @property
     def state(self) -> str:
-        """The state of the session, see `Session.state`."""
+        """The state of the connection to the daemon: "connected", "degraded" or "closed". See `Session.state`."""
         return self._session.state
 
     async def get_stream(self, tokens: TokenIds | None = None, **options: Any) -> AsyncLeaseStream:
-        """Return the stream of `Session.get_stream`. The stream occupies one of the threads while it waits for its next
-        blocks.
+        """Ask the daemon for the stored blocks of the prefix `tokens`, and return a stream that leases them run by run,
+        as `Session.get_stream` does with the same `options`. The stream occupies one of the session's threads while
+        it waits for its next blocks.
         """
         stream = await self._call(partial(self._session.get_stream, tokens, **options), LeaseStream.close)
         return AsyncLeaseStream(stream, self._submit)
 
     async def get_layers(self, tokens: TokenIds | None = None, **options: Any) -> LayerStreams[AsyncLeaseStream]:
-        """Return the streams of `Session.get_layers`."""
+        """Ask the daemon for the stored blocks of the prefix `tokens`, and return one stream for each layer group, as
+        `Session.get_layers` does with the same `options`.
+        """
         streams = await self._call(partial(self._session.get_layers, tokens, **options), LayerStreams.close)
         return LayerStreams(AsyncLeaseStream(stream, self._submit) for stream in streams)
 
     def wake(self) -> None:
-        """Call `Session.wake` in a thread."""
+        """Start `Session.wake` in a thread, without waiting for its end."""
         self._submit(self._session.wake)
 
     def keys(self, tokens: TokenIds, group: int | None = None) -> BlockKeys | None:
-        """Return the keys of `Session.keys`, computed here without the daemon."""
+        """Return the keys of the whole blocks of `tokens` in the layer group `group`, as `Session.keys` does. They are
+        computed in this thread, without the daemon. None means that the keys are not known, because there was no
+        daemon yet.
+        """
         return self._session.keys(tokens, group)
 
     def statistics(self) -> Statistics:
         return self._session.statistics()
 
     async def close(self) -> None:
-        """End the session; calls in flight end as misses, calls that wait for a thread as calls of a closed session."""
+        """End the session. Calls in flight end as misses; calls that still wait for a thread raise
+        KVStoreError(INVALID), as every call of a closed session does.
+        """
         await asyncio.to_thread(self._session.close)
         self._threads.shutdown(wait=False)
 
@@ -158,8 +167,9 @@ def _shown(name: str) -> Any:
 
 
 class AsyncLeaseStream:
-    """A `LeaseStream` for one task, with `async for`. Closing it does not block and releases everything, so `with` is
-    enough. A run that a cancelled task was waiting for is not lost: the next iteration gets it.
+    """A `LeaseStream` for asyncio: `async for` yields runs of leased blocks as the daemon grants them. One task uses
+    it. Closing it does not block and releases every lease of the stream, so a plain `with` is enough. If a task is
+    cancelled while it waits for a run, the next iteration gets that run.
     """
 
     def __init__(self, stream: LeaseStream, submit: Submit) -> None:
@@ -175,7 +185,9 @@ class AsyncLeaseStream:
     payload_bytes: int = _shown("payload_bytes")
 
     async def expect(self) -> int:
-        """Return the result of `LeaseStream.expect`."""
+        """Wait, without blocking the event loop, for the daemon's first answer, and return the number of blocks that
+        the stream will lease at most (`LeaseStream.expect`).
+        """
         return await asyncio.shield(asyncio.wrap_future(self._submit(self._stream.expect)))
 
     def __aiter__(self) -> AsyncLeaseStream:
@@ -191,7 +203,9 @@ class AsyncLeaseStream:
         return run
 
     def close(self) -> None:
-        """Close the stream, as `LeaseStream.close` does."""
+        """Close the stream and release the leases of all runs that it yielded, as `LeaseStream.close` does. It does not
+        block.
+        """
         self._stream.close()
 
     def __enter__(self) -> AsyncLeaseStream:
@@ -208,7 +222,10 @@ async def connect(
     threads: int = DEFAULT_THREADS,
     **options: Any,
 ) -> AsyncSession:
-    """Connect as `kvstore_client.connect` does, without blocking the event loop, and raise its errors."""
+    """Connect to the daemon whose directory or socket is `socket`, as `kvstore_client.connect` does, and return the
+    session to await. The event loop is not blocked. `threads` is the most calls in flight at once. `options` are the
+    other arguments of `kvstore_client.connect`, whose errors this function raises.
+    """
     count("threads", threads, least=1, most=UINT32_MAX)
     session = await asyncio.to_thread(connect_now, socket, fingerprint=fingerprint, **options)
     return AsyncSession(session, threads)

@@ -19,8 +19,9 @@ _dropped: deque[Callable[[], None]] = deque()  # what releases each of them; of 
 
 
 class Anchor:
-    """The object that one lease and its views refer to. `release` gives the lease back; None: there is nothing to give
-    back yet."""
+    """An object that a lease and all arrays over its blocks refer to. When the last of them is freed, the anchor notes
+    `release`, and the next request calls it to give the lease back. Without `release` nothing is given back.
+    """
 
     __slots__ = ("_pid", "_release")
 
@@ -30,15 +31,15 @@ class Anchor:
 
     @property
     def is_ours(self) -> bool:
-        """Return whether this process made the anchor; False in a process that was forked from it."""
+        """Return whether this process made the anchor. The result is False in a process that was forked from it."""
         return self._pid == os.getpid()
 
     def give_back(self, release: Callable[[], None]) -> None:
-        """Have `release` called once nothing refers to the anchor any more."""
+        """Have `release` called at the next request after the last reference to this anchor is gone."""
         self._release = release
 
     def let_go(self) -> None:
-        """Give nothing back: the lease was released, or was never used."""
+        """Forget the function that gives the lease back, because the lease was released already, or was never used."""
         self._release = None
 
     def __del__(self) -> None:
@@ -57,13 +58,17 @@ class _Anchored:
 
 
 def anchored(memory: Bytes, anchor: Anchor) -> Bytes:
-    """Return an array over the same bytes. The array and all of its views refer to `anchor`."""
+    """Return an array over the bytes of `memory`, without a copy. The array and all of its views refer to `anchor`, so
+    the lease of that anchor is given back only after they are freed.
+    """
     view: Bytes = np.asarray(_Anchored(memory, anchor))
     return view
 
 
 def give_back_dropped() -> None:
-    """Release the leases that were noted so far."""
+    """Release the leases of all anchors that were freed so far in this process. Each request calls it, because a
+    finalizer may not send one.
+    """
     while _dropped:
         try:
             release = _dropped.popleft()

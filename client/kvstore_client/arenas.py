@@ -32,14 +32,19 @@ PREFAULT_PAUSES_S = (0.0, 0.25, 0.5, 1.0, 2.0)
 
 
 class Mappings(Protocol):
-    """A receiver of each arena that is mapped (`add`), and of the end of its session (`drop`)."""
+    """A receiver of arenas (shared memory of the daemon): `add` gets each arena that is mapped, `drop` gets it again
+    when its session ends. An engine uses it to register the memory with its GPU.
+    """
 
     def add(self, memory: Bytes) -> None: ...
     def drop(self, memory: Bytes) -> None: ...
 
 
 class OpenArena(NamedTuple):
-    """A mapped arena and a descriptor of it. `entered` notes which pages are in this process's page table."""
+    """A mapped arena (shared memory of the daemon) with an open `descriptor` of it, whose present pages shall be
+    entered into this process's page table. `entered` notes the pages that are there already, if the arena is written
+    to. `rest` is the pause after each slice of pages, as a multiple of the time that the slice took.
+    """
 
     memory: Bytes
     descriptor: int
@@ -48,8 +53,9 @@ class OpenArena(NamedTuple):
 
 
 class Arenas:
-    """The daemon's arenas, mapped to read. `announced`: its present arenas; `mapped`: arenas that are mapped already.
-    With `mappings`, which receives each of them, `map_announced` maps them all.
+    """The arenas (shared memory of the daemon) that one session has mapped to read. `announced` holds the numbers of
+    the arenas that the daemon has now, `mapped` the arenas that are mapped already, by number. If `mappings` is
+    given, it receives each arena, and `map_announced` maps all of them, whatever its limit.
     """
 
     def __init__(
@@ -68,7 +74,9 @@ class Arenas:
             self._note(memory)
 
     def arena(self, arena_id: int, timeout_s: float) -> Bytes | None:
-        """Return the mapped arena, mapping it the first time; None if the daemon does not hand it over in time."""
+        """Return the memory of the arena with the number `arena_id`, and map it the first time. Return None if the
+        daemon does not hand it over within `timeout_s` seconds or it cannot be mapped.
+        """
         known = self.mapped.get(arena_id)
         if known is not None:
             return known
@@ -78,8 +86,10 @@ class Arenas:
     def map_announced(
         self, descriptors: contextlib.ExitStack, timeout_s: float, most_bytes: int
     ) -> Iterator[OpenArena]:
-        """Map the announced arenas that are not mapped yet, and yield up to `most_bytes` of arenas, opened; their
-        descriptors stay open until the stack ends. The others are not mapped, or not opened (see the class).
+        """Map the announced arenas that are not mapped yet, and yield up to `most_bytes` of them with an open
+        descriptor, which the stack `descriptors` closes. An arena beyond `most_bytes` is mapped without a descriptor
+        if the object has `mappings`; otherwise the iteration ends there. The daemon has `timeout_s` seconds to hand
+        over each arena.
         """
         for arena_id in self._announced:
             if arena_id in self.mapped:
@@ -102,7 +112,9 @@ class Arenas:
                     yield self._open(arena_id, memory, kept)
 
     def close(self) -> None:
-        """End the use of arenas, as the session has ended. Mappings stay as long as something refers to them."""
+        """Report to `mappings` that each arena is no longer used, because the session has ended. The memory stays
+        mapped as long as an array refers to it.
+        """
         if self._mappings is not None:
             for memory in list(self.mapped.values()):
                 self._mappings.drop(memory)
@@ -129,7 +141,9 @@ class Arenas:
 
 
 class WritableArenas(Arenas):
-    """Arenas mapped to write. `is_offered`: whether the daemon accepts blocks in place from this client."""
+    """The arenas (shared memory of the daemon) that one session has mapped to write, for puts in place. `announced`
+    holds their numbers. `is_offered` says whether the daemon accepts blocks in place from this client.
+    """
 
     def __init__(self, grants: Handshake, announced: Sequence[int], *, is_offered: bool) -> None:
         super().__init__(grants, announced if is_offered else ())
@@ -137,12 +151,13 @@ class WritableArenas(Arenas):
         self.is_offered = is_offered
 
     def refused(self) -> None:
-        """Note that the daemon accepts no blocks in place any more."""
+        """Set `is_offered` to False, because the daemon no longer accepts blocks in place from this client."""
         self.is_offered = False
 
     def enter(self, arena_id: int, offsets: Sequence[int], length: int) -> None:
-        """Enter the pages of slots of `length` bytes into this process's page table before they are first written: one
-        call for all takes a quarter of the time of one page fault each.
+        """Enter the pages of slots of the arena `arena_id` into this process's page table, before the slots are first
+        written. Each slot begins at one of `offsets` and has `length` bytes. One call for all slots takes a quarter
+        of the time that the page faults would take.
         """
         entered = self._entered[arena_id]
         populate(self.mapped[arena_id], [(offset, length) for offset in offsets if entered.add(offset, length)])
@@ -166,9 +181,9 @@ class WritableArenas(Arenas):
 def prefault_all(
     readable: Arenas, writable: WritableArenas, staging: Bytes | None, is_wanted: Callable[[], bool]
 ) -> None:
-    """Map memory for reading and writing before it is needed, while an engine that starts loads its model.
-
-    It runs in a thread of its own, and ends when it is not wanted any more.
+    """Map the announced arenas and the pages of `staging` before they are needed, while a starting engine loads its
+    model. The arenas of `readable` are mapped to read and, if there is staging, the arenas of `writable` to write.
+    It blocks for some seconds, so it runs in its own thread, and it returns early once `is_wanted()` is False.
     """
     with contextlib.ExitStack() as descriptors:
         opened: list[OpenArena] = []

@@ -20,7 +20,9 @@ UINT64_MAX: Final = (1 << 64) - 1
 
 
 def seconds(name: str, value: Any) -> float:
-    """Return a duration in seconds: below 0 is 0, for a moment that has passed; over a day, `inf` too, is a day."""
+    """Check that `value`, the caller's argument `name`, is a duration in seconds, and return it from 0 to one day. A
+    negative duration becomes 0, and one over a day, or `inf`, becomes a day. Raises KVStoreError(INVALID) otherwise.
+    """
     if type(value) is float and 0.0 <= value <= LONGEST_S:  # of nearly every call; to ask an abstract class takes 2 us
         return value
     if not _is_number(value) or value != value:
@@ -29,7 +31,9 @@ def seconds(name: str, value: Any) -> float:
 
 
 def positive_seconds(name: str, value: Any) -> float:
-    """Return a duration that is more than 0."""
+    """Check that `value`, the caller's argument `name`, is more than 0 seconds, and return it, at most one day. Raises
+    KVStoreError(INVALID) otherwise.
+    """
     given = seconds(name, value)
     if not given:
         raise invalid(f"{name} must be more than 0 seconds, got {value!r}")
@@ -37,7 +41,9 @@ def positive_seconds(name: str, value: Any) -> float:
 
 
 def count(name: str, value: Any, *, least: int = 0, most: int | None = None) -> int:
-    """Return a whole number from `least` to `most`."""
+    """Check that `value`, the caller's argument `name`, is a whole number from `least` to `most`, and return it.
+    Without `most` there is no upper bound. Raises KVStoreError(INVALID) otherwise.
+    """
     try:
         given = operator.index(value)
     except Exception:  # of the value's own making, too
@@ -49,14 +55,18 @@ def count(name: str, value: Any, *, least: int = 0, most: int | None = None) -> 
 
 
 def number_between(name: str, value: Any, least: float, most: float) -> float:
-    """Return a number in a range."""
+    """Check that `value`, the caller's argument `name`, is a number from `least` to `most`, and return it as a float.
+    Raises KVStoreError(INVALID) otherwise.
+    """
     if not _is_number(value) or not least <= value <= most:
         raise invalid(f"{name} must be from {least:g} to {most:g}, got {shown(value)}")
     return float(value)
 
 
 def one_of(name: str, value: Any, known: Collection[str]) -> str:
-    """Return `value`, which must be one of the words `known`."""
+    """Return `value`, the caller's argument `name`, if it is one of the words in `known`. Raises KVStoreError(INVALID)
+    otherwise.
+    """
     if not isinstance(value, str) or value not in known:
         raise invalid(f"{name} {shown(value)} is unknown; known: {', '.join(known)}")
     return value
@@ -70,7 +80,9 @@ def truth(name: str, value: Any) -> bool:
 
 
 def text(name: str, value: Any, most_bytes: int) -> str:
-    """Return text that a message can carry."""
+    """Return `value`, the caller's argument `name`, if it is text of at most `most_bytes` bytes in UTF-8. Raises
+    KVStoreError(INVALID) otherwise.
+    """
     try:
         is_fit = isinstance(value, str) and len(value.encode()) <= most_bytes
     except UnicodeEncodeError:
@@ -81,12 +93,14 @@ def text(name: str, value: Any, most_bytes: int) -> str:
 
 
 class PutTerms(TypedDict, total=False):
-    """Terms on which blocks are kept. A term that is not given is the tenant's default for new blocks, and
-    stays for others.
+    """Terms on which stored blocks are kept: how long, how firmly and for whom. A new block gets the tenant's default
+    for a term that is not given; a block that is stored already keeps the term that it has.
 
-    `ttl`: seconds until they expire, of which whole ones count; 0: never. An expired block is not found any more and is
-    removed, pinned or not. `priority`, from -8 to 7: in a full tier lower ones leave first; most blocks have 0.
-    `pin`: a name for whom the blocks are not evicted, until they are touched with `unpin` of that name."""
+    `ttl`: seconds until the blocks expire, rounded down to whole ones; 0: never. An expired block is not found any more
+    and is removed, pinned or not. `priority`, from -8 to 7: in a full tier blocks of lower priority are evicted first;
+    most blocks have 0. `pin`: a name of your choice; the blocks are not evicted until they are touched with `unpin` of
+    the same name.
+    """
 
     ttl: float | None
     priority: int | None
@@ -95,7 +109,10 @@ class PutTerms(TypedDict, total=False):
 
 
 def terms(ttl: Any = None, priority: Any = None, pin: Any = "", unpin: Any = "") -> Terms:
-    """Return the terms to send. Raises KVStoreError(INVALID) for values out of bounds."""
+    """Check a caller's terms for blocks, and return them in the form in which they are sent. `ttl` is 0 or 1 and more
+    seconds, `priority` is from -8 to 7, and `pin` and `unpin` are names. Raises KVStoreError(INVALID) for another
+    value.
+    """
     if ttl is not None and (not _is_number(ttl) or not (ttl == 0 or 1 <= ttl <= TTL_MAX_S)):
         raise invalid(f"ttl must be from 1 to {TTL_MAX_S} seconds, or 0 for no expiry, got {shown(ttl)}")
     if priority is not None:
@@ -113,7 +130,7 @@ def _is_number(value: object) -> bool:
 
 
 def shown(value: Any) -> str:
-    """Return the value as Python writes it, on one line of bounded length."""
+    """Return `value` as Python writes it, on one line of at most 80 characters, for an error message."""
     try:
         written = " ".join(repr(value).split())
     except Exception:  # of the value's own making

@@ -56,11 +56,12 @@ _pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
 
 
 class ArraySource(Protocol):
-    """A lease, or a slot that a put fills."""
+    """An owner of the memory that an array shows: a lease, or a slot that a put fills."""
 
     def hold(self) -> object:
-        """Return an object that defers the end of the holder while it is referred to. Raises BufferError once the
-        holder has ended."""
+        """Return an object. As long as a caller refers to it, the lease or slot stays valid. Raises BufferError if the
+        lease or slot has ended already.
+        """
         ...
 
 
@@ -82,8 +83,8 @@ class _Export:
 
 
 class LeaseArray:
-    """An array over the numbers of one block where they are stored. Pass it to `numpy.asarray`, or to `from_dlpack` of
-    NumPy, torch and JAX; on a device, to `cupy.from_dlpack` and `cupy.asarray`.
+    """An array over the numbers of one stored block, without a copy. Pass it to `numpy.asarray`, or to `from_dlpack` of
+    NumPy, torch and JAX; for a block on a device, to `cupy.from_dlpack` and `cupy.asarray`.
 
     `dtype` is a name that NumPy or torch knows ("float16", "bfloat16", "float8_e4m3fn"); `strides` are bytes; `lease`
     owns the memory. Each array that a library makes of it defers the release of the lease until that array is freed.

@@ -23,10 +23,12 @@ Late = Callable[[wire.Response], None]
 
 
 class StreamHealth(Protocol):
-    """The reports of streams and calls to a connection. Called from any thread."""
+    """A receiver of reports about the connection to the daemon, from its streams and calls. They may report from any
+    thread.
+    """
 
     def answered(self) -> None:
-        """Report that the daemon answered something, however late."""
+        """Report that the daemon answered a request, even if its answer came after the deadline."""
         ...
 
     def timed_out(self) -> None:
@@ -34,22 +36,24 @@ class StreamHealth(Protocol):
         ...
 
     def stream_ended(self, reason: str) -> None:
-        """Report that a stream ended, other than by `close`."""
+        """Report that a stream of requests ended because of `reason`, without a `close` by this client."""
         ...
 
     def session_ended(self, stream: CallStream, reason: str) -> None:
-        """Report that the daemon no longer knows the session of this stream."""
+        """Report that the daemon no longer knows the session whose requests `stream` carries. `reason` is one line for
+        the user.
+        """
         ...
 
 
 class CallStream(Protocol):
-    """The interface of a stream for the calls that it carries."""
+    """A stream of requests to the daemon, as one call uses it: to wait for its answers, or to stop waiting."""
 
     @property
     def health(self) -> StreamHealth: ...
     @property
     def ended(self) -> str:
-        """The reason why it has ended; "" while it has not."""
+        """The reason why the stream has ended, or "" while it has not ended."""
         ...
 
     def wait(self, call: Call, timeout_s: float) -> wire.Response | None: ...
@@ -58,7 +62,9 @@ class CallStream(Protocol):
 
 
 class Call:
-    """A call, made by `Stream.submit`. A request with several answers is waited for several times."""
+    """A request that was sent to the daemon, with its answers. `Stream.submit` makes it, and `stream` carries it under
+    the number `request_id`. If a request has several answers, call `wait` or `result` once for each of them.
+    """
 
     __slots__ = ("_answers", "_stream", "_wake_ups", "late", "request_id")
 
@@ -70,12 +76,17 @@ class Call:
         self._wake_ups: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def wait(self, timeout_s: float) -> wire.Response | None:
-        """Return the next answer; None if none arrived in time. The stream's end is an `error`, UNAVAILABLE."""
+        """Wait up to `timeout_s` seconds, and return the daemon's next answer to this request, or None if no answer
+        came in time. If the stream has ended, the answer has an `error` of kind UNAVAILABLE.
+        """
         answered = self.taken()
         return self._stream.wait(self, timeout_s) if answered is None else answered
 
     def result(self, timeout_s: float) -> wire.Response | str | None:
-        """Wait as `wait` does, and judge the answer. If there is none, record the timeout and return None."""
+        """Wait up to `timeout_s` seconds for the next answer to this request. Return the answer, or the reason for a
+        miss if the daemon reports an error. Return None, and record a timeout, if no answer came. Raises
+        KVStoreError as `judge` does.
+        """
         response = self.wait(timeout_s)
         if response is None:
             self._stream.health.timed_out()
@@ -83,7 +94,7 @@ class Call:
         return self.judge(response)
 
     def judge(self, response: wire.Response) -> wire.Response | str:
-        """Return the response itself, or the reason for a miss that it carries.
+        """Return `response` itself if it carries no error, or else a word that gives the reason for a miss.
 
         Raises KVStoreError if the daemon says that the request itself is wrong.
         """
@@ -99,22 +110,28 @@ class Call:
         return REASON_NO_DAEMON if self._stream.ended else kind.name.lower()
 
     def abandon(self, late: Late | None = None) -> None:
-        """Stop waiting. `late`, if given, gets answers that still arrive, or have just arrived."""
+        """Stop waiting for answers to this request. If `late` is given, it is called with each answer that has just
+        arrived or still arrives.
+        """
         self._stream.abandon(self, late)
 
     def expire(self, late: Late | None = None) -> None:
-        """Abandon a call that got no answer in time, and record that."""
+        """Stop waiting for answers, as `abandon` does, and record that the daemon did not answer in time. `late` is
+        called with each answer that still arrives.
+        """
         self._stream.abandon(self, late)
         self._stream.health.timed_out()
 
     def cancel(self, late: Late) -> None:
-        """Abandon an acquire, and end it in the daemon."""
+        """Stop waiting for this request, and ask the daemon to end its work on it. `late` is called with each answer
+        that still arrives. It is meant for an acquire, the request of a get.
+        """
         self._stream.cancel(self, late)
 
     # For the stream
 
     def taken(self) -> wire.Response | None:
-        """Return the next answer, if it has been read already."""
+        """Remove and return the first answer that was read and not yet returned, or return None if there is none."""
         return self._answers.popleft() if self._answers else None
 
     def is_answered(self) -> bool:
@@ -125,10 +142,12 @@ class Call:
         self.wake()
 
     def wake(self) -> None:
-        """Wake the thread that waits for this call."""
+        """Wake the thread that is in `sleep` for this call."""
         self._wake_ups.put(None)
 
     def sleep(self, timeout_s: float) -> None:
-        """Wait for `wake`, which may come for nothing."""
+        """Wait for `wake`, at most `timeout_s` seconds. The caller must check for itself why it was woken, since `wake`
+        may come without an answer.
+        """
         with contextlib.suppress(queue.Empty):
             self._wake_ups.get(timeout=max(timeout_s, 0.0))

@@ -29,7 +29,11 @@ Wait = Callable[[threading.Event, float], bool]
 
 
 class Connection:
-    """The connection, an implementation of `StreamHealth`. Tests inject `open_session`, `wait` and `rng`."""
+    """The connection of one client to the daemon, over all sessions and failures. While the daemon is lost or silent
+    the connection is degraded, and a background thread tries again with growing pauses. It receives the reports of
+    streams and calls (`StreamHealth`). `connect_timeout_s` limits each attempt; tests inject `open_session`, `wait`
+    and `rng`.
+    """
 
     def __init__(
         self,
@@ -64,8 +68,8 @@ class Connection:
         return "connected" if self._healthy else "degraded"
 
     def current(self) -> DaemonSession | None:
-        """Return the daemon session to use now, or None while degraded. Raises KVStoreError after close, and in a
-        forked child.
+        """Return the session of the daemon to use now, or None while the connection is degraded. Raises KVStoreError
+        after `close`, and in a forked child.
         """
         if os.getpid() != self._pid:
             raise invalid(
@@ -77,8 +81,8 @@ class Connection:
         return self._daemon if self._healthy else None
 
     def connect(self) -> None:
-        """Make the first attempt, in the caller's thread. Raises ConnectError; retries in the background unless the
-        failure is permanent.
+        """Make the first attempt to connect, in the caller's thread. Raises ConnectError if it fails. Unless that
+        failure is permanent, a background thread then continues to try.
         """
         try:
             self._open_session()
@@ -89,7 +93,7 @@ class Connection:
             raise
 
     def statistics(self) -> dict[str, Any]:
-        """Return the fields of `Statistics` about the connection, over all its daemon sessions."""
+        """Return the fields of `Statistics` that describe the connection, counted over all sessions of this client."""
         now = self._daemon.traffic_bytes() if self._daemon else (0, 0)
         return {
             "state": self.state,
@@ -101,7 +105,9 @@ class Connection:
         }
 
     def close(self) -> None:
-        """Close the connection. Idempotent. A forked child only forgets the connection: the parent ends it."""
+        """Close the connection for good. A second call does nothing. In a forked child it only forgets the connection,
+        which belongs to the parent.
+        """
         self._closing.set()
         if os.getpid() != self._pid:
             return
@@ -200,7 +206,9 @@ class Connection:
 
 
 class Backoff:
-    """Delays between attempts: uniform in [floor, ceiling], the ceiling doubling up to `maximum_s`."""
+    """A source of random delays between attempts to connect. Each delay is uniform between `floor_s` and a ceiling,
+    which begins at `initial_s` and doubles up to `maximum_s`.
+    """
 
     def __init__(
         self, rng: random.Random, *, initial_s: float = 0.05, maximum_s: float = 2.0, floor_s: float = 0.01
@@ -221,7 +229,9 @@ class Backoff:
 
 
 class Breaker:
-    """A breaker that opens after `limit` timeouts with no answer between them; any answer closes it."""
+    """A counter of requests without an answer. It is open after `limit` timeouts in a row, and any answer of the daemon
+    closes it again.
+    """
 
     def __init__(self, limit: int = 3) -> None:
         self._limit = limit

@@ -54,7 +54,10 @@ def waiting_ms(deadline_s: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ClientOptions:
-    """The client's description of itself in every handshake, and the directory of the sockets."""
+    """The settings of a client that hold for every session: the `directory` of the daemon's sockets, and what the
+    client says of itself in a handshake. `deadline_s` is for a call without its own deadline. `device` is the CUDA
+    device where leases may be read, beside host memory.
+    """
 
     directory: Path
     fingerprint: Fingerprint
@@ -78,7 +81,9 @@ class ClientOptions:
 
 
 class DaemonSession:
-    """One session of the daemon, named by its token. Made by `open_daemon_session`."""
+    """One session of the daemon, from its handshake on: the stream of requests, the mapped memory, the keys and the
+    leases. All of them end with the handshake's connection. `open_daemon_session` makes it.
+    """
 
     def __init__(
         self,
@@ -139,8 +144,8 @@ class DaemonSession:
     # Calls
 
     def call(self, request: wire.Request, deadline_s: float, late: Late | None = None) -> wire.Response | str:
-        """Return the daemon's answer, or the reason why there is none. `late` gets an answer that arrives after the
-        deadline.
+        """Send `request`, and return the daemon's answer, or a word that gives the reason why there is none. It waits
+        at most `deadline_s` seconds; `late` is called with an answer that arrives after that.
 
         Raises KVStoreError if the daemon says that the request itself is wrong.
         """
@@ -152,14 +157,16 @@ class DaemonSession:
         return call.judge(response)
 
     def begin(self, request: wire.Request, deadline_s: float) -> Call:
-        """Send a request that the daemon shall answer within `deadline_s` seconds. Never blocks."""
+        """Send `request`, which the daemon shall answer within `deadline_s` seconds, and return the call, on which to
+        wait for the answer. It never blocks.
+        """
         give_back_dropped()
         request.deadline_ms = max(1, int(deadline_s * 1000))
         return self.stream.submit(request)
 
     def ping(self, timeout_s: float) -> bool:
-        """Return whether the stream answers in time; False if `timeout_s` is 0 or less. Raises ConnectError if it has
-        ended.
+        """Return whether the daemon answers a ping on this session's stream within `timeout_s` seconds. Return False
+        without asking if `timeout_s` is 0 or less. Raises ConnectError if the stream has ended.
         """
         if timeout_s <= 0:
             return False
@@ -175,11 +182,13 @@ class DaemonSession:
     # Leases
 
     def hold(self, lease_id: int) -> None:
-        """Note that the engine reads under this lease until `release`."""
+        """Note that the engine reads blocks under the lease `lease_id`, until `release` is called for it."""
         self._held.add(lease_id)
 
     def release(self, lease_id: int) -> None:
-        """Give a lease back to the session that it belongs to by now."""
+        """Give the lease `lease_id` back to the daemon. If a later session has taken the lease over, it is given back
+        there.
+        """
         with self._succession:
             self._held.discard(lease_id)  # enough without a session: the next one gives back what is not held
             successor = self._successor
@@ -189,12 +198,16 @@ class DaemonSession:
             successor.release(lease_id)
 
     def send_releases(self) -> bool:
-        """Send now what was given back or dropped so far. Return whether the daemon has not confirmed all of it yet."""
+        """Send the releases of all leases that were given back or freed so far. Return True while the daemon has not
+        confirmed all of them.
+        """
         give_back_dropped()
         return self.stream.send_releases()
 
     def holder(self, lease_id: int) -> DaemonSession | None:
-        """Return the session that a lease belongs to now: this one, or a later one. None if the lease has ended."""
+        """Return the session to which the lease `lease_id` belongs now: this session, or a later one that took the
+        lease over. Return None if the lease has ended.
+        """
         session = self
         while not session.is_alive():
             successor = session._successor
@@ -204,7 +217,9 @@ class DaemonSession:
         return session if lease_id in session._held else None
 
     def succeed(self, former: DaemonSession) -> None:
-        """Take over the former session's leases that stand and are held; give the others back."""
+        """Take over the leases of the session `former` that the daemon has kept and the engine still reads under. Other
+        leases that the daemon has kept are given back.
+        """
         standing = set(self._handshake.welcome.lease_ids)
         with former._succession:
             self._carried = frozenset(standing & former._held)
@@ -217,18 +232,18 @@ class DaemonSession:
 
     @property
     def token(self) -> bytes:
-        """The daemon's name for this session."""
+        """The bytes by which the daemon names this session."""
         return self._handshake.welcome.session_token
 
     def is_alive(self) -> bool:
-        """Return whether the daemon still holds this client's leases."""
+        """Return whether this session lasts, so that the daemon still holds its leases. Once False, it stays False."""
         if not self._dead and not self._handshake.is_alive():
             self._dead = True
         return not self._dead
 
     def reopen_stream(self, timeout_s: float) -> bool:
-        """Open a new stream after the old one ended. Return False if there was none in time: try again, since
-        everything else in the session still stands.
+        """Open a new stream of requests after the old one ended. Return False if the daemon handed over none within
+        `timeout_s` seconds. Then try again, since the session and its leases still stand.
         """
         stream = self._open_stream(timeout_s)
         if stream is None:
@@ -239,7 +254,9 @@ class DaemonSession:
         return True
 
     def traffic_bytes(self) -> tuple[int, int]:
-        """Return the bytes of the streams' messages, and of opaque payload inside them."""
+        """Return two numbers over all streams of this session: the bytes of their messages, and the bytes of block
+        payload inside those messages.
+        """
         messages, payloads = self._closed_traffic
         return messages + self.stream.message_bytes, payloads + self.stream.payload_bytes
 
@@ -283,8 +300,9 @@ class DaemonSession:
 def open_daemon_session(
     options: ClientOptions, timeout_s: float, health: StreamHealth, former: DaemonSession | None = None
 ) -> DaemonSession:
-    """Do the handshake, map staging, open the stream, and ping once through it; then take over from `former`. Raises
-    ConnectError.
+    """Open a session with the daemon within `timeout_s` seconds and return it: handshake, staging memory, stream, and
+    one ping. If `former` is given, the new session takes over its leases. Failures of the stream are reported to
+    `health`. Raises ConnectError.
     """
     deadline = time.monotonic() + timeout_s
     hello = options.hello(former.token if former is not None else b"")

@@ -43,17 +43,18 @@ def connect(
     exact: bool = True,
     rng: random.Random | None = None,
 ) -> Session:
-    """Return a session with the daemon whose sockets are in `socket` (default: $KVSTORED_SOCKET_DIR or /run/kvstored).
+    """Return a session with the daemon whose sockets are in the directory `socket` (default: $KVSTORED_SOCKET_DIR, or
+    /run/kvstored).
 
-    Without a daemon the session is returned degraded and reconnects by itself; with `required=True` DaemonUnavailable
-    is raised instead. If a daemon answers and refuses for good (fingerprint, protocol, permission by policy), that is
-    the caller's mistake in both cases: KVStoreError. `staging_bytes=0` makes a session that only reads. `stream="grpc"`
-    uses the gRPC stream even if the daemon has a direct one, which is four times as fast. `device`: the CUDA device
-    that the engine computes on, counted as in this process; leases may then name blocks in the memory of a GPU tier
-    (`Lease.device_address`), which are read there. KVStoreError if it cannot be used. An engine with several sessions
-    passes one DeviceMemory to all: their host memory is then known to one set of copies. `exact=False` accepts lossy
-    copies where the tenant allows them: leases may have some (`Lease.error_bound`), and some may be made of what this
-    session puts.
+    If no daemon answers within `connect_timeout_s` seconds, the session is returned degraded and reconnects by itself;
+    with `required=True`, DaemonUnavailable is raised instead. If a daemon refuses `fingerprint`, the protocol or the
+    user for good, KVStoreError is raised in both cases. `deadline_s` is the time for a call without its own.
+    `staging_bytes` is the shared memory for puts; with 0 the session only reads. `prefault` enters leased pages into
+    the page table at each get. `stream="grpc"` uses the gRPC stream even if the daemon has a direct one, which is four
+    times as fast. `device` is the CUDA device of the engine, counted as in this process; leases may then name blocks in
+    a GPU tier (`Lease.device_address`). KVStoreError is raised if it cannot be used. An engine with several sessions
+    passes one DeviceMemory to all. `exact=False` accepts lossy copies where the tenant allows them: leases may have
+    some (`Lease.error_bound`), and some may be made of what this session puts.
     """
     if not isinstance(fingerprint, Fingerprint):
         raise invalid(f"fingerprint must be a Fingerprint, got {type(fingerprint).__name__}")

@@ -10,7 +10,9 @@ from kvstore_proto.errors import ErrorKind, KVStoreError
 
 
 class DaemonUnavailable(KVStoreError):
-    """No daemon answers at the socket directory, and `connect(required=True)` was asked for."""
+    """The error of `connect(required=True)` when no daemon accepts this client. `is_refused` is True if a daemon
+    answered but accepts no client now; `is_denied` is True if the file system denies access to the socket.
+    """
 
     def __init__(self, message: str, *, is_denied: bool = False, is_refused: bool = False) -> None:
         super().__init__(ErrorKind.UNAVAILABLE, message)
@@ -19,9 +21,10 @@ class DaemonUnavailable(KVStoreError):
 
 
 class ConnectError(Exception):
-    """An attempt to connect failed; never leaves the package.
+    """The error of one attempt to connect to the daemon. It never leaves the package.
 
-    `refused_as` is the daemon's reason when it refused the client, None when there was no answer.
+    `refused_as` is the daemon's reason when it refused the client, or None when no daemon answered. `is_denied` is True
+    if the file system denies access to the socket.
     """
 
     def __init__(self, message: str, refused_as: ErrorKind | None = None, *, is_denied: bool = False) -> None:
@@ -31,17 +34,19 @@ class ConnectError(Exception):
 
     @property
     def is_permanent(self) -> bool:
-        """True if another try without a change would fail again."""
+        """True if another attempt to connect would fail again, unless the client or the daemon is changed."""
         return self.refused_as is not None and self.refused_as.is_permanent
 
 
 def invalid(message: str) -> KVStoreError:
-    """Return the exception for a caller's mistake."""
+    """Return a KVStoreError of kind INVALID, for a caller's mistake. `message` says what is wrong."""
     return KVStoreError(ErrorKind.INVALID, message)
 
 
 def error_kind(code: int) -> ErrorKind:
-    """Return the kind that the daemon sent; UNSPECIFIED for one that this client does not know."""
+    """Return the kind of error that the number `code` of the protocol stands for, or UNSPECIFIED for an unknown
+    number.
+    """
     try:
         return ErrorKind(code)
     except ValueError:

@@ -53,8 +53,9 @@ def get(
     promote: bool,
     clock: Callable[[], float] = time.monotonic,
 ) -> Lease:
-    """Return one lease on the leading blocks, however many requests they take: see `Session.get`. Earlier pieces stay
-    leased while later ones are asked for.
+    """Lease the longest stored prefix of the blocks in `prefix`, and return the lease, which has no blocks after a
+    miss. A prefix longer than one request may be is asked for in pieces, which are leased together, all within
+    `deadline_s` seconds. See `Session.get` for `verify`, `prefault` and `promote`.
     """
     prompt_tokens = prefix.chain.prompt_tokens
     if len(prefix) <= prefix.daemon.max_keys:
@@ -97,8 +98,10 @@ def lease_stream(
     verify: bool,
     clock: Callable[[], float] = time.monotonic,
 ) -> LeaseStream:
-    """Return the leading blocks as they become readable, within the deadline: see `Session.get_stream`. The pieces of a
-    long prefix are asked for one after the other, in that order.
+    """Ask the daemon for the stored blocks of `prefix`, and return a stream that yields leases on them as they become
+    readable, for `deadline_s` seconds. A prefix longer than one request may be is asked for piece by piece, from the
+    first or, with `order="back"`, from the last. `on_close` gets two numbers when the stream is closed. See
+    `Session.get_stream`.
     """
     until = clock() + deadline_s
     sources = [
@@ -129,9 +132,9 @@ class _Answer(NamedTuple):
 
 
 class Get:
-    """One Acquire of a piece of a prefix; use once. Implements `Piece`. `deadline_s` counts from the start.
-
-    A request gets a reply; its reachable part is an `_Answer`; the verified blocks of that are leased.
+    """One request to the daemon for the leading blocks of `prefix`, which is a piece of a longer one from block number
+    `first` on. Use it once. `deadline_s` seconds count from its construction. It leases only blocks that are mapped
+    and, with `verify`, whose headers match. It implements `Piece`.
     """
 
     def __init__(
@@ -155,7 +158,10 @@ class Get:
         self._until = self._asked_at + deadline_s
 
     def lease(self, *, prefault: bool, promote: bool, prompt_tokens: int = 0) -> Lease:
-        """Return a lease on the leading blocks that could be had within the deadline, or without promotion."""
+        """Send the request, and return a lease on the leading blocks that can be read within the deadline. Without
+        `promote` only blocks in memory count. With `prefault` their pages are entered into the page table.
+        `prompt_tokens` is the length of the prompt, which the daemon's policies see.
+        """
         wanted: dict[str, Any] = {"mapped_only": not promote, "prompt_tokens": prompt_tokens}
         answer = self._reachable(self._ask(**wanted), self._prefix.chain, self._left_s(), wanted)
         if isinstance(answer, str):
@@ -288,7 +294,9 @@ class Get:
 
 @dataclass(frozen=True, slots=True)
 class LeaseGrant:
-    """A lease on the daemon's side. Implements `Grant`."""
+    """A lease as the daemon knows it: the number `lease_id` in the session `daemon`. The lease renews and releases
+    itself through this object. It implements `Grant`.
+    """
 
     daemon: DaemonSession
     lease_id: int

@@ -33,7 +33,9 @@ _HANGUP = select.POLLRDHUP | select.POLLHUP | select.POLLERR | select.POLLNVAL
 
 @dataclass(frozen=True, slots=True)
 class GrantedArena:
-    """A descriptor the receiver must map or close."""
+    """The daemon's grant of an arena: its number, its size in bytes, and a descriptor that the receiver must map or
+    close.
+    """
 
     arena_id: int
     size_bytes: int
@@ -42,7 +44,9 @@ class GrantedArena:
 
 @dataclass(frozen=True, slots=True)
 class GrantedIndex:
-    """The answer to a request for the lookup index: a descriptor to map or close, or -1 and the reason."""
+    """The daemon's answer to a request for the lookup index: its size in bytes, and a descriptor to map or close.
+    Without an index the descriptor is -1 and `reason` says why.
+    """
 
     size_bytes: int
     descriptor: int
@@ -50,8 +54,9 @@ class GrantedIndex:
 
 
 class Handshake:
-    """The connection after the handshake. `welcome` is the daemon's answer. A late grant is kept for the next
-    request.
+    """The client's connection on the daemon's handshake socket, which stands as long as the session and brings all file
+    descriptors. `welcome` is the daemon's answer to the hello. `staging_fd` is the descriptor of the staging memory,
+    or -1. A grant that arrives too late is kept for the next request of its kind.
     """
 
     def __init__(self, connection: socket.socket, welcome: wire.Welcome, staging_fd: int) -> None:
@@ -66,12 +71,16 @@ class Handshake:
         self.welcome = welcome
 
     def take_staging(self) -> int:
-        """Return the staging memory's descriptor, which the caller now maps or closes; -1 if none was granted."""
+        """Return the descriptor of the staging memory, which the caller now maps or closes. Return -1 if none was
+        granted.
+        """
         descriptor, self._staging_fd = self._staging_fd, -1
         return descriptor
 
     def request_arena(self, arena_id: int, timeout_s: float, *, writable: bool = False) -> GrantedArena | None:
-        """Ask for one arena, to read or to write; return None if it is refused, late, or the daemon is gone."""
+        """Ask the daemon for the arena with the number `arena_id`, to read or with `writable` to write, and return the
+        grant. Return None if the daemon refuses, is gone, or does not answer within `timeout_s` seconds.
+        """
         deadline, wanted = time.monotonic() + timeout_s, (arena_id, writable)
         with contextlib.suppress(OSError, ConnectError), self._turn(timeout_s):
             if wanted not in self._strays:
@@ -84,8 +93,8 @@ class Handshake:
         return None
 
     def request_index(self, timeout_s: float) -> GrantedIndex | None:
-        """Ask for the lookup index; return None if there is no answer in time: call again then, the request is sent
-        once.
+        """Ask the daemon for the lookup index, and return its answer. Return None if there is no answer within
+        `timeout_s` seconds; call again then, since the request is sent once.
 
         With a timeout of 0 this waits for nothing.
         """
@@ -104,7 +113,8 @@ class Handshake:
         return None
 
     def request_stream(self, timeout_s: float) -> socket.socket | None:
-        """Ask for a direct stream; return None if it is refused, not granted in time, or the daemon is gone.
+        """Ask the daemon for a direct stream, and return its socket. Return None if the daemon refuses, is gone, or
+        does not answer within `timeout_s` seconds.
 
         Then ask again: a stream granted meanwhile is kept, and is the only one that the daemon has not ended.
         """
@@ -140,7 +150,9 @@ class Handshake:
             self._asked.add(kind)  # not before: the deadline may have passed before anything was sent
 
     def is_alive(self) -> bool:
-        """Return whether the daemon still holds its end; one system call that does not wait."""
+        """Return whether the daemon still holds its end of the connection. It takes one system call that does not
+        wait.
+        """
         if self._closed:
             return False
         poll = select.poll()  # one object a call: it is not to be shared by threads
@@ -151,7 +163,7 @@ class Handshake:
             return False
 
     def close(self) -> None:
-        """End the connection, and with it the session: its leases, and its staging memory."""
+        """End the connection. The daemon then ends the session, with its leases and its staging memory."""
         self._closed = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits for an arena
@@ -214,7 +226,9 @@ def _connect(connection: socket.socket, path: Path, deadline: float) -> None:
 
 
 def open_handshake(path: Path, hello: wire.Hello, timeout_s: float) -> Handshake:
-    """Connect and send the hello. Raises ConnectError with a message for people."""
+    """Connect to the handshake socket at `path`, send `hello`, and return the connection with the daemon's welcome.
+    Raises ConnectError with a message for people if it is refused or takes more than `timeout_s` seconds.
+    """
     deadline = time.monotonic() + timeout_s
     try:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)

@@ -52,9 +52,9 @@ class _Requested:
 
 @dataclass(eq=False)
 class InPlacePut(PutPart):
-    """The blocks of a put that are written into slots of the daemon. Call `run()` once. A block that seemed to be
-    stored, and that the daemon wants after all, is removed from `believed`. Each message belongs to one reservation;
-    the page of a block is the number of its slot in the reservation, from 1."""
+    """The part of a put that writes blocks straight into the daemon's slots, without a copy in staging. Call `run`
+    once. A block that the lookup index showed as stored, but that the daemon wants, is removed from `believed`.
+    """
 
     _undecided: list[int] = field(default_factory=list, init=False)
     _requested: _Requested | None = field(default=None, init=False)
@@ -70,8 +70,8 @@ class InPlacePut(PutPart):
         self._slots, self._size = self._daemon.slots, SlotSize(self._order.group_id, self._order.payload_bytes)
 
     def run(self) -> list[int]:
-        """Put the blocks; return the undecided ones, in order. Raises the errors of payload functions, and KVStoreError
-        if the daemon finds a request wrong.
+        """Put the blocks, and return in order the numbers of the blocks that were not decided, for a put through
+        staging. Raises the errors of payload functions, and KVStoreError if the daemon finds a request wrong.
         """
         try:
             ahead = self._take_ahead()

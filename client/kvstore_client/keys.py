@@ -24,7 +24,10 @@ TOKEN_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """The keys of the full blocks of a prefix, and their packed token ids if the caller gave tokens."""
+    """The keys of the full blocks of a prefix or of a part of one, in order, each block with `block_tokens` tokens.
+    `packed_tokens` are their token ids as int32, or None if the caller gave only keys. `prompt_tokens` is the length
+    of the whole prompt, or 0 if it is not known. `before` is the key of the block before the first one.
+    """
 
     keys: BlockKeys
     packed_tokens: bytes | None
@@ -33,21 +36,23 @@ class Chain:
     before: bytes = NO_PARENT  # key of the block before the first one, in a part of a longer chain
 
     def tokens_of(self, block: int) -> bytes | None:
-        """Return the packed int32 token ids of one block; None if only keys are known."""
+        """Return the token ids of block number `block`, packed as int32. Return None if the caller gave only keys."""
         if self.packed_tokens is None:
             return None
         step = self.block_tokens * TOKEN_BYTES
         return self.packed_tokens[block * step : (block + 1) * step]
 
     def tokens_of_run(self, first_block: int, blocks: int) -> bytes | None:
-        """Return the packed token ids of several blocks, joined; None if only keys are known."""
+        """Return the token ids of `blocks` blocks from number `first_block` on, packed as int32 and joined. Return None
+        if the caller gave only keys.
+        """
         if self.packed_tokens is None:
             return None
         step = self.block_tokens * TOKEN_BYTES
         return self.packed_tokens[first_block * step : (first_block + blocks) * step]
 
     def part(self, first_block: int, blocks: int) -> Chain:
-        """Return the `blocks` blocks from `first_block` on."""
+        """Return the part of the chain that has `blocks` blocks from number `first_block` on."""
         return Chain(
             self.keys[first_block : first_block + blocks],
             self.tokens_of_run(first_block, blocks),
@@ -56,7 +61,7 @@ class Chain:
         )
 
     def parent_of(self, block: int) -> bytes:
-        """Return the key of the block before `block`; NO_PARENT for the first block of a prompt."""
+        """Return the key of the block before number `block`, or NO_PARENT for the first block of a prompt."""
         return self.keys[block - 1] if block else self.before
 
     def __len__(self) -> int:
@@ -64,7 +69,10 @@ class Chain:
 
 
 class KeyChains:
-    """A maker of chains from tokens for each layer group of a fingerprint. Safe for several threads."""
+    """A maker of the keys of token prefixes, for each layer group of `fingerprint`. `roots` are the keys from which the
+    chain of each group starts, sent by the daemon. It remembers recent prefixes, so that only new blocks are hashed.
+    It may be used from several threads.
+    """
 
     def __init__(self, fingerprint: Fingerprint, roots: list[bytes]) -> None:
         self._fingerprint = fingerprint
@@ -73,7 +81,8 @@ class KeyChains:
         self._lock = threading.Lock()
 
     def chain(self, tokens: TokenIds | None, keys: BlockKeys | None, group_id: int) -> Chain:
-        """Return the chain of a prefix, given by tokens (without a tail that fills no block) or by keys.
+        """Return the keys of a prefix in the layer group `group_id`. The prefix is given by `tokens`, of which a tail
+        that fills no block is left out, or by `keys`.
 
         Raises KVStoreError(INVALID) unless exactly one is given, for ids that are no int32, and for unknown groups.
         """
@@ -115,8 +124,8 @@ class KeyChains:
 
 
 def packed_or_keys(tokens: TokenIds | None, keys: BlockKeys | None) -> bytes | BlockKeys:
-    """Return the packed ids, or the keys. Raises KVStoreError(INVALID) unless exactly one is given, with the right
-    type.
+    """Return `tokens` packed as int32, or `keys` themselves, whichever the caller gave. Raises KVStoreError(INVALID)
+    unless exactly one is given, with the right type.
     """
     if keys is not None and tokens is None:
         if not isinstance(keys, BlockKeys):

@@ -40,7 +40,7 @@ _HEAD = struct.Struct("<4sHH16s84xIQQ20xf")  # magic, version, flags, key, …, 
 
 
 class Chunk(Protocol):
-    """Device memory that this process may read."""
+    """A piece of device memory, `nbytes` bytes at `address`, that this process may read."""
 
     @property
     def address(self) -> int: ...
@@ -48,15 +48,16 @@ class Chunk(Protocol):
     def nbytes(self) -> int: ...
     @property
     def device(self) -> int:
-        """Return the number of the CUDA device, as this process counts."""
+        """The number of the CUDA device, as this process counts."""
         ...
 
     def read(self, offset: int, nbytes: int) -> Bytes: ...
 
 
 class LeasedBlock(NamedTuple):
-    """The place of one block. `offset` is the place of its header in `arena`, or in `chunk` for a block on a device;
-    then `arena` is a copy of the header alone. (The type is a tuple because a get makes 64 of them.)
+    """The place of one leased block. `offset` is the place of its header in `arena`, or in `chunk` for a block on a
+    device; then `arena` is a copy of the header alone. The payload follows the header. A get makes up to 64 of
+    these, so it is a tuple.
     """
 
     arena: Bytes
@@ -68,8 +69,8 @@ class LeasedBlock(NamedTuple):
 
 
 class Grant(Protocol):
-    """The daemon's grant of the right to read some blocks, of `block_tokens` tokens and `layer_count` layers each. A
-    `layer_count` of 0 means that the fingerprint lists no layers.
+    """The daemon's permission to read some blocks, as a lease uses it. Each block has `block_tokens` tokens and
+    `layer_count` layers. The latter is 0 if the fingerprint lists no layers.
     """
 
     @property
@@ -80,13 +81,13 @@ class Grant(Protocol):
     def layout(self) -> KVLayout: ...
     @property
     def name(self) -> str:
-        """Return the number of the lease, for people."""
+        """The number of the lease in the daemon, for messages to people."""
         ...
 
     def is_alive(self) -> bool: ...
     def renew(self) -> float | None:
-        """Renew the grant. Return the seconds until the lease ends, counted from before the call, or None if it has
-        ended.
+        """Ask the daemon to extend the lease. Return the seconds until it ends, counted from before the call, or None
+        if it has ended already.
         """
         ...
 
@@ -95,7 +96,8 @@ class Grant(Protocol):
 
 
 class Lease:
-    """A lease on `len(lease)` leading blocks. Use it as a context manager: leaving it releases the blocks.
+    """A right to read the first `len(lease)` blocks of a prefix where they are stored. Use it as a context manager:
+    leaving it releases the blocks.
 
     `reason` says why the run of blocks ends. `promoted_bytes` were read from slower tiers for this lease. After
     `get(promote=False)`, `resident_blocks` leading blocks are readable in some tier, and mapping them all would take
@@ -138,20 +140,22 @@ class Lease:
 
     @property
     def payload_bytes(self) -> int:
-        """Return the sum of the payload bytes of all blocks."""
+        """The sum of the payload bytes of all leased blocks."""
         return sum(block.payload_bytes for block in self.held_blocks)
 
     @property
     def valid(self) -> bool:
-        """Return True if the content may be trusted now. Check it *after* the bytes were used. An empty lease is not
-        valid."""
+        """True if the content of the blocks may be trusted now. Check it *after* you used the bytes. A lease on no
+        blocks is not valid.
+        """
         if self._released or not self.held_blocks or self.grant is None or self._clock() >= self.valid_until:
             return False
         return self.grant.is_alive()
 
     def payload(self, block: int) -> Bytes:
-        """Return the payload of a block: uint8[payload_bytes], read-only, without a copy; a copy for a block on a
-        device. Raises KVStoreError after release, IndexError out of range, DeviceError if the device gives no copy.
+        """Return the payload of block number `block` as a read-only array uint8[payload_bytes]. It is a view of the
+        stored bytes, or a copy for a block on a device. Raises KVStoreError after `release`, IndexError if the lease
+        has no such block, and DeviceError if the device gives no copy.
         """
         leased = self.leased(block)
         start = leased.offset + HEADER_BYTES
@@ -167,15 +171,18 @@ class Lease:
         return float(leased.arena[start : start + 4].view("<f4")[0])
 
     def device_address(self, block: int) -> int:
-        """Return the address of a block's payload in device memory, for reads on the device; 0 for a block in host
-        memory. Work that reads the payload has to end before the lease is released. Raises the errors of `payload`.
+        """Return the address in device memory of the payload of block number `block`, or 0 if the block is in host
+        memory. Work that reads the payload there has to end before the lease is released. Raises the errors of
+        `payload`.
         """
         leased = self.leased(block)
         return 0 if leased.chunk is None else leased.chunk.address + leased.offset + HEADER_BYTES
 
     def layer(self, block: int, layer: int) -> Bytes:
-        """Return a uint8 view of one layer of a block. `layer` counts the layers of the group, from 0. Raises the
-        errors of `payload`, and KVStoreError when the fingerprint lists no layers or `layer` is not one of them."""
+        """Return one layer of block number `block`, as uint8[bytes of a layer]. `layer` counts the layers of the
+        block's layer group, from 0. Raises the errors of `payload`, and KVStoreError when the fingerprint lists no
+        layers or `layer` is not one of them.
+        """
         count = 0 if self.grant is None else self.grant.layer_count
         if count == 0:
             raise invalid("this layer group's fingerprint lists no layers: its payload is opaque")
@@ -186,11 +193,12 @@ class Lease:
         return payload[layer * size : (layer + 1) * size]
 
     def array(self, block: int, layer: int | None = None, *, kind: Kind) -> LeaseArray:
-        """Return an array over K (`kind` "k") or V ("v") of a layer where it is stored, in host memory or on a device,
-        for NumPy, torch, JAX or CuPy. The shape is [token, head, number of the head], or [token, number] when the group
-        does not say its heads. `layer` None means all layers, as the first axis. The `kind` "bytes" shows the stored
-        bytes, for any layout. Raises the errors of `payload`, and KVStoreError(INVALID) when the fingerprint does not
-        say where K and V are."""
+        """Return an array over K (`kind` "k") or V ("v") of one layer of block number `block`, where it is stored, for
+        NumPy, torch, JAX or CuPy. The shape is [token, head, number of the head], or [token, number] when the group
+        does not say its heads. With `layer` None it has all layers, as the first axis. `kind` "bytes" shows the
+        stored bytes of any layout. Raises the errors of `payload`, and KVStoreError(INVALID) when the fingerprint
+        does not say where K and V are.
+        """
         leased = self.leased(block)
         if self.grant is None:
             raise invalid("a lease that nothing was granted for has no arrays")
@@ -202,8 +210,9 @@ class Lease:
         return LeaseArray(numbers, address, leased.arena, self, readonly=True)
 
     def hold(self) -> object:
-        """Return an object that defers the release of the blocks while it is referred to. Raises BufferError once the
-        lease has ended, and in a forked child, which cannot know when the lease ends."""
+        """Return an object. As long as a caller refers to it, the blocks are not given back, even after `release`.
+        Raises BufferError once the lease has ended, and in a forked child, which cannot know when the lease ends.
+        """
         self._is_exported = True  # first: `release` ends the lease first, and looks at this then
         held, is_ours = self._exports, self._exports.is_ours
         if not is_ours or not self.valid:
@@ -213,10 +222,11 @@ class Lease:
         return held
 
     def copy_into(self, destinations: Sequence[npt.NDArray[Any]], first_block: int = 0) -> int:
-        """Copy blocks first_block, first_block + 1, … into C-contiguous arrays of their exact size, without the GIL.
+        """Copy the payload of block `first_block` + i into `destinations[i]`, for each array there. The arrays are
+        C-contiguous and have the exact size of a payload. The GIL is not held while bytes are copied.
 
-        Return how many blocks were copied while the lease was valid: all of them, or 0 if the lease had ended by then
-        (the content of the destinations is then undefined). Raises KVStoreError for arrays that do not fit.
+        Return the number of blocks that were copied while the lease was valid: all of them, or 0 if the lease had ended
+        by then (the content of the destinations is then undefined). Raises KVStoreError for arrays that do not fit.
         """
         if not isinstance(destinations, Sequence) and getattr(destinations, "ndim", 0) < 1:
             raise invalid(f"copy_into needs a list of arrays, got {type(destinations).__name__}")
@@ -227,8 +237,8 @@ class Lease:
         return len(destinations) if self.valid else 0
 
     def verify(self, tokens: TokenIds) -> bool:
-        """Return whether the headers of all leased blocks say that the blocks belong to `tokens`. (`get` has checked
-        this.)
+        """Return True if the headers of all leased blocks say that the blocks hold the prefix `tokens`. `get` has
+        checked this already, unless it was called with verify=False.
         """
         if self.grant is None:
             return not self.held_blocks
@@ -246,7 +256,7 @@ class Lease:
         )
 
     def renew(self) -> bool:
-        """Extend the lease. Return False if it has ended; the blocks must then be acquired again."""
+        """Ask the daemon to extend the lease. Return False if the lease has ended; get the blocks again then."""
         if not self.valid or self.grant is None:
             return False
         before = self._clock()  # the daemon's time starts later than this
@@ -257,12 +267,15 @@ class Lease:
         return self.valid
 
     def keep(self) -> bool:
-        """Extend the lease if half of its time has passed. Return False if the lease has ended."""
+        """Extend the lease if half of its time has passed. Return False if the lease has ended; get the blocks again
+        then.
+        """
         return self.valid if self._clock() < self._renew_at else self.renew()
 
     def release(self) -> None:
-        """Release the blocks without waiting. Idempotent. While arrays of other libraries still show blocks, the blocks
-        are given back once the last of these arrays is freed."""
+        """Release the blocks without waiting. A second call does nothing. If arrays of other libraries still show
+        blocks, the blocks are given back once the last of these arrays is freed.
+        """
         if self._released:
             return
         self._released = True
@@ -290,7 +303,9 @@ class Lease:
         self.valid_until, self._renew_at = since + usable_s, since + usable_s / 2
 
     def leased(self, block: int) -> LeasedBlock:
-        """Return the place of a block. Raises KVStoreError after release, IndexError out of range."""
+        """Return the place of block number `block`. Raises KVStoreError after `release`, and IndexError if the lease
+        has no such block.
+        """
         if self._released:
             raise invalid("the lease was released: its bytes may be recycled; copy what you need before releasing it")
         try:
@@ -323,8 +338,10 @@ def mismatch(
     *,
     exact: bool = False,
 ) -> str:
-    """Return the difference between the header at `offset` and the requested block; "" if there is none. A lossy copy
-    differs from a block that has to be `exact`."""
+    """Compare the block header at `offset` of `arena` with a block's `key`, packed `tokens`, `payload_bytes` and
+    `generation`. Return a word for the first difference, or "" if all agree. Without `tokens` they are not compared. A
+    lossy copy differs from a block that has to be `exact`.
+    """
     magic, version, _, found_key, count, found_bytes, found_generation, error = _HEAD.unpack_from(arena, offset)
     if magic != MAGIC or version != VERSION:
         return "no block header"
@@ -346,7 +363,9 @@ def mismatch(
 
 
 class JoinedGrant:
-    """The grants of several leases of one layer group. Implements `Grant`."""
+    """The grants of several leases that make up one lease, on consecutive pieces of a prefix in one layer group. It
+    implements `Grant`.
+    """
 
     def __init__(self, grants: Sequence[Grant]) -> None:
         self._grants = grants
@@ -358,8 +377,8 @@ class JoinedGrant:
         return all(grant.is_alive() for grant in self._grants)
 
     def renew(self) -> float | None:
-        """Renew the grants one after the other, and return the shortest time in seconds, or None if a grant has ended.
-        The time of the first grant passes meanwhile, but the daemon answers quickly.
+        """Renew all grants, one after the other. Return the shortest time in seconds that a grant was given, or None if
+        a grant has ended.
         """
         shortest: float | None = None
         for grant in self._grants:
@@ -378,7 +397,9 @@ class JoinedGrant:
 
 
 def joined(parts: Sequence[Lease], clock: Callable[[], float]) -> Lease:
-    """Return one lease that has the blocks of all `parts`, and releases them. The parts must not be used any more."""
+    """Return one lease on the blocks of all `parts`, which are leases on consecutive pieces of a prefix. Releasing it
+    releases the parts, which must not be used any more. `clock` returns seconds.
+    """
     if len(parts) == 1:
         return parts[0]
     held = [part for part in parts if len(part)]

@@ -26,33 +26,40 @@ _CLOSED_S = 0.1  # a thread that waits for an answer notices after so long that 
 
 
 class LeasedRun(NamedTuple):
-    """Blocks first, first + 1, … of the prefix, readable now."""
+    """Consecutive blocks of a prefix that are readable now. `first` is the number of the first of them in the prefix,
+    and `lease` has their bytes.
+    """
 
     first: int
     lease: Lease
 
 
 class PrefixPiece(Protocol):
-    """A piece of a prefix, from its block `first` on: it sends the request and makes leases of the answers."""
+    """A piece of a prefix, from block number `first` on, that one request asks for. It sends the request, and makes
+    leases out of the answers.
+    """
 
     @property
     def first(self) -> int: ...
     def begin(self) -> Call:
-        """Send the request."""
+        """Send the request for the blocks of this piece, and return the call to wait on."""
         ...
 
     def lease_of(self, reply: wire.AcquireReply, timeout_s: float) -> Lease:
-        """Return a lease on the usable blocks of an answer; empty, with the reason, if there are none."""
+        """Return a lease on the usable blocks of the daemon's answer `reply`. If none is usable, the lease has no
+        blocks and its `reason` says why. Mapping memory may take `timeout_s` seconds.
+        """
         ...
 
     def give_back(self, lease_id: int) -> None:
-        """Release the grant of an answer that arrived too late. 0 is none."""
+        """Release the lease `lease_id` of an answer that arrived too late. The number 0 stands for no lease."""
         ...
 
 
 class Rest(NamedTuple):
-    """The further requests of a prefix that takes several. `first` is the first block of the piece that is under way;
-    the pieces of `following` are begun one after the other; `expected` has the resident blocks of the whole prefix.
+    """The later requests for a prefix that takes several requests. `first` is the first block of the piece that is
+    asked for now. The pieces in `following` are asked for one after the other. `expected` says which blocks of the
+    whole prefix are stored.
     """
 
     first: int
@@ -61,14 +68,14 @@ class Rest(NamedTuple):
 
 
 class LeaseStream:
-    """A stream of leases. Iterate over it once: a `LeasedRun` comes each time blocks have become readable. Use it as a
-    context manager; all leases end with it.
+    """An iterator over leases on a prefix: a `LeasedRun` comes each time some of its blocks have become readable.
+    Iterate over it once, as a context manager; all leases end with it.
 
-    `group` names the layers that each payload holds. `tiers` and `ready_s` say, after `expect` or the first run, where
-    each resident block was and in how many seconds it was expected to be readable. In the end `reason` says why the
-    prefix ends, or why a part of it was not leased. `rest` is for a prefix that takes several requests. `close` may be
-    called from another thread while this one waits for a run: then there is none. `on_close` is called once, with the
-    number of leased blocks and their payload bytes.
+    `group` is the layer group of the blocks. After `expect` or the first run, `tiers` says in which tier each stored
+    block was, and `ready_s` in how many seconds it was expected to be readable. In the end `reason` says why the prefix
+    ends, or why a part of it was not leased. `rest` is for a prefix that takes several requests. Another thread may
+    call `close` while this one waits for a run; the iteration then ends. `on_close` is called once, with the number of
+    leased blocks and their payload bytes.
     """
 
     def __init__(
@@ -118,7 +125,9 @@ class LeaseStream:
             return run
 
     def expect(self) -> int:
-        """Return how many leading blocks are resident. It waits for the first answer, not for a block to be loaded."""
+        """Wait for the daemon's first answer, but for no block to be loaded, and return the number of leading blocks of
+        the prefix that are stored in some tier.
+        """
         with self._reading:
             if not self._is_expected:
                 reply = self._next_reply()
@@ -126,7 +135,7 @@ class LeaseStream:
             return len(self.tiers)
 
     def close(self) -> None:
-        """Release everything. Idempotent."""
+        """Release the leases of all runs and end the request. A second call does nothing."""
         with self._lock:
             was_closed, self._is_closed = self._is_closed, True
             leases, self._leases = self._leases, []
@@ -223,8 +232,8 @@ StreamKind = TypeVar("StreamKind", bound=Closable)
 
 
 class LayerStreams(Generic[StreamKind]):
-    """A stream for each layer group, in the order in which they were requested and are loaded. As a context manager it
-    closes them all.
+    """A sequence of lease streams, one for each requested layer group, in the order in which the groups are loaded. As
+    a context manager it closes all of them.
     """
 
     def __init__(self, streams: Iterable[StreamKind]) -> None:
@@ -237,7 +246,7 @@ class LayerStreams(Generic[StreamKind]):
         return len(self._streams)
 
     def close(self) -> None:
-        """Release everything. Idempotent."""
+        """Close every stream, which releases all of its leases. A second call does nothing."""
         for stream in self._streams:
             stream.close()
 
@@ -249,5 +258,7 @@ class LayerStreams(Generic[StreamKind]):
 
 
 def no_leases(group: LayerGroup, on_close: Callable[[int, int], None], reason: str) -> LeaseStream:
-    """Return a stream without a block."""
+    """Return a stream for the layer group `group` that yields no blocks, because of `reason`. `on_close` is called with
+    zeros when it is closed.
+    """
     return LeaseStream(None, None, group, 0.0, on_close=on_close, reason=reason)

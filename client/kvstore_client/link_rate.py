@@ -17,7 +17,9 @@ OFF = "off"
 
 
 def parse_rate(text: str) -> Rate:
-    """Return the rate for `auto`, `off`, or bytes a second such as 2GiB. Raises ValueError with a sentence."""
+    """Return the rate that `text` names: "auto", None for `off`, or bytes a second for a size such as 2GiB. Raises
+    ValueError with a sentence for any other text.
+    """
     if text == AUTO:
         return AUTO
     if text == OFF:

@@ -25,7 +25,9 @@ _NAMES = (*TIER_NAMES, *(UNKNOWN_TIER,) * (256 - len(TIER_NAMES)))  # by tier co
 
 
 class LookupIndex:
-    """One mapped index. `raw` is its memory, which another process writes."""
+    """The lookup index of one daemon session, mapped to read. It is a table in shared memory that says in which tier a
+    block is. `raw` is its memory, which the daemon writes meanwhile, and `layout` describes it.
+    """
 
     def __init__(self, raw: memoryview, layout: IndexLayout) -> None:
         self.layout = layout
@@ -33,7 +35,9 @@ class LookupIndex:
         self._mask = layout.buckets - 1
 
     def codes(self, keys: BlockKeys) -> list[int]:
-        """Return for each key the code of its tier, ABSENT or UNKNOWN."""
+        """Return, for each of `keys`, the number of the tier that has the block, ABSENT, or UNKNOWN if the index cannot
+        say.
+        """
         raw, mask, seed = self._raw, self._mask, self.layout.seed
         before = read_state(raw)
         found = [find(raw, mask, seed, key) for key in keys]
@@ -46,7 +50,9 @@ class LookupIndex:
 
 
 def map_index(grant: GrantedIndex) -> LookupIndex | str:
-    """Map the granted index; return a string that says why if this client cannot use it. Closes the descriptor."""
+    """Map the lookup index that the daemon granted, and return it. If this client cannot use it, return a sentence that
+    says why. The descriptor of `grant` is closed in any case.
+    """
     if grant.descriptor < 0:
         return grant.reason or "the daemon handed over no index"
     try:
@@ -58,10 +64,10 @@ def map_index(grant: GrantedIndex) -> LookupIndex | str:
 
 
 class IndexSource:
-    """The source of the index of one daemon session, requested by the first probe. `request(timeout_s)` returns None
-    for no answer yet.
+    """A holder of one session's lookup index, which it requests when the index is first needed. `request(timeout_s)`
+    returns the daemon's grant, or None if there is no answer yet. `clock` returns seconds.
 
-    Without `request` the daemon knows no index, and there is none.
+    If `request` is None, the daemon offers no index and `get` always returns None.
     """
 
     def __init__(
@@ -76,11 +82,13 @@ class IndexSource:
 
     @property
     def mapped(self) -> LookupIndex | None:
-        """The index, if it is mapped already."""
+        """The lookup index if it is mapped already, or None."""
         return self._index
 
     def get(self, *, may_wait: bool) -> LookupIndex | None:
-        """Return the index, if it can be had; wait at most once, and only if `may_wait`."""
+        """Return the lookup index, or None if it cannot be had now. With `may_wait`, the first call waits up to 20 ms
+        for the daemon; no other call waits.
+        """
         if self._index is not None or self._request is None or self._clock() < self._not_before:
             return self._index
         timeout_s = FIRST_WAIT_S if may_wait and self._waits else 0.0
@@ -98,7 +106,10 @@ class IndexSource:
 
 
 def probe(index: LookupIndex | None, keys: BlockKeys, fingerprint: Fingerprint, group: LayerGroup) -> Lookup:
-    """Return the index's answer about a chain. `reason` is "", "absent", or "unknown" if only the daemon knows."""
+    """Return what the lookup index `index` says about the blocks of `keys`, which form a prefix in `group` of
+    `fingerprint`. Nothing is asked of the daemon. `reason` of the result is "", "absent", or "unknown" if only the
+    daemon knows.
+    """
     if index is None:
         return Lookup(tiers=(UNKNOWN_TIER,) * len(keys), reason=REASON_UNKNOWN if keys.packed else "")
     codes = index.codes(keys)
@@ -113,5 +124,8 @@ def probe(index: LookupIndex | None, keys: BlockKeys, fingerprint: Fingerprint, 
 
 
 def usable_blocks(present: Sequence[bool], kind: str, window_blocks: int) -> int:
-    """Return the usable blocks by the daemon's own rule, for a layer group of this kind."""
+    """Return the number of leading blocks from which a layer group of this `kind` can resume, by the daemon's own rule.
+    `present` says for each block of the prefix whether it is stored; `window_blocks` is the length of a sliding
+    window.
+    """
     return restorable_blocks(present, match_of(kind), window_blocks)

@@ -30,14 +30,16 @@ _libc: ctypes.CDLL | None = None
 
 
 def map_read_only(descriptor: int, size_bytes: int) -> Bytes:
-    """Return the whole arena as one read-only array. Closes the descriptor. Raises OSError or ValueError if it is
-    short.
+    """Map `size_bytes` bytes of the shared memory behind `descriptor`, and return them as one read-only array. The
+    descriptor is closed. Raises OSError, or ValueError if the memory is shorter.
     """
     return _map(descriptor, size_bytes, mmap.PROT_READ)
 
 
 def map_read_write(descriptor: int, size_bytes: int) -> Bytes:
-    """Return the staging memory as one writable array. Closes the descriptor. Raises the errors of `map_read_only`."""
+    """Map `size_bytes` bytes of the shared memory behind `descriptor`, and return them as one writable array. The
+    descriptor is closed. Raises OSError, or ValueError if the memory is shorter.
+    """
     return _map(descriptor, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
 
 
@@ -52,17 +54,18 @@ def _map(descriptor: int, size_bytes: int, protection: int) -> Bytes:
 
 
 def populate(arena: Bytes, ranges: Iterable[tuple[int, int]]) -> None:
-    """Enter the pages of (offset, length) ranges into this process's page table, one system call a contiguous run.
+    """Enter the pages of `ranges` of `arena` into this process's page table, so that reading them causes no page fault.
+    Each range is an offset, a multiple of the page size, and a length in bytes.
 
-    It only saves time: errors (an older kernel) are ignored. Runs without the GIL. Offsets must be page-aligned.
+    It only saves time, so errors (an older kernel) are ignored. It runs without the GIL.
     """
     for offset, length in contiguous_runs(ranges):
         _madvise(arena, offset, length, MADV_POPULATE_READ)
 
 
 def prefault(memory: Bytes, is_wanted: Callable[[], bool]) -> None:
-    """Enter all pages of a mapping into this process's page table, in slices, while it is wanted. For a thread of its
-    own.
+    """Enter all pages of `memory` into this process's page table, slice by slice, as long as `is_wanted()` is True. It
+    blocks for a long time, so call it in its own thread.
 
     It rests between slices, so that it takes little of a core. It does not use a low priority: on a busy machine a
     low-priority thread holds the interpreter's lock, or the kernel's lock on the address space, for seconds while it
@@ -78,8 +81,8 @@ def prefault(memory: Bytes, is_wanted: Callable[[], bool]) -> None:
 
 
 class EnteredPages:
-    """A record of the parts of a mapping that are in this process's page table, in pieces of 64 KiB. A piece counts
-    from the first page that was entered: missing pages at its edges cost a few page faults.
+    """A record of the parts of a mapping of `size_bytes` bytes that are in this process's page table, in pieces of 64
+    KiB. A piece counts as entered once any of its pages is.
     """
 
     PIECE_BYTES = 64 * 1024
@@ -88,7 +91,7 @@ class EnteredPages:
         self._pieces = np.zeros(-(-size_bytes // self.PIECE_BYTES), np.bool_)
 
     def add(self, offset: int, length: int) -> bool:
-        """Return whether part of the range was missing; all of it counts as entered from now on."""
+        """Record the `length` bytes from `offset` as entered. Return True if a part of them was not recorded before."""
         pieces = self._pieces[offset // self.PIECE_BYTES : -(-(offset + length) // self.PIECE_BYTES)]
         if pieces.all():
             return False
@@ -103,8 +106,9 @@ def map_present(
     rest: int = READ_REST,
     entered: EnteredPages | None = None,
 ) -> int:
-    """Enter the existing pages of an arena into this process's page table; return their bytes. It works as `prefault`,
-    with a pause of `rest` times the length of each slice. It notes in `entered` what it did.
+    """Enter the pages of `arena` that exist already into this process's page table, as long as `is_wanted()` is True,
+    and return their bytes. After each slice it pauses for `rest` times the time that the slice took. It records the
+    pages in `entered`. `descriptor` is the arena's, to ask the kernel which pages exist.
 
     A first read of an arena takes about twice as long as a later one. But reading a missing page makes one, which
     counts against the daemon's capacity: an arena may have been emptied by now, and its memory be in use elsewhere. So
@@ -144,7 +148,9 @@ def _madvise(memory: Bytes, offset: int, length: int, advice: int) -> bool:
 
 
 def contiguous_runs(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the ranges sorted by offset, with neighbours that touch or overlap joined."""
+    """Return `ranges` sorted by offset, with ranges joined that touch or overlap. Each range is an offset and a
+    length.
+    """
     runs: list[tuple[int, int]] = []
     for offset, length in sorted(ranges):
         if runs and offset <= runs[-1][0] + runs[-1][1]:

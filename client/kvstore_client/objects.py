@@ -16,7 +16,9 @@ from kvstore_proto.objects import HEAD_BYTES, ObjectHead, object_tokens, read_he
 
 
 def payloads_of(head: ObjectHead, data: Bytes) -> list[Payload]:
-    """Return the blocks of an object, without copying it."""
+    """Return the payloads of the blocks that store an object, for a put. `head` describes the object and `data` has its
+    bytes, which are not copied.
+    """
 
     def first(destination: Bytes) -> None:
         np.copyto(destination[:HEAD_BYTES], np.frombuffer(head.pack(), np.uint8))
@@ -30,8 +32,8 @@ def payloads_of(head: ObjectHead, data: Bytes) -> list[Payload]:
 
 
 def get_head(session: Session, name: str, deadline_s: float) -> tuple[ObjectHead | None, str]:
-    """Return the head of a stored object, or None and the reason; "no_object" if there are other bytes under its
-    key.
+    """Return the head of the stored object `name`, and "". If it cannot be read within `deadline_s` seconds, return
+    None and the reason, which is "no_object" if other bytes are stored under its key.
     """
     with session.get(object_tokens(name, 1), deadline_s=deadline_s) as lease:
         if not len(lease):

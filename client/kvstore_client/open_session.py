@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 
 class OpenSession:
-    """A session without its requests about blocks. It may be used from several threads, but not across fork."""
+    """The base of `Session`: the connection to the daemon, its state and its end, without the requests about blocks. It
+    may be used from several threads, but not across fork.
+    """
 
     def __init__(
         self, connection: Connection, *, prefault: bool = False, clock: Callable[[], float] = time.monotonic
@@ -39,26 +41,31 @@ class OpenSession:
 
     @property
     def tenant(self) -> str:
-        """The tenant that owns the blocks, by the daemon's name for it; "" while degraded."""
+        """The daemon's name of the tenant that owns the blocks, or "" while the session is degraded."""
         daemon = self._connection.current()
         return "" if daemon is None else daemon.tenant
 
     @property
     def state(self) -> str:
-        """ "connected", "degraded" (every lookup is a miss; it reconnects by itself) or "closed"."""
+        """The state of the connection: "connected", "degraded" (there is no daemon now: every lookup misses, and the
+        session reconnects by itself) or "closed".
+        """
         return self._connection.state
 
     @property
     def device(self) -> DeviceMemory:
-        """The device that the session was opened with, for `kvstore_client.device.DeviceTransfers`. Raises KVStoreError
-        if there is none."""
+        """The CUDA device that the session was opened with, for `kvstore_client.device.DeviceTransfers`. Raises
+        KVStoreError if it was opened without one.
+        """
         device = self._connection.options.device
         if device is None:
             raise invalid("this session was opened without a device: connect(..., device=0)")
         return device
 
     def ping(self, deadline_s: float | None = None) -> float | None:
-        """Return the seconds of one empty round trip on the stream; None if there was no answer in time."""
+        """Send an empty request to the daemon, and return the seconds until its answer. Return None if there was no
+        answer within `deadline_s` seconds.
+        """
         timeout_s, daemon = self._deadline(deadline_s), self._connection.current()
         if daemon is None:
             return None
@@ -67,14 +74,17 @@ class OpenSession:
         return None if isinstance(answer, str) else self._clock() - started
 
     def wake(self) -> None:
-        """Announce that a call is about to follow; waits for nothing. The first round trip after a pause takes several
-        times as long as the next; if this is called when a prompt arrives, that time passes while it is tokenized."""
+        """Prepare the daemon for a call that follows soon, without waiting. The first round trip after a pause takes
+        several times as long as the next, so call this when a prompt arrives, before you tokenize it.
+        """
         daemon = self._connection.current()
         if daemon is not None:
             daemon.stream.submit(wire.Request(ping=wire.Ping())).abandon()
 
     def keys(self, tokens: TokenIds, group: int | None = None) -> BlockKeys | None:
-        """Return the keys of the full blocks of a prefix; None while degraded (the root comes from the daemon)."""
+        """Return the keys of the full blocks of the prefix `tokens` in the layer group `group` (by default the first).
+        Return None while the session is degraded, because the keys start from a secret that the daemon sends.
+        """
         prefix = self._prefix(tokens, None, group)
         return None if prefix is None else prefix.chain.keys
 
@@ -82,7 +92,7 @@ class OpenSession:
         return Statistics(**self._connection.statistics() | self._counters.read())
 
     def close(self) -> None:
-        """End the session: leases end; views stay readable memory without a promise about their content."""
+        """End the session and its leases. Arrays over leased blocks may still be read, but their content may change."""
         try:
             while self._before_close:
                 self._before_close.pop()()
@@ -90,8 +100,9 @@ class OpenSession:
             self._connection.close()
 
     def before_close(self, work: Callable[[], object]) -> None:
-        """Register `work` to be called by `close`, while the session can still be used; the last one registered is
-        called first."""
+        """Register `work` to be called by `close` while the session can still be used. The function that was registered
+        last is called first.
+        """
         self._before_close.append(work)
 
     def __enter__(self) -> Self:

@@ -24,7 +24,9 @@ MAX_SOCKET_PATH_BYTES = 107  # sockaddr_un.sun_path less its final zero
 
 
 def socket_directory(chosen: str | os.PathLike[str] | None = None) -> Path:
-    """Return the directory that holds the sockets; a path to one of the sockets means its directory."""
+    """Return the directory that holds the daemon's sockets. `chosen` is that directory or one of its sockets; without
+    it the environment variable KVSTORED_SOCKET_DIR counts, then /run/kvstored.
+    """
     if chosen is None:
         chosen = os.environ.get(ENVIRONMENT_VARIABLE) or DEFAULT_DIRECTORY
     path = Path(chosen)
@@ -34,7 +36,9 @@ def socket_directory(chosen: str | os.PathLike[str] | None = None) -> Path:
 
 
 def explain_unreachable(path: Path, error: OSError) -> str:
-    """Return one sentence for a socket that cannot be connected to, with what to do next."""
+    """Return one sentence that says why the socket at `path` cannot be connected to, given the `error`, and what to
+    do.
+    """
     start = f"start it with: kvstored serve --socket-dir {path.parent}"
     if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
         return f"socket path {path} is over {MAX_SOCKET_PATH_BYTES} bytes: choose a shorter socket directory"
@@ -54,8 +58,8 @@ def explain_unreachable(path: Path, error: OSError) -> str:
 
 
 def cache_directory() -> Path:
-    """Return the directory where connectors keep data that they can learn again: `$XDG_CACHE_HOME/kvstored`, or below
-    `~/.cache`.
+    """Return the directory for data that connectors can learn again: `$XDG_CACHE_HOME/kvstored`, or
+    `~/.cache/kvstored`.
     """
     home = os.environ.get("XDG_CACHE_HOME", "")
     base = Path(home) if os.path.isabs(home) else Path.home() / ".cache"
@@ -63,12 +67,14 @@ def cache_directory() -> Path:
 
 
 def costs_file(fingerprint_digest: bytes) -> Path:
-    """Return the file with the costs of loading and computing with one engine and model (`restore/choice.py`)."""
+    """Return the path of the file that keeps the measured costs of loading and computing K/V state. There is one file
+    for each fingerprint of an engine and model, named by `fingerprint_digest`.
+    """
     return cache_directory() / f"costs-{fingerprint_digest.hex()[:32]}.json"
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace the file at `path` by `value` as JSON; do nothing if it cannot be written."""
+    """Replace the content of the file at `path` by `value` as JSON. Do nothing if it cannot be written."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with replaced_file(path, durable=False, mode=usual_mode(), is_shared=True) as file:

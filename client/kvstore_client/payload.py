@@ -27,8 +27,8 @@ Payload = bytes | bytearray | memoryview | npt.NDArray[Any] | FillSlot
 
 
 def payload_list(payloads: Sequence[Payload]) -> Sequence[Payload]:
-    """Return the payloads of a put, one a block; for an array of several dimensions, its rows. Raises
-    KVStoreError(INVALID) for anything else.
+    """Return the payloads of a put as a list with one payload for each block. An array of several dimensions is cut
+    into its rows. Raises KVStoreError(INVALID) if `payloads` is no such sequence.
     """
     if isinstance(payloads, (list, tuple)) or (isinstance(payloads, np.ndarray) and payloads.ndim > 1):
         return list(payloads)
@@ -43,8 +43,8 @@ def payload_list(payloads: Sequence[Payload]) -> Sequence[Payload]:
 
 
 def payload_size(payload: Payload) -> int | None:
-    """Return the bytes of a payload; None for a function that will write it. Raises KVStoreError(INVALID) for anything
-    else.
+    """Return the size of `payload` in bytes, or None if it is a function that will write the payload. Raises
+    KVStoreError(INVALID) for a value that is no payload.
     """
     if type(payload) is np.ndarray and not payload.dtype.hasobject:
         return payload.nbytes
@@ -67,7 +67,9 @@ def payload_size(payload: Payload) -> int | None:
 
 
 def write_tokens(slots: Bytes, count: int, tokens: bytes | None) -> None:
-    """Write token ids, packed for `count` blocks, into as many equal consecutive slots."""
+    """Write token ids into the headers of `count` slots of equal size, which lie one after another in `slots`. `tokens`
+    has the ids of all blocks, packed as int32. If it is None, the headers get no ids.
+    """
     packed = np.frombuffer(tokens or b"", np.uint8).reshape(count, -1)
     rows = slots.reshape(count, -1)
     rows[:, TOKENS_OFFSET : TOKENS_OFFSET + packed.shape[1]] = packed
@@ -75,22 +77,24 @@ def write_tokens(slots: Bytes, count: int, tokens: bytes | None) -> None:
 
 
 class PayloadWriter:
-    """A writer of payloads of `payload_bytes` into slots. As a context manager it settles, however it is left."""
+    """A writer of payloads of `payload_bytes` bytes into slots. A payload function may finish later; leaving the
+    context manager waits for all of them.
+    """
 
     def __init__(self, payload_bytes: int) -> None:
         self._payload_bytes = payload_bytes
         self._unfinished = contextlib.ExitStack()
 
     def write(self, memory: Bytes, offset: int, payload: Payload) -> None:
-        """Write a payload into the slot at `offset`, by the end of `settle`. Raises the errors of a payload
-        function.
+        """Write `payload` into the slot at `offset` of `memory`. It is complete only after `settle`. Raises the errors
+        of a payload function.
         """
         finish = write_payload(memory, offset, payload, self._payload_bytes)
         if finish is not None:
             self._unfinished.callback(finish)
 
     def settle(self) -> None:
-        """Wait until all payloads are in their slots. Raises the errors of a payload function."""
+        """Wait until every payload is complete in its slot. Raises the errors of a payload function."""
         self._unfinished.pop_all().close()
 
     def __enter__(self) -> PayloadWriter:
@@ -101,7 +105,9 @@ class PayloadWriter:
 
 
 def write_payload(staging: Bytes, offset: int, payload: Payload, payload_bytes: int) -> Finish | None:
-    """Write the payload of the slot at `offset`; return a function to call before it is complete, or None."""
+    """Write `payload`, of `payload_bytes` bytes, into the slot at `offset` of `staging`. Return None if it is complete,
+    or a function that waits until it is.
+    """
     destination = staging[offset + HEADER_BYTES : offset + HEADER_BYTES + payload_bytes]
     if callable(payload):
         finish = payload(destination)

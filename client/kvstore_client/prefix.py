@@ -19,7 +19,9 @@ from kvstore_proto.v1 import kvstore_pb2 as wire
 
 @dataclass(frozen=True, slots=True)
 class KeyedPrefix:
-    """The full blocks of one layer group. `chain` has their keys, and their token ids if the caller gave tokens."""
+    """The full blocks of a prefix in one layer group, with the daemon session to ask about them. `chain` has their
+    keys, and their token ids if the caller gave tokens.
+    """
 
     daemon: DaemonSession
     fingerprint: Fingerprint
@@ -30,8 +32,8 @@ class KeyedPrefix:
         return len(self.chain)
 
     def pieces(self) -> Iterator[tuple[int, KeyedPrefix]]:
-        """Cut the prefix into pieces that one request may name each; yield the number of its first block, and the
-        piece.
+        """Cut the prefix into pieces that are short enough for one request. Yield for each the number of its first
+        block in the prefix, and the piece.
         """
         most = self.daemon.max_keys
         if len(self) <= most:
@@ -41,12 +43,12 @@ class KeyedPrefix:
             yield first, self.tail(first).head(most)
 
     def tail(self, first_block: int) -> KeyedPrefix:
-        """Return the blocks from `first_block` on."""
+        """Return the prefix without its first `first_block` blocks."""
         chain = self.chain.part(first_block, len(self) - first_block)
         return KeyedPrefix(self.daemon, self.fingerprint, self.group, chain)
 
     def head(self, max_blocks: int | None) -> KeyedPrefix:
-        """Return the first `max_blocks` blocks; all of them for None."""
+        """Return the first `max_blocks` blocks of the prefix, or the whole prefix if `max_blocks` is None."""
         chain = self.chain
         if max_blocks is None or max_blocks >= len(chain):
             return self
@@ -54,8 +56,8 @@ class KeyedPrefix:
         return KeyedPrefix(self.daemon, self.fingerprint, self.group, head)
 
     def key_set(self, keys: BlockKeys | None = None) -> wire.KeySet:
-        """Return `keys`, some of the prefix's keys, with the matching rule of their layer group; for None all keys, and
-        the key of the block before them.
+        """Return the message that names `keys`, some of the prefix's keys, to the daemon, with the rule by which blocks
+        of their layer group match. None names all keys, and the key of the block before them.
         """
         window = self.group.window_blocks(self.fingerprint.block_tokens)
         match = match_of(self.group.kind)
@@ -64,7 +66,9 @@ class KeyedPrefix:
         return wire.KeySet(group=self.group.group_id, keys=packed, match=match, window_blocks=window, parent=before)
 
     def boundaries(self, present: Sequence[bool]) -> int:
-        """Return the boundaries at which the group can resume, see `kvstore_proto.matching`."""
+        """Return, as a set of bits, the block boundaries at which the layer group can resume. `present` says for each
+        block whether it is stored. See `kvstore_proto.matching.boundaries`.
+        """
         window = self.group.window_blocks(self.fingerprint.block_tokens)
         return boundaries(present, match_of(self.group.kind), window)
 
@@ -72,7 +76,9 @@ class KeyedPrefix:
 def prefix_of(
     connection: Connection, tokens: TokenIds | None, keys: BlockKeys | None, group_id: int | None
 ) -> KeyedPrefix | None:
-    """Return the blocks that a call names by `tokens` or `keys`; None while degraded. Raises KVStoreError(INVALID)."""
+    """Return the blocks that a caller names by `tokens` or by `keys`, in the layer group `group_id` (None: the first).
+    Return None while `connection` is degraded. Raises KVStoreError(INVALID) for a wrong argument.
+    """
     fingerprint = connection.options.fingerprint
     group, daemon_session = group_of(fingerprint, group_id), connection.current()
     if daemon_session is None:
@@ -83,7 +89,9 @@ def prefix_of(
 
 
 def group_of(fingerprint: Fingerprint, group_id: int | None) -> LayerGroup:
-    """Return the layer group of that number, the first one for None. Raises KVStoreError(INVALID)."""
+    """Return the layer group of `fingerprint` with the number `group_id`, or the first one for None. Raises
+    KVStoreError(INVALID) if there is no such group.
+    """
     groups = fingerprint.groups
     group_id = None if group_id is None else count("group", group_id)
     group = groups[0] if group_id is None else fingerprint.group(group_id)

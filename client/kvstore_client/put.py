@@ -41,8 +41,9 @@ _DECIDED = frozenset({wire.STORE_STATUS_STORED, wire.STORE_STATUS_PRESENT})
 def put(
     daemon: DaemonSession, order: PutOrder, deadline_s: float, *, clock: Callable[[], float] = time.monotonic
 ) -> PutReceipt:
-    """Store the blocks of `order` within `deadline_s` seconds; return the receipt. Raises the errors of payload
-    functions, and KVStoreError if the daemon or the client's own check finds the request wrong.
+    """Store the blocks of `order` within `deadline_s` seconds, and return the receipt with the status of each block.
+    Raises the errors of payload functions, and KVStoreError if the daemon or the client's own check finds the
+    request wrong.
     """
     if daemon.reads_only:
         raise invalid("this session was opened with staging_bytes=0, so it can only read")
@@ -68,7 +69,9 @@ def put(
 
 
 def present_by_index(daemon: DaemonSession, order: PutOrder) -> set[int]:
-    """Return the blocks of the put that the lookup index shows. The index is asked once for a put."""
+    """Return the numbers of the blocks of `order` that the lookup index of `daemon` shows as stored. The set is empty
+    if no index is mapped.
+    """
     index = daemon.index.mapped
     if index is None:
         return set()
@@ -76,10 +79,10 @@ def present_by_index(daemon: DaemonSession, order: PutOrder) -> set[int]:
 
 
 class PendingOutcomes:
-    """The blocks that were sent and must be sent again, and the patience for other clients, block by block.
+    """A record of the blocks of one put that must be sent again, and of how long another client has been writing each.
 
-    Invariant: an orphan is sent again only while the outcome of a block before it is pending. `gave_up`: another client
-    was writing a block for longer than `PENDING_PATIENCE_S`.
+    A block whose predecessor was missing is sent again only while a block before it may still be stored. `gave_up` is
+    True once another client was writing a block for longer than `PENDING_PATIENCE_S` seconds.
     """
 
     def __init__(self) -> None:
@@ -88,11 +91,15 @@ class PendingOutcomes:
         self.gave_up = False
 
     def refused(self, blocks: Iterable[int]) -> None:
-        """Note that the daemon has not looked at `blocks`: all of them must be sent again."""
+        """Note that the daemon refused a request before it looked at `blocks`, so that all of them must be sent
+        again.
+        """
         self._blocks.update(blocks)
 
     def answered(self, blocks: Sequence[int], statuses: bytes, now: float, deadline: float) -> list[int]:
-        """Return the positions in `blocks` that must be sent again; the other blocks are decided."""
+        """Note the daemon's `statuses` of `blocks`, one byte for each. Return the positions in `blocks` that must be
+        sent again before `deadline`. `now` and `deadline` are seconds of one clock.
+        """
         if not self._blocks and not self._other_client_since and _DECIDED.issuperset(statuses):
             return []  # the common case: each of them once, none of them again
         again: list[int] = []
@@ -119,7 +126,7 @@ class PendingOutcomes:
 
 @dataclass(eq=False)
 class StagedPut(PutPart):
-    """The blocks of a put that go through the staging memory. Call `run()` once."""
+    """The part of a put that writes blocks into staging memory, from where the daemon copies them. Call `run` once."""
 
     _staging: ClientStaging
     _pending: PendingOutcomes = field(default_factory=PendingOutcomes, init=False)

@@ -31,9 +31,10 @@ SEND_EVERY_S = 0.001
 
 @dataclass(slots=True, eq=False)
 class StoreMessage:
-    """One Store message of a put. `blocks`: indices into the receipt. `pages`: the page of each block in the staging
-    memory of `loan`, or among the slots of `reservation`; 0 when the block is not written. `extents`: the extent of
-    staging memory of each block. `call` is set once the message is sent.
+    """One request of a put that names blocks to store. `blocks` are their indices in the receipt. `pages` are the
+    places where their bytes were written: pages of the staging memory lent as `loan`, or slots of `reservation`; 0
+    for a block that was not written. `extents` has the extent of staging memory of each block. `call` is set once it
+    is sent.
     """
 
     loan: int = 0
@@ -53,8 +54,9 @@ class StoreMessage:
 
 
 class SlotRun(NamedTuple):
-    """Consecutive slots in `memory` from `offset` on. `page` is the page of the first slot; `page_step` is the distance
-    to the next slot's page."""
+    """Consecutive slots in `memory`, from `offset` on. The first slot has the page number `page`; each next slot's
+    number is `page_step` higher.
+    """
 
     memory: Bytes
     offset: int
@@ -66,9 +68,11 @@ class SlotRun(NamedTuple):
 
 @dataclass(eq=False)
 class PutPart(ABC):
-    """A part of a put; use it once, in the caller's thread. `believed`: blocks that seem to be stored; they are named
-    without being written until the daemon wants them. A run has at most `run_bytes` bytes, and the last message
-    `last_bytes`, if that is not 0."""
+    """The base of the two ways to put blocks: through staging memory, and in place. It writes blocks, sends their keys,
+    and enters the answers into the receipt; use it once, in the caller's thread. The blocks in `_believed` seem to
+    be stored: they are named without being written until the daemon wants them. A run has at most `run_bytes` bytes,
+    and the last message at most `last_bytes` if that is not 0.
+    """
 
     _daemon: DaemonSession
     _order: PutOrder

@@ -54,7 +54,7 @@ DURABILITY_MODES: Final = {
 
 
 class PutReceipt:
-    """The outcome of a put. `statuses[i]` and `durability[i]` belong to block first_block + i.
+    """The outcome of a put. `statuses[i]` and `durability[i]` belong to block `first_block` + i of the put.
 
     statuses: "stored", "present" (was there already), "no_room" (DRAM is full), "over_quota" (its tenant is at its
     maximum), "declined" (the policy thinks it worth less than the blocks already there); a block also gets one of these
@@ -80,7 +80,7 @@ class PutReceipt:
 
     @property
     def visible_blocks(self) -> int:
-        """The number of blocks that another client finds now, stored by this put or before."""
+        """The number of the put's blocks that another client finds now, stored by this put or earlier."""
         return self.statuses.count(STORED) + self.statuses.count(PRESENT)
 
     @property
@@ -88,8 +88,8 @@ class PutReceipt:
         return not self._unsettled
 
     def settle(self, timeout_s: float) -> bool:
-        """Wait until each block is durable or volatile for good. Return False if that is still open after `timeout_s`
-        seconds.
+        """Wait until the durability of every block is final, which is "durable" or "volatile". Return False if it is
+        still "pending" for some block after `timeout_s` seconds.
         """
         deadline = self._clock() + seconds("timeout_s", timeout_s)
         while self._unsettled:
@@ -102,8 +102,8 @@ class PutReceipt:
         return True
 
     def record(self, call: Call, response: wire.Response, blocks: Sequence[int]) -> None:
-        """Enter the first answer to a store of these blocks: indices into the receipt, -1 for one that another request
-        decides.
+        """Enter the daemon's first answer, `response`, to the request `call`. `blocks` are the indices in this receipt
+        that its statuses belong to; -1 stands for a block that another request decides.
         """
         self._take(response, blocks)
         if any(block >= 0 and self.durability[block] == PENDING for block in blocks):
@@ -136,7 +136,9 @@ class PutReceipt:
 
 @dataclass(frozen=True, slots=True)
 class PutOrder:
-    """The blocks to store: payloads[i] is block first_block + i of the chain."""
+    """A checked request to store blocks of a chain: `payloads[i]` is the payload of block `first_block` + i. Each has
+    `payload_bytes` bytes and belongs to the layer group `group_id`.
+    """
 
     chain: Chain
     first_block: int
@@ -161,8 +163,9 @@ class PutOrder:
         return self.chain.keys[self.first_block : self.first_block + len(self.payloads)]
 
     def store(self, blocks: Sequence[int], pages: Sequence[int], *, loan: int = 0, reservation: int = 0) -> wire.Store:
-        """Return a Store of some of the blocks, in order; pages[i] is the place of blocks[i] (0: not written, believed
-        present), in the staging memory of `loan` or among the slots of `reservation`.
+        """Return the message that asks the daemon to store some of the blocks. `blocks` are their indices, in order,
+        and `pages[i]` is the place of `blocks[i]` in the staging memory lent as `loan`, or among the slots of
+        `reservation`. Page 0 means that the block was not written, because it seems to be stored.
         """
         first, end = self.first_block + blocks[0], self.first_block + blocks[-1] + 1
         keys = self.chain.keys
@@ -188,7 +191,9 @@ class PutOrder:
 def payload_bytes_of(
     payloads: Sequence[Payload], fingerprint: Fingerprint, group: LayerGroup, stated: int | None
 ) -> int:
-    """Return the size that all of these payloads have. Raises KVStoreError(INVALID) if they differ or none is known."""
+    """Return the size in bytes that all of `payloads` have. The fingerprint may fix it for the layer group, and
+    `stated` is what the caller said. Raises KVStoreError(INVALID) if sizes differ or none is known.
+    """
     if stated is not None:
         stated = count("payload_bytes", stated, most=UINT64_MAX)
     fixed = fingerprint.payload_bytes(group.group_id)

@@ -46,7 +46,9 @@ KEYS_A_REQUEST = 4096  # what the daemon explains at once
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """An engine's expectation, see `Session.hint`. Raises KVStoreError(INVALID) for values out of range."""
+    """An engine's expectation of how a chain will be used, for `Session.hint`, which explains the fields. Raises
+    KVStoreError(INVALID) for values out of range.
+    """
 
     will_continue: float | None
     due_in_s: float | None
@@ -72,8 +74,9 @@ class Expectation:
         )
 
     def parts(self, keys: BlockKeys, most: int) -> Iterator[tuple[Expectation, BlockKeys]]:
-        """Yield expectations with their keys, if one request takes `most` keys. The end of a chain concerns its last
-        part; its due time concerns all of its stored blocks.
+        """Split this expectation for a chain of `keys` if one request may name only `most` keys. Yield for each request
+        an expectation and its keys. The next step concerns only the end of the chain, the due time all of its
+        blocks.
         """
         if len(keys) <= most:
             yield self, keys
@@ -87,7 +90,9 @@ class Expectation:
 
 
 def send_hint(prefix: KeyedPrefix, expected: Expectation) -> int:
-    """Return how many leading blocks of the prefix the daemon has, after sending the hint; 0 without an answer."""
+    """Send the expectation `expected` about the chain of `prefix` to the daemon. Return the number of leading blocks of
+    the prefix that are stored, or 0 without an answer.
+    """
     known, most = 0, prefix.daemon.max_keys
     for part, keys in expected.parts(prefix.chain.keys, most):
         try:
@@ -102,7 +107,10 @@ def send_hint(prefix: KeyedPrefix, expected: Expectation) -> int:
 
 
 def send_prefetch(prefix: KeyedPrefix, in_s: float, budget_bytes: int) -> Prefetched:
-    """Send a prefetch, see `Session.prefetch`. If an answer is missing, return the answers so far."""
+    """Ask the daemon to promote the blocks of `prefix`, which will be needed in `in_s` seconds, up to `budget_bytes`
+    bytes (0: the daemon's default). Return what it does, or what it does of the first pieces if an answer is
+    missing.
+    """
     resident = scheduled = 0
     in_ms = int(in_s * 1000)
     for first, piece in prefix.pieces() if len(prefix) else ():
@@ -126,8 +134,9 @@ def send_prefetch(prefix: KeyedPrefix, in_s: float, budget_bytes: int) -> Prefet
 
 
 def send_touch(prefix: KeyedPrefix, terms: Terms = NO_TERMS) -> int:
-    """Set the terms of the leading blocks of `prefix` that the daemon has, and return how many that are. A request
-    without an answer ends the count."""
+    """Count an access to the leading stored blocks of `prefix`, and set the `terms` on which they are kept. Return the
+    number of these blocks. A request without an answer ends the count.
+    """
     asked = wire.Terms(**terms._asdict())
     touched = 0
     for first, piece in prefix.pieces() if len(prefix) else ():
@@ -142,7 +151,7 @@ def send_touch(prefix: KeyedPrefix, terms: Terms = NO_TERMS) -> int:
 
 
 def checked(request: ExplainRequest) -> ExplainRequest:
-    """Return `request` unchanged if its values are in range. Raises KVStoreError(INVALID) for an invalid one."""
+    """Return `request` unchanged. Raises KVStoreError(INVALID) if it is no ExplainRequest."""
     if not isinstance(request, ExplainRequest):
         raise invalid(f"request must be an ExplainRequest, got {type(request).__name__}")
     return request
@@ -151,8 +160,8 @@ def checked(request: ExplainRequest) -> ExplainRequest:
 def explain(
     daemon: DaemonSession, request: ExplainRequest, deadline_s: float, *, clock: Callable[[], float] = time.monotonic
 ) -> ExplainReply | None:
-    """Return the daemon's explanation; None unless all of it came in time. `recent_misses` and fingerprints are the
-    first answer's.
+    """Ask the daemon where the blocks of `request` are or why they are missing, and return its explanation. Return None
+    unless the daemon sent the whole answer within `deadline_s` seconds.
     """
     until, whole = clock() + deadline_s, ExplainReply()
     for first in range(0, max(len(request.keys), 1), KEYS_A_REQUEST):
@@ -173,7 +182,9 @@ def explain(
 
 
 def delete(prefix: KeyedPrefix, deadline_s: float, *, clock: Callable[[], float] = time.monotonic) -> Deleted:
-    """Delete from the end, so that no request leaves a hole. Stop at the first request without an answer."""
+    """Delete the blocks of `prefix` from every tier, the last one first, within `deadline_s` seconds, and return the
+    counts. The first request without an answer ends the deletion.
+    """
     daemon, keys = prefix.daemon, prefix.chain.keys
     total, until = Deleted(), clock() + deadline_s
     for end in range(len(keys), 0, -daemon.max_keys):
@@ -193,7 +204,9 @@ def delete(prefix: KeyedPrefix, deadline_s: float, *, clock: Callable[[], float]
 
 
 def lookup(prefix: KeyedPrefix, deadline_s: float, *, clock: Callable[[], float] = time.monotonic) -> Lookup:
-    """Return the daemon's answer about a prefix, from several requests if it has more keys than one may name."""
+    """Ask the daemon which blocks of `prefix` are stored, and return its answer. A long prefix takes several requests;
+    `deadline_s` seconds are for all of them.
+    """
     parts, failure, until = list[wire.Presence](), "", clock() + deadline_s
     match = match_of(prefix.group.kind)
     for _, piece in prefix.pieces() if len(prefix) else ():
@@ -212,8 +225,8 @@ def lookup(prefix: KeyedPrefix, deadline_s: float, *, clock: Callable[[], float]
 
 
 def lookups(prefixes: Sequence[KeyedPrefix], deadline_s: float) -> list[Lookup]:
-    """Return the daemon's answers about the prefixes of several layer groups, from one request: together they have no
-    more keys than one may name.
+    """Ask the daemon in one request which blocks of several `prefixes`, of different layer groups, are stored. Return
+    one answer for each. Together they have no more keys than one request may name.
     """
     sets = [prefix.key_set() for prefix in prefixes]
     request = wire.Request(lookup=wire.Lookup(sets=sets, max_wait_ms=waiting_ms(deadline_s)))
@@ -252,7 +265,9 @@ def _joined(prefix: KeyedPrefix, parts: Sequence[wire.Presence], failure: str = 
 
 
 def probe(prefix: KeyedPrefix, *, may_wait: bool) -> Lookup:
-    """Return the lookup index's answer about a prefix."""
+    """Return what the lookup index in shared memory says about the blocks of `prefix`, without asking the daemon. With
+    `may_wait` it may wait up to 20 ms, once, for the daemon to hand the index over.
+    """
     index = prefix.daemon.index.get(may_wait=may_wait)
     found = lookup_index.probe(index, prefix.chain.keys, prefix.fingerprint, prefix.group)
     if not prefix.daemon.is_alive():  # the memory of its index remains, and shows for ever what was last

@@ -38,7 +38,9 @@ REASON_LIMIT = "limit"  # of a prefetch: the daemon queues no more now
 
 
 def tier_name(code: int) -> str:
-    """Return the name of a tier's code; a code this client does not know counts as absent (docs/wire.md)."""
+    """Return the name of the tier with the wire's number `code`. A number that this client does not know counts as
+    "absent".
+    """
     return TIER_NAMES[code] if code < len(TIER_NAMES) else TIER_NAMES[0]
 
 
@@ -48,7 +50,9 @@ def miss_reason(code: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """The longest prefix that can be restored. `reason` says why it ends where it ends; "" if all is there."""
+    """The result of a lookup: the longest prefix that can be restored, `blocks` blocks or `tokens` tokens long.
+    `reason` says why it is no longer, or is "" if every block that was asked for is stored.
+    """
 
     blocks: int = 0
     tokens: int = 0
@@ -60,9 +64,10 @@ class Lookup:
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """The last boundary between blocks at which every layer group can resume; `blocks` blocks lie before it. `ended_by`
-    is the group that prevents a later boundary, and `reason` says why. Both are empty (None and "") if the point is the
-    end of the prompt. Without an answer, or for a prompt shorter than a block ("short"), only `reason` is set.
+    """The last block boundary of a prompt at which every layer group of a model can resume; `blocks` blocks lie before
+    it. `ended_by` is the number of the group that prevents a later boundary, and `reason` says why. They are None
+    and "" if the boundary is the end of the prompt. Without an answer, or for a prompt shorter than a block
+    ("short"), only `reason` is set.
 
     `LayerGroup.needed_blocks` says which blocks of a group a resume there must load.
     """
@@ -76,8 +81,9 @@ class ResumePoint:
 
 @dataclass(frozen=True, slots=True)
 class Prefetched:
-    """The outcome of a prefetch. `reason` says why not all stored blocks were taken: "limit" for the budget, or for the
-    daemon's queue or its room for prefetched blocks; or why there was no answer for all of the blocks.
+    """The outcome of a prefetch, in blocks: `resident_blocks` are in memory already, `scheduled_blocks` will be
+    promoted. `reason` is "limit" if more blocks are stored, but the budget or the daemon's queue was full, or says
+    why there was no answer for all of the blocks.
     """
 
     resident_blocks: int = 0
@@ -87,10 +93,11 @@ class Prefetched:
 
 @dataclass(frozen=True, slots=True)
 class Deleted:
-    """The outcome of a deletion. A block is kept while it is leased or being moved (`leased`), and while stored blocks
-    outside the request continue it (`continued`), so that the rest of a chain has no hole.
+    """The outcome of a deletion: counts of blocks by what happened to them. `blocks` were deleted, with `payload_bytes`
+    bytes, and `missing` were not stored. A block is kept while it is leased or moved (`leased`), and while stored
+    blocks outside the request continue it (`continued`), so that no stored chain gets a hole.
 
-    `reason` says why there was no answer for all of the blocks, or for the rest of them.
+    `reason` says why the daemon did not answer for all blocks, or is "".
     """
 
     blocks: int = 0
@@ -103,8 +110,8 @@ class Deleted:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Counts since the session was opened. `hits` and `misses` count lookups and gets that found at least one block, or
-    none.
+    """Counts of a session since it was opened. `hits` counts the lookups and gets that found at least one block, and
+    `misses` the others.
     """
 
     state: str
@@ -128,7 +135,9 @@ class Statistics:
 
 
 class ClientCounters:
-    """Named integer counters; `add` and `read` are atomic as a whole."""
+    """A set of named counters of a session. Each call of `add` or `read` is atomic, whatever number of counters it
+    concerns.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -33,8 +33,9 @@ KeysByGroup = Mapping[int, BlockKeys]
 
 
 def prefixes_of(connection: Connection, tokens: TokenIds | None, keys: KeysByGroup | None) -> list[KeyedPrefix] | None:
-    """Return the blocks of every layer group; None while degraded. Raises KVStoreError(INVALID), also for `keys` that
-    lack a group or have not as many for each.
+    """Return the blocks of a prompt in every layer group, or None while `connection` is degraded. The prompt is given
+    by `tokens`, or by `keys`, which has as many keys for each group, by the group's number. Raises
+    KVStoreError(INVALID) for a wrong argument.
     """
     groups = [group.group_id for group in connection.options.fingerprint.groups]
     if keys is not None and (not isinstance(keys, Mapping) or sorted(keys) != sorted(groups)):
@@ -49,7 +50,9 @@ def prefixes_of(connection: Connection, tokens: TokenIds | None, keys: KeysByGro
 def resume_point(
     prefixes: Sequence[KeyedPrefix], deadline_s: float, *, clock: Callable[[], float] = time.monotonic
 ) -> ResumePoint:
-    """Return the longest boundary at which all groups can resume, by the daemon's answer."""
+    """Ask the daemon for the longest block boundary at which all layer groups can resume, and return it. `prefixes` has
+    the prompt's blocks in each group. `deadline_s` seconds are for all requests.
+    """
     until = clock() + deadline_s
     if not len(prefixes[0]):
         return _short(prefixes[0])
@@ -69,7 +72,9 @@ def resume_point(
 
 
 def probed_point(prefixes: Sequence[KeyedPrefix]) -> ResumePoint:
-    """Return the longest boundary at which all groups can resume, by the lookup index: see `Session.probe`."""
+    """Return the longest block boundary at which all layer groups can resume, as the lookup index in shared memory
+    shows it. `prefixes` has the prompt's blocks in each group. The answer may be old, see `Session.probe`.
+    """
     if not len(prefixes[0]):
         return _short(prefixes[0])
     answers = [probe(prefix, may_wait=True) for prefix in prefixes]

@@ -41,11 +41,12 @@ DEFAULT_PUT_DEADLINE_S = 5.0
 
 
 class Session(OpenSession):
-    """A session, made by `connect`. A method that takes tokens also takes `keys=BlockKeys` instead.
+    """A session with the daemon, by which an engine stores, finds and reads blocks; `connect` makes it. A method that
+    takes `tokens` also takes `keys`, as BlockKeys, instead.
 
-    A wrong call raises KVStoreError(INVALID), also without a daemon, and changes nothing; a miss raises nothing. Calls
-    about any number of blocks work to the end or say why they stopped. A duration below 0 counts as 0, one of more than
-    a day, `inf` too, as a day. `group` names a layer group of the fingerprint, the first one by default."""
+    A wrong call raises KVStoreError(INVALID), also without a daemon; a miss raises nothing. Durations are bounded by 0
+    and a day. `group` names a layer group of the fingerprint, the first one by default.
+    """
 
     def lookup(
         self,
@@ -55,7 +56,9 @@ class Session(OpenSession):
         group: int | None = None,
         deadline_s: float | None = None,
     ) -> Lookup:
-        """Return the longest prefix that the daemon can restore, and how long that would take. It moves nothing."""
+        """Ask the daemon for the longest prefix of `tokens` that it can restore, and return its length, the tier of
+        each block, and the time that loading would take. No block is moved. It waits at most `deadline_s` seconds.
+        """
         timeout_s, prefix = self._deadline(deadline_s), self._prefix(tokens, keys, group)
         found = Lookup(reason=REASON_NO_DAEMON)
         if prefix is not None:
@@ -66,13 +69,14 @@ class Session(OpenSession):
     def probe(
         self, tokens: TokenIds | None = None, *, keys: BlockKeys | None = None, group: int | None = None
     ) -> Lookup:
-        """Return the answer of the lookup index in shared memory about a prefix: a hint, in microseconds, without a
-        round trip.
+        """Return what the lookup index in shared memory says about the blocks of a prefix. It takes microseconds and
+        does not ask the daemon.
 
-        `reason` "absent": the next block was not there; "unknown": only `lookup` can say (no index, or a place in it
-        that overflowed or was being changed). It has no estimate of the load. It may be old when it is used: read
-        through `get`, for which a stale hint is a miss. The first probe of a connection waits up to 20 ms for the
-        daemon to hand over the index; later ones do not wait."""
+        The answer may be out of date when it is used, so read blocks with `get`, which then returns a miss. The result
+        has no estimate of the load. Its `reason` is "absent" if the next block was not there, and "unknown" if only
+        `lookup` can say, because there is no index or its place for the block overflowed or was being changed. The
+        first probe of a connection waits up to 20 ms for the daemon to hand over the index. Later ones do not wait.
+        """
         return self._probe(self._prefix(tokens, keys, group), may_wait=True)
 
     def contains(
@@ -83,8 +87,9 @@ class Session(OpenSession):
         group: int | None = None,
         deadline_s: float | None = None,
     ) -> int | None:
-        """Return how many leading blocks can be restored, by the lookup index if it is sure, otherwise by a `lookup`
-        for the rest of the deadline; None if that cannot be found out in time."""
+        """Return the number of leading blocks of the prefix that can be restored. If the lookup index in shared memory
+        cannot say, ask the daemon. Return None if there is no answer within `deadline_s` seconds.
+        """
         deadline = self._clock() + self._deadline(deadline_s)
         found = self._probe(self._prefix(tokens, keys, group), may_wait=False)
         if found.reason == REASON_UNKNOWN:
@@ -100,10 +105,12 @@ class Session(OpenSession):
         probe: bool = False,
         deadline_s: float | None = None,
     ) -> ResumePoint:
-        """Return the longest boundary, of at most `max_blocks` blocks, at which every layer group can resume, and which
-        group ended it. `keys` has the keys of each group by its number. `probe`: the lookup index answers, as to
-        `Session.probe`. It moves nothing. Get what a group needs there with `get(tokens, group=..., first_block=...,
-        max_blocks=...)`, by `LayerGroup.needed_blocks`; a group of which less is leased cannot resume there."""
+        """Return the longest block boundary, of at most `max_blocks` blocks, at which every layer group can resume, and
+        the group that prevents a later one. `keys` has the keys of each group by its number. With `probe` the lookup
+        index answers, as for `Session.probe`; otherwise the daemon is asked. No block is moved. Then get what each
+        group needs, which `LayerGroup.needed_blocks` says, with `get(tokens, group=..., first_block=...,
+        max_blocks=...)`. A group of which fewer blocks are leased cannot resume there.
+        """
         timeout_s, max_blocks = self._deadline(deadline_s), _blocks(max_blocks)
         prefixes = prefixes_of(self._connection, tokens, keys)
         found = ResumePoint(reason=REASON_NO_DAEMON)
@@ -126,16 +133,16 @@ class Session(OpenSession):
         prefault: bool | None = None,
         promote: bool = True,
     ) -> Lease:
-        """Return a lease on the leading blocks that can be had within the deadline, counted from `first_block`, at most
-        `max_blocks`; an empty one (a miss) if there are none.
+        """Lease the longest stored prefix of `tokens`, from block `first_block` on and at most `max_blocks` blocks, and
+        return the lease. After a miss it has no blocks, and its `reason` says why.
 
-        Blocks in slower tiers are promoted first, as many as the deadline allows; `reason` is "late" if more are
-        stored. With `promote=False` none are: the lease holds the blocks that are mapped already, and its
-        `resident_blocks` and `estimated_load_s` say what another get would bring and cost. That is a lookup and the
-        common case of a get in one round trip. `verify` compares the token ids in each block's header with `tokens`
-        (only keys, with `keys=`). `prefault` enters the leased pages into this process's page table in one system call:
-        that moves the cost of a first pass (64 MiB: 3.5 ms) into this call, each time. Turn it on if `get` runs in a
-        thread of its own."""
+        Blocks in slower tiers are promoted first, as many as `deadline_s` seconds allow; `reason` is "late" if more are
+        stored. With `promote=False` none are: the lease holds the blocks that are in memory already, and its
+        `resident_blocks` and `estimated_load_s` say what another get would bring and cost. `verify` compares the token
+        ids in each block's header with `tokens` (only keys, with `keys=`). `prefault` enters the leased pages into this
+        process's page table in one system call. That moves the cost of a first pass (64 MiB: 3.5 ms) into this call,
+        each time; turn it on if `get` runs in a thread of its own.
+        """
         timeout_s, max_blocks = self._deadline(deadline_s), _blocks(max_blocks)
         first_block, prefix = count("first_block", first_block), self._prefix(tokens, keys, group)
         if prefix is not None and first_block:
@@ -163,10 +170,11 @@ class Session(OpenSession):
         deadline_s: float | None = None,
         verify: bool = True,
     ) -> LeaseStream:
-        """Return the leading blocks as a stream of leases, one each time some blocks have become readable: blocks in
-        DRAM at once, the others promoted from the first ("front") or from the last ("back"). For the other
-        parameters see `get`. An engine that computes from the front while blocks come from the back meets them in
-        the middle. The stream is empty (a miss) if there is no daemon."""
+        """Return a stream of leases on the stored prefix of `tokens`: one lease each time some blocks have become
+        readable. Blocks in DRAM come at once; the others are promoted from the first (`order` "front") or from the
+        last ("back"). An engine that computes from the front while blocks come from the back meets them in the
+        middle. For the other parameters see `get`. The stream is empty (a miss) if there is no daemon.
+        """
         one_of("order", order, ORDERS)
         timeout_s, max_blocks = self._deadline(deadline_s), _blocks(max_blocks)
         prefix = self._prefix(tokens, keys, group)
@@ -185,11 +193,12 @@ class Session(OpenSession):
         deadline_s: float | None = None,
         verify: bool = True,
     ) -> LayerStreams[LeaseStream]:
-        """Start `get_stream` for each of `groups` (default: all of the fingerprint), all requested at once. The whole
-        prefix of one group is queued before the next group's, so an engine whose layers are in several groups
-        (`LayerGroup.split`) computes the first group's layers while the others are loaded. A block is of use only if
-        every group has it: `min(stream.expect() for stream in streams)` is the number of useful blocks, before any
-        is loaded. `deadline_s` is for all of them together."""
+        """Start `get_stream` for each layer group in `groups` (by default all of the fingerprint), and return the
+        streams. The prefix of one group is loaded before the next group's, so an engine whose layers are in several
+        groups (`LayerGroup.split`) computes the first group's layers while the others are loaded. A block is of use
+        only if every group has it: `min(stream.expect() for stream in streams)` is the number of useful blocks,
+        before any is loaded. `deadline_s` seconds are for all groups together.
+        """
         if groups is not None and not isinstance(groups, (list, tuple, range)):
             raise invalid(f"groups must be a list of layer groups' numbers, got {type(groups).__name__}")
         chosen = self.fingerprint.groups if groups is None else [group_of(self.fingerprint, group) for group in groups]
@@ -219,7 +228,8 @@ class Session(OpenSession):
         deadline_s: float | None = DEFAULT_PUT_DEADLINE_S,
         **kept: Unpack[PutTerms],
     ) -> PutReceipt:
-        """Store blocks first_block, first_block + 1, … of the prefix; each payload has the group's fixed size.
+        """Store blocks of the prefix `tokens`: `payloads[i]` is the payload of block `first_block` + i, of the layer
+        group's fixed size. Return a receipt with the status of each block.
 
         A payload is bytes-like, an array, or a function(dest) that writes straight into shared memory; it may be called
         again for the same block, when that has to be sent again and its room was needed meanwhile. It may also only
@@ -227,7 +237,8 @@ class Session(OpenSession):
         `wait`: "published" returns when other clients find the blocks, "settled" when their durability is decided too.
         `durability`: "default" (the tenant's), "none", "batch" or "always"; it holds for blocks that are there
         already, too. `ttl`, `priority` and `pin` (`PutTerms`) keep such blocks longer, never shorter. `payload_bytes`
-        is needed only for functions in a group whose fingerprint leaves the size open."""
+        is needed only for functions in a group whose fingerprint leaves the size open.
+        """
         layers = group_of(self.fingerprint, group)
         mode, asked = DURABILITY_MODES[one_of("durability", durability, DURABILITY_MODES)], terms(**kept)
         one_of("wait", wait, ("published", "settled"))
@@ -257,8 +268,10 @@ class Session(OpenSession):
         budget_bytes: int = 0,
         group: int | None = None,
     ) -> Prefetched:
-        """Hint that these blocks will be needed in about `in_s` seconds (soon, by default). `budget_bytes` 0: the
-        default budget."""
+        """Tell the daemon that the blocks of the prefix will be needed in about `in_s` seconds (by default soon), so
+        that it promotes them. At most `budget_bytes` bytes are promoted, or the daemon's default if it is 0. Return
+        the numbers of blocks that are in memory already and that will be promoted.
+        """
         in_s = seconds("in_s", 0 if in_s is None else in_s)
         budget_bytes = count("budget_bytes", budget_bytes, most=UINT64_MAX)
         prefix = self._prefix(tokens, keys, group)
@@ -277,13 +290,14 @@ class Session(OpenSession):
         answer_tokens: int = 0,
         group: int | None = None,
     ) -> int:
-        """Send an expectation about this chain, so that the daemon keeps blocks that will be needed. Return how many of
-        its leading blocks are stored; 0 also if the daemon did not answer.
+        """Send the daemon an expectation about the chain of `tokens`, so that it keeps blocks that will be needed.
+        Return the number of leading blocks that are stored; 0 also if the daemon did not answer.
 
         Best sent when a request ends, for its prompt and answer: `will_continue`, a probability from 0 to 1; or
         `next_step`, why the engine stopped; and `answer_tokens`. `due_in_s`: in about this many seconds the stored
         blocks of the chain will be used, by a request that waits in a queue, or that is expected after a pause. The
-        daemon learns from later requests how far to trust each."""
+        daemon learns from later requests how far to trust each.
+        """
         expected = Expectation(will_continue, due_in_s, next_step, answer_tokens)
         prefix = self._prefix(tokens, keys, group)
         return 0 if prefix is None else requests.send_hint(prefix, expected)
@@ -292,9 +306,11 @@ class Session(OpenSession):
         self, tokens: TokenIds | None = None, *, keys: BlockKeys | None = None, group: int | None = None,
         **kept: Unpack[PutTerms],
     ) -> int:  # fmt: skip
-        """Count an access, as if the blocks had been read, and set how long they are kept, by `ttl`, `priority`, `pin`
-        and `unpin` (`PutTerms`). Return the number of leading blocks that the daemon knows; the others are left alone.
-        Raises KVStoreError for values out of bounds, and for more pinned bytes than the daemon allows."""
+        """Count an access to the blocks of a prefix, as if they had been read, and set how long they are kept, by
+        `ttl`, `priority`, `pin` and `unpin` (`PutTerms`). Return the number of leading blocks that are stored;
+        blocks behind them are not changed. Raises KVStoreError for values out of bounds, and for more pinned bytes
+        than the daemon allows.
+        """
         asked, prefix = terms(**kept), self._prefix(tokens, keys, group)
         return 0 if prefix is None else requests.send_touch(prefix, asked)
 
@@ -306,20 +322,22 @@ class Session(OpenSession):
         group: int | None = None,
         deadline_s: float | None = None,
     ) -> Deleted:
-        """Delete these blocks from every tier, last one first, for good. The deletion leaves no hole: see `Deleted` for
-        the blocks that are kept."""
+        """Delete the blocks of a prefix from every tier, the last block first, and return the counts. A block that is
+        leased, or that a stored block outside the request continues, is kept (`Deleted`).
+        """
         timeout_s, prefix = self._deadline(deadline_s), self._prefix(tokens, keys, group)
         if prefix is None:
             return Deleted(reason=REASON_NO_DAEMON)
         return requests.delete(prefix, timeout_s, clock=self._clock)
 
     def explain(self, request: ExplainRequest, *, deadline_s: float | None = None) -> ExplainReply | None:
-        """Return where blocks of this session's tenant are, or why they are missing; or, by `recent_misses`, its
-        misses.
+        """Ask the daemon where blocks of this session's tenant are or why they are missing, or, with `recent_misses` in
+        `request`, for the latest misses. Return its reply, or None if there was no answer within `deadline_s`
+        seconds.
 
-        Changes nothing and counts no access. The fields are documented in `kvstore_proto/v1/explain.proto`; `tenant`
-        may be left empty. None if there was no answer in time. Raises KVStoreError for invalid keys, for unknown names
-        and for another tenant."""
+        It changes nothing and counts no access. `kvstore_proto/v1/explain.proto` documents the fields; `tenant` may be
+        empty. Raises KVStoreError for invalid keys, for unknown names and for another tenant.
+        """
         request, timeout_s = requests.checked(request), self._deadline(deadline_s)
         daemon = self._connection.current()
         return None if daemon is None else requests.explain(daemon, request, timeout_s, clock=self._clock)

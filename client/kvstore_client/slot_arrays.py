@@ -19,7 +19,9 @@ from kvstore_proto.kv_layout import KVLayout
 
 
 class Slot:
-    """The payload of one block while a put fills it. `payload` is the whole payload: uint8[payload_bytes], writable."""
+    """The memory of one block's payload while a put fills it. `payload` is all of that memory, as a writable array
+    uint8[payload_bytes].
+    """
 
     def __init__(self, payload: Bytes, layout: KVLayout) -> None:
         self.payload = payload
@@ -27,15 +29,19 @@ class Slot:
         self._is_over = False
 
     def array(self, layer: int | None = None, *, kind: Kind) -> LeaseArray:
-        """Return a writable array for K or V of one layer; None means all layers. `Lease.array` will show the same
-        array. Drop what a library made of it before the put goes on: a later write would change a stored block. Raises
-        KVStoreError."""
+        """Return a writable array for K (`kind` "k") or V ("v") of one `layer` of the block, or of all layers if
+        `layer` is None. `Lease.array` will show the same numbers later. Drop what a library made of the array before
+        the put goes on, because a later write would change a stored block. Raises KVStoreError if there is no such
+        array.
+        """
         numbers = self._layout.numbers(len(self.payload), None if layer is None else count("layer", layer), kind)
         address = self.payload.__array_interface__["data"][0]
         return LeaseArray(numbers, address, self.payload, self, readonly=False)
 
     def hold(self) -> object:
-        """Return the slot. Raises BufferError once the put has gone on."""
+        """Return the slot, to refer to it. Raises BufferError once the put has gone on, because a write would then
+        change a stored block.
+        """
         if self._is_over:
             raise BufferError("the slot is the store's again: its put went on")
         return self
@@ -50,8 +56,10 @@ class Slot:
 def by_arrays(
     fingerprint: Fingerprint, write: Callable[[Slot], Finish | None], *, group: int | None = None
 ) -> FillSlot:
-    """Return a payload for `Session.put` that `write` fills through the arrays of a `Slot`: in shared memory, and in
-    place if the daemon allows it. `write` may begin copies and return a function that waits for their end."""
+    """Return a payload for `Session.put` that `write` fills through the arrays of a `Slot`, in shared memory. `write`
+    may begin copies and return a function that waits for their end. `group` is the layer group, by default the first
+    of `fingerprint`.
+    """
     layout = KVLayout(fingerprint, group_of(fingerprint, group))
 
     def fill(destination: Bytes) -> Finish | None:

@@ -34,7 +34,9 @@ CallLater = Callable[[float, Callable[[], None]], None]
 
 @dataclass(frozen=True, slots=True)
 class SlotSize:
-    """Slots of one size, for payloads of `payload_bytes` of a layer group."""
+    """The size of slots (places for one block in an arena): for payloads of `payload_bytes` bytes of the layer group
+    `group_id`.
+    """
 
     group_id: int
     payload_bytes: int
@@ -46,7 +48,9 @@ class SlotSize:
 
 @dataclass(slots=True)
 class Granted:
-    """Slots that this client may write to until `usable_until`."""
+    """Slots of one size that the daemon reserved for this client, which may write to them until `usable_until`, in
+    seconds of the client's clock. `reply` has their places.
+    """
 
     size: SlotSize
     reply: wire.ReserveSlotsReply
@@ -58,8 +62,9 @@ class Granted:
 
 
 class SlotRequests:
-    """The slots that one session of the daemon requests. `begin` sends a request; `call_later` calls a function after
-    some seconds, in a thread of its own.
+    """The requests of one session for slots to put blocks in place, and the slots that it holds ahead for the next put.
+    `begin` sends a request; `call_later` calls a function after some seconds, in another thread; `clock` returns
+    seconds.
     """
 
     def __init__(self, begin: Begin, call_later: CallLater, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -74,20 +79,25 @@ class SlotRequests:
     def request(
         self, size: SlotSize, blocks: int, deadline_s: float, parent: bytes = b"", *, ahead: bool = False
     ) -> Call:
-        """Request slots; `parent`: the block that the first of the blocks continues, which must not be evicted."""
+        """Ask the daemon for `blocks` slots of `size`, to be answered within `deadline_s` seconds, and return the call.
+        `parent` is the key of the block that the first new block continues, which the daemon then keeps. `ahead`
+        says that no put waits.
+        """
         request = wire.ReserveSlots(
             group=size.group_id, payload_bytes=size.payload_bytes, blocks=blocks, parent=parent, ahead=ahead
         )  # fmt: skip
         return self._begin(wire.Request(reserve_slots=request), deadline_s)
 
     def granted(self, size: SlotSize, reply: wire.ReserveSlotsReply, requested_at: float) -> Granted | None:
-        """Return the granted slots; None if there are none."""
+        """Return the slots that the daemon's `reply` grants, or None if it grants none. `requested_at` is the time of
+        the request, in seconds of the clock.
+        """
         if not reply.reservation:
             return None
         return Granted(size, reply, requested_at + reply.expires_in_ms / 1000 * USABLE_SHARE)
 
     def abandon(self, call: Call) -> None:
-        """Abandon a request: its slots are given back, even if they are granted late."""
+        """Stop waiting for a request for slots. If they are granted later, they are given back."""
         call.abandon(lambda late: self.give_back(late.reserve_slots.reservation))
 
     def give_back(self, reservation: int) -> None:
@@ -98,8 +108,8 @@ class SlotRequests:
     # Ahead
 
     def take_ahead(self, size: SlotSize, usable_s: float) -> Granted | None:
-        """Return the slots held ahead, which belong to the caller now, if they are of `size` and may be written to for
-        `usable_s` more seconds.
+        """Return the slots that are held ahead, which belong to the caller now. Return None, and give them back, unless
+        they are of `size` and may be written to for `usable_s` more seconds.
         """
         with self._lock:
             ahead, self._ahead = self._ahead, None
@@ -111,7 +121,9 @@ class SlotRequests:
         return None
 
     def request_ahead(self, size: SlotSize, blocks: int) -> None:
-        """Request slots for the next put, if none are held or requested yet. Does not wait for the answer."""
+        """Ask the daemon for `blocks` slots of `size` for the next put, unless slots are held or requested already. The
+        call does not wait for the answer.
+        """
         blocks, now = min(blocks, AHEAD_BYTES // size.nbytes), self._clock()
         with self._lock:
             if not blocks or self._ahead is not None or now < self._awaited_until:
@@ -122,8 +134,8 @@ class SlotRequests:
         self._awaited = call
 
     def give_back_ahead(self) -> None:
-        """Give back slots that are held ahead or about to be granted: no put follows, or the stream that watched the
-        time has ended.
+        """Give back the slots that are held ahead or about to be granted. Call it when no put follows or the stream has
+        ended.
         """
         if self._awaited is not None and self._awaited_until:
             self._awaited.wait(_CLOSE_WAIT_S)
@@ -133,7 +145,7 @@ class SlotRequests:
             self.give_back(ahead.reply.reservation)
 
     def hold(self, granted: Granted | None) -> None:
-        """Keep the slots for the next put, unless others are held."""
+        """Keep the `granted` slots for the next put, or give them back if other slots are held already."""
         now = self._clock()
         with self._lock:
             self._awaited_until = 0.0

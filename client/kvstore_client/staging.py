@@ -24,7 +24,9 @@ Ask = Callable[[wire.Request, float, Late], wire.Response | str]
 
 @dataclass(slots=True, eq=False)
 class Extent:
-    """A run of slots. `users` blocks in it are in use."""
+    """A run of slots in the staging memory: `nbytes` bytes from `offset` on. `users` is the number of its blocks that
+    are in use. The extent is free when `users` is 0.
+    """
 
     offset: int
     nbytes: int
@@ -33,14 +35,17 @@ class Extent:
 
 @dataclass(slots=True, eq=False)
 class Use:
-    """One request's hold on the extents of its blocks, one entry a block."""
+    """The use of staging memory by one request to store blocks: `extents` has the extent of each block. `is_over` is
+    True once the bytes are no longer in use.
+    """
 
     extents: list[Extent] = field(default_factory=list)
     is_over: bool = False
 
 
 class ClientStaging:
-    """The staging memory of one client, which the daemon reads. `memory` is mapped to write; `loan` is 0 before
+    """The staging memory of one client: shared memory where it places blocks for the daemon to copy, and the record of
+    which bytes are in use. `memory` is mapped to write. `loan` is the number of the daemon's permission, 0 before
     `obtain`.
     """
 
@@ -53,8 +58,9 @@ class ClientStaging:
         self._unanswered: set[Use] = set()
 
     def obtain(self, ask: Ask, timeout_s: float) -> str:
-        """Get the loan, if there is none yet. Return the reason if there is no answer in time. Raises the errors of
-        `ask`.
+        """Ask the daemon for the permission to use the staging memory, unless it was given before. Return "" if it is
+        given, or the reason if there is no answer within `timeout_s` seconds. Raises the errors of `ask`, which
+        sends the request.
         """
         if self.loan:
             return ""
@@ -68,7 +74,9 @@ class ClientStaging:
             return ""
 
     def renew(self, ask: Ask, timeout_s: float) -> None:
-        """Free the bytes of requests without an answer, once the daemon says that it does not read them any more."""
+        """Ask the daemon for a new permission, after which it reads nothing that was sent before. Then the bytes of
+        requests without an answer are free. `ask` sends the request, and waits at most `timeout_s` seconds.
+        """
         with self._changed:
             unanswered = list(self._unanswered)
         if not unanswered:
@@ -84,8 +92,8 @@ class ClientStaging:
             renewed(answer)
 
     def take(self, slot_bytes: int, most: int, wait_s: float = 0.0) -> Extent | None:
-        """Return a run of at most `most` free slots, each in use by the caller from now on; None if none was free in
-        time.
+        """Return an extent of at most `most` free slots of `slot_bytes` bytes, all in use by the caller from now on.
+        Return None if no slot became free within `wait_s` seconds.
 
         The lowest place comes first: memory used last is still in the processor's caches.
         """
@@ -106,14 +114,16 @@ class ClientStaging:
                     return None
 
     def hold(self, extent: Extent) -> None:
-        """Hold one block more in an extent whose use is about to end. Raises RuntimeError if it has ended."""
+        """Count one more block as a user of `extent`, which must be in use. Raises RuntimeError if it is free
+        already.
+        """
         with self._changed:
             if not extent.users:
                 raise RuntimeError(f"bytes {extent.offset}.. of the loan are free, and cannot be held")
             extent.users += 1
 
     def end(self, use: Use) -> None:
-        """End a request's use: it is answered, or was never sent. A second call does nothing."""
+        """End the use of bytes by a request that was answered or never sent. A second call does nothing."""
         with self._changed:
             if use.is_over:
                 return
@@ -129,8 +139,8 @@ class ClientStaging:
                 self._changed.notify_all()
 
     def leave_unanswered(self, use: Use) -> Callable[[wire.Response], None]:
-        """Note that no thread waits for the request's answer any more. Return the function to call if it arrives after
-        all.
+        """Note that no thread waits for the answer to the request of `use` any more; its bytes stay in use. Return the
+        function to call with the answer if it arrives late.
         """
         with self._changed:
             if not use.is_over:

@@ -30,9 +30,10 @@ _PENDING = wire.DURABILITY_PENDING
 
 
 class RequestStream:
-    """A stream of calls. `health` receives every answer and the end of the stream, unless `close` was called.
+    """A stream of requests to the daemon, with many calls in flight at once, over `transport`. `health` gets a report
+    of every answer, and of the end of the stream unless `close` was called.
 
-    `unreleased` holds lease ids to give back; it outlives the stream.
+    `unreleased` is a queue of lease numbers to give back; it outlives the stream.
     """
 
     def __init__(self, transport: Transport, health: StreamHealth, unreleased: deque[int]) -> None:
@@ -61,11 +62,13 @@ class RequestStream:
 
     @property
     def payload_bytes(self) -> int:
-        """The bytes of opaque payload inside the messages."""
+        """The bytes of block payload inside the messages of this stream, in both directions."""
         return self._transport.codec.payload_bytes
 
     def submit(self, request: wire.Request) -> Call:
-        """Send a request; its id is set here. Never blocks."""
+        """Send `request`, whose number is set here, and return the call to wait on. It never blocks; if the stream has
+        ended, the call has an error as its answer.
+        """
         if request.HasField("delete"):
             self.send_releases()  # a lease that was given back must not protect its blocks
         call = Call(next(self._ids), self)
@@ -81,7 +84,9 @@ class RequestStream:
         return call
 
     def abandon(self, call: Call, late: Late | None) -> None:
-        """Abandon a call, see `Call.abandon`. A thread that still waits for the call gets its last answer."""
+        """Stop waiting for the answers to `call`. If `late` is given, it is called with each answer that has just
+        arrived or still arrives. A thread that still waits gets the last answer.
+        """
         answered = []
         with self._lock:
             while (answer := call.taken()) is not None:
@@ -96,7 +101,9 @@ class RequestStream:
                 late(answer)
 
     def cancel(self, call: Call, late: Late) -> None:
-        """Cancel a call, see `Call.cancel`."""
+        """Stop waiting for the answers to `call`, and ask the daemon to end its work on it. `late` is called with each
+        answer that still arrives.
+        """
         self.abandon(call, late)
         with self._lock:
             is_under_way = call.request_id in self._waiting
@@ -105,7 +112,9 @@ class RequestStream:
             self._transport.send(wire.Request(request_id=next(self._ids), release=release))
 
     def wait(self, call: Call, timeout_s: float) -> wire.Response | None:
-        """Wait for an answer, see `Call.wait`."""
+        """Wait up to `timeout_s` seconds for the next answer to `call`, and return it. Return None if no answer came in
+        time.
+        """
         deadline = time.monotonic() + timeout_s
         if self._transport.read_until(call.is_answered, deadline):
             return call.taken()
@@ -124,12 +133,16 @@ class RequestStream:
         return call.taken()
 
     def release(self, lease_ids: Sequence[int]) -> None:
-        """Give leases back within milliseconds, together with other leases given back meanwhile."""
+        """Give the leases with the numbers `lease_ids` back within milliseconds, in one message with others. It does
+        not wait.
+        """
         self._unreleased.extend(lease_ids)
         self._nudge_releases()
 
     def call_later(self, delay_s: float, function: Callable[[], None]) -> None:
-        """Call `function` after a delay, on a thread of the transport. Not after the stream has ended."""
+        """Call `function` after `delay_s` seconds, in a thread of the transport. It is not called if the stream ends
+        before.
+        """
         at = time.monotonic() + delay_s
         with self._lock:
             heapq.heappush(self._timers, (at, next(self._ids), function))
@@ -137,7 +150,7 @@ class RequestStream:
                 self._transport.call_in(delay_s)
 
     def close(self) -> None:
-        """End the stream; calls in flight end as unavailable."""
+        """End the stream. Each call in flight gets an error of kind UNAVAILABLE as its answer."""
         self._finish("the session was closed")
         self._transport.close()
 
@@ -200,7 +213,9 @@ class RequestStream:
         self.send_releases()
 
     def send_releases(self) -> bool:
-        """Send the releases so far now. Return whether the daemon has not confirmed all of them yet."""
+        """Send the releases of leases that wait to be sent. Return True while the daemon has not confirmed all
+        releases.
+        """
         with self._releasing:
             while (request := self._next_releases()) is not None:
                 self._transport.send(request)

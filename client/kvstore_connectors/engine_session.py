@@ -17,7 +17,8 @@ from kvstore_proto.errors import KVStoreError
 
 
 def engine_class(package: str, files: Mapping[str, str], name: str, *, engine: str, install: str) -> Any:
-    """Return the class `name` for the `__getattr__` of `package`; `files` gives the package's module of each class.
+    """Import and return the class `name` of the connector package `package`, on its first use. `files` has the
+    package's module for each class.
 
     Raises AttributeError for a name that is not in `files`. Raises ImportError, which says what to `install`, if torch
     or `engine` is missing. `engine` is spelled as users do; its module is the name in lower case.
@@ -36,8 +37,8 @@ def engine_class(package: str, files: Mapping[str, str], name: str, *, engine: s
 
 
 def engine_session(logger: logging.Logger, socket: str, **options: Any) -> Session | None:
-    """Return a session, connected with the `options` of `kvstore_client.connect`. The session is degraded while there
-    is no daemon.
+    """Connect to the daemon whose directory is `socket` ("" for the default), with the `options` of
+    `kvstore_client.connect`, and return the session. It is degraded while there is no daemon.
 
     Return None if the daemon refuses this engine for good. Both cases are logged to `logger`.
     """
@@ -55,7 +56,9 @@ def engine_session(logger: logging.Logger, socket: str, **options: Any) -> Sessi
 
 
 class SayOnce:
-    """A filter for log lines: it passes each sentence to `say` only the first time. Safe for several threads."""
+    """A callable that passes a sentence to `say` the first time, and drops it when it comes again. It is safe for
+    several threads.
+    """
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say, self._said = say, set[str]()

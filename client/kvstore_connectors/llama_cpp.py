@@ -70,7 +70,8 @@ _NO_TOKENS: npt.NDArray[np.int32] = np.empty(0, np.int32)
 
 
 class KVStoreLlamaCache(BaseLlamaCache):  # type: ignore[misc]  # llama_cpp has no types
-    """The cache object for one `Llama`. `socket` is the parameter of `kvstore_client.connect`.
+    """A cache for one `llama_cpp.Llama` that stores its state in the daemon, for `llm.set_cache`. `socket` is the
+    parameter of `kvstore_client.connect`.
 
     `weights_digest` saves a pass over the model's file if a digest is known; it must differ for different weights, and
     the caller then answers for the file. `deadline_s` bounds the time of asking the daemon for a prompt. A prefix that
@@ -132,7 +133,7 @@ class KVStoreLlamaCache(BaseLlamaCache):  # type: ignore[misc]  # llama_cpp has 
 
     @property
     def cache_size(self) -> int:
-        """The bytes that this process has stored. The operator sees and limits the total of the store."""
+        """The bytes that this process has stored through this cache; the operator limits the size of the store."""
         return self._session.statistics().bytes_stored
 
     def __contains__(self, key: Sequence[int]) -> bool:
@@ -264,9 +265,8 @@ class KVStoreLlamaCache(BaseLlamaCache):  # type: ignore[misc]  # llama_cpp has 
 
 
 class PromptClock:
-    """A clock for the prompts of a model, by llama.cpp's own counters, which count an answer's tokens apart.
-
-    The counters stand still in a model that was opened with `no_perf=True`.
+    """A clock of the time that a model takes for prompts, by llama.cpp's counters, which count an answer's tokens
+    apart. They stand still in a model that was opened with `no_perf=True`.
     """
 
     def __init__(self, llm: llama_cpp.Llama) -> None:
@@ -277,7 +277,9 @@ class PromptClock:
         self._started = self._counted()
 
     def stop(self) -> tuple[int, float]:
-        """Return tokens and seconds since the start; zeros if the clock was not started, or the counters were reset."""
+        """Return the prompt tokens computed since `start`, and the seconds that took. Return zeros if the clock was not
+        started, or the counters were reset.
+        """
         started, self._started = self._started, None
         tokens, seconds = self._counted()
         if started is None or tokens <= started[0] or seconds <= started[1]:
@@ -321,11 +323,10 @@ class _Current(LlamaState):  # type: ignore[misc]
 def fingerprint_of(
     llm: llama_cpp.Llama, probed: SavedState, weights_digest: str, block_tokens: int = BLOCK_TOKENS
 ) -> Fingerprint:
-    """Return a fingerprint of everything but the tokens that this model's saved state depends on, including the version
-    of llama.cpp.
-
-    `probed`: the state of the first probe tokens. Its sketch covers what no setting shows, such as a rotation of K and
-    V or another library.
+    """Return the fingerprint of the model `llm`: all that its saved state depends on except tokens, with llama.cpp's
+    version. `weights_digest` names the weights, and a stored block has `block_tokens` tokens. `probed` is the
+    model's state of the first probe tokens; a sketch of its numbers covers what no setting shows, such as a rotation
+    of K and V.
     """
     params, shape = llm.context_params, probed.shape
     context = {name: _plain(getattr(params, name)) for name in _CONTEXT_SETTINGS if hasattr(params, name)}
@@ -373,7 +374,7 @@ def _loaded_files(llm: llama_cpp.Llama, *, is_named: bool) -> WeightFiles:
 
 
 def file_digest(path: Path) -> str:
-    """Return the digest of a model's file, or of all parts of a split one."""
+    """Return the digest of the model file at `path`. For one part of a split model it is the digest of all parts."""
     return WeightFiles(_parts(path)).digest()
 
 

@@ -41,15 +41,17 @@ _FORGETTING = ("kv_cache_clear", "kv_cache_seq_cp", "kv_cache_seq_keep", "kv_cac
 
 
 def probed_state(llm: llama_cpp.Llama) -> SavedState:
-    """Return the state of the first probe tokens. Raises StateUnsupported if blocks cannot be cut from it."""
+    """Compute the first probe tokens with `llm` and return its saved state, for `sketch`. The model's own state is
+    unchanged afterwards. Raises StateUnsupported if blocks cannot be cut from it.
+    """
     with _borrowed(llm):
         llm.eval(_tokens(llm, min(SKETCH_TOKENS, int(llm.n_ctx()))))
         return parse_state(llm.save_state().llama_state)
 
 
 def sketch(state: SavedState) -> str:
-    """Return a sketch of K and V of a probed state: the first layer's values for all tokens, and all layers' values for
-    the first token.
+    """Return a short text that sums up the numbers of K and V in a probed state: the first layer's for all tokens, and
+    all layers' for the first token. Models that compute other numbers get another text.
     """
     tokens, sums = len(state.positions), []
     planes = state.shape.planes
@@ -63,8 +65,8 @@ def sketch(state: SavedState) -> str:
 
 
 def why_not_restorable(llm: llama_cpp.Llama, block_tokens: int) -> str:
-    """Return why `llm` gives another answer from a restored block than from the whole prompt. Empty if the answers
-    agree, or if its context has no room for the test.
+    """Compute a test prompt with `llm` whole, and again from a restored block of `block_tokens` tokens. Return a
+    sentence if the answers differ. Return "" if they agree, or if the context has no room for the test.
     """
     if llm.n_ctx() < block_tokens + COMPUTED_TOKENS:
         return ""
@@ -93,7 +95,7 @@ def why_not_restorable(llm: llama_cpp.Llama, block_tokens: int) -> str:
 
 
 def take_state(llm: llama_cpp.Llama, state: npt.NDArray[np.uint8]) -> bool:
-    """Make `state` the content of the context of `llm`; return whether llama.cpp accepts it."""
+    """Make the saved `state` the content of the context of `llm`. Return False if llama.cpp does not accept it."""
     buffer = (ctypes.c_uint8 * len(state)).from_buffer(state.data)
     return bool(llama_cpp.llama_state_set_data(llm._ctx.ctx, buffer, len(state)) == len(state))
 
@@ -152,7 +154,9 @@ def _signs(values: Floats) -> str:
 
 
 class Evaluated:
-    """The record of the tokens that one `Llama` evaluated."""
+    """A record of the leading tokens that one `Llama` is known to hold. `positions` is the size of the context;
+    `ids[:count]` are the tokens.
+    """
 
     def __init__(self, positions: int) -> None:
         self.ids: Ids = np.zeros(positions, np.int32)
@@ -160,11 +164,11 @@ class Evaluated:
         self.is_evaluating = False
 
     def seen(self) -> Ids:
-        """Return a copy of the leading tokens that were seen."""
+        """Return a copy of the leading tokens that the model is known to hold, as int32."""
         return self.ids[: self.count].copy()
 
     def cut(self, position: int) -> None:
-        """Forget the tokens at `position` and behind it."""
+        """Forget the recorded tokens at `position` and behind it."""
         self.count = max(0, min(self.count, position))
 
     def restored(self, tokens: Sequence[int] | Ids) -> None:
@@ -173,7 +177,9 @@ class Evaluated:
         self.ids[: self.count] = tokens[: self.count]
 
     def evaluated(self, first: int, tokens: Sequence[int]) -> None:
-        """Record that the library evaluated `tokens` from position `first` on."""
+        """Record that the library computed `tokens` at the positions from `first` on. It counts only if the tokens
+        before them are recorded.
+        """
         if first > self.count:  # something else is before them
             return
         end = min(first + len(tokens), len(self.ids))
@@ -181,15 +187,15 @@ class Evaluated:
         self.count = end
 
     def check(self, llm: llama_cpp.Llama) -> None:
-        """Forget everything if the memory of `llm` holds fewer positions than the library counts."""
+        """Forget all recorded tokens if the memory of `llm` holds fewer positions than the library counts."""
         memory = llama_cpp.llama_get_memory(llm._ctx.ctx)
         if llama_cpp.llama_memory_seq_pos_max(memory, 0) + 1 < llm.n_tokens:
             self.cut(0)
 
 
 def watch(llm: llama_cpp.Llama) -> Evaluated:
-    """Return the record of `llm`. The record begins with the first call: tokens that the model held before were not
-    seen.
+    """Return the record of the tokens that `llm` holds, which follows its calls from now on. The first call makes the
+    record; tokens that the model held before are not in it.
     """
     record = llm.__dict__.get(_RECORD)
     if not isinstance(record, Evaluated):
@@ -202,8 +208,8 @@ def watch(llm: llama_cpp.Llama) -> Evaluated:
 
 
 def seen_in(state: Any) -> Ids:
-    """Return the leading tokens of a saved state that its `Llama` had evaluated; none if the `Llama` was not
-    watched.
+    """Return the leading tokens that the model was known to hold when `state` was saved. The array is empty if the
+    `Llama` was not watched.
     """
     seen = getattr(state, "kvstore_seen", None)
     return seen if isinstance(seen, np.ndarray) else np.zeros(0, np.int32)

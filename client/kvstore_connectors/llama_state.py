@@ -42,13 +42,15 @@ _IQ4_NL_VALUES = np.array(
 
 
 class StateUnsupported(ValueError):
-    """A saved state that is not one plain attention cache of one sequence; the message says what it is."""
+    """The error of a saved state that cannot be cut into blocks, since it is not one plain attention cache of one
+    sequence. The message says what it is.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """The K or the V part of one layer: its ggml type, the bytes of a token in it, and, if transposed, the bytes of an
-    element.
+    """The K or the V numbers of one layer in a saved state. `ggml_type` is their type, and `token_bytes` the bytes of a
+    token. If the numbers are transposed, `element_bytes` is the size of an element, otherwise 0.
     """
 
     ggml_type: int
@@ -56,20 +58,24 @@ class Plane:
     element_bytes: int = 0  # 0: a token's bytes are contiguous
 
     def of(self, region: Bytes, tokens: int) -> Bytes:
-        """Return a uint8 [rows, tokens * bytes] view of a region that holds this plane for `tokens` tokens."""
+        """Return `region`, the bytes of this plane for `tokens` tokens, as a uint8 view with one row, or if transposed
+        with one row for each element of a token.
+        """
         if self.element_bytes:
             return region.reshape(self.token_bytes // self.element_bytes, tokens * self.element_bytes)
         return region.reshape(1, tokens * self.token_bytes)
 
     @property
     def step_bytes(self) -> int:
-        """The bytes of one token in one row of `of`."""
+        """The bytes of one token in one row of the view that `of` returns."""
         return self.element_bytes or self.token_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class StateShape:
-    """The parts of a saved state that do not depend on its tokens."""
+    """The description of a model's saved states: everything in one that does not depend on its tokens. `keys` and
+    `values` have one plane for each layer.
+    """
 
     architecture: bytes
     is_transposed: bool
@@ -78,14 +84,16 @@ class StateShape:
 
     @property
     def planes(self) -> tuple[Plane, ...]:
-        """The planes in the order of a block's payload: K and V of the first layer, of the second, ..."""
+        """The planes of all layers in the order of a block's payload: K and V of the first layer, K and V of the
+        second, ...
+        """
         if not self.values:
             return self.keys
         return tuple(plane for pair in zip(self.keys, self.values, strict=True) for plane in pair)
 
     @property
     def layer_bytes(self) -> list[int]:
-        """The bytes of one token, by layer."""
+        """The bytes of one token's K and V, for each layer."""
         values = self.values or (Plane(0, 0),) * len(self.keys)
         return [key.token_bytes + value.token_bytes for key, value in zip(self.keys, values, strict=True)]
 
@@ -95,7 +103,7 @@ class StateShape:
 
     @property
     def types(self) -> str:
-        """The types of K and V, by their ggml numbers."""
+        """The types of K and V as text, by their ggml numbers, such as "1/1"."""
         return "/".join(
             ",".join(str(number) for number in sorted({plane.ggml_type for plane in planes}))
             for planes in (self.keys, self.values)
@@ -108,20 +116,22 @@ class StateShape:
 
 @dataclass(frozen=True, slots=True)
 class SavedState:
-    """A parsed state: views into its bytes, in the order of `StateShape.planes`."""
+    """A saved state that was taken apart. `positions` has the position of each cell (a token's place in the cache), and
+    `regions` are views of the bytes of each plane, in the order of `StateShape.planes`.
+    """
 
     shape: StateShape
     positions: npt.NDArray[np.int32]
     regions: tuple[Bytes, ...]
 
     def holds(self, tokens: int) -> bool:
-        """Return whether the first cells are positions 0, 1, ... up to `tokens`, so that blocks can be cut from
-        them.
+        """Return whether the first `tokens` cells of the state are the positions 0, 1, ..., so that blocks can be cut
+        from them.
         """
         return len(self.positions) >= tokens and bool(np.array_equal(self.positions[:tokens], np.arange(tokens)))
 
     def write_block(self, first: int, tokens: int, destination: Bytes) -> None:
-        """Write the payload of the block of `tokens` tokens from cell `first` on to `destination`."""
+        """Write the payload of one block to `destination`: K and V of the `tokens` tokens from position `first` on."""
         start = 0
         for plane, region in zip(self.shape.planes, self.regions, strict=True):
             end = start + tokens * plane.token_bytes
@@ -132,7 +142,9 @@ class SavedState:
 
 
 def parse_state(data: bytes | bytearray | memoryview | Bytes) -> SavedState:
-    """Take a saved state apart. Raises StateUnsupported."""
+    """Take apart the bytes of a saved state, and return its description and views of its parts. Raises StateUnsupported
+    if it is no plain attention cache of one sequence.
+    """
     cursor = _Cursor(np.frombuffer(data, np.uint8))
     name_bytes = cursor.number("<I")
     if name_bytes > _MAX_NAME_BYTES:
@@ -162,7 +174,9 @@ def parse_state(data: bytes | bytearray | memoryview | Bytes) -> SavedState:
 
 
 def assemble_state(shape: StateShape, blocks: Sequence[Bytes], block_tokens: int) -> Bytes:
-    """Return the saved state of a sequence whose consecutive blocks have these payloads."""
+    """Return the bytes of the saved state of a sequence. `blocks` are the payloads of its consecutive blocks, of
+    `block_tokens` tokens each, and `shape` describes the model's states.
+    """
     tokens = len(blocks) * block_tokens
     cells = np.zeros(tokens, _CELL)
     cells["position"], cells["sequences"] = np.arange(tokens), 1
@@ -238,7 +252,9 @@ class _Cursor:
 
 
 def plane_values(plane: Plane, region: Bytes, tokens: int) -> Floats:
-    """Return the numbers of a plane's `region`: f32 [tokens, numbers of a token]."""
+    """Return the numbers of K or V of one layer, as float32 [tokens, numbers of a token]. `region` has their bytes for
+    `tokens` tokens.
+    """
     if plane.element_bytes:
         elements = plane.of(region, tokens).reshape(-1, tokens, plane.element_bytes)
         region = np.ascontiguousarray(elements.transpose(1, 0, 2)).reshape(-1)

@@ -26,8 +26,8 @@ REASON_COMPUTED = "computing is faster than loading"
 
 @dataclass(frozen=True, slots=True)
 class PromptToLoad:
-    """A prompt to load. `tokens` is hashable, as `Session.get` takes it; of its `blocks` leading blocks the engine
-    holds `held`. All of `count` tokens will be held or computed, at least one of them computed.
+    """A prompt for which stored blocks may be loaded. `tokens` are its token ids, as `Session.get` takes them. At most
+    its first `blocks` blocks are loaded, and the engine holds `held` of them already. The prompt has `count` tokens.
     """
 
     tokens: Any
@@ -38,8 +38,10 @@ class PromptToLoad:
 
 @dataclass(slots=True)
 class Leased:
-    """The result of a lease. Use the first `blocks` blocks of `lease`, which include those already held; then call
-    `copied`. If `blocks` is at most the number held, there is nothing to load.
+    """The result of `lease_by_choice`: a lease on blocks that are expected to load faster than they are computed. Use
+    the first `blocks` blocks of `lease`, which include the blocks that the engine held already, then call `copied`.
+    If `blocks` is not more than the engine held, there is nothing to load. `lookup_s` is the time of the lookup in
+    seconds.
 
     `stored` is the number of blocks of the prompt that can be had. `reason` says why no more are used.
     """
@@ -52,8 +54,8 @@ class Leased:
     _observe: Callable[[int], None] = field(repr=False)
 
     def copied(self, blocks: int) -> None:
-        """Report that `blocks` blocks are in the engine now; 0 if the lease had ended. Without this call, the choice
-        learns nothing.
+        """Report that the first `blocks` blocks of the prompt are in the engine now, or 0 blocks if the lease had
+        ended. Without this call, nothing is learned about the cost of loading.
         """
         self._observe(blocks)
 
@@ -67,8 +69,9 @@ def lease_by_choice(
     block_bytes: int,
     deadline_s: float | None = None,
 ) -> Iterator[Leased]:
-    """Yield the leased blocks. `choice`: None loads all that is stored. `deadline_s` bounds the first question, in
-    seconds (default: the session's); it ends earlier if computing everything is known to take less.
+    """Lease the leading blocks of `prompt` that are worth loading, and yield them for the `with` block. `choice`
+    decides; None loads all that is stored. A block has `block_bytes` bytes. The first request takes at most
+    `deadline_s` seconds (by default the session's), or less if computing the whole prompt is known to take less.
     """
     if choice is not None:
         deadline_s = bounded_wait_s(choice, prompt.held * session.block_tokens, prompt.count, deadline_s)
@@ -95,9 +98,9 @@ def lease_by_choice(
 
 @dataclass(slots=True)
 class LeasedGroups:
-    """The result of a lease for a model of several layer groups. `parts`: of each group, the blocks that a resume
-    behind the first `blocks` blocks needs and that are not held already, and the lease on them; none if there is
-    nothing to load. Call `copied` at the end.
+    """The result of `lease_groups_by_choice`, for a model of several layer groups. Each of `parts` is a group, the
+    numbers of its blocks to load, and the lease on them. Together they let the model resume after its first `blocks`
+    blocks. There are no parts if nothing is to be loaded. Call `copied` at the end.
 
     `stored`: the longest boundary, in blocks, that suits every group. `reason` says why it is not longer, or not used.
     """
@@ -115,11 +118,13 @@ class LeasedGroups:
 
     @property
     def valid(self) -> bool:
-        """Return whether all bytes that were copied until now are the leased bytes."""
+        """Return whether all bytes that were copied until now are the leased bytes, because no lease has ended."""
         return all(lease.valid for _, _, lease in self.parts)
 
     def copied(self, blocks: int) -> None:
-        """Report that the first `blocks` blocks are in the engine now; 0 if a lease had ended."""
+        """Report that the engine now holds the state after the first `blocks` blocks of the prompt. Report 0 if a lease
+        had ended.
+        """
         self._observe(blocks)
 
 
@@ -127,8 +132,9 @@ class LeasedGroups:
 def lease_groups_by_choice(
     session: Session, prompt: PromptToLoad, choice: LoadChoice | None, *, deadline_s: float | None = None
 ) -> Iterator[LeasedGroups]:
-    """Yield what a resume needs at the longest boundary that suits every layer group, if loading all of it is worth it.
-    For the parameters see `lease_by_choice`.
+    """Lease the blocks that a model of several layer groups needs to resume at the longest boundary that suits every
+    group, if loading them is worth it, and yield the leases for the `with` block. For the parameters see
+    `lease_by_choice`.
     """
     if choice is not None:
         deadline_s = bounded_wait_s(choice, prompt.held * session.block_tokens, prompt.count, deadline_s)
@@ -167,8 +173,9 @@ def lease_groups_by_choice(
 
 
 def needed_from(group: LayerGroup, boundary: int, held: int, block_tokens: int) -> range:
-    """Return the blocks of a group to load for a resume at `boundary`, where the engine is behind `held` blocks: all
-    that a window or a state needs, and of other groups the blocks that are not held.
+    """Return the numbers of the blocks of `group` to load for a resume after `boundary` blocks, if the engine holds the
+    first `held` blocks already. A sliding window or a recurrent state is loaded whole, for other groups only blocks
+    that are not held.
     """
     needed = group.needed_blocks(boundary, block_tokens)
     return range(held, boundary) if group.kind in ("full", "latent") else needed
@@ -210,14 +217,17 @@ def _hit(prompt: PromptToLoad, mapped: int, stored: int, load_s: float, session:
 
 
 def hit_of(found: Lookup, first: int, last: int, *, block_tokens: int, block_bytes: int, tokens: int, held: int) -> Hit:
-    """Return the hit of blocks [first, last) of a lookup, behind `held` tokens of a prompt of `tokens`."""
+    """Return the description of a hit that `LoadChoice` decides about: blocks `first` to `last` - 1 of the lookup
+    `found`. They follow `held` tokens of a prompt of `tokens` tokens; a block has `block_tokens` tokens and
+    `block_bytes` bytes.
+    """
     each_s = found.load_s or (found.estimated_load_s / max(found.blocks, 1),) * found.blocks
     return Hit(found.tiers[first:last], each_s[first:last], block_tokens, block_bytes, tokens, held)
 
 
 def bounded_wait_s(choice: LoadChoice, held: int, count: int, deadline_s: float | None) -> float | None:
-    """Return how long asking for a prompt may take, in seconds: a daemon that hangs must not cost more than it could
-    have saved.
+    """Return the most seconds that a request for a prompt may take: `deadline_s`, or the time to compute the prompt, if
+    `choice` knows it and it is less. Of the prompt's `count` tokens the engine holds `held`.
     """
     computing_s = choice.known_compute_s(held, count - held)
     if math.isinf(computing_s):

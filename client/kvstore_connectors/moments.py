@@ -14,23 +14,23 @@ from kvstore_restore.choice import LoadChoice
 
 
 class Moment(Protocol):
-    """A point behind all work that the engine had begun when the moment was made."""
+    """The point in time when all work that the engine had begun so far is finished. The device may reach it later."""
 
     def wait(self) -> None:
         """Wait until the moment has come. Raises the device's error."""
         ...
 
     def seconds_since(self, earlier: Any) -> float | None:
-        """Return the seconds since an earlier moment of this kind; None if they are not known, or not yet. Never
-        waits.
+        """Return the seconds from the moment `earlier` to this one. Return None if they are not known, or not yet. It
+        never waits.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class HostMoment:
-    """A moment of an engine that has finished all that it has begun. `at_s`: None if the work of another device may
-    still run when its call returns.
+    """A moment of an engine on the CPU, whose work is finished when its call returns. `at_s` is the time in seconds, or
+    None if another device may still be computing then.
     """
 
     at_s: float | None
@@ -43,7 +43,7 @@ class HostMoment:
 
 
 class LayerProgress:
-    """A counter of the layers of a copy that are done: one thread copies, other threads wait for the layer that they
+    """A counter of the layers that a copy has finished. One thread copies; other threads wait for the layer that they
     will read.
 
     A copy ends once, even if some of its layers are not done.
@@ -66,13 +66,14 @@ class LayerProgress:
             self._changed.notify_all()
 
     def wait(self, layer: int) -> None:
-        """Wait until `layer` is done, or the copy has ended without it."""
+        """Wait until layer number `layer` is copied, or the copy has ended without it."""
         with self._changed:
             self._changed.wait_for(lambda: self._done > layer or self._has_ended)
 
 
 class ModelCallTimes:
-    """A report of the times of a model's calls to `choice`, as soon as they are known; None: nothing is learned.
+    """A reporter of the times that a model's calls take to `choice`, as soon as the times are known. With None, nothing
+    is reported.
 
     A device may still be computing when its call returns: then the time is asked for at the next call, never waited
     for.
@@ -88,7 +89,7 @@ class ModelCallTimes:
         self.report()
 
     def report(self) -> None:
-        """Report the time of the latest call to the choice, if it is known by now."""
+        """Report the time of the latest call to the choice, if the device has finished it. It never waits."""
         if self._choice is None or self._open is None:
             return
         first, tokens, begin, end = self._open

@@ -16,14 +16,16 @@ from kvstore_proto.identity import KEY_BYTES, BlockKeys
 
 @dataclass(frozen=True, slots=True)
 class PageKeys:
-    """A map from an engine's page hashes to the store's keys. `secret` is 16 bytes that only this tenant and
+    """A map from an engine's hashes of pages to the keys of the store. `secret` is 16 bytes that only this tenant and
     fingerprint have.
     """
 
     secret: bytes
 
     def of(self, hashes: Sequence[str], pool: str = "kv") -> BlockKeys:
-        """Return the keys of consecutive pages of one pool. Equal hashes in two pools are two pages."""
+        """Return the keys of consecutive pages, given the engine's `hashes` of them. Pages of different `pool` names
+        never share a key.
+        """
         return BlockKeys(b"".join(self._key(pool, page) for page in hashes))
 
     def _key(self, pool: str, page: str) -> bytes:

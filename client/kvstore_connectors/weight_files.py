@@ -22,7 +22,9 @@ DELETED = " (deleted)"
 
 @dataclass(frozen=True, slots=True)
 class Mapping:
-    """A run of addresses, [begin, end), that map a file; `path` ends in " (deleted)" if that name is gone."""
+    """A range of addresses of this process, from `begin` to `end` - 1, that maps a file. `path` ends in " (deleted)" if
+    the file no longer has that name.
+    """
 
     begin: int
     end: int
@@ -32,7 +34,9 @@ class Mapping:
 
 
 class WeightFiles:
-    """Open files whose content must not change. They are closed when the object is collected."""
+    """A set of open files with a model's weights, to notice when one is written to. They are closed when the object is
+    collected.
+    """
 
     def __init__(self, paths: Iterable[Path]) -> None:
         """Open `paths` and remember their present state. Raises OSError."""
@@ -49,11 +53,13 @@ class WeightFiles:
 
     @property
     def states(self) -> list[os.stat_result]:
-        """Return the present state of each file."""
+        """The present status of each file, as `os.fstat` returns it."""
         return [os.fstat(descriptor) for descriptor in self._descriptors]
 
     def digest(self) -> str:
-        """Return xxh3 over the content of all files, in order. It guards against mix-ups, not forgery."""
+        """Return the xxh3 digest of the content of all files, in order, as text. It guards against mix-ups, not
+        forgery.
+        """
         hashing = xxhash.xxh3_128()
         for descriptor in self._descriptors:
             offset = 0
@@ -64,7 +70,7 @@ class WeightFiles:
         return hashing.hexdigest()
 
     def changed(self, *, by_content: bool = False) -> str:
-        """Return the path of a file that was written to, or cut, since it was opened; "" if there is none.
+        """Return the path of a file that was written to, or cut, since it was opened, or "" if there is none.
 
         `by_content`: the caller compares contents, so that other permissions, and a time that was set back, count too.
         """
@@ -91,8 +97,9 @@ class WeightFiles:
 
 
 def why_unknown(files: WeightFiles, mappings: list[Mapping], began: float) -> str:
-    """Return why this process, which began at `began` (Unix time), may have loaded other bytes than `files` have. "" if
-    it cannot have: the process maps the files, or neither they nor a link to them is younger than the process.
+    """Return a sentence if this process, which began at `began` (Unix time), may have loaded other bytes than `files`
+    have. Return "" if one of `mappings` is of the file, or if neither the file nor a link to it is younger than the
+    process.
     """
     for path, state in zip(files.paths, files.states, strict=True):
         real = os.path.realpath(path)
@@ -107,7 +114,7 @@ def why_unknown(files: WeightFiles, mappings: list[Mapping], began: float) -> st
 
 
 def process_began() -> float:
-    """Return when this process began, as Unix time in seconds, at most a tick too early."""
+    """Return the time at which this process began, as Unix time in seconds, at most a clock tick too early."""
     with open("/proc/self/stat", encoding="ascii", errors="replace") as file:
         ticks = int(file.read().rpartition(")")[2].split()[19])
     uptime = ticks / os.sysconf("SC_CLK_TCK")
@@ -115,7 +122,7 @@ def process_began() -> float:
 
 
 def mappings_now() -> list[Mapping]:
-    """Return the files that this process maps."""
+    """Return the mappings of files in this process's memory, one for each range of addresses."""
     found = []
     with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as file:
         for line in file:

@@ -43,7 +43,8 @@ _SAVE_EVERY = 64  # loads that were observed
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """A hit: stored blocks of a prompt of `tokens` tokens, behind the `first` tokens that the engine holds.
+    """A description of a hit, for a choice: stored blocks of a prompt of `tokens` tokens, behind the `first` tokens
+    that the engine holds.
 
     `tiers`, `load_s`: by block; `load_s` is the seconds that a block adds to the time until all are mapped. Raises
     ValueError if the blocks do not leave a token to compute, or differ in number.
@@ -63,13 +64,14 @@ class Hit:
             raise ValueError("a block needs at least one token and one byte, and one token of a prompt is computed")
 
     def held(self, blocks: int) -> int:
-        """Return how many tokens the engine holds once `blocks` blocks are loaded."""
+        """Return the number of leading tokens that the engine holds once the first `blocks` blocks are loaded."""
         return self.first + blocks * self.block_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """A choice: load `blocks` leading blocks, give that up after `deadline_s` seconds, and compute the rest.
+    """A decision about a hit: load the first `blocks` blocks, give that up after `deadline_s` seconds, and compute the
+    tokens behind them.
 
     `load_s` and `compute_s` are predicted; `wait_s` is the daemon's part of `load_s`, without the bias of `tier`.
     `is_trial`: another number is predicted to be a little better.
@@ -85,14 +87,14 @@ class Chosen:
 
 
 def all_of(hit: Hit) -> Chosen:
-    """Choose without any knowledge: all blocks that can be had, however long it takes."""
+    """Return the decision to load all blocks of `hit`, however long it takes, for a caller that knows no costs."""
     return Chosen(len(hit.tiers), deadline_s=math.inf, wait_s=sum(hit.load_s), tier=_slowest(hit, len(hit.tiers)))
 
 
 class LoadChoice:
-    """Chooses how many stored blocks of a prefix to load and how many to compute. It loads all blocks until something
-    was computed. `costs`: the learned costs. `step_tokens`: the most tokens that the engine computes in one step, 0: no
-    bound.
+    """An object that decides how many stored blocks of a prefix to load, and learns the costs of loading and computing.
+    It loads all blocks until a cost of computing is known. `costs` are costs learned before. `step_tokens` is the
+    most tokens that the engine computes in one step; 0 stands for no limit.
     """
 
     def __init__(self, costs: LearnedCosts | None = None, *, step_tokens: int = 0) -> None:
@@ -106,7 +108,9 @@ class LoadChoice:
         self._lock = threading.RLock()
 
     def choose(self, hit: Hit, *, all_or_none: bool = False) -> Chosen:
-        """Choose how many blocks of `hit` to load. `all_or_none`: no number in between."""
+        """Return how many leading blocks of `hit` to load, and for how long to try. With `all_or_none` it is all or no
+        blocks.
+        """
         with self._lock:
             return self._choose(hit, all_or_none) if hit.tiers else Chosen(0)
 
@@ -135,23 +139,25 @@ class LoadChoice:
         return self._costs.prefill_s(first, first + tokens, self._step_tokens)
 
     def known_compute_s(self, first: int, tokens: int) -> float:
-        """Return the prediction of `compute_s`; infinity until something was computed."""
+        """Return the predicted seconds to compute `tokens` tokens from position `first` on, or infinity until a step
+        was observed.
+        """
         with self._lock:
             return self.compute_s(first, tokens) if self._costs.steps.is_known else math.inf
 
     def observe_compute(self, first: float, tokens: int, seconds: float) -> None:
         """Learn that one step of `tokens` tokens, from position `first` on, took `seconds`. For tokens of several
-        requests, `first` is such that `tokens * (first + tokens / 2)` is the number of pairs of a token and one that
-        it attends to. A step much shorter than the latest hit shows only the fixed time of every step: many short
-        steps would teach a fit only noise.
+        requests, `first` is such that `tokens * (first + tokens / 2)` is the number of pairs of a token and a token
+        that it attends to. A step much shorter than the latest hit shows only the fixed time of every step: many
+        short steps would teach a fit only noise.
         """
         with self._lock:
             if self._costs.observe_batch([(tokens, first)], seconds, least_tokens=self._informative_tokens):
                 self._since_compute = 0
 
     def observe_load(self, hit: Hit, chosen: Chosen, blocks: int, seconds: float) -> None:
-        """Learn that `blocks` of the chosen ones had been loaded after `seconds`; if fewer than chosen, the load was
-        given up.
+        """Learn that `blocks` of the blocks in the decision `chosen` for `hit` were loaded after `seconds`. Fewer than
+        chosen means that the load was given up.
         """
         if not chosen.blocks or seconds <= 0:
             return
@@ -172,13 +178,15 @@ class LoadChoice:
         self._costs.biases.observe(chosen.tier, predicted, factor, gave_up=not is_whole)
 
     def save(self, path: Path | None = None) -> None:
-        """Save the learned costs, as `LearnedCosts.save` does."""
+        """Save the learned costs in the file `path`, by default the one that they were loaded from."""
         self._unsaved = 0
         self._costs.save(path)
 
     @classmethod
     def load(cls, path: Path, *, step_tokens: int = 0, clock: Callable[[], float] = time) -> LoadChoice:
-        """Return a choice by the costs that were saved in `path`. They are saved there again every now and then."""
+        """Return a choice with the costs that were saved in the file `path`. It saves them there again every 64 loads.
+        `clock` returns seconds that go on over restarts.
+        """
         return cls(LearnedCosts.load(path, clock), step_tokens=step_tokens)
 
     def _total_s(self, hit: Hit, blocks: int, waits: Sequence[float]) -> float:

@@ -17,8 +17,8 @@ _TOKENS, _ATTENDED, _BYTES = 512.0, 512.0 * 1024.0, 16.0 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class ComputeCost:
-    """The cost of computing: `fixed_s` a step, `token_s` a token, `attended_s` for each pair of a token and one that it
-    attends to.
+    """The cost of computing one step, in seconds: `fixed_s` for the step, `token_s` for each token, and `attended_s`
+    for each pair of a token and a token that it attends to.
     """
 
     fixed_s: float
@@ -27,12 +27,12 @@ class ComputeCost:
 
     @staticmethod
     def features(tokens: float, attended: float) -> tuple[float, float, float]:
-        """Return the features of a step of `tokens` tokens that attend to `attended` pairs."""
+        """Return the three inputs of a linear fit of the cost of a step of `tokens` tokens with `attended` pairs."""
         return 1.0, tokens / _TOKENS, attended / _ATTENDED
 
     @classmethod
     def fitted(cls, coefficients: Sequence[float]) -> ComputeCost:
-        """Return the cost of `features`; a coefficient below 0 counts as 0."""
+        """Return the cost with the fitted `coefficients` for `features`. A coefficient below 0 counts as 0."""
         fixed_s, token_s, attended_s = (max(0.0, value) for value in coefficients)
         return cls(fixed_s, token_s / _TOKENS, attended_s / _ATTENDED)
 
@@ -47,19 +47,19 @@ class ComputeCost:
 
 @dataclass(frozen=True, slots=True)
 class LinkCost:
-    """The cost of a link: `fixed_s` a load and `byte_s` a byte."""
+    """The cost of loading over a link, in seconds: `fixed_s` for a load, and `byte_s` for each byte."""
 
     fixed_s: float
     byte_s: float
 
     @staticmethod
     def features(nbytes: float) -> tuple[float, float]:
-        """Return the features of a load of `nbytes`."""
+        """Return the two inputs of a linear fit of the cost of a load of `nbytes` bytes."""
         return 1.0, nbytes / _BYTES
 
     @classmethod
     def fitted(cls, coefficients: Sequence[float]) -> LinkCost:
-        """Return the cost of `features`; a coefficient below 0 counts as 0."""
+        """Return the cost with the fitted `coefficients` for `features`. A coefficient below 0 counts as 0."""
         fixed_s, byte_s = (max(0.0, value) for value in coefficients)
         return cls(fixed_s, byte_s / _BYTES)
 
@@ -70,7 +70,7 @@ class LinkCost:
 
 @dataclass(frozen=True, slots=True)
 class Contention:
-    """Factors by which computing and loading take longer while the other runs; at least 1."""
+    """The factors, at least 1, by which computing and loading take longer while the other one runs."""
 
     compute: float = 1.0
     load: float = 1.0
@@ -87,7 +87,9 @@ class Contention:
 
 @dataclass(frozen=True, slots=True)
 class RestoreCosts:
-    """All costs of one model on one machine. `links` by the name of the tier."""
+    """All costs of restoring prefixes of one model on one machine. `links` has the cost of loading from each tier, by
+    name.
+    """
 
     compute: ComputeCost
     links: Mapping[str, LinkCost]

@@ -23,7 +23,9 @@ _MEMORY = 0.995  # requests of one kind follow each other: a shorter one would f
 
 
 class Fit:
-    """A linear fit: cost_s ~ features @ coefficients, in seconds. Features should be scaled to be of the order of 1."""
+    """A linear model of a cost in seconds, `features @ coefficients`, refitted with every observation. Features should
+    be of the order of 1.
+    """
 
     def __init__(
         self, prior: Sequence[float], uncertainty: float = 10.0, memory: float = _MEMORY, patience: int = 2
@@ -42,15 +44,15 @@ class Fit:
             self._covariance[at][at] = (max(abs(value), _SMALLEST_COST_S) * uncertainty) ** 2
 
     def predict(self, features: Sequence[float]) -> float:
-        """Return the predicted seconds for `features`; at least 0."""
+        """Return the predicted cost for `features` in seconds, at least 0."""
         return max(0.0, float(sum(map(mul, self.coefficients, features))))
 
     def observe(
         self, features: Sequence[float], cost_s: float, *, is_to_scale: bool = False, is_alike: bool = True
     ) -> None:
-        """Learn that `features` took `cost_s` seconds. A sample that is not finite or not positive is ignored.
-        `is_to_scale`: earlier samples were wrong by one factor, which this one corrects. Unless `is_alike`, the
-        sample moves other predictions only as far as it shares features with them.
+        """Learn that the cost for `features` was `cost_s` seconds. A value that is not finite or not positive is
+        ignored. With `is_to_scale`, earlier samples were wrong by one factor, which this one corrects. Unless
+        `is_alike`, the sample moves other predictions only as far as it shares features with them.
         """
         if not (math.isfinite(cost_s) and cost_s > 0 and all(map(math.isfinite, features))):
             return
@@ -72,11 +74,13 @@ class Fit:
         self._covariance = [[factor * factor * value for value in line] for line in self._covariance]
 
     def state(self) -> dict[str, list[float] | int | float]:
-        """Return the state that `restore` needs, as plain numbers."""
+        """Return the learned state as plain numbers, for `restore`."""
         return {"samples": self.samples, "coefficients": self.coefficients, "scale": self._scale}
 
     def restore(self, samples: int, coefficients: Sequence[float], scale: float) -> None:
-        """Continue from a saved fit. Raises ValueError if it has another form."""
+        """Continue from the numbers that `state` of another fit returned. Raises ValueError if they are no such
+        state.
+        """
         values = [float(value) for value in coefficients]
         if len(values) != len(self.coefficients) or not all(map(math.isfinite, values)) or samples < 0:
             raise ValueError(f"not a fit of {len(self.coefficients)} finite coefficients")

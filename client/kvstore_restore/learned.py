@@ -39,8 +39,8 @@ Pieces = Iterable[tuple[int, float]]
 
 
 class LearnedCosts:
-    """The costs of loading and computing, learned from measured times. They start from priors that are wrong by a
-    factor for most machines, until something was measured. `clock`: seconds that go on over restarts.
+    """The costs of loading and computing on this machine, learned from measured times. Until something is measured they
+    are guesses, wrong by a factor for most machines. `clock` returns seconds that go on over restarts.
     """
 
     def __init__(self, clock: Callable[[], float] = time) -> None:
@@ -51,31 +51,36 @@ class LearnedCosts:
         self._path: Path | None = None
 
     def costs(self, *tiers: str) -> RestoreCosts:
-        """Return the present costs; `tiers` are added with the prior if nothing was loaded from them yet."""
+        """Return the present costs as plain values. A tier in `tiers` from which nothing was loaded yet has a guessed
+        cost.
+        """
         links = {tier: self._link(tier) for tier in dict.fromkeys((*self.links, *tiers))}
         return RestoreCosts(self.steps.cost, links, self._contention)
 
     def batch_s(self, pieces: Pieces) -> float:
-        """Return the predicted seconds of one step of `pieces`, alone; 0 without tokens."""
+        """Return the predicted seconds of one step that computes `pieces`, without loading beside it. Return 0 without
+        tokens.
+        """
         return self.steps.cost.step_s(*_tokens_attended(pieces))
 
     def prefill_s(self, start: float, end: float, step_tokens: int = 0) -> float:
-        """Return the predicted seconds to compute [start, end) alone, in steps of at most `step_tokens` tokens; 0: in
-        one.
+        """Return the predicted seconds to compute the tokens at positions `start` to `end` - 1, without loading beside
+        it, in steps of at most `step_tokens` tokens. 0 stands for one step.
         """
         tokens, cost = int(end - start), self.steps.cost
         further = -(-tokens // step_tokens) - 1 if step_tokens and tokens else 0
         return cost.chunk_s(start, tokens) + further * cost.fixed_s
 
     def load_s(self, tier: str, nbytes: int) -> float:
-        """Return the predicted seconds to load `nbytes` from `tier` in one piece, alone."""
+        """Return the predicted seconds to load `nbytes` bytes from `tier` in one piece, without computing beside it."""
         return self._link(tier).load_s(nbytes)
 
     def observe_batch(
         self, pieces: Pieces, seconds: float, *, least_tokens: int = 0, beside_loading: bool = False
     ) -> bool:
-        """Learn that a step of `pieces` took `seconds`. Return whether it taught the cost of tokens; a step of fewer
-        than `least_tokens` only teaches the fixed cost of every step.
+        """Learn that a step that computed `pieces` took `seconds`. A step of fewer than `least_tokens` tokens only
+        teaches the fixed cost of every step. Return whether the step taught the cost of tokens. `beside_loading`
+        says that a load ran meanwhile.
         """
         tokens, attended = _tokens_attended(pieces)
         if tokens < 1 or not 0 < seconds < math.inf:
@@ -90,15 +95,17 @@ class LearnedCosts:
         return self.steps.observe(tokens, attended, seconds, least_tokens)
 
     def expect_load(self, tier: str, nbytes: int, seconds: float) -> None:
-        """Expect `seconds` of loading `nbytes` from `tier`, until something was loaded from it. At most 16 tiers are
-        kept.
+        """Predict `seconds` for loading `nbytes` bytes from `tier`, until something was loaded from it. At most 16
+        tiers are kept.
         """
         if nbytes > 0 and 0 < seconds < math.inf and tier not in self.links and len(self.links) < _MOST_TIERS:
             _, size = LinkCost.features(nbytes)
             self.links[tier] = Fit((0.1 * seconds, 0.9 * seconds / size))  # mostly by the size
 
     def observe_load(self, tier: str, nbytes: int, seconds: float, *, beside_computing: bool = False) -> None:
-        """Learn that loading `nbytes` from `tier` took `seconds`."""
+        """Learn that loading `nbytes` bytes from `tier` took `seconds`. `beside_computing` says that a step ran
+        meanwhile.
+        """
         self.expect_load(tier, nbytes, seconds)
         if nbytes < 1 or not 0 < seconds < math.inf or tier not in self.links:
             return
@@ -112,7 +119,9 @@ class LearnedCosts:
         fit.observe(features, seconds)
 
     def save(self, path: Path | None = None) -> None:
-        """Save atomically, by default to the file that they were loaded from; do nothing if that cannot be written."""
+        """Save the costs in the file `path`, by default the one that they were loaded from. Do nothing if it cannot be
+        written.
+        """
         if path := path or self._path:
             kept = {
                 "version": _VERSION,
@@ -125,7 +134,9 @@ class LearnedCosts:
 
     @classmethod
     def load(cls, path: Path, clock: Callable[[], float] = time) -> LearnedCosts:
-        """Return the saved costs; new ones if the file is missing, damaged or of another version."""
+        """Return the costs that were saved in the file `path`, or new ones if it is missing, damaged or of another
+        version.
+        """
         costs = cls(clock)
         try:
             costs._restore(json.loads(path.read_text()))
@@ -151,7 +162,7 @@ class LearnedCosts:
 
 
 class StepFit:
-    """Fits the seconds of a step: a part that every step takes, and one that its tokens take.
+    """A model of the seconds that a step takes: a part that every step takes, and a part that grows with its tokens.
 
         every step + fixed + token * tokens + attended * pairs of a token and one that it attends to
 
@@ -181,8 +192,8 @@ class StepFit:
         return self._fit.samples > 0
 
     def observe(self, tokens: float, attended: float, seconds: float, least_tokens: int) -> bool:
-        """Learn that one step took `seconds`. It is a short one if it computed fewer than `least_tokens`. Return
-        whether it taught the cost of tokens.
+        """Learn that one step of `tokens` tokens with `attended` pairs took `seconds`. Fewer than `least_tokens` tokens
+        make it a short step. Return whether it taught the cost of tokens.
         """
         if self.is_known and tokens < least_tokens:
             self._observe_short(seconds - self._own.step_s(tokens, attended))
@@ -203,11 +214,13 @@ class StepFit:
         return True
 
     def state(self) -> dict[str, object]:
-        """Return the state that `restore` needs, as plain numbers."""
+        """Return the learned state as plain numbers, for `restore`."""
         return {"fit": self._fit.state(), "every_s": self._every_s, "long": list(self._long)}
 
     def restore(self, fit: dict[str, Any], every_s: float, long: list[float]) -> None:
-        """Continue from a saved state. Raises ValueError, TypeError if it has another form."""
+        """Continue from the values that `state` of another object returned. Raises ValueError or TypeError if they have
+        another form.
+        """
         tokens, attended = long
         if not (0 <= float(every_s) < 1e6 and 0 <= tokens < 1e12 and 0 <= attended < 1e18):
             raise ValueError("not the costs of steps")
@@ -246,7 +259,8 @@ class _Bias:
 
 
 class Biases:
-    """The recent errors of the daemon's estimates of loads, by tier. Predictions are seconds a byte.
+    """The factors by which loads lately took longer than the daemon had estimated, by tier. `clock` returns seconds.
+    Estimates are given as seconds a byte.
 
     A bias is measured by predicted time, kept with the prediction that it corrects. If the daemon now predicts the
     measured time, it has learned by itself: that prediction is not corrected a second time. A bias above 1 halves every
@@ -258,7 +272,7 @@ class Biases:
         self._by_tier: dict[str, _Bias] = {}
 
     def of(self, tier: str, predicted: float) -> float:
-        """Return the factor for the prediction `predicted` for `tier`."""
+        """Return the factor to multiply an estimate of `predicted` seconds a byte for `tier` by."""
         known = self._by_tier.get(tier)
         if known is None:
             return 1.0
@@ -276,7 +290,9 @@ class Biases:
         return factor
 
     def observe(self, tier: str, predicted: float, factor: float, *, gave_up: bool = False) -> None:
-        """Learn that a load took `factor` times its prediction; `gave_up`: it would have taken longer than that."""
+        """Learn that a load from `tier` took `factor` times its estimate of `predicted` seconds a byte. With `gave_up`
+        it was given up then, and would have taken longer.
+        """
         known = self.of(tier, predicted)
         if gave_up:
             factor = max(2 * factor, known)
@@ -288,11 +304,13 @@ class Biases:
         self._by_tier[tier] = _Bias(_bounded(factor), self._clock(), predicted)
 
     def state(self) -> dict[str, list[float]]:
-        """Return the state that `restore` needs, as plain numbers."""
+        """Return the learned state as plain numbers, for `restore`."""
         return {tier: [bias.factor, bias.at_s, bias.predicted] for tier, bias in self._by_tier.items()}
 
     def restore(self, state: Mapping[str, Sequence[float]]) -> None:
-        """Continue from `state`. Raises ValueError, TypeError or AttributeError if it has another form."""
+        """Continue from `state`, which `state` of another object returned. Raises ValueError, TypeError or
+        AttributeError if it has another form.
+        """
         self._by_tier = {
             str(tier): _Bias(_bounded(float(factor)), min(float(at_s), self._clock()), float(predicted))
             for tier, (factor, at_s, predicted) in list(state.items())[:_MOST_TIERS]

@@ -23,8 +23,8 @@ ERROR = 0.2  # of the costs of computing or of loading, which are estimates
 
 @dataclass(frozen=True, slots=True)
 class StoredPrefix:
-    """A stored prefix: for each chunk the tier that it is in. The chunks have `chunk_tokens` tokens and `chunk_bytes`
-    bytes each; the first one begins at position `first`. ValueError for sizes below 1.
+    """A stored prefix to be restored. It is cut into chunks of `chunk_tokens` tokens and `chunk_bytes` bytes; chunk i
+    is in the tier `tiers[i]`, and the first one begins at position `first`. Raises ValueError for sizes below 1.
 
     A pipeline stage computes a chunk from hidden states, `input_bytes` bytes that are loaded from `input_tier`; 0: no
     link loads them.
@@ -42,15 +42,17 @@ class StoredPrefix:
             raise ValueError("a chunk needs at least one token and one byte")
 
     def compute_s(self, chunk: int, costs: RestoreCosts) -> float:
-        """Return the seconds to compute a chunk."""
+        """Return the seconds to compute chunk number `chunk`, by `costs`."""
         return costs.compute.chunk_s(self.first + chunk * self.chunk_tokens, self.chunk_tokens)
 
     def load_s(self, chunk: int, costs: RestoreCosts) -> float:
-        """Return the seconds to load a chunk from its tier."""
+        """Return the seconds to load chunk number `chunk` from its tier, by `costs`."""
         return costs.links[self.tiers[chunk]].load_s(self.chunk_bytes)
 
     def with_inputs(self, loads: dict[str, float], chunks: int, costs: RestoreCosts) -> dict[str, float]:
-        """Return `loads`, seconds by tier, and the seconds for the inputs of `chunks` chunks that are computed."""
+        """Return `loads` (seconds of loading, by tier), with the seconds added for loading the hidden states from which
+        `chunks` chunks are computed.
+        """
         if not self.input_bytes or not chunks:
             return loads
         seconds = chunks * costs.links[self.input_tier].load_s(self.input_bytes)
@@ -59,7 +61,9 @@ class StoredPrefix:
 
 @dataclass(frozen=True, slots=True)
 class RestorePlan:
-    """Compute `whole` leading chunks and load the rest."""
+    """A plan to restore a prefix: compute the first `whole` chunks and load the others at the same time. It is
+    predicted to take `finish_s` seconds. `axis` says whether it loads, computes, or does both ("tokens").
+    """
 
     axis: Axis
     finish_s: float
@@ -67,7 +71,7 @@ class RestorePlan:
 
 
 def plan(prefix: StoredPrefix, costs: RestoreCosts, *, error: float = ERROR) -> RestorePlan:
-    """Return the plan that is predicted to finish first.
+    """Return the plan to restore `prefix` that is predicted to finish first, by `costs`.
 
     Computing and loading at once must be better than the better single path, by more than it could lose to that path if
     the costs of either were wrong by the share `error`.
@@ -88,7 +92,7 @@ def plan(prefix: StoredPrefix, costs: RestoreCosts, *, error: float = ERROR) -> 
 
 
 def plans_by_axis(prefix: StoredPrefix, costs: RestoreCosts) -> dict[Axis, RestorePlan]:
-    """Return the best plan that loads, that computes, and that does both."""
+    """Return the best plan of each kind: one that only loads, one that only computes, and one that does both."""
     found: dict[Axis, RestorePlan] = {}
     for each in _plans(prefix, costs):
         known = found.get(each.axis)

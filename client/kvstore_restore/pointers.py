@@ -16,16 +16,19 @@ _AGEING_CHUNKS_S = 16.0  # chunks of remaining work that a second of waiting cou
 
 
 def turn(chunks: int, waited_s: float) -> float:
-    """Return the rank of a request among the requests that share one compute and one link; the lowest is served first.
+    """Return the rank of a request among the requests that share one compute and one link. The lowest rank is served
+    first.
 
-    It has `chunks` left and has waited for `waited_s` seconds. The remaining work is known exactly, so serving the
-    shortest first is possible; with ageing a long request waits only for a bounded time.
+    The request has `chunks` chunks left to restore, and has waited for `waited_s` seconds. Short requests come first,
+    and waiting lowers the rank, so that a long request waits only for a bounded time.
     """
     return chunks - _AGEING_CHUNKS_S * waited_s
 
 
 class ChunkState(Enum):
-    """The state of a chunk. LOST: it cannot be loaded."""
+    """The state of a chunk that is being restored: STORED can be loaded, PRESENT is in the engine, LOST has to be
+    computed.
+    """
 
     STORED = "stored"
     PRESENT = "present"
@@ -33,9 +36,9 @@ class ChunkState(Enum):
 
 
 class Pointers:
-    """The states of `chunks` chunks. `overtakes(chunk)`: whether computing from the first missing chunk to that one,
-    from now on, is expected to end before the links have loaded it and everything that they load before it. `loads`:
-    chunks can be loaded; a lost chunk is computed in any case.
+    """The progress of restoring `chunks` chunks of one request: computed from the first on, loaded from the last on.
+    `overtakes(chunk)` says whether computing from the first missing chunk to that one is expected to end before it
+    is loaded. With `loads` False, no chunk can be loaded. A lost chunk is computed in any case.
     """
 
     def __init__(
@@ -57,13 +60,13 @@ class Pointers:
         return self._states[chunk]
 
     def stored(self, first: int = 0) -> list[int]:
-        """Return the chunks from `first` on that could still be loaded, first ones first."""
+        """Return the numbers of the chunks, from `first` on, that could still be loaded, in order."""
         if self.is_done:
             return []
         return [at for at in range(max(self.head, first), len(self._states)) if self._states[at] is ChunkState.STORED]
 
     def computable(self, most: int) -> range:
-        """Return at most `most` chunks, from the first missing one on, that one step might compute now."""
+        """Return the chunks, at most `most` from the first missing one on, that the next step might compute."""
         end = self.head
         if not self.is_done:
             while end < min(self.head + most, len(self._states)) and self._may_compute(end):
@@ -71,21 +74,25 @@ class Pointers:
         return range(self.head, end)
 
     def computed_chunk(self, chunk: int) -> bool:
-        """Note that `chunk` has been computed. Return whether that counts: its load was not done before."""
+        """Note that chunk number `chunk` has been computed. Return False if it was loaded before, so that the work was
+        wasted.
+        """
         counts = self._present(chunk)
         self.computed += counts
         return counts
 
     def loaded_chunk(self, chunk: int) -> bool:
-        """Note that `chunk` has been loaded. Return whether to use it: it was not computed before. A chunk that is
-        being computed counts as well.
+        """Note that chunk number `chunk` has been loaded. Return True if the bytes are to be used, also if it is being
+        computed now. Return False if it was computed before.
         """
         counts = self._present(chunk)
         self.loaded += counts
         return counts
 
     def lose(self, chunk: int) -> None:
-        """Mark `chunk` as lost, so that it is computed: it has vanished, is corrupt, or its load stalls."""
+        """Mark chunk number `chunk` as lost, so that it is computed, because it has vanished, is corrupt, or its load
+        stalls.
+        """
         if self._states[chunk] is ChunkState.STORED:
             self._states[chunk] = ChunkState.LOST
 
@@ -95,7 +102,7 @@ class Pointers:
             self.lose(chunk)
 
     def cancel(self) -> None:
-        """End the restoration, as the request has ended: results of work under way do not count."""
+        """End the restoration, because the request has ended. Results of work under way do not count."""
         self._is_cancelled = True
 
     def _may_compute(self, chunk: int) -> bool:

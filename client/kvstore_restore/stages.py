@@ -17,8 +17,8 @@ from kvstore_restore.pointers import Pointers
 
 
 class Input(Enum):
-    """The state of a chunk's hidden states. PRESENT: from their arrival until the chunk has been computed, when the
-    caller may discard them. MISSING: only the stage before can bring them.
+    """The state of the hidden states from which a pipeline stage computes a chunk. STORED can be loaded. PRESENT is in
+    memory, until the chunk has been computed. MISSING can only come from the stage before.
     """
 
     STORED = "stored"
@@ -27,8 +27,8 @@ class Input(Enum):
 
 
 class Stages:
-    """The restoration of all stages. `pointers`: one for each stage. `inputs`: for each stage but the first, the chunks
-    whose hidden states are stored.
+    """The progress of restoring one request in all stages of a pipeline. `pointers` has the progress of each stage.
+    `inputs` says, for each stage except the first, which chunks' hidden states are stored.
     """
 
     def __init__(self, pointers: Sequence[Pointers], inputs: Sequence[Sequence[bool]]) -> None:
@@ -45,15 +45,15 @@ class Stages:
         return all(each.is_done for each in self.pointers)
 
     def computing(self, stage: int) -> int | None:
-        """Return the chunk that the stage computes now; None if it computes none."""
+        """Return the number of the chunk that the stage computes now, or None if it computes none."""
         return self._busy[stage]
 
     def input(self, stage: int, chunk: int) -> Input:
         return self._inputs[stage][chunk] if stage else Input.PRESENT
 
     def wanted(self, stage: int) -> int | None:
-        """Return the chunk that the stage computes next, once it has its input: one of its own, otherwise one whose
-        states the next stage lacks.
+        """Return the number of the chunk that stage number `stage` computes next, once its input is there: one of its
+        own, or else a chunk whose hidden states the next stage lacks. Return None if there is none.
         """
         pointers = self.pointers[stage]
         if own := pointers.computable(1):
@@ -66,13 +66,16 @@ class Stages:
         return lacked
 
     def is_within_reach(self, stage: int, chunk: int) -> bool:
-        """Return whether the stage has the chunk's input or can load it, or the stage before has yet to compute the
-        chunk. If not, the stage before would compute the chunk for this stage alone: then loading it is better.
+        """Return whether stage number `stage` can get the input of `chunk`: the input is present or can be loaded, or
+        the previous stage has yet to compute the chunk anyway. An earlier chunk is out of reach, because the
+        previous stage would have to compute it for this stage alone.
         """
         return self.input(stage, chunk) is not Input.MISSING or chunk >= self.pointers[stage - 1].head
 
     def next_compute(self, stage: int) -> int | None:
-        """Begin to compute a chunk, and return it; None if there is nothing to compute now, or its input is missing."""
+        """Begin to compute the next chunk in stage number `stage`, and return the chunk's number. Return None if there
+        is nothing to compute now, or the input is missing.
+        """
         if self._busy[stage] is not None:
             return None
         chunk = self.wanted(stage)
@@ -83,8 +86,8 @@ class Stages:
         return chunk
 
     def computed(self, stage: int, chunk: int) -> bool:
-        """Note that the stage has computed a chunk. Return whether the next stage lacks the states that it ends
-        with.
+        """Note that stage number `stage` has computed `chunk`. Return True if the next stage needs the hidden states
+        that came out of it.
         """
         self._busy[stage] = None
         if self._is_own[stage]:
@@ -102,8 +105,8 @@ class Stages:
         return is_lacking
 
     def loaded_input(self, stage: int, chunk: int) -> bool:
-        """Note that a chunk's hidden states have been loaded. Return whether to use them: the stage before was not
-        first.
+        """Note that the hidden states of `chunk` for stage number `stage` have been loaded. Return False if the stage
+        before has computed them already.
         """
         is_new = self.input(stage, chunk) is not Input.PRESENT
         if is_new:
@@ -111,7 +114,7 @@ class Stages:
         return is_new
 
     def lose_input(self, stage: int, chunk: int) -> None:
-        """Note that a chunk's hidden states cannot be loaded."""
+        """Note that the hidden states of `chunk` for stage number `stage` cannot be loaded."""
         if self.input(stage, chunk) is Input.STORED:
             self._inputs[stage][chunk] = Input.MISSING
             self._stored[stage][chunk] = False

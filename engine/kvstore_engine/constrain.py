@@ -42,11 +42,11 @@ JSON_OPTIONS = {"whitespace_flexible": False}
 
 
 class GrammarError(UsageError):
-    """The grammar cannot be used, or its library is missing; the message says which."""
+    """An error: a grammar cannot be used, or the library llguidance is missing. The message says which."""
 
 
 class ConstraintFailed(RuntimeError):
-    """The parser gave up in the middle of an answer (a limit on its size); the message is its own."""
+    """An error: the parser of a grammar gave up in the middle of an answer, for example at a limit on its size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,9 @@ class Grammar:
 
 
 def check_grammar(grammar: Grammar) -> None:
-    """Raise GrammarError if answers cannot be constrained by `grammar`, or if checking it takes too long."""
+    """Raise GrammarError if `grammar` (a JSON schema, a regular expression or a Lark grammar) cannot be used to
+    constrain answers, or takes more than half a second to compile.
+    """
     begin_s = time.thread_time()
     error = _library().LLMatcher.validate_grammar(_compiled(grammar))
     if error and not error.startswith("WARNING"):
@@ -70,18 +72,24 @@ def check_grammar(grammar: Grammar) -> None:
 
 
 class Constrainer:
-    """A maker of constraints for one model, whose logits have `rows` entries."""
+    """A maker of constraints (rules that an answer must follow) for one model with `tokenizer`, whose logits have
+    `rows` entries.
+    """
 
     def __init__(self, tokenizer: Tokenizer, rows: int) -> None:
         self._tokenizer, self._rows = tokenizer, rows
         self._compile = lru_cache(_KEPT_GRAMMARS)(self._fresh)
 
     def prepare(self) -> None:
-        """Read the vocabulary now, in the calling thread, instead of in the first constrained request."""
+        """Read the tokenizer's vocabulary now, which takes some 0.1 s, so that the first constrained request need
+        not.
+        """
         _ = self._vocabulary
 
     def constraint(self, grammar: Grammar) -> Callable[[], Constraint]:
-        """Return a maker of constraints, one for each answer. Raises GrammarError as `check_grammar`."""
+        """Return a function that makes a new constraint by `grammar` for each answer. Raises GrammarError if the
+        grammar cannot be used.
+        """
         first, words = self._compile(grammar), -(-self._rows // 32)
         return lambda: _Matching(first.deep_copy(), words)
 
@@ -110,8 +118,8 @@ class Constrainer:
 
 
 def special_token(tokenizer: Tokenizer, text: str) -> int | None:
-    """Return the special token that is written `text`, if there is one: in a grammar it stands for itself, as `<[id]>`,
-    and no text matches it.
+    """Return the id of the special token that is written `text`; None if the vocabulary has none. In a grammar it is
+    written `<[id]>`.
     """
     tokens = tokenizer.vocabulary.tokens
     found = [token for token, written in enumerate(tokens) if written == text]

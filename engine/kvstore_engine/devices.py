@@ -25,7 +25,7 @@ KV_TYPES = tuple(dict.fromkeys((*_CPU_KV_TYPES, *_TORCH_KV_TYPES)))
 
 @dataclass(frozen=True, slots=True)
 class DeviceName:
-    """The name of a device that computes. `torch_name`: torch's name of the device; "": ggml computes, on the
+    """The name of a device that computes a model. `torch_name` is torch's name of it, "" if ggml computes on the
     processor.
     """
 
@@ -54,11 +54,11 @@ class DeviceName:
 
     @property
     def index(self) -> int:
-        """The number of a CUDA device, as this process counts."""
+        """The number of the CUDA device, counted as this process sees them."""
         return int(self.name.partition(":")[2])
 
     def check_kv_dtype(self, kv_dtype: str) -> None:
-        """Raise UsageError for a type of K and V that is not supported on the device."""
+        """Raise UsageError if K and V cannot be stored as `kv_dtype` on this device."""
         kept = _TORCH_KV_TYPES if self.is_torch else _CPU_KV_TYPES
         if kv_dtype not in kept:
             raise UsageError(f"K/V type {kv_dtype} is not kept on {self.name}: choose one of {', '.join(kept)}")

@@ -2,8 +2,10 @@
 
 
 class UsageError(ValueError):
-    """The caller asked for something impossible; the message says what is wrong and what to do (exit code 2)."""
+    """An error: the caller asked for something impossible. The message says what is wrong and what to do. The command
+    exits with 2.
+    """
 
 
 class OperationError(RuntimeError):
-    """The environment failed: no network, a bad download, a full disk (exit code 1)."""
+    """An error: the environment failed, for example a network, a download or a full disk. The command exits with 1."""

@@ -50,8 +50,8 @@ class _ReadyGraph:
 
 
 class Executor(StepExecutor):
-    """The executor of forward steps of one model over one block pool with ggml; `layers` None: through all of its
-    layers.
+    """An executor that computes forward steps of `model` with ggml over the K/V in `pool`. `layers` limits it to a
+    range of the model's layers.
     """
 
     def __init__(
@@ -119,8 +119,8 @@ class Executor(StepExecutor):
     def forward(
         self, slices: Sequence[SequenceSlice], out: FloatArray | None = None, *, hidden: FloatArray | None = None
     ) -> FloatArray:
-        """Compute a step, as `StepExecutor.forward` does. Layers behind the first start from `hidden`, float32 [tokens,
-        width], the result of the layers before them; layers that end before the last return hidden states.
+        """Compute a step of `slices` as `StepExecutor.forward` does. If the layers do not begin with the first,
+        `hidden`, float32 [tokens, width], is their input; if they do not end with the last, hidden states are returned.
         """
         if not self._backend:
             raise RuntimeError("the executor is closed")
@@ -139,7 +139,7 @@ class Executor(StepExecutor):
         return rows
 
     def close(self) -> None:
-        """Free graphs and compute memory; model and pool stay open."""
+        """Free the graphs and the compute memory. Model and pool stay open."""
         if self._backend:
             self._drop_graphs()
             self._ggml.gallocr_free(self._allocator)

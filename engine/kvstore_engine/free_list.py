@@ -13,11 +13,13 @@ Bools = npt.NDArray[np.bool_]
 
 
 class PoolExhausted(RuntimeError):
-    """More places were requested than are free. If that is normal, check `count` first."""
+    """An error: more places were asked for than are free."""
 
 
 class FreeList:
-    """A list of `size` places, all free at first. Runs of neighbours are kept whole if possible."""
+    """A list of which of `size` equal places are free; all are at first. It keeps runs of neighbouring places
+    together.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -25,15 +27,9 @@ class FreeList:
         self.flags: Bools = np.ones(size, np.bool_)  # True for each free place; not to be changed by others
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
-        """Return `count` places, neighbours if possible. If it raises PoolExhausted, nothing is allocated.
-
-        The places behind `after` are taken, if they are free; otherwise the smallest free run that holds them all,
-        otherwise the largest runs first: neighbours are copied in one memcpy, and small requests leave the large runs
-        whole.
-
-        A sequence that grows and finds the places behind `after` taken will grow further. It gets places in the middle
-        of the largest run: small holes would scatter it, and the run's beginning is where the sequence before it grows.
-        So sequences that grow side by side divide the free places among them.
+        """Take `count` free places and return their numbers: those right behind `after` if they are free, otherwise the
+        smallest run of neighbours that holds them all (for a sequence that grows, given by `after`, the middle of the
+        largest run), otherwise the largest runs. Raises PoolExhausted with nothing taken.
         """
         if count <= 0:
             return []
@@ -55,7 +51,7 @@ class FreeList:
         return self.take([int(place) for place in np.concatenate(runs)[:count]])
 
     def take(self, places: Sequence[int]) -> list[int]:
-        """Take exactly these places, which are free, and return them."""
+        """Take exactly these free `places`, and return them. Raises RuntimeError if one is not free."""
         taken = list(places)
         if not self.flags[taken].all():
             raise RuntimeError(f"take: a place of {taken} is not free")
@@ -64,7 +60,7 @@ class FreeList:
         return taken
 
     def free(self, places: Sequence[int] | npt.NDArray[np.int32]) -> None:
-        """Free places. Raises RuntimeError if one is out of range, free already, or named twice."""
+        """Make `places` free again. Raises RuntimeError if one is out of range, free already or named twice."""
         if not len(places):
             return
         ids = np.asarray(places, np.int64)
@@ -77,6 +73,6 @@ class FreeList:
 
 
 def free_runs(free: Bools) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return start and length of each run of set elements."""
+    """Return the starts and the lengths of the runs of True in the boolean array `free`."""
     edges = np.flatnonzero(np.diff(np.concatenate(([0], free.view(np.int8), [0]))))
     return edges[::2], edges[1::2] - edges[::2]

@@ -44,12 +44,9 @@ _WARM_UP_TOKENS = 64
 
 
 class Generator:
-    """A loaded model that answers one prompt after another.
-
-    `session` is a kvstored session for this model's fingerprint, or None to compute everything; `copies` move its
-    blocks (see `BatchEngine`). `context` is the largest sequence, prompt and answer together, and the least size of the
-    pool of `executor`. `stages` restore and store instead of `session`, if the model is computed in stages that each
-    have a store of their own. `observer` is notified of the engine's events.
+    """A loaded model that answers one prompt after another. `context` is the most tokens of a prompt and its answer.
+    `session` is a session with the daemon, or None; `copies` moves its blocks. `stages` replaces both if the model is
+    computed in stages. `observer` is told of the engine's events.
     """
 
     def __init__(
@@ -91,9 +88,8 @@ class Generator:
         )
 
     def warm_up(self) -> None:
-        """Compute a few tokens, so that no request pays for page faults and first-time set-up.
-
-        The steps are timed and seed the cost model.
+        """Compute a few tokens, so that the first prompt does not pay for set-up. The measured times seed the
+        predictions of costs.
         """
         self.tokenizer.encode("warm up", add_special=False)
         if self._session is not None:
@@ -122,11 +118,9 @@ class Generator:
         on_text: OnText | None = None,
         next_turn_in_s: float | None = None,
     ) -> Generation:
-        """Answer `prompt`; `on_text` receives the text as it is generated, never half a character. `next_turn_in_s`:
-        report to the store that the turn has ended, and that the conversation goes on in about this many seconds.
-
-        Raises UsageError if the prompt is empty or does not fit the context, and for more than one answer;
-        OperationError if the model computes no answer.
+        """Answer `prompt` and return the answer with its figures. `on_text` gets the text as it is generated.
+        `next_turn_in_s` tells the daemon that the conversation goes on in about this many seconds. Raises UsageError if
+        the prompt is empty or too long, OperationError if the model fails.
         """
         begin_s = time.perf_counter()
         if settings.n != 1:

@@ -10,7 +10,7 @@ from kvstore_engine.restore.record import RestorationRecord, RestoreReport, Stor
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The text to continue. `rendered`: it came out of a chat template, which wrote its own special tokens."""
+    """A text to be continued. `rendered` says that a chat template made it, with its special tokens."""
 
     text: str
     rendered: bool = False
@@ -39,10 +39,8 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One generated answer. `tokens` are the generated ids, without the one that ended it.
-
-    `stop`: why it ended (see `batching.Finished`). `restorations`: the records of restoring the prompt: one, or one for
-    each stage; none if nothing was looked up.
+    """One answer with its figures. `tokens` are the generated ids without the one that ended it, `stop` the reason of
+    the end, `restorations` the records of restoring the prompt.
     """
 
     text: str
@@ -56,16 +54,16 @@ class Generation:
 
     @property
     def tokens_restored(self) -> int:
-        """The prompt tokens whose K/V came from the store, in all stages."""
+        """The number of prompt tokens whose K/V came from the daemon."""
         return self.restore.tokens
 
     @property
     def tokens_computed(self) -> int:
-        """The prompt tokens that were computed."""
+        """The number of prompt tokens that were computed."""
         return self.prompt_tokens - self.restore.tokens
 
     def as_json(self) -> dict[str, Any]:
-        """Return a flat-ish dictionary of plain values for `kvengine generate --json`."""
+        """Return the answer and its figures as a dictionary of plain values, for `kvengine generate --json`."""
         return {
             "text": self.text,
             "tokens": list(self.tokens),

@@ -6,6 +6,8 @@ from pathlib import Path
 
 
 def available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
-    """Return the kernel's estimate, in bytes."""
+    """Return how many bytes of this machine's memory can be used without pushing other processes out, as the kernel
+    estimates.
+    """
     lines = (line.split() for line in meminfo.read_text().splitlines())
     return next(int(words[1]) << 10 for words in lines if words[0] == "MemAvailable:")

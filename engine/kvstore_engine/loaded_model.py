@@ -63,7 +63,9 @@ class LoadOptions:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """The parts for a front end: the generator, the chat template, and the model's name."""
+    """An opened model as a command needs it: its name, the generator of answers, and the source of its chat
+    template.
+    """
 
     name: str
     generator: Generator
@@ -76,9 +78,8 @@ class LoadedModel:
 
 @contextlib.contextmanager
 def open_model(path: Path, options: LoadOptions) -> Iterator[LoadedModel]:
-    """Load `path` and keep it until the block ends.
-
-    GGUFError, UnsupportedModel, TokenizerError, GGMLError and UsageError each say in one line what is wrong.
+    """Return a context manager that loads the model file `path` and gives it. Raises GGUFError, UnsupportedModel,
+    TokenizerError, GGMLError or UsageError with one line.
     """
     # Imported here: the compute half loads ggml and builds or loads the kernels.
     from kvstore_engine.executors import DeviceName, PoolSetup, StepSizes
@@ -235,9 +236,8 @@ def fingerprint_of(
     digest: str,
     device: "DeviceName | None" = None,
 ) -> "Fingerprint":
-    """Return the fingerprint under which blocks of `pool` are stored, for the model in `file` with weights of `digest`.
-
-    The computing device is part of it: torch's bf16 products differ from ggml's in more than the last bit. None: ggml.
+    """Return the fingerprint under which blocks of `pool` are stored for the model in `file`, whose weights have the
+    digest `digest`. The computing `device` is part of it (None: ggml), because results differ by it.
     """
     from kvstore_engine.pool import PAYLOAD_LAYOUT
 
@@ -265,7 +265,9 @@ def _order_of_sums(file: GGUFFile, device: "DeviceName | None") -> str:
 
 
 def context_tokens(asked: int | None, most: int) -> int:
-    """Return the context to use for a model that allows `most` tokens. Raises UsageError if `asked` is out of range."""
+    """Return the context in tokens: `asked`, or by default 4096 or `most` if that is less. Raises UsageError if `asked`
+    is below 2 or above `most`.
+    """
     if asked is None:
         return min(DEFAULT_CONTEXT_TOKENS, most)
     if asked < 2:
@@ -276,7 +278,7 @@ def context_tokens(asked: int | None, most: int) -> int:
 
 
 def check_vocabulary(tokenizer: Tokenizer, rows: int) -> None:
-    """Check that every token has an embedding row; embeddings may be padded past the vocabulary."""
+    """Raise UsageError if the tokenizer has more tokens than the embeddings have `rows`."""
     count = len(tokenizer.vocabulary.tokens)
     if count > rows:
         raise UsageError(f"the file is damaged: {count} tokens but only {rows} rows of embeddings")

@@ -32,11 +32,9 @@ def open_executor(
     sizes: StepSizes,
     memory: Callable[[int], mmap.mmap] | None = None,
 ) -> Iterator[StepExecutor]:
-    """Yield the executor of `file` on `device`, until the block ends; it takes over `file`. `memory`: for a pool on
-    `cpu`.
-
-    UnsupportedModel, UsageError and OperationError are raised with one line that says what cannot run there or what is
-    missing.
+    """Return a context manager that gives an executor for the model in `file` on `device`, with a pool by `pool` and
+    limits by `sizes`; it closes `file`. `memory` makes the memory of a pool on `cpu`. Raises UnsupportedModel,
+    UsageError or OperationError with one line.
     """
     device.check_kv_dtype(pool.kv_dtype)
     if device.is_torch:
@@ -56,9 +54,8 @@ def open_executor(
 
 @contextlib.contextmanager
 def open_copies(executor: StepExecutor | Pipeline, device: DeviceName, store_rate: Rate = AUTO) -> Iterator[PoolCopies]:
-    """Yield the copies between blocks of the daemon and the pool of `executor`, which is on `device`, until the block
-    ends; on a GPU that decodes, at `store_rate`. Connect the sessions with its `device`, and close the engine
-    before.
+    """Return a context manager that gives the copies between the daemon and the pool of `executor` on `device`.
+    `store_rate` limits copies out of a GPU's pool while it decodes.
     """
     if device.is_torch:
         from kvstore_engine.torch_executor import open_torch_copies
@@ -75,8 +72,8 @@ def open_copies(executor: StepExecutor | Pipeline, device: DeviceName, store_rat
 
 @contextlib.contextmanager
 def open_stages(file: GGUFFile, stages: int, pool: PoolSetup, sizes: StepSizes) -> Iterator[Pipeline]:
-    """Open the executors on `cpu`, in `stages` stages of `sizes.threads` threads each. Raises UsageError for more
-    stages than the model has layers."""
+    """Return a context manager that gives `file`'s model as a pipeline of `stages` stages on the processor, with
+    `sizes.threads` threads each. Raises UsageError for more stages than layers."""
     from kvstore_engine.stages.pipeline import open_pipeline
 
     with open_host_pool(file, pool, sizes) as (model, blocks):
@@ -90,7 +87,9 @@ def open_stages(file: GGUFFile, stages: int, pool: PoolSetup, sizes: StepSizes) 
 def open_host_pool(
     file: GGUFFile, pool: PoolSetup, sizes: StepSizes, memory: Callable[[int], mmap.mmap] | None = None
 ) -> Iterator[tuple[Model, BlockPool]]:
-    """ggml's model of `file`, and a pool for it in host memory."""
+    """Return a context manager that gives ggml's model of `file` and a K/V pool for it in host memory. `memory` makes
+    that memory.
+    """
     from kvstore_engine.model.weights import load_model
     from kvstore_engine.pool import BlockPool
 

@@ -17,35 +17,34 @@ from kvstore_engine.kernels.base import Bytes, Int32Array, Kernels
 
 
 class PoolPlanes(ABC):
-    """The planes of a pool. `array`: uint8 [planes, blocks, block_bytes], an ndarray in host memory, a tensor on a
-    device.
+    """The memory of a K/V pool. `array` is uint8 [planes, blocks, block_bytes], a NumPy array or a tensor on a device;
+    each layer has a plane for K and one for V.
     """
 
     array: Any
 
     @abstractmethod
     def address(self, plane: int) -> int:
-        """Return the address of plane number `plane`, for the code that computes on it."""
+        """Return the memory address of plane number `plane`."""
 
     @abstractmethod
     def copy_blocks(self, payloads: Sequence[Bytes], tables: Int32Array, *, into_pool: bool, threads: int) -> None:
-        """Copy storage blocks into the pool, or out of it. For the arguments see `Kernels.copy_blocks`."""
+        """Copy storage blocks between `payloads` and the pool blocks in `tables`, in the direction `into_pool`, with
+        `threads` threads; see `Kernels.copy_blocks`.
+        """
 
     @abstractmethod
     def write_part(self, parts: Bytes, block_ids: Int32Array) -> None:
-        """Write uint8 [planes, n, block_bytes] to the blocks `block_ids`."""
+        """Write `parts`, uint8 [planes, n, block_bytes], to the pool blocks `block_ids`."""
 
     @abstractmethod
     def move_blocks(self, sources: Int32Array, targets: Int32Array) -> None:
-        """Copy block sources[i] of every plane over block targets[i]. No block is both a source and a target."""
+        """Copy block sources[i] over block targets[i] in every plane. No block may be both a source and a target."""
 
 
 class HostPlanes(PoolPlanes):
-    """Planes in memory of this process, copied by the CPU's kernels.
-
-    The memory is one map, touched at creation: a first write to an untouched page takes five times as long as the copy.
-    It is anonymous unless the caller provides it, such as a map shared with another process. Each plane starts on a
-    64-byte boundary.
+    """A pool's memory in this process, copied by the processor. All its pages are touched when it is made. `memory`
+    makes it, for example to share it with another process.
     """
 
     def __init__(
@@ -63,11 +62,11 @@ class HostPlanes(PoolPlanes):
 
     @staticmethod
     def size_bytes(count: int, blocks: int, block_bytes: int) -> int:
-        """Return the bytes of `count` planes."""
+        """Return the bytes of memory that `count` planes of `blocks` blocks take."""
         return count * (-(-blocks * block_bytes // 64) * 64)
 
     def part(self, first: int, end: int) -> Self:
-        """Return the planes from `first` to before `end`, in the same memory."""
+        """Return an object over the planes from `first` to before `end`, in the same memory."""
         part = copy.copy(self)
         part.array = self.array[first:end]
         return part
@@ -86,7 +85,7 @@ class HostPlanes(PoolPlanes):
 
 
 def touched_memory(size_bytes: int) -> mmap.mmap:
-    """Return zeroed memory of this process alone, with all pages touched."""
+    """Return `size_bytes` of zeroed memory of this process, all of whose pages are in RAM already."""
     memory = mmap.mmap(-1, size_bytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)

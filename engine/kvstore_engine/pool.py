@@ -36,11 +36,9 @@ BlockIds = Sequence[int] | npt.NDArray[np.int32]
 
 
 class BlockPool:
-    """A pool of `blocks` engine blocks of `block_tokens` tokens for every layer of one model.
-
-    `planes`: uint8 [2 * layers, blocks, block_bytes], of each layer K, then V. With `window_blocks` the model's
-    windowed layers have a pool of their own, `window`, with this number of blocks; `model_layers` are the model's
-    numbers of the layers that a pool holds.
+    """The K/V cache of one model: `blocks` blocks of `block_tokens` tokens for every layer. `planes` is uint8 [2 *
+    layers, blocks, block_bytes], K and then V of each layer. With `window_blocks`, layers with a sliding window have a
+    pool of their own, `window`.
     """
 
     def __init__(
@@ -55,10 +53,8 @@ class BlockPool:
         place: Callable[[int, int, int], PoolPlanes] | None = None,
         window_blocks: int = 0,
     ) -> None:
-        """Get the memory: in the host's, copied by `kernels`, unless `place(planes, blocks, block_bytes)` provides it,
-        of all layers alike.
-
-        Raises ValueError for a type that does not fit or a block size outside 8..256 tokens.
+        """Allocate the memory, on the host or by `place(planes, blocks, block_bytes)`. Raises ValueError for a
+        `kv_dtype` that does not fit the model, or a block size outside 8 to 256 tokens.
         """
         row_bytes = kv_row_bytes(config, kv_dtype)
         if blocks < 1 or not 8 <= block_tokens <= 256:
@@ -99,8 +95,8 @@ class BlockPool:
             pool._store = _planes_in(part, 2 * pool.layers, pool, kernels)
 
     def of_layers(self, layers: range) -> Self:
-        """Return the pool of some consecutive layers, for a stage: their planes of this pool, with its free list.
-        Raises ValueError for layers that it does not have, and for a pool that is not in host memory.
+        """Return a pool over the planes of only these consecutive `layers`, with the same memory and free list. Raises
+        ValueError for other layers, and for a pool on a device.
         """
         if self.window is not None:
             raise ValueError("a pool with windowed layers of their own is not divided further")
@@ -118,7 +114,7 @@ class BlockPool:
 
     @property
     def kernels(self) -> Kernels:
-        """The kernels that copy in host memory. Raises ValueError for a pool on a device."""
+        """The processor kernels that copy blocks in host memory. Raises ValueError for a pool on a device."""
         return self._host_planes().kernels
 
     def _host_planes(self) -> HostPlanes:
@@ -133,11 +129,13 @@ class BlockPool:
 
     @property
     def free_flags(self) -> npt.NDArray[np.bool_]:
-        """True for each free block; not to be changed."""
+        """A boolean array, True for each free block. It must not be changed."""
         return self._free.flags
 
     def payload_bytes(self, engine_blocks: int) -> int:
-        """Return the bytes of the payload of a storage block that spans `engine_blocks` engine blocks."""
+        """Return the bytes of a storage block's payload (K and V of all layers) that spans `engine_blocks` pool
+        blocks.
+        """
         return 2 * self.layers * engine_blocks * self.block_bytes
 
     def plane_addresses(self, layer: int) -> tuple[int, int]:
@@ -145,35 +143,35 @@ class BlockPool:
         return self._store.address(2 * layer), self._store.address(2 * layer + 1)
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
-        """Return `count` block ids, the ones behind `after` if they are free. Raises PoolExhausted as
-        `FreeList.allocate`.
+        """Take `count` free blocks, if possible right behind block `after`, and return their numbers. Raises
+        PoolExhausted.
         """
         return self._free.allocate(count, after)
 
     def take(self, ids: Sequence[int]) -> list[int]:
-        """Allocate exactly these blocks, which must be free."""
+        """Take exactly the free blocks `ids`, and return them."""
         return self._free.take(ids)
 
     def free(self, ids: BlockIds) -> None:
-        """Free blocks. Raises RuntimeError if one is out of range, free already, or named twice."""
+        """Free the blocks `ids`. Raises RuntimeError if one is out of range, free already or named twice."""
         self._free.free(ids)
 
     def gather_block(self, block_ids: BlockIds, dest: Bytes) -> None:
-        """Write the payload of the storage block held by `block_ids` (in token order) to `dest`, uint8."""
+        """Copy the pool blocks `block_ids`, in token order, as one storage block's payload to `dest`, uint8."""
         self._copy([dest], [block_ids], into_pool=False, threads=1)
 
     def scatter_block(self, source: Bytes, block_ids: BlockIds) -> None:
-        """Read one storage block's payload, uint8, into the engine blocks `block_ids` (in token order)."""
+        """Copy the payload `source` of one storage block, uint8, to the pool blocks `block_ids`, in token order."""
         self._copy([source], [block_ids], into_pool=True, threads=1)
 
     def scatter_blocks(self, sources: Sequence[Bytes], tables: Sequence[BlockIds], *, threads: int = 2) -> None:
-        """Read many storage blocks at once, each as `scatter_block` does, at memcpy speed: the way to restore a
-        prefix.
+        """Copy many storage blocks' payloads to the pool at once: sources[i] to the pool blocks tables[i]. It uses
+        `threads` threads.
         """
         self._copy(sources, tables, into_pool=True, threads=threads)
 
     def scatter_part(self, source: Bytes, skip: int, block_ids: BlockIds) -> None:
-        """Read len(block_ids) engine blocks of a payload, from number `skip` on, into `block_ids`."""
+        """Copy a part of the payload `source` to the pool blocks `block_ids`: as many blocks, from number `skip` on."""
         count = source.size // self.payload_bytes(1)
         if source.size != self.payload_bytes(count) or not 0 <= skip <= count - len(block_ids):
             raise ValueError(f"{len(block_ids)} blocks from {skip} on are not in a payload of {source.size} bytes")
@@ -184,7 +182,9 @@ class BlockPool:
         self._store.write_part(parts[:, skip : skip + len(block_ids)], np.asarray(block_ids, np.int32))
 
     def copy_blocks(self, sources: BlockIds, targets: BlockIds) -> None:
-        """Copy block sources[i] over block targets[i], within the pool; the two lists share no block."""
+        """Copy block sources[i] over block targets[i] within the pool. Raises ValueError if a block is in both lists or
+        out of range.
+        """
         ids = np.array([sources, targets], np.int64)  # ValueError if they differ in length
         if ids.size and (ids.min() < 0 or ids.max() >= self.blocks or np.intersect1d(ids[0], ids[1]).size):
             raise ValueError(f"blocks to copy must be in 0..{self.blocks - 1}, and no source a target")
@@ -214,9 +214,9 @@ def _planes_in(memory: memoryview, planes: int, pool: BlockPool, kernels: Kernel
 
 
 def window_pool_blocks(config: ModelConfig, blocks: int, *, block_tokens: int, sequences: int, step_tokens: int) -> int:
-    """Return the number of blocks for windowed layers beside `blocks` for the others: enough for `sequences` sequences
-    and a step of `step_tokens` tokens, and a quarter of `blocks` for what may be resumed; 0 for a model without such
-    layers.
+    """Return how many blocks the pool of layers with a sliding window needs beside `blocks` for the others: enough for
+    `sequences` sequences and a step of `step_tokens` tokens, plus a quarter of `blocks`. Return 0 if the model has no
+    such layers.
     """
     if not config.windowed_layers:
         return 0
@@ -226,8 +226,8 @@ def window_pool_blocks(config: ModelConfig, blocks: int, *, block_tokens: int, s
 
 
 def kv_row_bytes(config: ModelConfig, kv_dtype: str) -> int:
-    """Return the bytes of one token's K (or V) in one layer, stored as `kv_dtype`. Raises ValueError if that type does
-    not fit.
+    """Return the bytes of the K (or the V) of one token in one layer, stored as `kv_dtype`. Raises ValueError if that
+    type is unknown or does not fit the model.
     """
     if kv_dtype in SCALED_KV_TYPES:
         return config.kv_heads * (config.head_dim + _SCALE_BYTES)

@@ -22,7 +22,9 @@ _BINS_A_UNIT, _BINS = 8, 1024  # of logits, by their distance from the largest i
 
 @dataclass(frozen=True, slots=True)
 class SamplingSettings:
-    """The settings of a choice. `temperature` 0: greedy; `top_k` 0, `top_p` 1: all tokens; `seed` None: random."""
+    """The settings by which a token is drawn. `temperature` 0 always takes the likeliest token; `top_k` 0 and `top_p` 1
+    exclude none; `seed` None draws differently each time.
+    """
 
     temperature: float = 0.0
     top_k: int = 0
@@ -46,14 +48,16 @@ class SamplingSettings:
 
 
 class TokenSampler:
-    """The sampler of one request: settings and a stream of random numbers."""
+    """A sampler of the tokens of one answer, with its settings and its stream of random numbers."""
 
     def __init__(self, settings: SamplingSettings) -> None:
         self.settings = settings
         self._random = Generator(PCG64(settings.seed))
 
     def choose(self, logits: npt.NDArray[np.float32]) -> int:
-        """Return the id chosen from `logits` (float32, 1-d). Raises RuntimeError if the largest is not finite."""
+        """Return the id of the token drawn from `logits`, float32 [vocabulary]. Raises RuntimeError if the largest is
+        not finite.
+        """
         best = int(logits.argmax())  # numpy's argmax stops at the first NaN, so a NaN anywhere ends up here
         if not math.isfinite(logits[best]):
             raise RuntimeError(f"the model produced logits that cannot be sampled: the largest is {logits[best]}")

@@ -26,8 +26,8 @@ def default_threads() -> int:
 
 
 def physical_cores(cpus: set[int], topology: Path) -> int:
-    """Return the number of physical cores of the logical `cpus`, by the kernel's `topology` folder; one each if
-    unknown.
+    """Return how many physical cores the logical processors `cpus` belong to. `topology` is the kernel's folder that
+    says so.
     """
     cores = set()
     for cpu in cpus:
@@ -39,7 +39,7 @@ def physical_cores(cpus: set[int], topology: Path) -> int:
 
 
 def cpu_quota(path: Path) -> float | None:
-    """Return the control group's quota in cores (cgroup v2 `cpu.max`: "quota period" or "max period"), or None."""
+    """Return the CPU quota in cores from the control group's file `path` (`cpu.max`); None if there is none."""
     try:
         quota, period = path.read_text().split()
         return None if quota == "max" else int(quota) / int(period)

@@ -19,7 +19,9 @@ ANSWER_TOKEN_NS = 20_000_000
 
 
 class EngineReports:
-    """The reports of a replay. `tenant_of` maps a tenant of the trace to its number in residency."""
+    """The reports that an engine would send to `policy` while `trace` is replayed: prompts, ends of answers, and
+    made-up `hints`. `tenant_of` maps a tenant of the trace to its number in `residency`.
+    """
 
     def __init__(
         self,
@@ -39,14 +41,16 @@ class EngineReports:
         self._queued = 0  # requests up to here have been seen in the queue
 
     def ended(self, now_ns: int) -> None:
-        """Report the requests that have ended by `now_ns`."""
+        """Report to the policy the answers that have ended by the time `now_ns`."""
         running = self._running
         while running and running[0][0] <= now_ns:
             end_ns, number, tokens = heappop(running)
             self._policy.answered(number, tokens, end_ns, self._hints[number])
 
     def begins(self, at: int, now_ns: int) -> None:
-        """Report the prompt of request `at`, and the answers of earlier ones that have ended."""
+        """Report to the policy the prompt of request number `at`, and the answers that have ended by the time
+        `now_ns`.
+        """
         trace, running, policy = self._trace, self._running, self._policy
         self.ended(now_ns)
         if self._queue_s:
@@ -81,7 +85,7 @@ class EngineReports:
 
 
 def hints_before(trace: Trace, request: int) -> Sequence[RecordedHint]:
-    """Return the recorded hints given after the request before number `request`, and before that one."""
+    """Return the hints that were recorded between the request before number `request` and that request."""
     place = attrgetter("before")
     return trace.hints[bisect_left(trace.hints, request, key=place) : bisect_left(trace.hints, request + 1, key=place)]
 
@@ -94,7 +98,7 @@ def replay_hint(
     policies: Sequence[EvictionPolicy],
     now_ns: int,
 ) -> None:
-    """Deliver a recorded hint as the daemon does."""
+    """Deliver the recorded hint to `policies`, as the daemon does. `tenant` is the tenant's number in `residency`."""
     due_ns = None if recorded.due_in_ns is None else now_ns + recorded.due_in_ns
     hint = ChainHint(recorded.will_continue, due_ns, recorded.next_step, recorded.answer_tokens)
     rows = residency.find_keys(tenant, map(trace.key, trace.chain(recorded.block)))

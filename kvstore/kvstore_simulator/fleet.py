@@ -34,11 +34,11 @@ _ENDS = 2  # the last block of a request may be cut differently in the next turn
 
 
 class Router:
-    """A router that chooses a node for each request, by `name`: at random, the node where its conversation was, or the
-    node where its blocks are.
+    """A router that chooses a node for each request, by the rule `name`: a random node, the node where the conversation
+    was, or the node where its blocks are. `seed` makes the choices reproducible.
 
-    `events` knows the blocks in each node's own tiers, as a router does that follows their events, and weighs the rest
-    to compute against the queue.
+    The last rule, `events`, knows the blocks in each node's own tiers, as a router does that follows the nodes' KV
+    events. It weighs the time that the request would take on a node, and the time in the node's queue.
     """
 
     def __init__(self, name: str, nodes: Sequence[Node], seed: int) -> None:
@@ -94,10 +94,10 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class FleetStudy:
-    """A study of several nodes. `settings` apply to each node. The first row is one node of `nodes` times the size,
-    then one row follows for each routing. Requests before `count_from` are served and not counted. `remote` None:
-    nothing is shared. Requests that are longer than one node's engine memory are left out of all rows, so that all
-    rows serve equal requests.
+    """A study of `nodes` nodes that share a remote store, against one node of their total size. `settings` apply to
+    each node, and `routings` are compared. `remote` is the shared store, or None. Requests before `count_from` are
+    served and not counted. Requests that are longer than one node's engine memory are left out of all rows, so that
+    all rows serve equal requests.
     """
 
     trace: Trace
@@ -110,7 +110,7 @@ class FleetStudy:
 
     @property
     def too_long(self) -> int:
-        """The number of counted requests that are left out."""
+        """The number of counted requests that are left out, because they are longer than a node's engine memory."""
         return int((np.diff(self.trace.starts)[self.count_from :] > self._most_blocks).sum())
 
     @property

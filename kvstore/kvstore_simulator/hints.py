@@ -35,8 +35,9 @@ _FORM = (
 
 @dataclass(frozen=True, slots=True)
 class HintOptions:
-    """The options of made-up hints. `will_continue_auc`, `tool_call_auc`, `pause_noise`: None turns that hint off;
-    `queue_s`: 0 turns it off.
+    """The options of hints that are made up from a trace. `will_continue_auc`, `tool_call_auc` and `pause_noise` are
+    the quality of each kind; None turns it off. `queue_s` announces requests this many seconds before; 0 turns it
+    off.
     """
 
     will_continue_auc: float | None = None
@@ -50,7 +51,9 @@ NO_HINTS = HintOptions()
 
 
 def parse_hints(text: str, seed: int) -> HintOptions:
-    """Return the hints that `text` describes. Raises ValueError with one line."""
+    """Return the options of made-up hints that `text` describes, such as "will-continue:0.80,queue:10". Raises
+    ValueError with one line.
+    """
     auc, tool_auc, queue_s, noise = None, None, 0.0, None
     for part in text.split(","):
         name, _, value = part.strip().partition(":")
@@ -72,8 +75,8 @@ def parse_hints(text: str, seed: int) -> HintOptions:
 
 
 def made_up(trace: Trace, hints: HintOptions) -> list[ChainHint | None]:
-    """Return for each request the hint at its end; None throughout without such hints. `due_ns` counts from the first
-    request.
+    """Return for each request of `trace` the hint that an engine gives at its end, or None for each if `hints` turns
+    these off. `due_ns` counts from the first request.
 
     A session goes on if a later request uses its last block but one (the last is often partial).
     """

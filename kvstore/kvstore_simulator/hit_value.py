@@ -27,8 +27,8 @@ _PRICE_KEYS = {"storage_usd_per_gib_hour", "compute_usd_per_hour", "compute_flop
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """The size of a model, for the compute that hits save. `flops(n)`: operations to compute the first n tokens of a
-    prompt.
+    """The size of a model, from which the compute and bytes that hits save are counted. `flops(n)` gives the operations
+    to compute the first n tokens of a prompt.
     """
 
     name: str
@@ -47,7 +47,7 @@ class ModelSize:
         return int(self.parameters * ELEMENT_BYTES)
 
     def flops_of(self, tokens: float) -> float:
-        """Return `flops` of one number."""
+        """Return the operations to compute the first `tokens` tokens of a prompt. It is `flops` for one number."""
         return 2.0 * tokens * (self.parameters + self.layers * self.heads * self.head_dim * tokens)
 
     def flops(self, tokens: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
@@ -58,7 +58,9 @@ class ModelSize:
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """Prices: a GiB of the tier for an hour, an hour of a machine, and that machine's operations a second."""
+    """Prices in US dollars: of a GiB of the tier for an hour, and of an hour of a machine, with that machine's
+    operations a second.
+    """
 
     storage_usd_per_gib_hour: float
     compute_usd_per_hour: float
@@ -67,7 +69,9 @@ class Prices:
 
 @dataclass(frozen=True, slots=True)
 class HitValue:
-    """The value of hits, over the counted requests."""
+    """The value of the hits of counted requests: the blocks that were looked up and found, the operations that the
+    prompts take, and the operations that hits saved.
+    """
 
     requests: int
     block_accesses: int
@@ -90,7 +94,7 @@ def models() -> dict[str, ModelSize]:
 
 
 def load_prices(path: Path) -> Prices:
-    """Return the prices in a file. Raises ValueError with one line; OSError."""
+    """Return the prices in the TOML file `path`. Raises OSError, or ValueError with one line."""
     try:
         table = tomllib.loads(path.read_text())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -106,7 +110,9 @@ def load_prices(path: Path) -> Prices:
 
 
 def hit_value(trace: Trace, hits: npt.NDArray[np.int64], model: ModelSize, first: int = 0) -> HitValue:
-    """Return the value of the requests from `first` on that look blocks up."""
+    """Return the value of `hits` (blocks found, for each request of `trace`) with `model`. Requests before `first`, and
+    puts, are not counted.
+    """
     asked = np.diff(trace.starts)[first:]
     counts = trace.ops[first:] != Op.PUT
     asked, found = asked[counts], hits[first:][counts]
@@ -122,7 +128,7 @@ def hit_value(trace: Trace, hits: npt.NDArray[np.int64], model: ModelSize, first
 
 
 def served_hit_value(requests: Sequence[SimulatedRequest], block_tokens: int, model: ModelSize) -> HitValue:
-    """Return the value of requests that a node has served. Blocks that were computed in the race follow the
+    """Return the value of the hits of requests that a node has served. Blocks that were computed in the race follow the
     engine's own blocks; blocks that were given up are at the end of the stored ones.
     """
     columns = [
@@ -138,7 +144,9 @@ def served_hit_value(requests: Sequence[SimulatedRequest], block_tokens: int, mo
 
 
 def money(prices: Prices, value: HitValue, capacity_bytes: int, held_bytes: int, hours: float) -> dict[str, float]:
-    """Return US dollars over the time of the trace: for the whole tier, and for the held bytes alone."""
+    """Return the cost of storing and the value of the saved compute, in US dollars, over the `hours` of a trace: once
+    for the whole tier of `capacity_bytes`, and once for the `held_bytes` alone.
+    """
     storage, held = (prices.storage_usd_per_gib_hour * nbytes / _GIB * hours for nbytes in (capacity_bytes, held_bytes))
     saved = value.saved_flops / prices.compute_flops_per_s / 3600 * prices.compute_usd_per_hour
     return {

@@ -33,7 +33,7 @@ Progress = Callable[[int, int], None]
 
 
 class RequestTimes:
-    """The times at which each block of a trace is requested."""
+    """An index of the times at which each block of a trace is requested."""
 
     def __init__(self, trace: Trace) -> None:
         times_s = (trace.times_ns - trace.times_ns[0]) / NS_PER_S
@@ -60,8 +60,8 @@ class RequestTimes:
 
 
 class PredictorEvent(NamedTuple):
-    """An event that a predictor receives, `now_s` seconds after the first request. `said` passes it on; None marks a
-    time to ask for guesses.
+    """An event for a predictor, `now_s` seconds after the first request of a trace. `said(predictor)` delivers it; None
+    marks a time to ask for guesses.
     """
 
     now_s: float
@@ -69,8 +69,8 @@ class PredictorEvent(NamedTuple):
 
 
 def events(trace: Trace, ask_s: list[float]) -> Iterator[PredictorEvent]:
-    """Yield requests, answers, hints, and the times `ask_s`, in the order of time; a question comes before the events
-    at its time.
+    """Yield the requests, answers and hints of `trace`, and the times `ask_s` to ask for guesses, in the order of time.
+    A question comes before the events at its time.
     """
     keys = [trace.key(block) for block in range(trace.distinct_blocks)]
     first_ns = int(trace.times_ns[0])
@@ -115,14 +115,14 @@ def _hinted(tenant: int, key: bytes, said: Hint, now_s: float) -> Callable[[Pred
 
 @dataclass
 class Judged:
-    """The predicted chances within one horizon, and whether each guess came true."""
+    """The guesses of a predictor for one horizon: the predicted chance of each, and whether it came true."""
 
     foretold: list[float] = field(default_factory=list)
     came: list[bool] = field(default_factory=list)
 
     def figures(self) -> dict[str, float]:
-        """Return the figures; without guesses, their number alone. `of the mean`: the log loss of a guess that knows
-        the share of guesses that came true.
+        """Return the quality of the guesses by name; without guesses, only their number. `of the mean` is the log loss
+        of a guess that knows the share of guesses that came true.
         """
         foretold, true = np.array(self.foretold), np.array(self.came, dtype=np.float64)
         if not len(true):
@@ -142,8 +142,8 @@ class Judged:
 def judge(
     trace: Trace, predictor: Predictor, learn: float, questions: int, progress: Progress = lambda done, total: None
 ) -> dict[float, Judged]:
-    """Return by horizon how good the predictor's guesses were on the requests from share `learn` on. A horizon that
-    ends after the trace does is not asked for.
+    """Let `predictor` learn from the first share `learn` of the requests of `trace`, and ask it `questions` times in
+    the later part. Return its guesses by horizon. A horizon that ends after the trace is not asked for.
     """
     uses = RequestTimes(trace)
     seen = {horizon_s: Judged() for horizon_s in HORIZONS_S}
@@ -181,8 +181,8 @@ def judge_all(
 
 
 def question_times(trace: Trace, first: float, last: float, questions: int) -> list[float]:
-    """Return `questions` times, evenly between shares `first` and `last` of the requests; the last one ten seconds
-    before the end, if that fits.
+    """Return `questions` times in seconds, spaced evenly between the shares `first` and `last` of the requests. The
+    last time is ten seconds before the end, if that fits.
     """
     times = (trace.times_ns - trace.times_ns[0]) / NS_PER_S
     begin, end = (float(times[min(int(trace.requests * share), trace.requests - 1)]) for share in (first, last))
@@ -191,8 +191,8 @@ def question_times(trace: Trace, first: float, last: float, questions: int) -> l
 
 
 def ece(chances: Floats, came: Floats) -> float:
-    """Return the expected calibration error: the mean distance between chance and outcome, over ten equal bins of
-    chance.
+    """Return the expected calibration error of `chances`: the mean distance between chance and outcome `came`, over ten
+    equal bins of chance.
     """
     bins = np.minimum((chances * BINS).astype(np.int64), BINS - 1)
     foretold, seen = (np.bincount(bins, weights=each, minlength=BINS) for each in (chances, came))

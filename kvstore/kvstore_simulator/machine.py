@@ -31,8 +31,8 @@ _COMPUTE = {"flops_per_s", "efficiency", "overhead_s", "chunk_tokens"}
 
 @dataclass(frozen=True, slots=True)
 class MediumSpec:
-    """A medium: bytes a second in each direction; `parallel` transfers may wait out their latency at once. `duplex`:
-    the two directions do not slow each other down.
+    """A storage medium or link to simulate: its size, its bytes a second in each direction, and its latency. `parallel`
+    transfers may wait out their latency at once. If `duplex`, the two directions do not slow each other down.
     """
 
     name: str
@@ -46,7 +46,7 @@ class MediumSpec:
 
 @dataclass(frozen=True, slots=True)
 class ComputeSpec:
-    """The compute of a machine. `efficiency`: the share of `flops_per_s` that a prefill reaches. One pass over the
+    """The compute of a machine. A prefill reaches the share `efficiency` of `flops_per_s`, and one pass over the
     weights serves `chunk_tokens` tokens.
     """
 
@@ -58,8 +58,8 @@ class ComputeSpec:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A simulated machine: its compute, its media and its links. `link` is between `engine_tier`, which holds K/V of
-    running requests, and the first tier of the store.
+    """A machine to simulate: its compute, its media and its link. The link is between `engine_tier`, the medium that
+    holds the K/V of running requests, and the first tier of the store.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Machine:
     media: Mapping[str, MediumSpec]
 
     def times(self, devices: int) -> Machine:
-        """Return a machine of `devices` such machines side by side."""
+        """Return a machine that is `devices` such machines side by side."""
         compute = replace(self.compute, flops_per_s=self.compute.flops_per_s * devices)
         media = {name: _scaled(spec, devices) for name, spec in self.media.items()}
         return replace(
@@ -84,8 +84,8 @@ class Machine:
         return replace(self.media[HBM], name=GPU) if tier == GPU else self.media[tier]
 
     def pool_bytes(self, model: ModelSize) -> int:
-        """Return the bytes for blocks in the engine's memory, beside the weights. Raises ValueError if there are
-        none.
+        """Return the bytes for blocks in the engine's memory, beside the weights of `model`. Raises ValueError if
+        nothing is left.
         """
         left_bytes = int(self.engine_bytes * (1 - self.reserve) - model.weight_bytes)
         if left_bytes <= 0:
@@ -98,7 +98,8 @@ class Machine:
         return left_bytes
 
     def streamed_bytes(self, model: ModelSize, first: int, last: int, *, least_passes: float = 1.0) -> float:
-        """Return the bytes that computing tokens `first` up to `last` moves from the engine's memory into SRAM.
+        """Return the bytes that computing the tokens `first` to `last` - 1 of a prompt moves from the engine's memory
+        into SRAM.
 
         The weights are read once a pass. The K/V of the context are read once for as many queries as fit half of SRAM
         with their sums, a layer at a time (after FlashAttention, Dao and others, NeurIPS 2022).
@@ -111,7 +112,9 @@ class Machine:
         return passes * model.weight_bytes + tokens / rows * context * model.kv_bytes_per_token
 
     def prefill_s(self, model: ModelSize, first: int, last: int, *, least_passes: float = 1.0) -> float:
-        """Return the seconds to compute tokens `first` up to `last` of a prompt whose K/V up to `first` is there."""
+        """Return the seconds to compute the tokens `first` to `last` - 1 of a prompt, if the K/V before `first` is
+        there.
+        """
         if last <= first:
             return 0.0
         compute = self.compute
@@ -121,7 +124,9 @@ class Machine:
 
 
 def load_machine(name: str) -> Machine:
-    """Return the profile `name`, one that ships or a file. Raises ValueError with one line; OSError."""
+    """Return the machine of the profile `name`, one that ships or a file that ends in .toml. Raises OSError, or
+    ValueError with one line.
+    """
     if name in PROFILES:
         text = resources.files("kvstore_simulator.profiles").joinpath(f"{name}.toml").read_text()
         return _machine(name, tomllib.loads(text))

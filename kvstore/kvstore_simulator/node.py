@@ -33,7 +33,7 @@ MOST_SAMPLES = 256
 
 
 def serve_trace(trace: Trace, settings: NodeSettings, plan: ServingPlan, progress: Callable[[int, int], None]) -> Node:
-    """Serve the whole trace under one plan, and return the node in its state at the end."""
+    """Serve the whole trace on a node with `settings`, as `plan` says, and return the node as it is at the end."""
     clock = ManualClock()
 
     async def run(loop: VirtualLoop) -> Node:
@@ -45,7 +45,7 @@ def serve_trace(trace: Trace, settings: NodeSettings, plan: ServingPlan, progres
 
 
 def simulated_request(trace: Trace, at: int, blocks: Sequence[int], now_ns: int) -> SimulatedRequest:
-    """Return request number `at` of the trace, which asks for `blocks`."""
+    """Return request number `at` of `trace`, which asks for `blocks` and arrives at the time `now_ns`."""
     tokens = int(trace.input_tokens[at]) or len(blocks) * trace.block_tokens
     return SimulatedRequest(
         at, int(trace.tenants[at]), [trace.key(block) for block in blocks], tokens, Op(int(trace.ops[at])),
@@ -54,7 +54,9 @@ def simulated_request(trace: Trace, at: int, blocks: Sequence[int], now_ns: int)
 
 
 class Node:
-    """A node that serves a trace under one plan."""
+    """A simulated inference node, which serves the requests of a trace as `plan` says. In virtual time it gets the
+    stored blocks of each request, computes the missing ones, and stores those.
+    """
 
     def __init__(
         self, trace: Trace, settings: NodeSettings, plan: ServingPlan, loop: VirtualLoop, clock: ManualClock
@@ -83,8 +85,8 @@ class Node:
     async def run(
         self, progress: Callable[[int, int], None] = lambda done, total: None, *, is_alone: bool = True
     ) -> None:
-        """Run until the last request has been served and stored. `is_alone`: the whole trace arrives here; otherwise
-        the requests passed to `accept`, until `end`.
+        """Run until the last request has been served and stored. With `is_alone` the whole trace arrives here;
+        otherwise requests arrive by `accept`, until `end`.
         """
         async with asyncio.TaskGroup() as self._tasks:
             watching = [self._tasks.create_task(self._sample_all()), self._tasks.create_task(self._tick_all())]
@@ -113,14 +115,14 @@ class Node:
         self.end()
 
     def accept(self, request: SimulatedRequest) -> None:
-        """Accept a request that has arrived."""
+        """Put `request`, which has just arrived, into the node's queue."""
         self._queue.append(request)
         if request.op is not Op.PUT:
             self._expect(request)
         self._arrived.set()
 
     def end(self) -> None:
-        """Note that no further request arrives."""
+        """Note that no further request arrives, so that `run` may end."""
         self._is_over = True
         self._arrived.set()
 
@@ -373,7 +375,7 @@ class Node:
 
 
 def overlapped_s(copying_s: float, computing_s: float, layers: int) -> float:
-    """Return the seconds that computing takes while blocks are copied, both a layer at a time: a layer starts when its
+    """Return the seconds that computing takes while blocks are copied, both layer by layer. A layer starts when its
     blocks have arrived and the layer before it has been computed.
     """
     if not copying_s:

@@ -31,11 +31,10 @@ MakePredictor = Callable[[Trace, float], Predictor]
 
 @dataclass(frozen=True, slots=True)
 class ServingPlan:
-    """A way of serving requests. `prefetches`: blocks below DRAM move up while the request queues, and the blocks of
-    the next one all the way. `overlaps`: a layer computes while the next one's blocks arrive. `weighs`: computing
-    from the head races loading from the tail. `writes_behind`: new blocks go below DRAM at once, so that DRAM has
-    room when it is needed. `uses_gpu`: the store has its tier of device memory, if there is one; otherwise the
-    engine has that room.
+    """A way for a node to serve requests, which studies compare. `prefetches`: blocks below DRAM move up while a
+    request queues, and the next request's blocks all the way. `overlaps`: a layer computes while the next layer's
+    blocks arrive. `weighs`: computing from the head races loading from the tail. `writes_behind`: new blocks go
+    below DRAM at once. `uses_gpu`: the store has its tier of device memory; otherwise the engine has that room.
     """
 
     name: str
@@ -66,9 +65,9 @@ ABLATIONS = {
 
 @dataclass(frozen=True, slots=True)
 class NodeSettings:
-    """The settings of a node. `tiers`: media of the store and their bytes, fastest first. `speed`: the factor by which
-    arrivals are faster. `predictor(trace, speed)` makes the predictor for prefetch. `gpu`: settings of the tier of
-    that name, as in the daemon's configuration.
+    """The settings of a simulated node. `tiers` has the media of the store and their bytes, fastest first. Requests
+    arrive `speed` times as fast as recorded. `predictor(trace, speed)` makes the predictor for prefetch. `gpu` has
+    settings of that tier, as in the daemon's configuration.
     """
 
     machine: Machine
@@ -89,13 +88,13 @@ class NodeSettings:
 
     @property
     def without_gpu(self) -> NodeSettings:
-        """These settings with the GPU tier's memory given to the engine's own blocks."""
+        """These settings without the GPU tier, whose memory the engine's own blocks get."""
         tiers = dict(self.tiers)
         return replace(self, pool_bytes=self.pool_bytes + tiers.pop(GPU, 0), tiers=tuple(tiers.items()))
 
 
 def config_of(settings: NodeSettings, block_bytes: int) -> Config:
-    """Return the daemon's default configuration, at the size of the simulated machine instead of this machine."""
+    """Return the daemon's configuration for a simulated node: its defaults, with the tiers and sizes of `settings`."""
     config = load_config(None, ["host.capacity=512MiB", "host.min_free=0", "nvme.capacity=1GiB"])
     ttl_s = settings.ttl_s or 0
     first_bytes, *more = (nbytes for name, nbytes in settings.tiers if name != GPU)

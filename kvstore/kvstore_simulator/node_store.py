@@ -47,7 +47,8 @@ POOL = 0
 
 
 class EnginePool:
-    """The engine's own blocks, prefix cache and running requests: `capacity_blocks` of `block_bytes` each.
+    """The blocks in a simulated engine's own memory, of its prefix cache and its running requests: `capacity_blocks`
+    blocks of `block_bytes` bytes.
 
     It uses the production Residency and LRU over one tier, as engines have it. A request holds all of its blocks until
     it has been served and its stored blocks have been copied out. It never holds more blocks than the capacity.
@@ -62,12 +63,13 @@ class EnginePool:
         self._made = 0
 
     def leading(self, tenant: int, keys: Sequence[bytes]) -> int:
-        """Return how many leading blocks of the chain `keys` are here now."""
+        """Return the number of leading blocks of the chain `keys` that are in the engine's memory now."""
         return len(self.residency.find_keys(tenant, keys))
 
     def hold(self, tenant: int, keys: Sequence[bytes], now_ns: int) -> tuple[int, list[int]] | None:
-        """Make room for the whole chain `keys`; return how many leading blocks were there already, and the rows of all,
-        pinned until `release`. None if there is no room beside the blocks that other requests hold.
+        """Make room for the whole chain `keys`. Return the number of leading blocks that were there already, and the
+        rows of all, pinned until `release`. Return None if there is no room beside the blocks that other requests
+        hold.
         """
         residency = self.residency
         rows = residency.find_keys(tenant, keys)
@@ -92,7 +94,7 @@ class EnginePool:
         return here, rows
 
     def release(self, rows: Sequence[int]) -> None:
-        """Let `rows`, which were held, be evicted again."""
+        """Unpin `rows`, which `hold` returned, so that they may be evicted."""
         for row in rows:
             self.residency.unpin(row)
 
@@ -110,8 +112,8 @@ _NO_EXTRA = bytes(KEY_BYTES)
 
 
 class NoBytes:
-    """Staging memory without bytes, an implementation of `Staged`: a payload has its length, no address, and no tokens
-    to check.
+    """A staging memory without bytes, for simulated puts: a payload has a length, and no address or tokens. It
+    implements `Staged`.
     """
 
     def tokens_at(self, offset: int) -> bytes:
@@ -125,8 +127,8 @@ _NO_BYTES = NoBytes()
 
 
 def client_of(residency: Residency, number: int, device_tiers: TierSet = NO_TIERS) -> Client:
-    """Return the client that stands for tenant `number` of a trace; `device_tiers` are on the device that it computes
-    on.
+    """Return the client that stands for tenant number `number` of a trace. `device_tiers` are the tiers on the device
+    that it computes on.
     """
     name = f"tenant-{number}"
     return Client(
@@ -137,8 +139,8 @@ def client_of(residency: Residency, number: int, device_tiers: TierSet = NO_TIER
 
 
 def offer_of(keys: Sequence[bytes], payload_bytes: int) -> Offer:
-    """Return the offer that a client's put makes of the chain of blocks `keys` from its first block on. Each block has
-    `payload_bytes`.
+    """Return the offer that a put of the chain `keys` makes to the daemon's store. Each block has `payload_bytes`
+    bytes.
     """
     count = len(keys)
     return Offer(
@@ -155,8 +157,8 @@ _TICKS_OF_MAINTENANCE = 5  # of the daemon, for one of a node's
 
 
 class NodeStore:
-    """The daemon's store in a simulated node. `media`: the engine's link, then the store's tiers, fastest first.
-    `lanes` are all lanes between them.
+    """The daemon's own store in a simulated node, over simulated tiers. `media` are the engine's link and then the
+    store's tiers, fastest first; `lanes` are all lanes (queues of transfers) between them.
     """
 
     def __init__(
@@ -250,7 +252,9 @@ class NodeStore:
         return [tier.medium.spec.name for tier in self.tiers]
 
     def local_blocks(self, tenant: int, keys: Sequence[bytes]) -> int:
-        """Return how many leading blocks of a chain this node's own tiers have; the node's events show as much."""
+        """Return the number of leading blocks of the chain `keys` that this node's own tiers have. Its events show as
+        much to a router.
+        """
         residency = self.store.residency
         own = TierSet.of(*range(len(self.tiers) - len(self.store.keyed)))
         rows = residency.find_keys(self._clients[tenant].tenant_id, keys)
@@ -259,8 +263,8 @@ class NodeStore:
     # Getting
 
     def prefetch(self, request: SimulatedRequest, in_pool: int) -> None:
-        """Start to move blocks in slower tiers up, the last block first; no request waits for it. The first `in_pool`
-        blocks are with the engine.
+        """Start to move the blocks of `request` in slower tiers up, the last block first, without waiting. The engine
+        has the first `in_pool` blocks.
         """
         residency, promoter = self.store.residency, self.store.promoter
         mask, readable = residency.rows.mask, residency.readable(residency.exported)
@@ -274,8 +278,8 @@ class NodeStore:
                 request.fetched[position] = source
 
     async def begin_get(self, request: SimulatedRequest, arrived: Arrived) -> None:
-        """Lease the stored blocks of the chain beyond the engine's own blocks, the last first. `arrived` is called with
-        the number of blocks that became readable in host and in device memory, now and later; `visit.ready` says
+        """Lease the stored blocks of `request` beyond the engine's own, the last first. `arrived` is called with the
+        numbers of blocks that became readable in host and in device memory, now and later; `request.ready` says
         which.
         """
         wanted = GetRequest(
@@ -315,8 +319,8 @@ class NodeStore:
         return {at: TIER_SETS[here].first for at, here in found.items() if here}
 
     def copy(self, mapped: int, on_device: int) -> int:
-        """Copy `mapped` blocks from host memory to the engine and `on_device` blocks within the device's memory; return
-        the time in nanoseconds at which all are copied.
+        """Copy `mapped` blocks from host memory to the engine, and `on_device` blocks within the device's memory.
+        Return the time in nanoseconds at which all are copied.
         """
         now_ns = self._clock.monotonic_ns()
         ends_ns = [now_ns]
@@ -343,7 +347,7 @@ class NodeStore:
         request.changed.set()
 
     async def end_get(self, request: SimulatedRequest) -> None:
-        """Release the leased blocks, which the engine has copied: all of them may be evicted."""
+        """Release the leased blocks of `request`, which the engine has copied, so that they may be evicted."""
         if request.loading is not None and request.answers is not None:
             request.loading.cancel()
             await asyncio.wait([request.loading])
@@ -352,17 +356,21 @@ class NodeStore:
         request.leases.clear()
 
     def answered(self, request: SimulatedRequest) -> None:
-        """Report that the request has ended."""
+        """Report to the predictor and the policies that `request` has ended."""
         self.store.feed.answered(request.number, request.answer_tokens, self._clock.monotonic_ns())
 
     def hint(self, request: SimulatedRequest, hint: ChainHint, due_in_ms: int | None) -> None:
-        """Report the engine's expectation of the chain of a request that has ended."""
+        """Report the engine's expectation `hint` of the chain of `request`, which has ended. `due_in_ms` says when it
+        will be used.
+        """
         self._operations.hints.hint(self._clients[request.tenant], request.keys, hint, due_in_ms)
 
     # Putting
 
     async def put(self, request: SimulatedRequest, *, writes_behind: bool) -> None:
-        """Store the blocks of the chain that are not stored, and return when they are readable."""
+        """Store the blocks of `request` that are not stored, and return when they are readable. With `writes_behind`
+        they go below DRAM at once.
+        """
         mode = DurabilityMode.BATCH if writes_behind else DurabilityMode.NONE
         offer = offer_of(request.keys, self._block_bytes)
         async with aclosing(self._operations.put.store(self._clients[request.tenant], offer, mode)) as answers:
@@ -371,13 +379,13 @@ class NodeStore:
     # Time
 
     def tick(self) -> None:
-        """Do the daemon's maintenance once."""
+        """Do the store's periodic maintenance once, as the daemon does."""
         self.store.tick()
         for _ in range(_TICKS_OF_MAINTENANCE):
             self.store.retention.tick()
 
     async def settle(self) -> None:
-        """Wait for all writes under way."""
+        """Wait until all writes under way have ended."""
         while self.store.writeback is not None and await self.store.writeback.flush(_SETTLE_S):
             pass
         until_ns = self._clock.monotonic_ns() + round(_SETTLE_S * NS_PER_S)

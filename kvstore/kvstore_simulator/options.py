@@ -24,14 +24,18 @@ _RATES = {"to-gpu": "write_bytes_per_s", "from-gpu": "read_bytes_per_s"}
 
 @dataclass(frozen=True, slots=True)
 class GpuOption:
-    """The value of --gpu. `settings`: the given ones, as in the daemon's configuration."""
+    """The parsed option --gpu: the `settings` of the GPU tier, as in the daemon's configuration, and the `link` to the
+    device.
+    """
 
     settings: dict[str, str]
     link: MediumSpec
 
 
 def read_gpu(text: str, link: MediumSpec) -> GpuOption:
-    """Return the parsed --gpu; `link` is the profile's. Raises ValueError with one line."""
+    """Parse the value `text` of the option --gpu, and return it. `link` is the profile's, which it may change. Raises
+    ValueError with one line.
+    """
     settings: dict[str, str] = {}
     rates: dict[str, float] = {}
 
@@ -58,7 +62,9 @@ def read_gpu(text: str, link: MediumSpec) -> GpuOption:
 
 
 def parse_remote(text: str) -> RemoteSpec:
-    """Return the parsed --remote. Raises ValueError with one line."""
+    """Parse the value `text` of the option --remote, and return the shared store that it describes. Raises ValueError
+    with one line.
+    """
     found: dict[str, object] = {}
 
     def take(name: str, value: str) -> None:
@@ -83,7 +89,7 @@ def parse_remote(text: str) -> RemoteSpec:
 
 
 def parse_seconds(text: str) -> float:
-    """Return the seconds in a text such as "2ms". Raises ValueError."""
+    """Return the seconds in `text`, such as "2ms", "10us" or "1s". Raises ValueError for other text."""
     for unit, scale in (("us", 1e-6), ("ms", 1e-3), ("s", 1.0)):
         if text.endswith(unit):
             return float(text.removesuffix(unit)) * scale

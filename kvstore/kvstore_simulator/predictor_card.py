@@ -25,7 +25,7 @@ Row = dict[str, Any]
 
 
 def rows_of(seen: Mapping[str, Mapping[float, Judged]]) -> list[Row]:
-    """Return a row for each predictor and horizon, for machines; undefined figures are None."""
+    """Return a row of figures for each predictor and horizon in `seen`, for machines. Undefined figures are None."""
     return [
         {"predictor": name, "horizon_s": horizon_s}
         | {
@@ -55,7 +55,9 @@ def _lines(rows: Sequence[Row]) -> list[list[str]]:
 
 
 def card(traces: Sequence[Trace], trained: Trained) -> dict[str, Any]:
-    """Return the card: the source of the model, and its figures on the parts from which it did not learn."""
+    """Return the description of a trained model: the recordings, its features, and its figures on the parts from which
+    it did not learn.
+    """
     trees = ReturnTrees(trained.arrays).trees
     return {
         "model": "boosted trees upon session-return's chance of return",

@@ -16,8 +16,8 @@ Make = Callable[[Trace, float], Predictor]  # of a trace and the speed at which 
 
 
 def shipped(name: str, model: Path | None = None) -> Make:
-    """Return a function that makes a new predictor `name` of the daemon; one is made here at once as a check. Raises
-    ValueError with one line if `model` cannot be used.
+    """Return a function that makes a new predictor `name`, one of the daemon's. One is made at once as a check. Raises
+    ValueError with one line if the model file `model` cannot be used.
     """
     create_predictor(name, model)
 
@@ -31,7 +31,7 @@ def shipped(name: str, model: Path | None = None) -> Make:
 
 class Oracle(Predictor):
     """A predictor that knows the trace: the chain that each request will use, as far as it was used before, and the
-    time of its arrival. Tenant `n` of the trace has the number `n`.
+    time of its arrival. It is an upper bound for studies.
     """
 
     name = "oracle"
@@ -52,7 +52,7 @@ class Oracle(Predictor):
             self._wanted.append((trace.key(int(blocks[known - 1])), known) if known and is_read else None)
 
     def requested(self, request: PredictorRequest, now_s: float) -> None:
-        """Do nothing: the oracle knew of the request."""
+        """Do nothing, because the oracle knew of the request."""
 
     def guesses(self, now_s: float, horizon_s: float, limit: int) -> list[Guess]:
         at = bisect_left(self._times_s, now_s)
@@ -65,7 +65,7 @@ class Oracle(Predictor):
         return found
 
     def forget(self, tenant: int, keys: Iterable[bytes] | None) -> None:
-        """Do nothing: studies delete no blocks."""
+        """Do nothing, because studies delete no blocks."""
 
     def export_state(self) -> Iterator[Piece]:
         return iter(())

@@ -38,9 +38,9 @@ _MISFITS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """Options of the readers. `seed`, `window_s` and `sessions` are for formats whose sessions have no start of their
-    own. `group_tokens`: make blocks of this many tokens out of smaller ones. `as_recorded`, for the project's own
-    format: a read stays a read and stores nothing.
+    """The options of the readers of traces. `seed`, `window_s` and `sessions` are for a format whose sessions have no
+    start time. `group_tokens`: make blocks of this many tokens out of smaller ones. `as_recorded`, for the project's
+    own format: a read stays a read and stores nothing.
     """
 
     seed: int = 0
@@ -51,16 +51,16 @@ class ReadOptions:
 
 
 def read_trace(path: Path, format_name: str, options: ReadOptions, progress: Progress) -> Trace:
-    """Return the whole trace. `progress(bytes read, bytes in all)` is called now and then. Raises TraceError;
-    OSError.
+    """Read the trace in the file `path`, of the format `format_name`, and return it. `progress(bytes read, bytes in
+    all)` is called now and then. Raises OSError and TraceError.
     """
     return FORMATS[format_name](path, options, progress)
 
 
 def lines_of(path: Path, progress: Progress, *, cut: Callable[[int], None] | None = None) -> Iterator[tuple[int, Any]]:
-    """Yield each line's number and its JSON value. Empty lines are left out. `cut`: if the file's writer was killed,
-    the file ends with its last whole line, and `cut` is called with its number. `path` may be a pipe, whose length
-    is not known.
+    """Yield the number and the JSON value of each line of `path`, which may be a pipe. Empty lines are left out. If
+    `cut` is given, a file whose writer was killed ends with its last whole line, and `cut` is called with that
+    line's number. Otherwise TraceError is raised.
     """
     total = path.stat().st_size
     with path.open("rb") as raw:
@@ -91,8 +91,9 @@ def lines_of(path: Path, progress: Progress, *, cut: Callable[[int], None] | Non
 
 
 def read_mooncake(path: Path, options: ReadOptions, progress: Progress) -> Trace:
-    """Read one request a line: timestamp (ms), input_length, output_length, hash_ids; an id stands for a whole prefix
-    (Mooncake, FAST 2025). A request continues a session if it reuses more than the first block.
+    """Read a trace of the Mooncake format (FAST 2025) and return it. Each line is a request: timestamp (ms),
+    input_length, output_length, hash_ids; an id stands for a whole prefix. A request continues a session if it
+    reuses more than the first block.
     """
     builder = TraceBuilder(path.name, "mooncake", MOONCAKE_BLOCK_TOKENS)
     seen: set[int] = set()
@@ -111,7 +112,7 @@ def read_mooncake(path: Path, options: ReadOptions, progress: Progress) -> Trace
 
 
 def read_claude_code(path: Path, options: ReadOptions, progress: Progress) -> Trace:
-    """Read one session a line, with times from its own start.
+    """Read a trace of Claude Code sessions and return it. Each line is a session, with times from its own start.
 
     Starts are drawn evenly over the window with a seed; if only some sessions are wanted, they are drawn too. Blocks of
     64 tokens are grouped; a last group that is not full is no block. Each session has ids of its own (kv-cache-tester).
@@ -193,7 +194,7 @@ def _reading(path: Path, number: int, wanted: str) -> Iterator[None]:
 
 
 def read_kvstored(path: Path, options: ReadOptions, progress: Progress) -> Trace:
-    """Read a recording of `kvstored serve --record` (docs/traces.md).
+    """Read a recording of `kvstored serve --record` (docs/traces.md) and return it as a trace.
 
     A lookup or get becomes a request that stores its missing blocks, as an engine does; so a put counts only if it
     stores more blocks than were asked for, as answers do. A get of blocks that the client has just looked up is no new

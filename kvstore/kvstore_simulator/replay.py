@@ -53,8 +53,8 @@ _PART_BLOCKS = 32  # of a put are published together
 
 @dataclass(frozen=True, slots=True)
 class ReplaySettings:
-    """The settings of one replay. `ttl_s` and `keep_worth` as in the daemon's configuration; None and 0 turn them
-    off.
+    """The settings of one replay. `ttl_s` and `keep_worth` mean what they mean in the daemon's configuration; None and
+    0 turn them off.
     """
 
     policy: str
@@ -69,8 +69,8 @@ class ReplaySettings:
 
 @dataclass(slots=True)
 class ReplayResult:
-    """Counts of blocks; `hits` by request, and `held_block_s`: blocks in the tier, times the seconds since the request
-    before.
+    """The counts of a replay, in blocks. `hits` are by request. `held_block_s` adds up the blocks in the tier times the
+    seconds since the previous request.
     """
 
     settings: ReplaySettings
@@ -109,7 +109,7 @@ class Replay:
             self._reports = EngineReports(trace, settings.hints, self.policy, self.residency, self._tenant)
 
     def run(self, progress: Callable[[int, int], None] = lambda done, total: None) -> ReplayResult:
-        """Replay the whole trace, once."""
+        """Replay the whole trace. It may be called once."""
         trace = self.trace
         hits: npt.NDArray[np.int64] = np.zeros(trace.requests, dtype=np.int64)
         held_block_s: npt.NDArray[np.float64] = np.zeros(trace.requests)
@@ -170,7 +170,9 @@ class Replay:
     def request(
         self, keys: list[bytes], op: Op, tenant: int, now_ns: int, first_access: int, prompt_tokens: int = 0
     ) -> int:
-        """Replay one request; return its hits. `first_access` is its place among the trace's block accesses."""
+        """Replay one request and return the number of its hits. `first_access` is the request's place among the trace's
+        block accesses.
+        """
         residency = self.residency
         self._expire(now_ns)
         rows = residency.find_keys(tenant, keys)

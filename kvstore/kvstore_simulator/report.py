@@ -25,19 +25,21 @@ _HEADINGS = (
 
 
 def replay_table(rows: Sequence[Row]) -> str:
-    """Return a table with a line for each row."""
+    """Return the table of a replay study, with a line for each row."""
     return render_table(replay_headings(rows), replay_rows(rows))
 
 
 def replay_headings(rows: Sequence[Row]) -> list[str]:
-    """Return the headings. "Kept out" counts blocks that the admission refused or the policy bypassed."""
+    """Return the headings of a replay study's table. The column "Kept out" counts the blocks that the admission refused
+    or the policy bypassed.
+    """
     has_cost, has_held = _has(rows)
     more = [*((">EXPIRED", ">HELD") if has_held else ()), *((">NET",) if has_cost else ())]
     return [*_HEADINGS, *more, *((">NET OF HELD",) if has_held and has_cost else ())]
 
 
 def replay_rows(rows: Sequence[Row]) -> list[list[str]]:
-    """Return the cells below `replay_headings`."""
+    """Return the cells of a replay study's table, in the order of `replay_headings`."""
     has_cost, has_held = _has(rows)
     lines = []
     for row in rows:
@@ -64,7 +66,7 @@ def _has(rows: Sequence[Row]) -> tuple[bool, bool]:
 
 
 def reuse_table(curves: Sequence[reuse.MissRatioCurve]) -> str:
-    """Return a table of each group's LRU miss ratio at every fourth point of its curve."""
+    """Return the table of each group's LRU miss ratio, at every fourth point of the group's curve."""
     if not curves:
         return ""
     shown = range(0, len(curves[0].capacity_blocks), 4)
@@ -79,8 +81,8 @@ def reuse_table(curves: Sequence[reuse.MissRatioCurve]) -> str:
 
 
 def as_csv(rows: Sequence[Row]) -> str:
-    """Return one line for each row, with nested facts as columns of their own; a cell is empty if its row has no such
-    fact.
+    """Return the rows as CSV, one line each. Nested facts get columns of their own; a cell is empty if the row lacks
+    that fact.
     """
     flat = [_flat(row) for row in rows]
     out = io.StringIO()
@@ -113,7 +115,9 @@ def _flat(row: Row, prefix: str = "") -> dict[str, object]:
 
 
 def fleet_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return a table with a line for each row; shares are of all blocks that were asked for."""
+    """Return the table of a study of several nodes, with a line for each row. Shares are of all blocks that were looked
+    up.
+    """
     tiers = list(dict.fromkeys(tier for row in rows for tier in row["hits_by_tier"]))
     headings = ["ROUTING", ">NODES", ">HITS", *(f">{tier.upper()}" for tier in tiers), ">RECOMPUTED"]
     headings += [">TTFT p50", ">p90", ">p99", ">BUSIEST"]
@@ -134,7 +138,7 @@ _BOUNDS = (UNBOUNDED, Clairvoyant.name)
 
 
 def study_page(title: str, subtitle: str, rows: Sequence[Row], found: Sequence[reuse.MissRatioCurve]) -> str:
-    """Return the whole document."""
+    """Return the HTML page of a replay study."""
     figures = [
         _figure("Hit ratio", "share of looked-up blocks", _curves(rows, "hit_ratio")),
         _figure("Compute saved", "share of the prefill's operations", _curves(rows, "compute_saved_ratio")),

@@ -21,7 +21,9 @@ _POINTS = 24
 
 @dataclass(frozen=True, slots=True)
 class MissRatioCurve:
-    """A curve for one group's block accesses: `miss_ratio[i]` is LRU's at `capacity_blocks[i]`."""
+    """A miss-ratio curve of LRU for the block accesses of one group. `miss_ratio[i]` is the ratio at
+    `capacity_blocks[i]`.
+    """
 
     tenant: int | None
     kind: str | None
@@ -33,7 +35,7 @@ class MissRatioCurve:
 
 
 def reuse_distances(trace: Trace) -> npt.NDArray[np.int64]:
-    """Return the reuse distance of each block access of the trace; NEVER for a block's first use.
+    """Return the reuse distance of each block access of the trace, NEVER for a block's first use.
 
     A recorded put comes right after its request and is taken to use its whole chain; `curves` does not count it. A GET
     uses only the resident blocks, which depend on the capacity, so it has no distance: then ValueError is raised.
@@ -65,8 +67,8 @@ def reuse_distances(trace: Trace) -> npt.NDArray[np.int64]:
 
 
 def curves(trace: Trace, distances: npt.NDArray[np.int64], count_from: int = 0) -> list[MissRatioCurve]:
-    """Return the curve of all accesses from request `count_from` on, then one curve for each tenant and for each type,
-    if there are several. Puts look nothing up.
+    """Return miss-ratio curves of LRU: one for all accesses from request `count_from` on, and, if there are several,
+    one for each tenant and each type of request. Puts look nothing up and are not counted.
     """
     request_of = np.repeat(np.arange(trace.requests), np.diff(trace.starts))
     is_asked = (trace.ops != Op.PUT)[request_of] & (request_of >= count_from)

@@ -26,8 +26,8 @@ _PARALLEL = 64
 
 @dataclass(frozen=True, slots=True)
 class RemoteSpec:
-    """The shared store of all nodes. `jitter_s`: the mean time that an operation takes beyond the latency, drawn from
-    an exponential distribution; `loss`: the share of reads that find nothing.
+    """The settings of the store that all nodes share. `jitter_s` is the mean time that an operation takes beyond the
+    latency, drawn from an exponential distribution. `loss` is the share of reads that find nothing.
     """
 
     latency_s: float = 0.002
@@ -39,7 +39,7 @@ class RemoteSpec:
 
 
 class SharedObjects:
-    """Objects by key; the oldest is forgotten when there are too many."""
+    """The objects of a remote store, by key. When there are too many, the oldest is forgotten."""
 
     def __init__(self, spec: RemoteSpec, seed: int) -> None:
         self.spec = spec
@@ -71,9 +71,7 @@ class SharedObjects:
 
 
 class SimulatedRemoteTier(SimulatedTier):
-    """One node's tier over the shared store, with the contract of `KeyedTier`; `first` is the medium that it loads
-    into.
-    """
+    """One node's tier over the shared store, with the contract of `KeyedTier`. It loads into the medium `first`."""
 
     def __init__(self, shared: SharedObjects, loop: VirtualLoop, first: SimulatedMedium) -> None:
         top = first.spec.name
@@ -110,15 +108,15 @@ class SimulatedRemoteTier(SimulatedTier):
         super().move_out(slot, destination, expect_key, self._later(read))
 
     def find(self, tenant: bytes, keys: Sequence[bytes], done: Callable[[list[int]], None]) -> None:
-        """Call `done`, after one latency, with the payload bytes of each block that the store has, -1 for a missing
-        one.
+        """Call `done` after one latency, with the payload bytes of each of `keys`, or -1 if the store lacks the
+        block.
         """
         found = [self._shared.objects.get(key, -1) for key in keys]
         now_ns = self._loop.now_ns()
         self._loop.at_ns(now_ns + self.medium.latency_ns + self._shared.jitter_ns(), done, found)
 
     def adopt(self, slot: Slot, tenant: bytes, key: bytes) -> None:
-        """Do nothing: keys alone name objects here."""
+        """Do nothing, because keys alone name the objects of this store."""
 
     def discard(self, slot: Slot) -> None:
         self.free(slot)

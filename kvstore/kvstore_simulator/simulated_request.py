@@ -15,9 +15,9 @@ from kvstored.store.policies import EvictionPolicy, ResidencyClass
 
 @dataclass(slots=True, eq=False)
 class SimulatedRequest:
-    """A request in a node. Times are the virtual clock's. Of `blocks`, `in_pool` were in the engine's memory and
-    `found[position]` in each of the store's tiers; of the blocks in the store, `recomputed` were computed again
-    because that was faster.
+    """A request in a simulated node. Times are in virtual time. Of its `blocks`, `in_pool` were in the
+    engine's memory and `found[position]` in each of the store's tiers. `recomputed` blocks were in the store and
+    computed again, because that was faster.
     """
 
     number: int
@@ -74,13 +74,13 @@ class SimulatedRequest:
 
     @property
     def exposed_ns(self) -> int:
-        """The nanoseconds that bringing blocks back added, by loading or by computing them again."""
+        """The nanoseconds by which loading blocks, or computing stored blocks again, delayed the first token."""
         return self.end_ns - self.begin_ns - self.overhead_ns - self.prefill_ns
 
 
 @dataclass(slots=True)
 class Sample:
-    """The contents of a tier at a time, in blocks by how soon its policy expects them to be needed."""
+    """The contents of a tier at one time: numbers of blocks by how soon the tier's policy expects them to be needed."""
 
     at_s: float
     tier: str
@@ -91,8 +91,9 @@ class Sample:
 
 @dataclass(slots=True)
 class Served:
-    """The record of a node. `refused`: requests that are longer than the engine's memory. `streamed_bytes`: bytes from
-    the engine's memory into SRAM, for computing. `lasted_s`: seconds until the last first token.
+    """The record of a simulated node. `refused` counts requests that are longer than the engine's memory.
+    `streamed_bytes` are the bytes that computing brought from the engine's memory into SRAM. `lasted_s` is the time
+    until the last first token.
     """
 
     requests: list[SimulatedRequest] = field(default_factory=list)
@@ -108,11 +109,11 @@ class Served:
         return [sample for each in self.rounds for sample in each]
 
     def thin(self) -> None:
-        """Drop every second round of samples; keep the first."""
+        """Drop every second round of samples, and keep the first."""
         self.rounds = self.rounds[::2]
 
     def sample(self, held: Iterable[tuple[str, EvictionPolicy]], now_ns: int) -> None:
-        """Record the contents of each tier now, by the classes of its policy."""
+        """Record the contents of each tier at `now_ns`, by the classes of the tier's policy."""
         found: list[Sample] = []
         self.rounds.append(found)
         for name, policy in held:

@@ -62,7 +62,7 @@ class Pipe:
 
 
 class SimulatedMedium:
-    """One medium of a machine, with a queue for each direction, or one for both."""
+    """One medium of a machine, with a queue for each direction or one queue for both."""
 
     def __init__(self, spec: MediumSpec) -> None:
         self.spec = spec
@@ -74,14 +74,16 @@ class SimulatedMedium:
 
     @property
     def busy_ns(self) -> int:
-        """The busy time of the busier direction if each has its own queue, otherwise of both together."""
+        """The busy time of the medium: of the busier direction if each has its own queue, otherwise of both
+        together.
+        """
         reading, writing = self.reading.busy_ns, self.writing.busy_ns
         return max(reading, writing) if self.spec.duplex else reading + writing
 
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """The time at which the bytes of a transfer begin to move, and the time at which the last has arrived."""
+    """The times of a transfer: when its first bytes begin to move, and when its last bytes have arrived."""
 
     begin_ns: int
     end_ns: int
@@ -89,7 +91,9 @@ class Passage:
 
 @dataclass(slots=True)
 class SimulatedLane:
-    """A lane from one medium to another. `moved` has (end, bytes) of each transfer, for plots."""
+    """A queue of transfers from one medium to another. `moved` has the end and the bytes of each transfer, for
+    plots.
+    """
 
     name: str
     source: SimulatedMedium
@@ -100,7 +104,7 @@ class SimulatedLane:
     moved: list[tuple[int, int]] = field(default_factory=list)
 
     def send(self, nbytes: int, now_ns: int) -> Passage:
-        """Queue a transfer of `nbytes`; return its times."""
+        """Queue a transfer of `nbytes` and return its times."""
         reading, writing = self.source.reading, self.target.writing
         is_source_slower = reading.bytes_per_s <= writing.bytes_per_s
         medium, pipe = (self.source, reading) if is_source_slower else (self.target, writing)
@@ -121,9 +125,9 @@ class SimulatedLane:
 
 
 class SimulatedTier(Tier):
-    """A tier without bytes. `name`: the name in the configuration. `coming` is the lane that `move_in` and `write` use,
-    `going` the lane of `move_out` and `read`. `memory`: HOST if other tiers read it in place, FILE if it hands its
-    bytes out.
+    """A tier without bytes. `name` is its name in the configuration. `move_in` and `write` use the lane `coming`,
+    `move_out` and `read` the lane `going`. `memory` is SYSTEM if other tiers read the slots in place, FILE if the
+    tier copies them out.
     """
 
     writable: frozenset[int] = frozenset()  # as the host tier's: by no client
@@ -163,10 +167,10 @@ class SimulatedTier(Tier):
         self._slots.free(slot)
 
     def retire(self, slot: Slot) -> None:
-        """Do nothing, as the host tier does: nothing is left for a later process."""
+        """Do nothing, as the host tier does, because no later process could use the slot."""
 
     def slot_segment(self, slot: Slot) -> Segment:
-        """Return a segment that stands for the slot's memory: it has a length, and no address."""
+        """Return a segment that stands for the slot's memory. It has a length and no address."""
         return Segment(0, slot.nbytes, MemoryKind.FILE)
 
     def write(self, slot: Slot, header: BlockHeader, segments: Sequence[Segment], done: Completion) -> None:
@@ -177,7 +181,7 @@ class SimulatedTier(Tier):
         writes: Sequence[tuple[Slot, BlockHeader, Sequence[Segment]]],
         done: Callable[[Sequence[Outcome]], None],
     ) -> None:
-        """Start all writes at once, as the host tier does; they end together."""
+        """Start all writes at once, as the host tier does. They end together."""
 
         def ended(outcome: Outcome) -> None:
             done([outcome] * len(writes))
@@ -194,13 +198,13 @@ class SimulatedTier(Tier):
         self._send(self._going, slot.nbytes, done)
 
     def lend(self, slot: Slot, load: Load, done: Completion) -> None:
-        """Lend the slot to the other tier, which knows when its read ends. There is no file."""
+        """Lend the slot to another tier, which knows when its read ends. There is no file to lend."""
         self._reads += 1
         self._read_bytes += slot.nbytes
         load(FileImage(-1, 0, slot.nbytes - HEADER_BYTES, slot.generation), done)
 
     def sync(self, done: Completion) -> None:
-        """Complete one latency after the last write."""
+        """Call `done` one latency after the last write."""
         written_ns = max(self._loop.now_ns(), self._written_ns)
         self._loop.at_ns(written_ns + self.medium.latency_ns, done, Outcome(OutcomeKind.DONE))
 
@@ -229,11 +233,11 @@ class SimulatedTier(Tier):
 
 
 class SimulatedGpuTier(SimulatedTier):
-    """A GPU tier: blocks are in a device's memory `medium`; an engine on that device copies them at the speed of that
-    memory.
+    """A GPU tier without bytes. Its blocks are in the device memory `medium`, and an engine on that device copies them
+    at the speed of that memory.
 
-    Copies take `link`, the engine's own link between that memory and `host`, also when the device's process reads
-    `nvme` past DRAM (None: it reads nothing).
+    Other copies take `link`, the engine's own link between `host` and device memory, also when the device reads from
+    `nvme` past DRAM. If `nvme` is None, the device reads no drive.
     """
 
     def __init__(
@@ -268,5 +272,5 @@ class SimulatedGpuTier(SimulatedTier):
         return load
 
     def owner(self, container: int) -> str | None:
-        """Return the tenant of a chunk, as the GPU tier does; no chunk has an owner here."""
+        """Return None for every chunk, because no simulated chunk belongs to a tenant."""
         return "" if container > DEVICE_ARENAS else None

@@ -26,8 +26,8 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """A study of replays. `capacities` are fractions of the trace's distinct blocks if at most 1, otherwise blocks.
-    Only requests from `count_from` on are counted; the requests before warm the tier up.
+    """A study of replays. A capacity in `capacities` of at most 1 is a fraction of the trace's distinct blocks, a
+    larger one a number of blocks. Requests before `count_from` fill the tier and are not counted.
     """
 
     trace: Trace
@@ -43,7 +43,7 @@ class Study:
     keep_worth: float = 0.0
 
     def rows(self, progress: Progress) -> Iterator[Row]:
-        """Yield rows as they are ready, the bounds first."""
+        """Yield each row when it is ready, the upper bounds first."""
         distinct = self.trace.distinct_blocks
         yield self._row(UNBOUNDED, ReplaySettings(LRU, distinct), progress)
         others = [name for name in self.policies if name not in (Clairvoyant.name, UNBOUNDED)]

@@ -42,7 +42,9 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """A row, and the data of its plots. `ttft_s`: quantiles, evenly apart; `traffic`: bytes in each `slice_s`."""
+    """The result of one plan: a row, and the data of its plots. `ttft_s` are evenly spaced quantiles, and `traffic` has
+    the bytes of each `slice_s`.
+    """
 
     row: Row
     ttft_s: list[float]
@@ -60,11 +62,11 @@ class Timed:
 
 @dataclass(frozen=True, slots=True)
 class TimingStudy:
-    """A study of times: one trace served under several plans on one machine. `tiers`: media of the store and their
-    bytes, fastest first; `pool_bytes`: the engine's room for blocks. Requests before `count_from` are served and not
-    counted. `without`: parts of orchestration to leave out, a row each. `predictors` maps a name to a predictor;
-    predictors replace arrivals as the trigger of prefetch, a row each. `gpu`: see NodeSettings. Plans without that tier
-    give its memory to the engine's own blocks.
+    """A study of times: one trace served under several plans on one machine. `tiers` are the media of the store and
+    their bytes, fastest first. `pool_bytes` is the engine's own memory for blocks. Requests before `count_from` are
+    served but not counted. Each of `without` names a part of orchestration to leave out in a row of its own.
+    `predictors` maps names to predictors that trigger prefetch instead of arrivals, a row each. `gpu` is described
+    at NodeSettings; plans without that tier give its memory to the engine's own blocks.
     """
 
     trace: Trace
@@ -86,8 +88,8 @@ class TimingStudy:
     results: list[Timed] = field(default_factory=list)
 
     def run(self, progress: Progress) -> Iterator[Timed]:
-        """Yield results as they are ready: the engine alone, the baselines (with one tier they are one), then the plans
-        to compare with them.
+        """Yield each result when it is ready: the engine alone, the baselines (the same one if there is one tier), then
+        the plans to compare with them.
         """
         baselines = BASELINES[: len(self.settings(BEST, ALWAYS).without_gpu.tiers)]
         runs = [(plan, LRU, ALWAYS) for plan in (ENGINE_ALONE, *baselines)]
@@ -101,8 +103,8 @@ class TimingStudy:
             yield self._timed(plan, self.policies[0], self.admissions[0], progress, name)
 
     def settings(self, policy: str, admission: str) -> NodeSettings:
-        """Return the settings of a node. `best` stands for the daemon's default policy of each kind of tier; any other
-        name is the policy of all tiers.
+        """Return the settings of a node. `policy` "best" stands for the daemon's default policy of each kind of tier;
+        any other name is the policy of all tiers.
         """
         return NodeSettings(
             self.machine, self.model, self.tiers, self.pool_bytes, resolve(policy), admission, self.ttl_s,

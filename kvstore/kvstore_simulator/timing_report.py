@@ -21,14 +21,14 @@ _BUSY = 0.95  # from here on time to first token is mostly queueing
 
 
 def row_policy(row: Row) -> str:
-    """Return the policy and admission of the row's store, which distinguish rows of one plan."""
+    """Return the policy and the admission of the row's store, which distinguish the rows of one plan."""
     if not row["capacity_blocks"]:
         return "-"
     return policy_of(row) if row["admission"] == "always" else f"{policy_of(row)}, {row['admission']}"
 
 
 def report(results: Sequence[Timed]) -> str:
-    """Return the tables: latency, then traffic, then the contents of the tiers; with a note if a figure could
+    """Return the tables of a timing study: latency, traffic, and contents of the tiers, with a note if a figure could
     mislead.
     """
     rows = [result.row for result in results]
@@ -37,7 +37,9 @@ def report(results: Sequence[Timed]) -> str:
 
 
 def times(row: Row) -> list[str]:
-    """Return the time to first token at three percentiles, and the speedup over the baseline at two of them."""
+    """Return the cells of a row's times: time to first token at three percentiles, and the speedup over the baseline at
+    two.
+    """
     faster = row.get("speedup")
     return [
         *(human_seconds(row["ttft_s"][share]) for share in ("p50", "p90", "p99")),
@@ -64,8 +66,8 @@ def latency_table(rows: Sequence[Row]) -> str:
 
 
 def prefetch_table(rows: Sequence[Row]) -> str:
-    """Return the table of prefetch by prediction; "" if no row has it. Mean times are multiples of the times without
-    it.
+    """Return the table of prefetch by prediction, or "" if no row has such prefetch. Mean times are given as multiples
+    of the times without it.
     """
     lines = []
     for row in rows:
@@ -85,7 +87,7 @@ def prefetch_table(rows: Sequence[Row]) -> str:
 
 
 def traffic_table(rows: Sequence[Row]) -> str:
-    """Return a line for each lane of each plan that has a store."""
+    """Return the table of traffic: a line for each lane of each plan that has a store."""
     lines = []
     for row in rows:
         for lane, nbytes in row["bytes_by_lane"].items():
@@ -104,7 +106,7 @@ def _media_of(lane: str) -> set[str]:
 
 
 def residency_table(results: Sequence[Timed]) -> str:
-    """Return the blocks of each tier, averaged over time, and the shares of its classes."""
+    """Return the table of the blocks in each tier, averaged over time, and the shares of their classes."""
     lines = []
     for result in results:
         by_tier: dict[str, list[Sample]] = {}
@@ -156,7 +158,7 @@ _FIRST_SHARE = 0.02  # where the distribution begins: the few quickest requests 
 
 
 def timing_page(title: str, subtitle: str, results: Sequence[Timed]) -> str:
-    """Return the whole document."""
+    """Return the HTML page of a timing study."""
     figures = [_first_token(results), _parts(results), _hits(results), _traffic(results)]
     body = [markup.charts(figures), markup.html_table(_HEADINGS, [_row(result) for result in results])]
     body += [markup.paragraph(note) for note in notes([result.row for result in results])]

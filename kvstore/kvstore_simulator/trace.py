@@ -22,7 +22,7 @@ _TIME_NS_MAX = 1 << 61  # 73 years: the difference of two times fits 64 bits
 
 
 class TraceError(ValueError):
-    """The file is not a trace of that format; the message is one line with the place and the remedy."""
+    """A file is not a trace of the expected format. The message is one line with the place and the remedy."""
 
 
 class Op(IntEnum):
@@ -34,8 +34,8 @@ class Op(IntEnum):
 
 
 class RecordedHint(NamedTuple):
-    """An engine's hint about the chain that ends with `block`, given before request number `before`. None and 0: not
-    given.
+    """A hint that an engine gave about the chain ending with `block`, before request number `before`. A field that is
+    None or 0 was not given.
     """
 
     before: int
@@ -50,8 +50,8 @@ class RecordedHint(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests in the order of their times, and `hints` in that order too, which only recordings have. `starts` has one
-    entry more than there are requests. `cut_after`: the last line of a file whose end is missing.
+    """Requests in the order of their times. `hints` are in that order too, and only recordings have them. `starts` has
+    one entry more than there are requests. `cut_after` is the last readable line of a file whose end is missing.
     """
 
     name: str
@@ -90,11 +90,11 @@ class Trace:
         return len(self.parents)
 
     def key(self, block: int) -> bytes:
-        """Return the key under which residency knows the block; never the zero key."""
+        """Return the key under which residency knows `block`. It is never the zero key."""
         return (block + 1).to_bytes(KEY_BYTES, "big")
 
     def chain(self, block: int) -> list[int]:
-        """Return the blocks from the first of the prompt down to `block`."""
+        """Return the blocks of a prompt from the first one to `block`."""
         found = []
         while block >= 0:
             found.append(block)
@@ -102,8 +102,8 @@ class Trace:
         return found[::-1]
 
     def part(self, first: int, last: int) -> Trace:
-        """Return requests `first` up to `last` as a trace of their own: block numbers start anew, and nothing before or
-        after is known.
+        """Return requests `first` to `last` - 1 as a trace of their own, with blocks numbered anew and nothing known of
+        other requests.
         """
         builder = TraceBuilder(self.name, self.format, self.block_tokens)
         for at in range(first, min(last, self.requests)):
@@ -124,10 +124,10 @@ class Trace:
 
 
 class TraceBuilder:
-    """A builder of traces. It collects requests in any order of time; `build` sorts them (stable) and numbers their
+    """A builder of traces. It takes requests in any order of time; `build` sorts them (stably) and numbers their
     blocks.
 
-    Raises TraceError for a block that appears under two parents: then ids do not stand for prefixes.
+    Raises TraceError if a block has two different parents, because then ids do not stand for prefixes.
     """
 
     def __init__(self, name: str, format_name: str, block_tokens: int) -> None:
@@ -157,7 +157,9 @@ class TraceBuilder:
         op: Op = Op.REQUEST,
         space: Hashable = None,
     ) -> None:
-        """Add a request for `ids`, head of the chain first. Ids of different `space`s are different blocks."""
+        """Add a request for the blocks `ids`, head of the chain first. The same id in two `space`s stands for different
+        blocks.
+        """
         if not (0 <= input_tokens <= _TOKENS_MAX and 0 <= output_tokens <= _TOKENS_MAX):
             raise TraceError(f"lengths are {input_tokens:.4g} and {output_tokens:.4g} tokens; 0 to {_TOKENS_MAX:.4g}")
         if abs(time_ns) > _TIME_NS_MAX:
@@ -184,8 +186,8 @@ class TraceBuilder:
             column.append(value)
 
     def add_hint(self, hint: RecordedHint, ids: Sequence[Hashable], *, space: Hashable = None) -> None:
-        """Add `hint` for the chain of the blocks `ids`. If no request has asked for its end yet, only the time of a due
-        request is kept; that request will use the known part of the chain.
+        """Add `hint` for the chain of the blocks `ids`. If no request has used the chain's end yet, only the time of a
+        due request is kept, for the part of the chain that is known.
         """
         numbers = [self._numbers.get(block_id if space is None else (space, block_id), -1) for block_id in ids]
         if -1 in numbers:
@@ -198,7 +200,7 @@ class TraceBuilder:
         return len(self._times)
 
     def build(self) -> Trace:
-        """Return the trace. Raises TraceError if there is no request with a block in it."""
+        """Return the trace. Raises TraceError if no request has a block."""
         if not self._blocks:
             raise TraceError(f"{self._name} has no request with a whole block in it")
         times: npt.NDArray[np.int64] = np.array(self._times, dtype=np.int64)

@@ -40,20 +40,24 @@ _MARGIN = 0.5  # of a column's range, beyond which a row is unlike those seen
 
 
 class Examples(NamedTuple):
-    """The known numbers of chains (float32, a row each), and whether each chain was requested within its horizon."""
+    """Training examples: the known numbers of chains (float32, a row for each chain), and whether each chain was
+    requested within its horizon.
+    """
 
     rows: Array
     came: Array
 
 
 def need_scikit_learn() -> None:
-    """Check that scikit-learn is installed. Raises ValueError that names the extra."""
+    """Check that scikit-learn is installed. Raises ValueError that names the extra to install."""
     if find_spec("sklearn") is None:
         raise ValueError(f"training needs scikit-learn, serving does not: {pip_install(EXTRA)}")
 
 
 def fitted(first: Examples, second: Examples, progress: Callable[[int, int], None]) -> dict[str, Array]:
-    """Return the arrays of a model. Raises RuntimeError if the process that fits ended early."""
+    """Return the arrays of a model fitted to `first` and calibrated on `second`. Raises RuntimeError if the fitting
+    process ended early.
+    """
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
     process = spawn.Process(target=_work, args=(theirs, first, second), daemon=True)
@@ -158,8 +162,8 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """The result of training. `arrays`: the model. `learned` and `plain`: by horizon, the predictions of the model's
-    predictor and of session-return for the parts that judge.
+    """The result of training. `arrays` is the model. `learned` and `plain` have, by horizon, the predictions of the
+    model and of session-return for the parts that judge.
     """
 
     arrays: dict[str, Array]
@@ -171,7 +175,9 @@ class Trained:
 
 
 def train(traces: Sequence[Trace], progress: Progress) -> Trained:
-    """Train a model. Raises ValueError with one line if there is too little to learn from; RuntimeError."""
+    """Train a model on `traces`. Raises ValueError with one line if there is too little to learn from, and RuntimeError
+    if the fitting process ended early.
+    """
     parts: list[list[Examples]] = [[], []]
     for trace in traces:
         for part, rows in zip(parts, _rows_of(trace, progress), strict=True):

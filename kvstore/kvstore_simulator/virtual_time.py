@@ -20,7 +20,7 @@ Arguments = TypeVarTuple("Arguments")
 
 
 class Stuck(RuntimeError):
-    """A task waits, and no event is left that could end the wait: a mistake in a model."""
+    """A task waits, and no event is left that could end the wait: the simulated model has a mistake."""
 
 
 class _TimeSelector(selectors.SelectSelector):
@@ -39,7 +39,7 @@ class _TimeSelector(selectors.SelectSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop on `clock`."""
+    """An event loop that tells time by `clock`."""
 
     def __init__(self, clock: ManualClock) -> None:
         self._virtual = clock
@@ -56,19 +56,19 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def call_soon_threadsafe(
         self, callback: Callable[[*Arguments], object], *args: *Arguments, context: Context | None = None
     ) -> asyncio.Handle:
-        """Call `callback` soon. There is one thread, so no other thread has to be woken."""
+        """Call `callback` soon. The loop has one thread, so no other thread has to be woken."""
         return self.call_soon(callback, *args, context=context)
 
     def now_ns(self) -> int:
         return self._virtual.monotonic_ns()
 
     def at_ns(self, when_ns: int, callback: Callable[..., object], *args: Any) -> asyncio.TimerHandle:
-        """Call `callback` at `when_ns` of the clock, or a nanosecond later."""
+        """Call `callback` when `clock` reads `when_ns`, or a nanosecond later."""
         return self.call_at(when_ns / NS_PER_S, callback, *args)
 
 
 def run_virtual(clock: ManualClock, main: Callable[[VirtualLoop], Coroutine[Any, Any, Answer]]) -> Answer:
-    """Run `main` to its end, in virtual time. Raises its errors; Stuck."""
+    """Run `main` to its end in virtual time and return its answer. Raises what `main` raises, and Stuck."""
     loop = VirtualLoop(clock)
     with asyncio.Runner(loop_factory=lambda: loop) as runner:
         answer = runner.run(main(loop))

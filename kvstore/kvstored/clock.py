@@ -15,16 +15,18 @@ NS_PER_MS = 1_000_000
 
 class Clock(Protocol):
     def monotonic_ns(self) -> int:
-        """Return nanoseconds that only grow; the origin means nothing. For leases, deadlines, ages and rates."""
+        """Return a time in nanoseconds that never goes back, from an arbitrary origin. Use it for leases, deadlines,
+        ages and rates.
+        """
 
     def wall_ns(self) -> int:
-        """Return nanoseconds since the epoch; they may jump. For times that people read and that outlive the
+        """Return the nanoseconds since the epoch, which may jump. Use it for times that people read or that outlive the
         process.
         """
 
 
 class SystemClock:
-    """The operating system's clocks."""
+    """A clock that reads the operating system's clocks."""
 
     def monotonic_ns(self) -> int:
         return time.monotonic_ns()
@@ -34,7 +36,7 @@ class SystemClock:
 
 
 class ManualClock:
-    """A clock that a caller moves; for tests and the simulator."""
+    """A clock that stands still until a caller moves it, for tests and the simulator."""
 
     def __init__(self, monotonic_ns: int = 0, wall_ns: int = 1_700_000_000 * NS_PER_S) -> None:
         self._monotonic_ns = monotonic_ns
@@ -47,7 +49,9 @@ class ManualClock:
         return self._monotonic_ns + self._wall_offset_ns
 
     def advance(self, *, s: float = 0.0, ns: int = 0) -> int:
-        """Move the clock on and return the new monotonic time. Raises RuntimeError on a step back."""
+        """Move the clock forward by `s` seconds and `ns` nanoseconds, and return the new monotonic time in ns. Raises
+        RuntimeError on a step back.
+        """
         return self.set_ns(self._monotonic_ns + round(s * NS_PER_S) + ns)
 
     def set_ns(self, monotonic_ns: int) -> int:

@@ -15,7 +15,9 @@ Ended = TypeVar("Ended")
 
 
 class CompletionQueue:
-    """A queue of completions, made on the loop. Call `to_loop` there; any thread may call the completion it returns."""
+    """A queue by which other threads run functions on the event loop, in order. Call `to_loop` on the loop; any thread
+    may call the function that it returns.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -25,7 +27,9 @@ class CompletionQueue:
         self.outstanding = 0
 
     def to_loop(self, handler: Callable[[Ended], None]) -> Callable[[Ended], None]:
-        """Return a completion, of one transfer or of several at once, that runs `handler` on the loop."""
+        """Return a function for other threads, to be called once; its argument is then passed to `handler` on
+        the loop.
+        """
         self.outstanding += 1
 
         def post(outcome: Ended) -> None:
@@ -37,8 +41,8 @@ class CompletionQueue:
         return post
 
     def outcome_of(self, start: Callable[[Callable[[Ended], None]], object]) -> asyncio.Future[Ended]:
-        """Call `start` with a completion; return a future that resolves to the completion's argument. Raises the errors
-        of `start`.
+        """Call `start` with a completion function, which any thread may call. Return a future that resolves to its
+        argument. Raises the errors of `start`.
         """
         ended: asyncio.Future[Any] = self._loop.create_future()
 
@@ -75,7 +79,7 @@ class CompletionQueue:
                 self._idle.set()
 
     async def drained(self) -> None:
-        """Wait until everything that was started has completed."""
+        """Wait until every function that `to_loop` returned has been called and handled."""
         while self.outstanding:
             self._idle.clear()
             await self._idle.wait()

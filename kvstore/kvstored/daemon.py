@@ -81,13 +81,14 @@ INDEX_SHARE = 16  # this fraction of the memory for staging is for lookup indexe
 
 
 class StartupError(Exception):
-    """The daemon cannot start; the message says why and what to do."""
+    """An error: the daemon cannot start. The message says why and what to do."""
 
 
 class Daemon:
-    """One running daemon. `on_shutdown` is called when an operator asks it to stop. `read` reads the configuration
-    again. `new_secret`: blocks that the secret does not reach are dropped. `discard_old`: what an older version wrote
-    and this one cannot read is removed."""
+    """The daemon of one node, with all its parts. `on_shutdown` is called when an operator asks it to stop. `read`
+    reads the configuration again. `new_secret`: blocks that the secret does not reach are dropped. `discard_old`: what
+    an older version wrote and this one cannot read is removed.
+    """
 
     def __init__(
         self,
@@ -114,7 +115,7 @@ class Daemon:
         self._fresh = FreshDirectories()
 
     async def start(self) -> None:
-        """Do everything up to serving. Raises StartupError, leaving nothing behind."""
+        """Open the storage and the sockets, and begin to serve. Raises StartupError, leaving nothing behind."""
         try:
             await self._start()
         except (SocketError, DirectoryError, AlreadyRunning, StateDirectoryError, HolderError, ValueError) as error:
@@ -162,9 +163,9 @@ class Daemon:
         trim()  # a start with many blocks needs much memory once
 
     async def stop(self) -> None:
-        """Flush, then close everything in the reverse order of its making. Idempotent. A part that hangs in the kernel
-        cannot be waited for: after `STOP_LIMIT_S` seconds the process ends as in a crash, which the next start can
-        handle.
+        """Write the blocks that clients wait for, then close all parts in the reverse order of their making. A second
+        call does nothing. When a part hangs in the kernel for `STOP_LIMIT_S` seconds, the process ends as in a crash,
+        which the next start can handle.
         """
         notify("STOPPING=1")
         limit = threading.Timer(STOP_LIMIT_S, end_without_order, (STOP_LIMIT_S,))
@@ -194,7 +195,9 @@ class Daemon:
 
 
 async def settle(store: Store, put: Puts) -> None:
-    """End pending puts, write waiting blocks, and leave no transfer in flight. No client is connected any more."""
+    """End pending puts, write the blocks that wait, and end all transfers, after the last client has been
+    disconnected.
+    """
     await put.finish()
     if store.writeback is not None:
         store.write_again()
@@ -211,7 +214,7 @@ async def settle(store: Store, put: Puts) -> None:
 def make_services(
     storage: NodeStorage, memory: NodeMemory, phase: Phase, files: SocketFiles, stack: AsyncExitStack
 ) -> Services:
-    """Make the parts between the store and the sockets; `stack` closes them."""
+    """Return the parts between the store and the sockets. `stack` closes them."""
     store, tenants, former = storage.store, storage.tenants, storage.former
     config, clock, limits = store.config, store.clock, store.config.limits
     deletions = DeletionLog(clock)
@@ -268,7 +271,9 @@ def _host_sizer(store: Store, stack: AsyncExitStack) -> HostSizer:
 def make_control(
     services: Services, storage: NodeStorage, read: Callable[[], Config], stack: AsyncExitStack
 ) -> Control:
-    """Make the parts that follow the configuration, and the health that the sockets report. Raises ConfigError."""
+    """Return the parts that change with the configuration while the daemon serves, and the health service. Raises
+    ConfigError.
+    """
     store, tenants, config = storage.store, storage.tenants, storage.store.config
     resizes = {store.host.info.name: services.host_resize}
     if store.nvme is not None:
@@ -288,7 +293,7 @@ def make_control(
 
 
 def start_tasks(services: Services, storage: NodeStorage, memory: NodeMemory, stack: AsyncExitStack) -> None:
-    """Start the tasks that run until `stack` ends them."""
+    """Start the daemon's background tasks, which run until `stack` ends them."""
     maintenance, phase = services.maintenance, services.phase
     runs = {"maintenance": maintenance.run, "tenants": storage.tenants.keyring.run, "state": storage.saver.run}
     runs["terms"] = storage.saver.terms.run

@@ -28,9 +28,12 @@ def run_daemon(
     new_secret: bool = False,
     discard_old: bool = False,
 ) -> int:
-    """Serve until SIGTERM, SIGINT or a shutdown request. `early_scan`: of the NVMe directory, if one has begun.
-    `new_secret`: blocks that the secret does not reach are dropped, not a reason to refuse. `discard_old`: nor is what
-    an older version wrote. Raises StartupError, ConfigError."""
+    """Run the daemon until SIGTERM, SIGINT or a shutdown request, and return the exit status.
+
+    `read` reads the configuration again. `early_scan` is a scan of the NVMe directory that has begun, if any.
+    `new_secret`: drop blocks that the secret does not reach. `discard_old`: remove what an older version wrote and this
+    one cannot read. Raises StartupError and ConfigError.
+    """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # token ids in memory
     raise_descriptor_limit()

@@ -7,12 +7,12 @@ EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_DAMAGE, EXIT_HANGS = 0, 1, 2, 3, 4
 
 
 def mistake(message: str) -> int:
-    """Print a user's mistake, and return its exit status."""
+    """Print `message`, about a user's mistake, and return the exit status for it."""
     return _report(message, EXIT_USAGE)
 
 
 def failure(message: str) -> int:
-    """Print a failure, and return its exit status."""
+    """Print `message`, about a failure, and return the exit status for it."""
     return _report(message, EXIT_FAILED)
 
 

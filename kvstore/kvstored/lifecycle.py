@@ -46,7 +46,7 @@ _NEXT: tuple[CopyState | None, ...] = tuple(
 
 
 def advance(state: int, step: Step) -> CopyState:
-    """Return the state after `step`. Raises RuntimeError if the table has no such transition."""
+    """Return the state of a block's copy after `step`. Raises RuntimeError if that step is not possible in `state`."""
     after = _NEXT[state << _STEP_BITS | step]
     if after is None:
         raise RuntimeError(f"illegal transition of a block copy: {step.name} while {CopyState(state).name}")
@@ -54,8 +54,8 @@ def advance(state: int, step: Step) -> CopyState:
 
 
 class Cause(IntEnum):
-    """The cause why a block is not served. The numbers are the wire's MissReason. 11 to 13: its put was
-    refused.
+    """The reason why a block is not stored or cannot be read. The numbers equal the wire's MissReason. 11 to 13 mean
+    that its put was refused.
     """
 
     NEVER_STORED = 1

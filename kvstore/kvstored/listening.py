@@ -60,7 +60,7 @@ NAMES_S = 5.0  # to read saved names in, at the start; less than kvctl waits for
 
 @dataclass(frozen=True)
 class Services:
-    """The parts that serve clients and look after the store, not yet reachable."""
+    """The parts that serve clients and look after the store, before they are reachable through sockets."""
 
     phase: Phase
     views: Views
@@ -81,7 +81,7 @@ class Services:
 
 @dataclass(frozen=True)
 class Control:
-    """The parts that change while the daemon serves: settings, and with them tokens and certificates."""
+    """The parts that change while the daemon serves: the configuration's reload, tokens, certificates, and health."""
 
     reload: Reload
     tokens: Tokens | None
@@ -92,7 +92,9 @@ class Control:
 async def listen(
     services: Services, control: Control, lifetime: Lifetime, files: SocketFiles, stack: AsyncExitStack
 ) -> None:
-    """Bind all sockets, and serve the answers of `services` and `control` there until `stack` ends that."""
+    """Bind all sockets, and serve `services` and `control` there until `stack` ends that. `files` binds a socket again
+    whose file was removed.
+    """
     handshake, store = services.handshake, services.views.parts.store
     config, limits, group = store.config, store.config.limits, store.config.daemon.socket_group
     names = ("handshake", "admin", "data", *(("unary",) if config.unary.enabled else ()))

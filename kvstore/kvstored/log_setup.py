@@ -18,7 +18,7 @@ _OTHERS = ("asyncio", "grpc")  # what they have to say below a warning is about 
 
 
 class JournalFormatter(PrintableFormatter):
-    """A formatter that gives each line of a record, also the lines of a traceback, the record's priority."""
+    """A log formatter that puts the record's priority before each line, as the systemd journal expects it."""
 
     def format(self, record: logging.LogRecord) -> str:
         prefix = f"<{_PRIORITIES.get(record.levelno, 6)}>"
@@ -26,7 +26,7 @@ class JournalFormatter(PrintableFormatter):
 
 
 def set_up_logging(level: str, stream: TextIO = sys.stderr) -> None:
-    """Log from `level` on to `stream`, unless logging was configured before."""
+    """Write log records from `level` on to `stream`, unless logging was configured before."""
     handler = logging.StreamHandler(stream)
     if is_journal(stream):
         handler.setFormatter(JournalFormatter("%(name)s: %(message)s"))
@@ -38,7 +38,7 @@ def set_up_logging(level: str, stream: TextIO = sys.stderr) -> None:
 
 
 def is_journal(stream: TextIO) -> bool:
-    """Return whether systemd has connected `stream` to the journal: $JOURNAL_STREAM names its device and inode."""
+    """Return whether `stream` is connected to the systemd journal, by the device and inode in $JOURNAL_STREAM."""
     try:
         found = os.fstat(stream.fileno())
     except (OSError, ValueError):

@@ -31,5 +31,5 @@ EVICTED, REUSED, ALL = SHARES = ("evicted", "reused", "all")  # which blocks a r
 
 
 def resolve(name: str) -> str:
-    """Return the policy that `name` stands for: `best` is the default of reference.toml for DRAM."""
+    """Return the policy name that `name` stands for: `best` is the default policy of DRAM; any other name is itself."""
     return CHAIN_HAZARD if name == BEST else name

@@ -18,24 +18,22 @@ _DEFAULT_OVERFLOW = 65534
 
 
 def raise_descriptor_limit() -> None:
-    """Raise the limit of open descriptors: a client takes a few, and the usual soft limit of 1024 is too low for
-    `limits.max_clients`.
-    """
+    """Raise this process's limit of open descriptors as far as allowed, since each client takes a few."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def connections_within(most: int) -> int:
-    """Return how many connections a listener takes at once: `most`, and at most a sixteenth of this process's
-    descriptors, so that all listeners together leave most of them to engines.
+    """Return how many connections a listener may accept at once: `most`, but at most a sixteenth of this process's
+    descriptors.
     """
     return max(LEAST_CONNECTIONS, min(most, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 16))
 
 
 def set_priority(nice: int) -> None:
-    """Set the priority of the calling thread and of threads it begins later, unless others gave the process a priority.
-    A higher priority takes a right (CAP_SYS_NICE) that the daemon may lack; then nothing changes.
+    """Set the nice value of the calling thread, and of threads that it starts later, to `nice`, unless the process has
+    been given one. Without the right to do so (CAP_SYS_NICE) nothing changes.
     """
     if os.getpriority(os.PRIO_PROCESS, 0) == 0:
         with contextlib.suppress(PermissionError):
@@ -43,14 +41,14 @@ def set_priority(nice: int) -> None:
 
 
 def since_process_start_s() -> float:
-    """Return the seconds since this process was started, by the kernel's account."""
+    """Return the seconds since this process was started."""
     started_ticks = start_ticks(os.getpid()) or 0
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started_ticks / os.sysconf("SC_CLK_TCK")
 
 
 def start_ticks(pid: int) -> int | None:
-    """Return when the process `pid` was started: a later process of this number has another value. None if it cannot be
-    seen.
+    """Return when the process `pid` was started, in clock ticks since boot, or None if that cannot be seen. A later
+    process with the same number has another value.
     """
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
@@ -59,7 +57,7 @@ def start_ticks(pid: int) -> int | None:
 
 
 def file_identity(path: str | Path) -> tuple[int, int] | None:
-    """Return device and inode of `path`, which no other file has while it exists; None if there is no such file."""
+    """Return the device and inode of `path`, which identify the file while it exists, or None if there is none."""
     try:
         found = os.lstat(path)
     except OSError:
@@ -68,7 +66,9 @@ def file_identity(path: str | Path) -> tuple[int, int] | None:
 
 
 def end_without_order(limit_s: float) -> None:
-    """End this process after `limit_s` seconds, from a thread of its own: the loop may hang."""
+    """End this process at once, since its stop has taken `limit_s` seconds. It is called from a thread, because the
+    event loop may hang.
+    """
     try:
         log.critical("stopping hangs for %.0f s, probably on a disk: ending without order", limit_s)
     finally:
@@ -76,8 +76,8 @@ def end_without_order(limit_s: float) -> None:
 
 
 def is_unmapped(kind: str, number: int, proc: Path = Path("/proc")) -> bool:
-    """Return whether an id of `kind`, "uid" or "gid", may stand for any that this process's user namespace does not
-    map. `proc` is where procfs is mounted; without it the answer is yes for the overflow id.
+    """Return whether `number`, an id of `kind` "uid" or "gid", may stand for any user or group that this process's user
+    namespace does not map. `proc` is where procfs is mounted; without it that is assumed of the overflow id.
 
     To a process in a user namespace the kernel shows every user that the namespace does not map as one number, the
     overflow uid (usually 65534); groups likewise. So in a namespace that does not map all users that number is no

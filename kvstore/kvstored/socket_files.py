@@ -35,8 +35,8 @@ class _File:
 
 
 class SocketFiles:
-    """The socket files of a daemon in its socket directory. `prepare` makes the directory. `now_s` is a monotonic
-    clock.
+    """The socket files of a daemon, which are bound again when they were removed. `prepare` makes the socket directory.
+    `now_s` is a monotonic clock in seconds.
     """
 
     def __init__(self, prepare: Callable[[], None], now_s: Callable[[], float]) -> None:
@@ -46,12 +46,14 @@ class SocketFiles:
         self._binding: asyncio.Task[None] | None = None
 
     async def bind(self, path: Path, bind: Bind) -> None:
-        """Bind `path` by `bind`, now and whenever it is found missing. Raises the errors of `bind`."""
+        """Call `bind` to bind the socket `path`, now and whenever its file is found missing. Raises the errors of
+        `bind`.
+        """
         await bind()
         self._files.append(_File(path, bind, file_identity(path)))
 
     def tick(self) -> None:
-        """Check the files, if the last check is long enough ago."""
+        """Check the files, if the last check was some seconds ago. Call it from a timer."""
         if self._now_s() < self._next_s or (self._binding is not None and not self._binding.done()):
             return
         self._next_s = self._now_s() + LOOK_S
@@ -60,7 +62,7 @@ class SocketFiles:
             self._binding = asyncio.get_running_loop().create_task(self._bind_again(missing))
 
     async def close(self) -> None:
-        """Bind nothing more, and remove the files that belong to this daemon."""
+        """Stop checking, and remove the files that belong to this daemon."""
         if self._binding is not None:
             self._binding.cancel()
             await asyncio.gather(self._binding, return_exceptions=True)
@@ -101,9 +103,12 @@ async def serve_grpc(
     admit: Callable[[Path], None],
     stack: AsyncExitStack,
 ) -> None:
-    """Start the server that `make` binds to `path`, now and whenever its file is found missing; `stack` stops it.
-    `admit(path)` says who may connect; where it raises, nothing is served, and no file is left. The server before takes
-    nothing new, and ends with its last call."""
+    """Start the gRPC server that `make` returns, which is bound to `path`, and a new one whenever the file is found
+    missing; `stack` stops it.
+
+    `admit(path)` sets who may connect; if it raises, nothing is served, and no file is left. A server whose file was
+    removed accepts nothing new, and ends with its last call.
+    """
     served: list[grpc.aio.Server] = []
     leaving: set[asyncio.Task[None]] = set()
 
@@ -124,7 +129,7 @@ async def serve_grpc(
 
 
 async def start_server(server: grpc.aio.Server, stack: AsyncExitStack) -> None:
-    """Start a bound server, which `stack` stops."""
+    """Start `server`, which is bound already. `stack` stops it."""
     stack.push_async_callback(server.stop, STOP_S)
     await server.start()
 

@@ -21,11 +21,13 @@ MAX_SOCKET_PATH_BYTES = 107  # sun_path, less its terminator
 
 
 class SocketError(Exception):
-    """The sockets cannot be made; the message says why and what to do."""
+    """An error: a socket cannot be made. The message says why and what to do."""
 
 
 def prepare_directory(path: Path, group: str) -> None:
-    """Create `path` (mode 0750), owned by `group` if one is named."""
+    """Create the socket directory `path` (mode 0750), owned by the group `group` if it is not "". Raises
+    SocketError.
+    """
     if len(os.fsencode(path / "handshake.sock")) > MAX_SOCKET_PATH_BYTES:
         raise SocketError(
             f"socket directory {path} is too long for a Unix socket ({MAX_SOCKET_PATH_BYTES} bytes with the "
@@ -67,7 +69,7 @@ def _holds_only_sockets(path: Path) -> bool:
 
 
 def clear_stale(path: Path) -> None:
-    """Remove a socket that a dead daemon left. Raises SocketError if a process holds it or that cannot be known."""
+    """Remove the socket `path` if no process listens on it. Raises SocketError if one does, or that cannot be known."""
     if not path.exists() and not path.is_symlink():
         return
     if not path.is_socket():
@@ -90,7 +92,7 @@ def clear_stale(path: Path) -> None:
 
 
 def listen_seqpacket(path: Path, group: str) -> socket.socket:
-    """Return a bound, listening handshake socket."""
+    """Return a listening SOCK_SEQPACKET socket at `path`, to which `group` may connect. Raises SocketError."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     try:
         listener.bind(str(path))
@@ -103,16 +105,14 @@ def listen_seqpacket(path: Path, group: str) -> socket.socket:
 
 
 def open_to_group(path: Path, group: str) -> None:
-    """Let the group connect; the directory's mode keeps everybody else out."""
+    """Let the group `group` connect to the socket `path`. The mode of the directory keeps other users out."""
     if group:
         os.chown(path, -1, _gid(group))
     path.chmod(0o660)
 
 
 def remove_socket(path: Path) -> None:
-    """Remove the daemon's socket, if possible: on a file system that became read-only it stays, and the next start
-    removes it.
-    """
+    """Remove the daemon's socket `path`. If that is impossible, log it; the next start removes it."""
     try:
         path.unlink(missing_ok=True)
     except OSError as error:

@@ -45,8 +45,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class NodeStorage:
-    """The opened store, tenants and small state of a node. `former`: clients of the former process, None without warm
-    restart.
+    """The opened storage of a node: store, tenants and saved state. `former` has the clients of the former process,
+    None without warm restart.
     """
 
     tenants: TenantDirectory
@@ -68,8 +68,10 @@ def open_storage(
     *,
     new_secret: bool,
 ) -> NodeStorage:
-    """Open what the node holds, on the control loop; `stack` closes it. `state` is read later. `new_secret`: blocks
-    that the secret does not reach are dropped. Raises what the parts raise."""
+    """Open the tenants, tiers and the store of a node; `stack` closes them. `state` is the process with the saved
+    state, which is read later. `new_secret`: drop blocks that the secret does not reach. Raises the errors of the
+    parts.
+    """
     unsaved, state_dir = Unsaved(), config.daemon.state_dir
     keyring = _open_keyring(config, unsaved, new_secret=new_secret)
     tenants = TenantDirectory(state_dir, config.tenants, config.tenant_default, keyring)
@@ -110,7 +112,9 @@ def _keep_leases(former: FormerClients, memory: NodeMemory, state: DaemonState) 
 
 
 def open_tiers(config: Config, memory: NodeMemory, mapped: Tier, start: Start, stack: AsyncExitStack) -> list[Tier]:
-    """Return all tiers, fastest first; `mapped` is open, and `stack` closes the others."""
+    """Open all tiers and return them, fastest first. `mapped`, the tier that clients map, is open already; `stack`
+    closes the others.
+    """
     tiers = []
     for position, section in enumerate(config.tiers):
         if section is config.host:

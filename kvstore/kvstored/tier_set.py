@@ -17,20 +17,20 @@ MAX_TIERS = 8
 
 
 class TierSet(int):
-    """A set of tier positions, which can be stored in a column unchanged. It has an int's operators: `one & other` is a
-    quick test for a common member. `TIER_SETS[mask]` is the set for an int, faster than making one.
+    """A set of tiers, by position, stored as an int whose bit t stands for tier t. `one & other` tests quickly for a
+    common member. `TIER_SETS[mask]` gives the set for an int faster than a call.
     """
 
     __slots__ = ()
 
     @classmethod
     def of(cls, *tiers: int) -> TierSet:
-        """Return the set of these tiers."""
+        """Return the set of the tiers at these positions."""
         return cls(sum(ONLY[tier] for tier in frozenset(tiers)))
 
     @property
     def first(self) -> int:
-        """The fastest of the tiers; -1 if the set is empty."""
+        """The position of the fastest tier in the set, -1 if it is empty."""
         return next(iter(MEMBERS[self]), -1)
 
     def __contains__(self, tier: int) -> bool:
@@ -44,11 +44,11 @@ class TierSet(int):
         return len(MEMBERS[self])
 
     def with_tier(self, tier: int) -> TierSet:
-        """Return the set with `tier` in it."""
+        """Return this set plus `tier`."""
         return TIER_SETS[self | ONLY[tier]]
 
     def without(self, tier: int) -> TierSet:
-        """Return the set without `tier`, which need not be in it."""
+        """Return this set less `tier`, which need not be in it."""
         return TIER_SETS[self & ~ONLY[tier]]
 
     def union(self, other: int) -> TierSet:
@@ -56,7 +56,7 @@ class TierSet(int):
         return TIER_SETS[self | other]
 
     def difference(self, other: int) -> TierSet:
-        """Return the tiers that are not in `other`."""
+        """Return the tiers of this set that are not in `other`."""
         return TIER_SETS[self & ~other]
 
 
@@ -70,11 +70,11 @@ ALL_TIERS = TIER_SETS[-1]
 
 
 def holding(column: npt.NDArray[Any], tier: int) -> npt.NDArray[np.bool_]:
-    """Return for each row of a `column` of sets whether `tier` is in its set."""
+    """Return a bool for each entry of `column`, an array of tier sets: whether it contains `tier`."""
     return holding_any(column, ONLY[tier])
 
 
 def holding_any(column: npt.NDArray[Any], tiers: int) -> npt.NDArray[np.bool_]:
-    """Return for each row of a `column` of sets whether one of `tiers` is in its set."""
+    """Return a bool for each entry of `column`, an array of tier sets: whether it contains any of `tiers`."""
     found: npt.NDArray[np.bool_] = column & column.dtype.type(tiers) != 0
     return found

@@ -14,23 +14,23 @@ RETRY_S = 30.0  # until a file that could not be written is tried again
 
 
 class Unsaved:
-    """A record of the unwritten files of one daemon. Any thread may call it."""
+    """A record of the daemon's own files that could not be written, with the consequences. Any thread may call it."""
 
     def __init__(self) -> None:
         self._sentences: dict[Path, str] = {}
 
     def failed(self, path: Path, error: OSError, cost: str) -> None:
-        """Note that `path` could not be written. `cost`: the consequence, as a phrase without a subject."""
+        """Note that `path` could not be written. `cost` is the consequence, as a phrase without a subject."""
         sentence = f"{path} cannot be written ({error.strerror or error}): {cost}"
         if path not in self._sentences:
             log.warning("%s", sentence)
         self._sentences[path] = sentence
 
     def saved(self, path: Path) -> None:
-        """Note that `path` was written, or need not be."""
+        """Note that `path` has been written, or need not be."""
         if self._sentences.pop(path, None) is not None:
             log.info("%s can be written again", path)
 
     def sentences(self) -> list[str]:
-        """Return a sentence for each file that is behind."""
+        """Return one sentence for each file that could not be written."""
         return list(self._sentences.values())

@@ -38,14 +38,15 @@ _ENDS_S: list[float] = [*_INNER_EDGES.tolist(), float(EDGES_S[-1] + WIDTHS_S[-1]
 
 
 def bins_of(ages_s: Floats) -> Ints:
-    """Return the bin of each age; ages beyond the last bin count in it."""
+    """Return, for each age in seconds, the number of its bin (a range of ages). Ages beyond the last bin count in
+    it.
+    """
     return np.searchsorted(_INNER_EDGES, ages_s, side="right")
 
 
 def places_of(ages_s: Floats) -> tuple[Ints, Floats]:
-    """Return the bin of each age, and how far through the bin it is, 0 to 1: ranks are interpolated between two bins.
-    Only bins some seconds wide are interpolated, as the pauses of agents need; the ranks of longer ones are not
-    known so well.
+    """Return, for each age in seconds, the number of its bin and how far through the bin it is, from 0 to 1. Ranks are
+    interpolated between two bins. The share is 0 in the wide bins of long ages, whose ranks are not known so well.
     """
     bins = bins_of(ages_s)
     share: Floats = (np.maximum(ages_s, 0.0) - EDGES_S[bins]) * _SHARE_A_S[bins]
@@ -53,7 +54,7 @@ def places_of(ages_s: Floats) -> tuple[Ints, Floats]:
 
 
 def passed_by(ages_s: Floats) -> Ints:
-    """Return how many bins each age is past; the last one ends when it has lasted as long as all before it."""
+    """Return, for each age in seconds, the number of bins that it is past."""
     return np.searchsorted(_ENDS_S, ages_s, side="right")
 
 
@@ -62,22 +63,24 @@ def passed(age_s: float) -> int:
 
 
 def fading(ages_s: Floats) -> Floats:
-    """Return the factor, at each age, by which the rank of the last bin is multiplied. Bins grow with age, so an even
-    hazard means a rate of 1 / age.
+    """Return, for each age in seconds, the factor by which a rank of the last age bin is multiplied: 1 up to the
+    beginning of that bin, then falling as 1 / age.
     """
     faded: Floats = EDGES_S[-1] / np.maximum(ages_s, EDGES_S[-1])
     return faded
 
 
 def leaning(ages_s: Floats, lean: float) -> Floats:
-    """Return the factors of ranks that make them lean to the order of last use; 1 throughout if `lean` is 0."""
+    """Return, for each age in seconds, a factor for ranks that falls with age, so that they follow the order of last
+    use. `lean` says how much; with 0 all factors are 1.
+    """
     found: Floats = (1.0 + np.maximum(ages_s, 0.0) / _LEAN_S) ** -lean
     return found
 
 
 def ranks(hazards: Floats) -> Floats:
-    """Return, for each row of `hazards` (chance of return in each bin, given none before), the rank at the start of
-    each bin, in uses a second.
+    """Return the rank of chains at the start of each age bin, in uses a second. Each row of `hazards` has the chance of
+    a return in each bin, given none before. A rank is the highest rate of returns per second of being held.
     """
     rows = len(hazards)
     survival = np.ones((rows, BINS + 1))
@@ -98,14 +101,18 @@ END_S = float(EDGES_S[-1] + WIDTHS_S[-1])
 
 
 def cumulative(hazards: Floats) -> Floats:
-    """Return, for each row of `hazards` by age bin, -log of survival at the start of each bin, and at END_S."""
+    """Return, for each row of `hazards` by age bin, the cumulative hazard (-log of the chance of no return) at the
+    start of each bin, and at END_S.
+    """
     found = np.zeros((len(hazards), BINS + 1))
     np.cumsum(-np.log1p(-hazards), axis=1, out=found[:, 1:])
     return found
 
 
 def at_age(table: Floats, rows: Ints, ages_s: Floats) -> Floats:
-    """Return the cumulative hazard at `ages_s` of the rows `rows` of `table`, which `cumulative` made."""
+    """Return the cumulative hazard of row `rows[i]` of `table`, made by `cumulative`, at the age `ages_s[i]` in
+    seconds.
+    """
     ages_s = np.clip(ages_s, 0.0, END_S)
     bins = bins_of(ages_s)
     flat, places = table.reshape(-1), rows * (BINS + 1) + bins
@@ -115,13 +122,15 @@ def at_age(table: Floats, rows: Ints, ages_s: Floats) -> Floats:
 
 
 def chance(before: Floats, after: Floats) -> Floats:
-    """Return the chance of a return between the ages of two cumulative hazards, given no return before."""
+    """Return the chance of a return between two ages, given no return before. `before` and `after` are the cumulative
+    hazards at these ages.
+    """
     found: Floats = -np.expm1(before - after)
     return found
 
 
 def age_of(table: Floats, rows: Ints, reached: Floats) -> Floats:
-    """Return the age at which the cumulative hazard of each of `rows` is `reached`."""
+    """Return the age in seconds at which the cumulative hazard of row `rows[i]` of `table` is `reached[i]`."""
     lines = table[rows]
     bins = np.minimum((lines[:, 1:] <= reached[:, None]).sum(axis=1), BINS - 1)
     each = np.arange(len(rows))
@@ -137,11 +146,12 @@ _RETURNS = 1.0
 
 
 def shrunk(exposed: Floats, events: Floats, gain: float) -> Floats:
-    """Return the chance of return at the last step, shrunk towards the estimates of the steps above.
+    """Return the chance of a return in each age bin, by the counts of chains at several steps, from a coarse class to a
+    fine one.
 
-    `exposed` and `events` have a row for each step, coarse to fine, and count `gain` for each chain. A step's own
-    counts weigh as much as the step above once they have enough exposures, and once the step above predicts enough
-    returns of them: one return in a narrow bin is chance, however many chains were exposed.
+    `exposed` and `events` have a row for each step: chains that could return, and returns. One chain counts `gain`. A
+    step's own counts weigh as much as the estimate of the coarser step once they have enough exposures, and enough
+    returns are predicted for them: one return in a narrow bin is chance, however many chains were exposed.
     """
     first = gain * SHRINK_FIRST
     estimate: Floats = (events[0] + first * FLAT) / (exposed[0] + first)
@@ -164,7 +174,8 @@ HINT_MEANS = (  # of chances to go on, by fifths; of the wire's NextStep
 
 
 class HintFactors:
-    """Learned factors of a kind of hint: how many times as often its chains return as was predicted without it.
+    """The learned effect of a kind of hint: for each of its values, how many times as often its chains return as was
+    predicted without the hint.
 
     The factors begin with the meaning of the values, as far as known. A factor keeps the knowledge about the chain
     itself, which tables by value would have to learn again. Values are 0 (not given) and up; `means` are the factors of
@@ -177,17 +188,21 @@ class HintFactors:
         self._factors: Floats | None = None
 
     def happened(self, values: Ints, bins: Ints, predicted: Floats, returns: Floats) -> None:
-        """Count `returns` in `bins` of chains with hints `values`; `predicted` were expected without them."""
+        """Count `returns` of chains in the age bins `bins`, whose hints had the values `values`. `predicted` returns
+        were expected without the hints.
+        """
         np.add.at(self._predicted, (values, bins), predicted)
         np.add.at(self._seen, (values, bins), returns)
         self._factors = None
 
     def numbers(self) -> Floats:
-        """Return the predicted and the counted returns, by value and age bin."""
+        """Return the predicted and the counted returns, as an array [2, values, age bins]."""
         return np.stack([self._predicted, self._seen])
 
     def restore(self, numbers: Floats) -> None:
-        """Go on from the result of `numbers`. Raises ValueError for another number of values or bins."""
+        """Continue from the array that `numbers` of another object returned. Raises ValueError for another number of
+        values or bins.
+        """
         if numbers.shape != (2, *self._seen.shape):
             raise ValueError(f"hints of another kind: {numbers.shape}")
         self._predicted, self._seen = numbers
@@ -199,7 +214,7 @@ class HintFactors:
         self._factors = None
 
     def factors(self) -> Floats:
-        """Return the factors by value and age bin."""
+        """Return the factor for each value of the hint and each age bin."""
         if self._factors is None:
             seen, predicted = self._seen.sum(axis=1), self._predicted.sum(axis=1)
             whole = (_WEIGHT * self._means + seen) / (_WEIGHT + predicted)

@@ -36,8 +36,8 @@ class NextStep(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class PredictorRequest:
-    """One request: `keys` of its blocks (16 bytes each), head first. 0 and "": not known. `number` names it in
-    `answered`.
+    """A request that a predictor sees: the `keys` of its blocks (16 bytes each), from the first on, and the number of
+    its `tenant`. `number` names the request in `answered`. 0 and "" mean not known.
     """
 
     tenant: int
@@ -49,8 +49,8 @@ class PredictorRequest:
 
 @dataclass(frozen=True, slots=True)
 class Hint:
-    """An engine's expectation about a chain; None and 0: not given. `due_s`: the time when an expected request uses
-    it.
+    """An engine's expectation about a chain. `will_continue` is the probability that it goes on, `due_s` the time when
+    a request will use it, and `next_step` why the engine stopped. None and 0 mean not given.
     """
 
     will_continue: float | None = None
@@ -61,11 +61,11 @@ class Hint:
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """A guess: tenant `tenant` will request the chain that ends with block `key` and is `blocks` long.
+    """A guess that the tenant number `tenant` will request the chain that ends with block `key` and is `blocks` long.
 
-    `probability`: the probability of a request within the given horizon, given all events until now. `first_s`: before
-    this time a request has a tenth of that probability; `due_s`: half of it. `confidence`: 0 to 1, how much evidence of
-    its own the guess has; 1 if an engine said so.
+    `probability` is the chance of a request within the horizon that was asked for. Before the time `first_s` a request
+    has a tenth of that chance, and before `due_s` half of it. `confidence`, from 0 to 1, says how much evidence the
+    guess has; it is 1 if an engine said so.
     """
 
     tenant: int
@@ -83,50 +83,55 @@ State = Mapping[str, Array]
 
 
 class Predictor(ABC):
-    """A predictor; the module's text is its contract."""
+    """The base of predictors: it sees requests and guesses which chains will be requested, how likely, and when. All
+    times are seconds of one clock of the caller's.
+    """
 
     name: str
 
     @abstractmethod
     def requested(self, request: PredictorRequest, now_s: float) -> None:
-        """Note that a request for these blocks has arrived, whether or not they are stored."""
+        """Note that `request` arrived at the time `now_s`, whether or not its blocks are stored."""
 
     def answered(self, number: int, output_tokens: int, now_s: float) -> None:  # noqa: B027  # optional
         """Note that the request `number` has ended with an answer of `output_tokens` tokens."""
 
     def hinted(self, tenant: int, key: bytes, hint: Hint, now_s: float) -> None:  # noqa: B027  # optional
-        """Note an engine's expectation about the chain that ends with block `key`."""
+        """Note an engine's expectation `hint` about the chain of `tenant` that ends with block `key`."""
 
     @abstractmethod
     def guesses(self, now_s: float, horizon_s: float, limit: int) -> list[Guess]:
-        """Return at most `limit` chains that may be requested within `horizon_s` from now, the most probable first."""
+        """Return at most `limit` chains that may be requested within `horizon_s` seconds from `now_s`, the most
+        probable first.
+        """
 
     def sample(self, now_s: float, horizon_s: float, count: int, turn: int) -> list[Guess]:
-        """Return about `count` of the guesses, in any order, another part of them with each `turn`. The time does not
-        grow with the number of chains. A calibration learns from these samples.
+        """Return about `count` of the guesses for `horizon_s` seconds, in any order, another part of them for each
+        `turn`. The time does not grow with the number of chains. A calibration learns from these samples.
         """
         return self.guesses(now_s, horizon_s, count)
 
     @abstractmethod
     def forget(self, tenant: int, keys: Iterable[bytes] | None) -> None:
-        """Keep nothing that names blocks `keys` of `tenant` (None: any)."""
+        """Forget everything that names the blocks `keys` of `tenant`, or with None all of its blocks."""
 
     @abstractmethod
     def export_state(self) -> Iterator[Piece]:
-        """Yield the learned state, in pieces that take at most half a millisecond each. Events may come between two
-        pieces: their changes may be included or not. Rows that belong to a tenant have its number in a column
-        `tenant`; before `import_state` the caller may change these numbers, or leave rows out.
+        """Yield the learned state as pairs of a table's name and a part of it. Each takes at most half a millisecond.
+        Events may come between two of them, and their changes may be included or not. Rows that belong to a tenant
+        have its number in a column `tenant`; before `import_state` the caller may change these numbers, or leave
+        rows out.
         """
 
     @abstractmethod
     def import_state(self, state: dict[str, Array], later_s: float) -> None:
-        """Go on from the joined pieces of a predictor of this name whose clock is `later_s` behind. Raises ValueError,
-        having changed nothing, for a state that this version cannot use.
+        """Continue from `state`, the joined tables that another predictor of this name exported. Its clock is `later_s`
+        seconds behind this one's. Raises ValueError, and changes nothing, for a state that this version cannot use.
         """
 
 
 def parts(rows: Iterable[tuple[Any, ...]], dtype: np.dtype[np.void], most: int) -> Iterator[Array]:
-    """Yield `rows` as arrays of `dtype` and at most `most` rows, each made when it is asked for. The first array is
+    """Yield `rows` as arrays of `dtype` with at most `most` rows, each made when it is asked for. The first array is
     empty, so that a table without rows appears too.
     """
     yield np.empty(0, dtype)
@@ -136,5 +141,5 @@ def parts(rows: Iterable[tuple[Any, ...]], dtype: np.dtype[np.void], most: int) 
 
 
 def within(state: State, prefix: str) -> dict[str, Array]:
-    """Return the tables of `state` whose names begin with `prefix`, by the rest of their names."""
+    """Return the tables of `state` whose names begin with `prefix`, with the prefix removed from their names."""
     return {name.removeprefix(prefix): table for name, table in state.items() if name.startswith(prefix)}

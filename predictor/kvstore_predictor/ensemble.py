@@ -47,7 +47,9 @@ class _Question:
 
 
 class Ensemble(Predictor):
-    """A predictor that mixes the guesses of others. `members`: the functions that make them."""
+    """A predictor that mixes the guesses of several others, calibrated by how often each came true. `members` are the
+    functions that make the others.
+    """
 
     name = "ensemble"
 
@@ -181,7 +183,9 @@ class Ensemble(Predictor):
         return mixed[:limit]
 
     def weights(self, horizon: int) -> list[float]:
-        """Return the weight of each member for the horizon with this number."""
+        """Return the weight of each member's guesses for the horizon with the number `horizon`. The weights sum to
+        1.
+        """
         loss = (self._loss[:, horizon, 0] + _PRIOR * 0.3) / (self._loss[:, horizon, 1] + _PRIOR)
         odds = np.exp(-_TRUST * (loss - loss.min()))
         return [float(each) for each in odds / odds.sum()]

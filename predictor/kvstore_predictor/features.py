@@ -20,7 +20,9 @@ CHANCES, NEXT_STEPS = 5, 4  # how many values a hint has
 
 
 class HintFeatures(Protocol):
-    """An engine's expectation about a chain, as in a `Hint`: None and 0 mean not given."""
+    """The parts of an engine's hint that become features: `will_continue` and `next_step`. None and 0 mean not
+    given.
+    """
 
     @property
     def will_continue(self) -> float | None: ...
@@ -30,9 +32,9 @@ class HintFeatures(Protocol):
 
 
 class Features(NamedTuple):
-    """The features of one use of a chain. `kind`: 0 new, 1 continued, 2 new but shares two blocks or more with others.
-    `chance` and `next_step`: the engine's expectation, a chance to go on by fifths and the wire's NextStep; 0 is not
-    given.
+    """The features of one use of a chain, each as a small number of a class. `kind` is 0 for a new chain, 1 for one
+    that continues another, and 2 for a new one that shares two blocks or more with others. `chance` and `next_step`
+    are an engine's expectation; 0 means not given.
     """
 
     kind: int
@@ -51,7 +53,8 @@ class Features(NamedTuple):
 def continued(
     new_blocks: int, length: int, turn: int, gap_s: float, pace_s: float, text_tokens: int | None, type_number: int = 0
 ) -> Features:
-    """Return the features of a chain that continues another one.
+    """Return the features of a chain of `length` blocks that continues another one by `new_blocks` blocks, at its use
+    number `turn`.
 
     `gap_s`: seconds since that was used; `pace_s`: such gaps, averaged over its turns; `text_tokens`: the tokens that
     the user added. The answer is not known yet, and never will be if no engine reports it.
@@ -66,7 +69,10 @@ def continued(
 def begun(
     new_blocks: int, length: int, text_tokens: int | None, type_number: int = 0, *, is_branch: bool = False
 ) -> Features:
-    """Return the features of a chain that continues none; `is_branch`: it shares two blocks or more with others."""
+    """Return the features of a chain of `length` blocks that continues no other, of which `new_blocks` are new.
+    `text_tokens` are the tokens of its prompt, or None. `is_branch` says that it shares two blocks or more with
+    others.
+    """
     return Features(
         2 if is_branch else 0, bisect_right(_NEW_BLOCKS, new_blocks), bisect_right(_LENGTH, length), 0, AWAITED, 0, 0,
         0 if text_tokens is None else 1 + bisect_right(_TEXT_TOKENS, text_tokens), type_number,
@@ -74,7 +80,7 @@ def begun(
 
 
 def grown(features: Features, new_blocks: int, length: int) -> Features:
-    """Return the features after the request has gone on to `length` blocks."""
+    """Return `features` for the chain once its request has `length` blocks, of which `new_blocks` are new."""
     return features._replace(new_blocks=bisect_right(_NEW_BLOCKS, new_blocks), length=bisect_right(_LENGTH, length))
 
 
@@ -83,7 +89,7 @@ def with_answer(features: Features, output_tokens: int) -> Features:
 
 
 def with_hint(features: Features, hint: HintFeatures) -> Features:
-    """Return the features with a hint added; the parts that the hint leaves out stay unchanged."""
+    """Return `features` with the expectation of `hint` added. A part that the hint leaves out stays unchanged."""
     chance, next_step = features.chance, features.next_step
     if hint.will_continue is not None:
         chance = 1 + min(int(hint.will_continue * CHANCES), CHANCES - 1)
@@ -93,7 +99,7 @@ def with_hint(features: Features, hint: HintFeatures) -> Features:
 
 
 def coarse(features: Features) -> Features:
-    """Return the features with gap, pace, text and type unknown: the coarse class."""
+    """Return `features` with gap, pace, text and type unknown, for a coarser class of chains."""
     return features._replace(gap=0, pace=0, text=0, type=0)
 
 

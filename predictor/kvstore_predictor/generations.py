@@ -10,8 +10,8 @@ V = TypeVar("V")
 
 
 class Generations(Generic[K, V]):
-    """A dict that knows at least the last `most` / 2 and at most `most` entries. The time of a call does not grow with
-    their number.
+    """A dict that forgets old entries. It knows at least the last `most` / 2 and at most `most` entries that were set
+    or renewed. The time of a call does not grow with their number.
     """
 
     def __init__(self, most: int) -> None:
@@ -30,7 +30,7 @@ class Generations(Generic[K, V]):
         return self._old.get(key) if found is None else found
 
     def renewed(self, key: K) -> V | None:
-        """Return the value as `get` does, and make it one of the youngest entries."""
+        """Return the value of `key`, or None, as `get` does, and make it one of the youngest entries."""
         found = self._young.get(key)
         if found is None and (found := self._old.get(key)) is not None:
             self[key] = found
@@ -47,10 +47,10 @@ class Generations(Generic[K, V]):
             self._old, self._young = self._young, {}
 
     def names(self) -> list[K]:
-        """Return a copy of the keys, the older ones first."""
+        """Return a list of the keys, the older ones first."""
         return [*self._old, *self._young]
 
     def items(self) -> Iterator[tuple[K, V]]:
-        """Yield the entries, the older ones first."""
+        """Yield pairs of key and value, the older ones first."""
         yield from self._old.items()
         yield from self._young.items()

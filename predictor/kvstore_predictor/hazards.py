@@ -51,7 +51,7 @@ ROOT = Features(kind=0, new_blocks=0, length=0, turn=0, answer=0, gap=0, pace=0,
 
 
 class Ladder:
-    """One order of features, and the counts of each path through it: exposed and events, by bin."""
+    """An `order` of features, coarse to fine, with the counts for each path of feature values."""
 
     def __init__(self, order: Sequence[str], counts: Mapping[tuple[int, ...], Floats] | None = None) -> None:
         self.order = tuple(order)
@@ -59,7 +59,7 @@ class Ladder:
 
 
 def ladders_of(orders: Sequence[Sequence[str]], steps: npt.NDArray[np.void]) -> list[Ladder]:
-    """Return the ladders of these `orders` from the `steps` that `HazardTables.copied` gave."""
+    """Return ladders with these `orders` of features, filled with the `steps` that `HazardTables.copied` yielded."""
     found = [Ladder(order) for order in orders]
     for (number, *path), counts in zip(steps["path"].tolist(), steps["counts"].astype(np.float64), strict=True):
         found[number].counts[tuple(at for at in path if at != PADDING)] = counts
@@ -67,7 +67,7 @@ def ladders_of(orders: Sequence[Sequence[str]], steps: npt.NDArray[np.void]) -> 
 
 
 class HazardTables:
-    """Cells, the counts of every step of every ladder (a node each), and the cells' ranks as of the last `renew`."""
+    """Tables of how likely chains return, by class (cell) and age, counted in several orders of features (ladders)."""
 
     def __init__(self, ladders: Sequence[Ladder], *, ranked: bool = True) -> None:
         """`ranked`: `ranks` will be asked for, not `hazards` alone."""
@@ -124,9 +124,7 @@ class HazardTables:
         return found
 
     def copied(self) -> Iterator[Piece]:
-        """Yield the counts so far, a step at a time: steps with their counts, cells by number, and observations of
-        cells that are not counted yet.
-        """
+        """Yield the learned state as pairs of a table's name and a part of that table."""
         for first in range(0, len(self._names), COPIED):
             names = self._names[first : first + COPIED]
             part = np.empty(len(names), STEP)
@@ -147,8 +145,8 @@ class HazardTables:
             yield f"factors{number}", factors.numbers()
 
     def restore(self, state: State, numbers: Ints) -> None:
-        """Go on from the pieces that `copied` gave beside the steps, of which the ladders were made. `numbers`: the
-        number here of each former cell. Raises ValueError for the pieces of other ladders.
+        """Continue from the state that `copied` yielded; `numbers` maps former cells to present ones. The ladders hold
+        the steps. Raises ValueError if the state is of other ladders.
         """
         if state["evidence"].shape != self.evidence.shape:
             raise ValueError("other ladders")
@@ -166,7 +164,7 @@ class HazardTables:
             pass
 
     def cell(self, features: Features) -> int:
-        """Return the cell of these features, a new one when first seen."""
+        """Return the number of the cell for chains with these `features`. New features get a new cell."""
         cells = self._cells
         found = cells.get(features)
         if found is None and len(cells) >= _CELLS_MAX - _COARSE_MAX:
@@ -238,12 +236,12 @@ class HazardTables:
         return node
 
     def exposed(self, cells: Ints, bins: Ints) -> None:
-        """Count chains of `cells` that got through `bins` without a return."""
+        """Count one chain of each of `cells` that got through its age bin in `bins`."""
         np.add.at(self._late.reshape(-1), cells * (2 * BINS) + bins, 1.0)
         np.frombuffer(self._is_late, np.uint8)[cells] = 1
 
     def passed(self, cell: int, first: int, last: int) -> None:
-        """Count one chain of `cell` that got through bins `first` up to `last`."""
+        """Count one chain of `cell` that got through the age bins `first` to `last` - 1."""
         self._late[cell, 0, first:last] += 1.0
         self._is_late[cell] = 1
 
@@ -252,15 +250,15 @@ class HazardTables:
         self._is_late[cell] = 1
 
     def in_use(self, cells: npt.NDArray[np.int32]) -> None:
-        """Mark `cells` as having chains. Cells that have had none for long make room for others."""
+        """Mark `cells` as having chains. Cells without chains for long make room for others."""
         self._used_in[cells] = self._epoch
 
     def want(self, cells: npt.NDArray[np.int32]) -> None:
-        """Note that ranks of `cells` will be asked for."""
+        """Have the ranks of `cells` recomputed by later calls of `make`."""
         np.frombuffer(self._is_wanted, np.uint8)[cells] = 1
 
     def fold(self, most: int = _FOLDED) -> int:
-        """Add observations of at most `most` cells to the counts; return the number of cells."""
+        """Add observations of at most `most` cells to the counts. Return the number of cells."""
         is_late = np.frombuffer(self._is_late, np.uint8, len(self._features))
         cells = np.flatnonzero(is_late)[: min(most, _FOLDED)]
         if not len(cells):
@@ -289,7 +287,7 @@ class HazardTables:
         return folded
 
     def renew(self, factor: float) -> None:
-        """Decay the counts, and let all ranks be recomputed."""
+        """Multiply old counts by `factor`, so that they fade, and let all ranks be recomputed."""
         self._epoch += 1
         self.evidence *= factor**EVIDENCE_DECAY
         np.maximum(self.evidence, self.evidence.max() - _BEHIND_MAX, out=self.evidence)
@@ -317,7 +315,7 @@ class HazardTables:
             self._free.append(cell)
 
     def make(self, most: int = _MADE) -> int:
-        """Recompute the ranks of at most `most` cells; return their number."""
+        """Recompute the ranks of at most `most` cells. Return the number of cells."""
         most = min(most, _MADE)
         is_wanted = np.frombuffer(self._is_wanted, np.uint8, len(self._features))
         cells = self._asked[:most]
@@ -341,17 +339,17 @@ class HazardTables:
 
     @property
     def are_many_asked(self) -> bool:
-        """True if enough ranks were asked for to be worth a call of `make`."""
+        """True if enough cells wait for new ranks to call `make`."""
         return len(self._asked) >= _MADE // 4
 
     def weights(self) -> Floats:
-        """Return the weight of each ladder's estimate, by how well it predicted the outcomes."""
+        """Return the weight of each ladder's estimates, by how well it predicted the outcomes; together 1."""
         odds = np.exp(TRUST * (self.evidence - self.evidence.max()))
         weights: Floats = odds / odds.sum()
         return weights
 
     def hint_factors(self) -> tuple[Floats, Floats]:
-        """Return what hints of a chance, and of a next step, are worth by value and age bin."""
+        """Return the factors for hints of a chance, and of a next step, by value and age bin."""
         chances, next_steps = self._hint_factors
         return chances.factors(), next_steps.factors()
 
@@ -360,7 +358,7 @@ class HazardTables:
         return any(feature in order for order in self.orders)
 
     def ranks(self, cells: Ints | npt.NDArray[np.int32], ages_s: Floats) -> Floats:
-        """Return the ranks at `ages_s`, as `make` computed them last."""
+        """Return the rank of a chain of cell `cells[i]` at age `ages_s[i]`, in seconds, as `make` last did it."""
         bins, share = places_of(ages_s)
         found: Floats = self._ranks[cells, bins]
         found += share * (self._ranks[cells, np.minimum(bins + 1, BINS - 1)] - found)
@@ -368,7 +366,7 @@ class HazardTables:
         return found
 
     def hazards(self, cells: Ints | Sequence[int]) -> Floats:
-        """Return the chance of return in each age bin, as it was made last, or by the counts where it is yet to be."""
+        """Return the chance of a return in each age bin, given none before, a row for each of `cells`."""
         mixed, hints = self._mixed[cells], self._hints[:, cells]
         asked = np.flatnonzero(np.isin(cells, self._asked)) if self._asked else ()
         if len(asked):
@@ -379,7 +377,7 @@ class HazardTables:
         return mixed
 
     def rank_of_new(self, cell: int) -> float:
-        """Return the rank of a chain of age 0."""
+        """Return the rank, in uses a second, of a chain of `cell` used just now."""
         return float(self._ranks[cell, 0])
 
     def _estimated(self, cells: Ints | Sequence[int]) -> Floats:

@@ -38,7 +38,9 @@ class _Question:
 
 
 class LearnedPredictor(Predictor):
-    """The predictor that mixes session-return with a learned model."""
+    """A predictor that corrects session-return's chances by a learned `model`, as far as the model does better lately.
+    It remembers the last `requests_max` requests.
+    """
 
     name = "learned"
 
@@ -79,8 +81,8 @@ class LearnedPredictor(Predictor):
             question.is_gone[at] = True
 
     def rows(self, guesses: Sequence[Guess], now_s: float, horizon_s: float) -> Floats:
-        """Return the inputs of a model for each chain, also used for training. `guesses` come from a model without
-        trees, made just now.
+        """Return the model's inputs for the chain of each of `guesses`, a row of numbers each, also used for training.
+        The guesses were made just now, at `now_s` for `horizon_s` seconds, by a model without trees.
         """
         return self._rows.rows(guesses, now_s, horizon_s)
 
@@ -128,7 +130,9 @@ class LearnedPredictor(Predictor):
         return self._mixed(self._plain.sample(now_s, horizon_s, count, turn), now_s, horizon_s)
 
     def say(self, horizon_s: float) -> float:
-        """Return the model's share of a chance within `horizon_s`, from 0 to 1; the rest is session-return's."""
+        """Return the weight, from 0 to 1, that the model has in a chance for `horizon_s` seconds. Session-return has
+        the remaining weight.
+        """
         plain, model = self._losses[nearest(horizon_s)]
         return float(1.0 / (1.0 + np.exp(np.clip(_TRUST * (model - plain), -30.0, 30.0))))
 

@@ -28,8 +28,9 @@ _IDLE, _AGEING, _FOLDING, _MAKING = range(4)
 
 
 class Aging(Protocol):
-    """Chains by slot, for the learner: `cell`, the age bin `bin` up to which their age has been counted, the time
-    `used_s` of their last use, and `live`: a return is awaited. `slots` is the number of slots.
+    """The chains that a learner observes, in slots: for each its class `cell`, the age bin `bin` up to which its age
+    has been counted, the time `used_s` of its last use, and `live` while a return is awaited. `slots` is the number
+    of slots.
     """
 
     cell: array[int]
@@ -39,12 +40,13 @@ class Aging(Protocol):
     slots: int
 
     def wanted(self, live: Ints) -> Ints:
-        """Return the slots among `live` whose ranks will be asked for."""
+        """Return the slots in `live` whose ranks will be asked for."""
 
 
 class Learner:
-    """Counts what `chains` do; `step` it while `is_due`. `forgets`: counts decay. `ranked`: the tables are asked for
-    ranks, which have to follow what is seen more closely than chances of a question.
+    """A learner of how likely chains return: it counts what `chains` do, in small steps, and owns the hazard tables.
+    Call `step` while `is_due`. With `forgets` old counts fade. With `ranked` the tables are asked for ranks, which
+    have to follow events more closely.
     """
 
     def __init__(self, chains: Aging, ladders: Sequence[Ladder], *, forgets: bool = True, ranked: bool = True) -> None:
@@ -59,16 +61,20 @@ class Learner:
         self.renewed, self._renew_at = 0, self._least  # at which request
 
     def numbers(self) -> list[float]:
-        """Return the learner's numbers beside the tables. A renewal under way begins anew after they are restored."""
+        """Return the learner's counters, without the tables. A renewal under way begins again after they are
+        restored.
+        """
         renew_at = self._renew_at if self._phase == _IDLE else self.requests
         return [self.requests, self.returns, self.renewed, renew_at]
 
     def restore(self, numbers: Sequence[float]) -> None:
-        """Go on from the `numbers` of another learner. Raises ValueError if they are too many or too few."""
+        """Continue from the `numbers` of another learner. Raises ValueError if their count is wrong."""
         self.requests, self.returns, self.renewed, self._renew_at = map(int, numbers)
 
     def returned(self, chain: int, gap_s: float) -> None:
-        """Count a return of `chain`, `gap_s` after its last use. A return beyond the last bin counts as none."""
+        """Count a return of the chain in slot `chain`, `gap_s` seconds after its last use. A return after the last age
+        bin counts as none.
+        """
         chains = self._chains
         now_bin = self._count_age(chains.cell[chain], chains.bin[chain], gap_s)
         if now_bin < BINS:
@@ -76,7 +82,9 @@ class Learner:
         self.returns += 1
 
     def grew_older(self, chain: int, now_s: float) -> None:
-        """Count the age bins that `chain` has passed, before its class changes."""
+        """Count the age bins that the chain in slot `chain` has passed by the time `now_s`, before its class
+        changes.
+        """
         chains = self._chains
         age_s = now_s - chains.used_s[chain]
         chains.bin[chain] = self._count_age(chains.cell[chain], chains.bin[chain], age_s)
@@ -93,8 +101,8 @@ class Learner:
         return self._phase != _IDLE or self.requests >= self._renew_at or self.tables.are_many_asked
 
     def step(self, now_s: float, budget_us: float) -> bool:
-        """Do slices that take about `budget_us` together; with few chains and cells, that is a whole renewal. Return
-        whether there was time for any.
+        """Do pieces of the work that is due, for about `budget_us` microseconds. Return False if there was no time for
+        any.
         """
         left_us = budget_us
         while self.is_due and (took_us := self._slice(now_s, left_us)):

@@ -33,7 +33,7 @@ FOLLOWER = np.dtype([("context", "i8", (ORDER,)), ("symbol", "i8"), ("count", "f
 
 
 class Successor(NamedTuple):
-    """A symbol that may come next: `chance` that it does, and `gap_s`, the seconds until then."""
+    """A symbol (a document's number) that may come next, with its `chance`, and the seconds `gap_s` until then."""
 
     symbol: int
     chance: float
@@ -43,9 +43,9 @@ class Successor(NamedTuple):
 class Successors:
     """Counts of which symbol follows which, after contexts of one to three symbols, mixed as in PPM.
 
-    A long context is believed as far as it has been seen (Cleary and Witten, IEEE Trans. Comm. 32, 1984); the rest goes
-    to the next shorter one. Counts decay with every use of their context. Bounded: `contexts_max` contexts with at most
-    `_FOLLOWERS` followers each.
+    The more often a long context was seen, the more its counts weigh; the remaining weight goes to the next shorter
+    context (Cleary and Witten, IEEE Trans. Comm. 32, 1984). Counts decay with every use of their context. At most
+    `contexts_max` contexts are kept, with at most `_FOLLOWERS` followers each.
     """
 
     def __init__(self, contexts_max: int) -> None:
@@ -55,7 +55,7 @@ class Successors:
         return len(self._of)
 
     def came(self, history: tuple[int, ...], symbol: int, gap_s: float) -> None:
-        """Count that `symbol` came `gap_s` after the last symbol of `history`."""
+        """Count that `symbol` came `gap_s` seconds after the last symbol of `history`."""
         of = self._of
         for length in range(1, len(history) + 1):
             context = history[-length:]
@@ -75,7 +75,7 @@ class Successors:
                 known[1] += (gap_s - known[1]) / min(known[0], 8.0)
 
     def next(self, history: Sequence[int]) -> list[Successor]:
-        """Return the symbols that may come after `history`, by the longest contexts first."""
+        """Return the symbols that may come next after `history`. Longer contexts count more."""
         left, found = 1.0, dict[int, tuple[float, float]]()
         for length in range(len(history), 0, -1):
             followers = self._of.get(tuple(history[-length:]))
@@ -89,7 +89,9 @@ class Successors:
         return [Successor(symbol, chance, gap_s) for symbol, (chance, gap_s) in found.items()]
 
     def ahead(self, history: Sequence[int], until_s: float) -> list[Successor]:
-        """Return the symbols that may come by `until_s` after the last symbol of `history`, by the likeliest paths."""
+        """Return the symbols that may come within `until_s` seconds after the last one of `history`, by the likeliest
+        paths.
+        """
         best: dict[int, Successor] = {}
         paths = [(1.0, 0.0, tuple(history))]
         for _ in range(4 * _BEAM):
@@ -109,8 +111,8 @@ class Successors:
         return list(best.values())
 
     def rows(self) -> Iterator[tuple[tuple[int, ...], int, float, float]]:
-        """Yield all counts (of dtype FOLLOWER), contexts padded with -1. Counts made meanwhile may be included or
-        not.
+        """Yield all counts as rows of the dtype FOLLOWER. Shorter contexts are padded with -1. Counts made meanwhile
+        may be included or not.
         """
         for context in self._of.names():
             padded = (-1,) * (ORDER - len(context)) + context
@@ -171,7 +173,7 @@ class _Document:
 
 
 class Markov(Predictor):
-    """A predictor of repeated documents and fixed sequences."""
+    """A predictor of documents that are requested again, and of fixed sequences. It knows `documents_max` documents."""
 
     name = "markov"
 

@@ -21,7 +21,9 @@ FILE = "chain_hazard.json"
 
 
 class Prior(NamedTuple):
-    """Counts by path (exposed and events, by bin) for one order of features."""
+    """A prior for a hazard table, learned on a recorded `workload`: counts (exposed and events, by age bin) for each
+    path of values of the features `order`.
+    """
 
     workload: str
     order: tuple[str, ...]
@@ -30,7 +32,9 @@ class Prior(NamedTuple):
 
 @cache
 def shipped() -> tuple[Prior, ...]:
-    """Return the priors of the model file; none if it is not installed: then every table starts empty."""
+    """Return the priors that are installed with the package. Without the model file there are none, and every table
+    starts empty.
+    """
     try:
         text = resources.files("kvstore_predictor").joinpath(FILE).read_text()
     except FileNotFoundError:
@@ -39,7 +43,9 @@ def shipped() -> tuple[Prior, ...]:
 
 
 def read(model: dict[str, Any]) -> tuple[Prior, ...]:
-    """Return the priors in `model`. Raises ValueError for a model that was made for other bins."""
+    """Return the priors in `model`, the parsed JSON of a model file. Raises ValueError for a model that was made for
+    other age bins.
+    """
     if model.get("format") != FORMAT or not np.allclose(model["edges_s"], EDGES_S, atol=0.01):
         raise ValueError("the model of chain-hazard was made for another version: refit it")
     found = []
@@ -54,7 +60,9 @@ def read(model: dict[str, Any]) -> tuple[Prior, ...]:
 
 
 def write(card: dict[str, Any], priors: list[Prior], *, least: float) -> str:
-    """Return the text of the model file; paths with fewer than `least` uses are left out."""
+    """Return the text of a model file with the description `card` and `priors`. Paths with fewer than `least` uses are
+    left out.
+    """
     tables = []
     for prior in priors:
         counts = [

@@ -15,7 +15,7 @@ Name = tuple[int, bytes]  # tenant and block
 
 
 class Dated(Protocol):
-    """A question whose horizon is over after `due_s`."""
+    """A question about guesses that can be answered after the time `due_s`."""
 
     due_s: float
 
@@ -24,12 +24,14 @@ Question = TypeVar("Question", bound=Dated)
 
 
 def nearest(horizon_s: float) -> int:
-    """Return the number of the horizon that is nearest to `horizon_s`."""
+    """Return the position in HORIZONS_S of the horizon that is nearest to `horizon_s` seconds."""
     return min(range(len(HORIZONS_S)), key=lambda number: abs(math.log(max(horizon_s, _LEAST_S) / HORIZONS_S[number])))
 
 
 class OpenQuestions(Generic[Question]):
-    """The guesses whose outcome is not known yet. A guess is named by its place in its question."""
+    """The questions, at most `most`, whose outcome is not known yet. A question is a set of guesses that a predictor
+    made at one time and will compare with the requests that come. A guess is named by its position in its question.
+    """
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -42,8 +44,8 @@ class OpenQuestions(Generic[Question]):
         return len(self._open) < self._most
 
     def ask(self, question: Question, concerns: Iterable[tuple[Name, int]]) -> None:
-        """Open a question. `concerns`: pairs of a block, and the place of a guess that a request of the block
-        decides.
+        """Add `question`. Each of `concerns` is a tenant and a block, and the position of the guess that a request of
+        this block makes come true.
         """
         names: list[Name] = []
         for (tenant, key), at in concerns:
@@ -53,14 +55,18 @@ class OpenQuestions(Generic[Question]):
         self._due_s = min(self._due_s, question.due_s)
 
     def taken(self, tenant: int, keys: Iterable[bytes] | None) -> Iterator[tuple[Question, int]]:
-        """Yield the open guesses that these blocks (None: all) of a tenant concern, and remove the blocks."""
+        """Yield the open guesses, as pairs of question and position, that a request of the blocks `keys` of `tenant`
+        decides, and remove these blocks. None stands for all blocks.
+        """
         by_block = self._by_block.get(tenant)
         if by_block:
             for key in list(by_block if keys is None else filter(by_block.__contains__, keys)):
                 yield from by_block.pop(key, ())
 
     def over(self, now_s: float) -> list[Question]:
-        """Close the questions whose horizon is over, and return them."""
+        """Remove and return the questions whose guesses can be judged, because the time `due_s` has passed at
+        `now_s`.
+        """
         if now_s <= self._due_s:
             return []
         over = [each for each in self._open if each[0].due_s < now_s]

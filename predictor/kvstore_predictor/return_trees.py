@@ -32,7 +32,8 @@ _TENANT = np.dtype([("tenant", "i8"), *((name, "f8") for name in _COUNTS)])
 
 
 class ChainRows:
-    """A maker of rows for the sessions of a session-return, which it only reads.
+    """A maker of a model's inputs: a row of numbers for each chain that the predictor `sessions_of` guesses. It only
+    reads that predictor.
 
     It owns how often and how soon each tenant's chains go on. No column grows or falls with the time of day: a model
     would learn from it when the recording was made. A row has a number for each of COLUMNS: log odds of
@@ -64,7 +65,9 @@ class ChainRows:
         self._tenants.pop(tenant, None)
 
     def rows(self, guesses: Sequence[Guess], now_s: float, horizon_s: float) -> Floats:
-        """Return one row for each of `guesses`, which the session-return made for `horizon_s` from now."""
+        """Return one row of numbers, one for each of COLUMNS, for each of `guesses`, which were made at `now_s` for
+        `horizon_s` seconds.
+        """
         sessions = self._of.sessions
         slots: Ints = np.array([sessions.by_end(guess.tenant, guess.key) for guess in guesses], np.int64)
         if not len(slots):
@@ -97,8 +100,8 @@ class ChainRows:
         yield "tenants", np.array([(tenant, *known) for tenant, known in self._tenants.items()], _TENANT)
 
     def import_state(self, state: State, later_s: float) -> None:
-        """Go on from `state`, on a clock `later_s` ahead. Raises ValueError for a state that this version cannot
-        use.
+        """Continue from `state`, on a clock that is `later_s` seconds ahead. Raises ValueError for a state that this
+        version cannot use.
         """
         found: Array | None = state.get("tenants")
         if found is None or found.dtype != _TENANT or not all(np.isfinite(found[name]).all() for name in _COUNTS):
@@ -116,8 +119,8 @@ _NODES: dict[str, type] = {"column": np.int32, "threshold": np.float64, "left": 
 
 
 class ReturnTrees:
-    """A trained model of when chains are requested again: boosted trees. `arrays` maps names to arrays, as `as_arrays`
-    returns them. Raises ValueError with one line if they make no model.
+    """A trained model of when chains are requested again, made of boosted trees. `arrays` maps names to arrays, as
+    `as_arrays` returns them. Raises ValueError with one line if they make no model.
     """
 
     def __init__(self, arrays: Mapping[str, Array]) -> None:
@@ -145,9 +148,9 @@ class ReturnTrees:
         return len(self._roots)
 
     def as_arrays(self) -> dict[str, Array]:
-        """Return the arrays. `column` to `value` have an entry for each node of all trees; a leaf is its own child.
-        `roots`: each tree's first node. `calibration`: offset and factor of the calibration. `low`, `high`: the range
-        of each column in training.
+        """Return the model as arrays by name. `column` to `value` have an entry for each node of all trees; a leaf is
+        its own child. `roots` has the first node of each tree, `calibration` the offset and factor for the odds, and
+        `low` and `high` the range of each column in training.
         """
         return {
             "version": np.array(VERSION), "columns": np.array(COLUMNS), "column": self._column,
@@ -156,12 +159,14 @@ class ReturnTrees:
         }  # fmt: skip
 
     def knows(self, rows: Floats) -> Array:
-        """Return which rows resemble the training data: no column is outside its range in training."""
+        """Return for each of `rows` whether it resembles the training data: no column is outside its range in
+        training.
+        """
         found: Array = np.all((rows >= self._low) & (rows <= self._high), axis=1)
         return found
 
     def chances(self, rows: Floats) -> Floats:
-        """Return the chance of a return, by row."""
+        """Return the chance of a return for each of `rows`."""
         offset, factor = self._calibration
         odds = offset + factor * np.concatenate(
             [np.empty(0), *(self._odds(rows[first : first + _AT_ONCE]) for first in range(0, len(rows), _AT_ONCE))]
@@ -200,7 +205,7 @@ class ReturnTrees:
 
 
 def without_trees() -> ReturnTrees:
-    """Return a model that gives session-return's chances."""
+    """Return a model without trees, which gives session-return's chances unchanged."""
     ends = {"low": -np.inf, "high": np.inf}
     return ReturnTrees({
         "version": np.array(VERSION), "columns": np.array(COLUMNS), "value": np.empty(0),

@@ -35,15 +35,15 @@ _LATE_S, _DUE_CHANCE = 30.0, 0.95  # of a request that an engine foresees
 
 
 def starting_ladders() -> list[Ladder]:
-    """Return the tables of chances that are shipped, and an empty one. A learner follows whichever predicts the events
-    best.
+    """Return the tables from which learning starts: the shipped priors, and an empty one. The tables that predict best
+    count most.
     """
     return [*(Ladder(prior.order, prior.counts) for prior in shipped()), Ladder(_ORDER)]
 
 
 class SessionReturn(Predictor):
-    """A predictor of sessions that go on. It remembers the last `requests_max` requests: one in 16 blocks, for 64 MB a
-    million blocks.
+    """A predictor of sessions that go on, by the ages of their last requests. It remembers the last `requests_max`
+    requests: one in 16 blocks, for 64 MB a million blocks.
     """
 
     name = "session-return"
@@ -210,7 +210,9 @@ _NO_KEY = bytes(16)
 
 
 def exported(sessions: AwaitedReturns, features: Sequence[Features | None], tables: HazardTables) -> Iterator[Piece]:
-    """Yield the learned state, without requests whose answer is awaited; chains in the order of their last use."""
+    """Yield the learned state of a session-return, as pairs of a table's name and a part of it. Chains come in the
+    order of their last use. Requests whose answer is awaited are left out.
+    """
     about = json.dumps({"format": FORMAT, "orders": tables.orders}).encode()
     yield "about", np.frombuffer(about, np.uint8)
     hand, live = sessions.hand, np.frombuffer(sessions.live, np.uint8)
@@ -240,8 +242,8 @@ def _chains(sessions: AwaitedReturns, features: Sequence[Features | None], slots
 
 
 def restored(state: State, slots: int, later_s: float) -> tuple[AwaitedReturns, list[Features | None], Learner]:
-    """Return the contents of `state`, with room for `slots` chains, the last ones, on a clock `later_s` ahead. Raises
-    ValueError for a state that this version cannot use.
+    """Return the sessions, features and learner in the exported `state`, with room for `slots` chains, on a clock that
+    is `later_s` seconds ahead. Raises ValueError for a state that this version cannot use.
     """
     try:
         about, steps = json.loads(state["about"].tobytes()), state.get("steps", np.empty(0, STEP))

@@ -44,9 +44,10 @@ class _Names:
 
 
 class AwaitedReturns:
-    """The sessions whose next request is awaited, as columns by slot. `live`: a return is awaited. `tokens`: tokens of
-    prompt and answer, -1 if not known; `answer`: the answer's part of them. `bin`: the age bin up to which its age has
-    been counted. `due_s`: a request will use it then; 0: none.
+    """The known sessions whose next request is awaited, one in each of `slots` slots, with a column for each of their
+    facts. `live`: a return is awaited. `tokens`: tokens of prompt and answer, -1 if not known; `answer`: the
+    answer's part of them. `bin`: the age bin up to which its age has been counted. `due_s`: the time when a request
+    will use it, 0 for none.
     """
 
     def __init__(self, slots: int) -> None:
@@ -62,11 +63,13 @@ class AwaitedReturns:
         self._marks = 0
 
     def wanted(self, live: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the slots among `live` that may be asked about: all of them."""
+        """Return `live` unchanged: the slots, all of which may be asked about."""
         return live
 
     def find(self, tenant: int, keys: Sequence[bytes]) -> tuple[int, int]:
-        """Return the slot that a request for `keys` continues and how many of the keys it knows; or (-1, 0)."""
+        """Return the slot of the session that a request of `tenant` for `keys` continues, and the number of leading
+        keys that it knows. Return (-1, 0) if it continues none.
+        """
         names = self._names.get(tenant)
         if names is None:
             return -1, 0
@@ -81,20 +84,24 @@ class AwaitedReturns:
         return -1, 0
 
     def known(self, tenant: int, keys: Sequence[bytes]) -> int:
-        """Return how many leading `keys` other requests had, as far as marks show it."""
+        """Return the number of leading `keys` that other requests of `tenant` had, as far as marks show it. It is at
+        least half of the true number.
+        """
         names, found, depth = self._names.get(tenant), 0, 2
         while names is not None and depth <= len(keys) and names.is_marked(keys[depth - 1]):
             found, depth = depth, 2 * depth
         return found
 
     def fan_of(self, slot: int, keys: Sequence[bytes]) -> int:
-        """Return how many different blocks have followed the last but one of `keys`, which continue `slot`."""
+        """Return the number of different blocks that have followed the last block but one of `keys`, which continue the
+        session in `slot`.
+        """
         is_same = len(keys) > 1 and self.above[slot] == keys[-2] and self.last[slot] != keys[-1]
         return self.fan[slot] + 1 if is_same else 0
 
     def take(self, tenant: int, keys: Sequence[bytes], fan: int = 0, known: int = 0) -> int:
-        """Return the next slot, under the names of the end of `keys`; the caller sets every column. The first `known`
-        keys were marked with the chain that is continued.
+        """Take the next slot for a request of `tenant` for `keys`, and return it. The caller sets every column. `fan`
+        is the result of `fan_of`. The first `known` keys have marks already, from the chain that is continued.
         """
         slot = self.hand
         self.hand = slot + 1 if slot + 1 < self.slots else 0
@@ -143,7 +150,7 @@ class AwaitedReturns:
         names.chains += 1
 
     def drop(self, slot: int) -> None:
-        """Forget the chain in `slot`."""
+        """Forget the session in slot number `slot`."""
         names = self._names[self.tenant[slot]]
         last, above = self.last[slot], self.above[slot]
         if last is not None:
@@ -161,12 +168,14 @@ class AwaitedReturns:
             del self._names[tenant]
 
     def by_end(self, tenant: int, key: bytes) -> int:
-        """Return the slot of the chain that ends with block `key`, or -1."""
+        """Return the slot of the session of `tenant` whose chain ends with block `key`, or -1 if there is none."""
         names = self._names.get(tenant)
         return -1 if names is None else max(names.ends.get(key, -1), -1)
 
     def forget(self, tenant: int, keys: Iterable[bytes] | None) -> None:
-        """Keep no chain that ends with one of `keys` or has it before its end, and none of their names."""
+        """Forget each session of `tenant` whose chain ends with one of `keys`, or has it before its end. None stands
+        for all keys.
+        """
         names = self._names.get(tenant)
         if names is None:
             return
@@ -179,8 +188,8 @@ class AwaitedReturns:
         self._drop_if_empty(tenant)
 
     def marks(self) -> Iterator[tuple[int, bytes, bool]]:
-        """Yield the tenant and key of each mark, and whether it is shared. Changes made meanwhile may be included or
-        not.
+        """Yield for each mark the tenant, the key, and whether many sessions share the block. Changes made meanwhile
+        may be included or not.
         """
         for tenant, names in list(self._names.items()):
             for marks in (names.old_marks, names.marks):

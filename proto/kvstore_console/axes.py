@@ -21,7 +21,9 @@ _LEAST = 1e-9  # a value below it is nothing
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """An axis from `low` to `high`; `high` is above `low`. On a logarithmic axis `low` is over 0."""
+    """An axis of a chart, from `low` to `high`, with `marks` (values that are labelled) between them. `show` writes a
+    value as text. `high` is above `low`; on a logarithmic axis (`is_log`) `low` is over 0.
+    """
 
     low: float
     high: float
@@ -31,7 +33,9 @@ class Axis:
     is_log: bool = False
 
     def at(self, value: float) -> float:
-        """Return the place of `value` on the axis, from 0 to 1; a value outside gets the nearer end."""
+        """Return the position of `value` along the axis, from 0 (the low end) to 1 (the high end). A value outside the
+        axis gets the nearer end.
+        """
         low, high = self.low, self.high
         if self.is_log:
             low, high, value = math.log(low), math.log(high), math.log(max(value, low))
@@ -40,7 +44,9 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A kind of number: `show` writes one as text, and `base` says in what steps its axis goes."""
+    """A kind of number on a chart's axis, such as bytes or seconds. `show` writes one as text, `base` is 10 or 2 for
+    the steps of the marks, `is_log` makes the axis logarithmic, and `top` is a fixed end of the axis, or 0 for none.
+    """
 
     show: Show
     base: int = 10
@@ -48,8 +54,8 @@ class Unit:
     top: float = 0.0  # the axis ends here for any values
 
     def axis(self, values: Iterable[float], marks: int = 4) -> Axis:
-        """Return an axis that holds all `values`: from 0 to a round number above the highest, or whole decades around
-        them.
+        """Return an axis for `values` with about `marks` marks. It goes from 0 to a round number above the highest
+        value, or, if logarithmic, over whole decades around the values.
         """
         found = known(list(values))
         if self.is_log:
@@ -66,7 +72,9 @@ class Unit:
 
 
 def linear_axis(low: float, high: float, show: Show, label: str = "") -> Axis:
-    """Return a linear axis from `low` to `high`, with round numbers marked in between."""
+    """Return a linear axis from `low` to `high` with marks at round numbers. `show` writes a value as text, and `label`
+    stands beside the axis.
+    """
     high = high if high > low else low + 1
     step = _round_step((high - low) / 5)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
@@ -74,8 +82,8 @@ def linear_axis(low: float, high: float, show: Show, label: str = "") -> Axis:
 
 
 def log_axis(low: float, high: float, show: Show, label: str = "", marks: Sequence[float] = ()) -> Axis:
-    """Return a logarithmic axis from `low` to `high`. `marks` are the marked values; by default some of 1, 2 and 5
-    times powers of ten.
+    """Return a logarithmic axis from `low` to `high`. `marks` are the values to label, by default some of 1, 2 and 5
+    times powers of ten. `show` writes a value as text, and `label` stands beside the axis.
     """
     low, high = max(low, _LEAST), max(high, low * 1.0001, _LEAST * 10)
     if not marks:
@@ -89,7 +97,9 @@ def log_axis(low: float, high: float, show: Show, label: str = "", marks: Sequen
 
 
 def time_axis(first_s: float, last_s: float, marks: int = 6) -> Axis:
-    """Return an axis of wall times in seconds since the epoch, marked at round local times."""
+    """Return an axis of wall times from `first_s` to `last_s`, in seconds since the epoch, with about `marks` marks at
+    round local times.
+    """
     last_s = max(last_s, first_s + 1)
     wanted_s = (last_s - first_s) / marks
     step_s = next((step for step in _TIME_STEPS_S if step >= wanted_s), 86400 * math.ceil(wanted_s / 86400))

@@ -27,9 +27,9 @@ _Item = TypeVar("_Item")
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One curve of a chart. `mark`: "limit" or "outline" draws it grey and never stacks it. `colour` and `dash`: curves
-    with equal numbers look alike; without a colour the curve's place among the others decides. `has_dots`: its
-    points were measured and show their values.
+    """One curve of a chart, through `points` (x, y). If `mark` is "limit" or "outline", it is drawn grey and never
+    stacked. Curves with the same `colour` and `dash` look alike; without a colour, the curve's place among the
+    others decides. With `has_dots` each point has a dot that shows its value.
     """
 
     label: str
@@ -44,8 +44,8 @@ class Curve:
 def line_chart(
     title: str, note: str, curves: Sequence[Curve], x: Axis, y: Axis, point: Show | None = None, over: str = ""
 ) -> str:
-    """Return a chart of `curves`, which get their colours in this order. `point` writes the value of a dot; `over` is
-    SVG drawn on top.
+    """Return a line chart of `curves` as HTML, with the axes `x` and `y`. Colours are given in the order of the curves.
+    `point` writes the value of a dot as text; `over` is SVG drawn on top.
     """
     placed = [[_place(x, y, each) for each in curve.points] for curve in curves]
     drawn, labels, number, marked = [], [], 0, 0
@@ -61,8 +61,8 @@ def line_chart(
 
 
 def area_chart(title: str, note: str, curves: Sequence[Curve], x: Axis, y: Axis, over: str = "") -> str:
-    """Return a chart of `curves`, which share their x values, stacked from the bottom up. Curves with a mark are drawn
-    on top, not stacked.
+    """Return a chart of `curves` as HTML, stacked as areas from the bottom up; they share their x values. Curves with a
+    mark are drawn as lines on top. `over` is SVG drawn last.
     """
     drawn, labels, number = [], [], 0
     below: Points = []
@@ -87,8 +87,8 @@ def area_chart(title: str, note: str, curves: Sequence[Curve], x: Axis, y: Axis,
 def bar_chart(
     title: str, note: str, groups: Sequence[tuple[str, Sequence[float]]], series: Sequence[str], show: Show
 ) -> str:
-    """Return a chart with one group of bars for each name and one bar for each of `series`, on one scale from zero to
-    the longest.
+    """Return a chart of horizontal bars as HTML. Each of `groups` is a name and its values, one for each name in
+    `series`. All bars have one scale, from zero to the largest value; `show` writes a value as text.
     """
     most = max((value for _, values in groups for value in values), default=0.0) or 1.0
     drawn, down = [], 8.0
@@ -109,17 +109,21 @@ def bar_chart(
 
 
 def empty_chart(title: str, note: str) -> str:
-    """Return the figure that stands where a chart has nothing to draw."""
+    """Return the HTML figure, with `title` and `note`, that is shown when a chart has no data."""
     return _framed(title, note, '<p class="nothing">nothing to show yet</p>')
 
 
 def stacked(below: Points, points: Points) -> list[tuple[float, float]]:
-    """Return the upper edge of `points` stacked on `below`; a gap stays a gap."""
+    """Return the upper edge of an area: the y of each of `points` added to the y of the same position in `below`. A gap
+    (NaN) stays a gap.
+    """
     return [(at, low + value) for (_, low), (at, value) in zip(below, points, strict=True)]
 
 
 def merged(curves: Sequence[Curve], x: Axis, y: Axis) -> list[Curve]:
-    """Return `curves` where the curves that look alike are merged into one curve with all their names."""
+    """Return `curves`, with curves that coincide on the drawing merged into one curve that has all their names. `x` and
+    `y` are the chart's axes.
+    """
     groups: dict[tuple[tuple[int, int], ...], list[Curve]] = {}
     for curve in curves:
         pixels = tuple((round(_across(x, at)), round(_down(y, value))) for at, value in curve.points)
@@ -128,8 +132,8 @@ def merged(curves: Sequence[Curve], x: Axis, y: Axis) -> list[Curve]:
 
 
 def columns(x: Axis, at: Sequence[float], texts: Sequence[str]) -> str:
-    """Return invisible columns, one from each of `at` to the next, which show one of `texts` while the pointer is over
-    them.
+    """Return SVG of invisible columns over a chart with the x axis `x`. Column i reaches from `at[i]` to the next, and
+    shows `texts[i]` while the pointer is over it.
     """
     edges = [_across(x, each) for each in [*at, x.high]]
     return "".join(

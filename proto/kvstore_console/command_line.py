@@ -24,7 +24,7 @@ MAX_SECONDS: Final = 86_400
 
 
 class WrongUsage(Exception):
-    """The user called `program`, which may be a subcommand, with wrong words."""
+    """The error of a command line that is wrong. `program` is the program or subcommand that was called."""
 
     def __init__(self, program: str, message: str) -> None:
         super().__init__(message)
@@ -32,8 +32,8 @@ class WrongUsage(Exception):
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that shows descriptions and examples as they are written, and leaves it to `parse` to report
-    mistakes.
+    """An argument parser whose help keeps the line breaks of descriptions and examples. It raises WrongUsage for a
+    mistake, which `parse` reports.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -53,9 +53,9 @@ def parse(
     *,
     json_errors: bool = False,
 ) -> argparse.Namespace:
-    """Return the parsed options. `check` may refuse them by `parser.error`. Wrong usage ends the program with the
-    status USAGE and one clear line on standard error. `json_errors`: if --json is among the words, an object on
-    standard output says the same.
+    """Parse the command line `argv` (by default the program's) and return the options. `check` may refuse them by
+    `parser.error`. A mistake ends the program with the status USAGE and one line on standard error. With
+    `json_errors`, and if --json is among the words, an object on standard output says the same.
     """
     given = sys.argv[1:] if argv is None else argv
     try:
@@ -72,14 +72,15 @@ def parse(
 
 
 def report_error(program: str, message: str, status: int) -> int:
-    """Print one line on standard error, and return `status`."""
+    """Print the program's name and `message` as one line on standard error, and return the exit status `status`."""
     print(printable_lines(f"{program}: {message}"), file=sys.stderr)
     return status
 
 
 def run_program(program: str, run: Callable[[], int], *, unencodable: str = "backslashreplace") -> int:
-    """Return the exit status of `run`; a closed output, an interrupt by the user and a full disk get one of their own.
-    `unencodable`: the error handler, as `codecs` names it, for letters that the output's encoding lacks.
+    """Call `run` and return its exit status. A closed output, an interrupt by the user and an OSError such as a full
+    disk become a status too, without a traceback. `unencodable` is the error handler, as `codecs` names it, for
+    letters that the output's encoding lacks.
     """
     _prepare_streams(unencodable)
     try:
@@ -98,7 +99,9 @@ def run_program(program: str, run: Callable[[], int], *, unencodable: str = "bac
 
 
 def size(text: str) -> int:
-    """Return an option's size in bytes: 4096, 64KiB, 1.5MiB. Raises ArgumentTypeError."""
+    """Return the bytes of an option's `text`, such as 4096, 64KiB or 1.5MiB. Raises ArgumentTypeError for other
+    text.
+    """
     try:
         return parse_size(text)
     except ValueError as error:
@@ -106,7 +109,9 @@ def size(text: str) -> int:
 
 
 def whole_number(lowest: int, highest: int) -> Callable[[str], int]:
-    """Return the type of an option that takes a whole number from `lowest` to `highest`, both included."""
+    """Return a converter for an option that takes a whole number from `lowest` to `highest`, both included. The
+    converter raises ArgumentTypeError for other text.
+    """
 
     def convert(text: str) -> int:
         if not text.isdecimal() or not lowest <= int(text) <= highest:
@@ -117,7 +122,9 @@ def whole_number(lowest: int, highest: int) -> Callable[[str], int]:
 
 
 def seconds(text: str) -> float:
-    """Return an option's time in seconds, above 0 and at most a day. Raises ArgumentTypeError."""
+    """Return the seconds of an option's `text`: a number above 0 and at most a day. Raises ArgumentTypeError for other
+    text.
+    """
     value = _number(text)
     if not 0 < value <= MAX_SECONDS:
         raise argparse.ArgumentTypeError(f"seconds must be above 0 and at most {MAX_SECONDS}, got {text!r}")
@@ -125,12 +132,14 @@ def seconds(text: str) -> float:
 
 
 def words(text: str) -> list[str]:
-    """Return the words of `text`, a list on the command line, separated by commas or blanks."""
+    """Split the `text` of a command line's list at commas and blanks, and return its words."""
     return text.replace(",", " ").split()
 
 
 def one_of(option: str, text: str, known: Collection[str]) -> str:
-    """Return `text` if it is among `known`. Raises ValueError with one line that names `option`."""
+    """Return `text`, the value of `option`, if it is one of the words in `known`. Raises ValueError with one line that
+    names the option.
+    """
     names = some_of(option, text, known)
     if len(names) > 1:
         raise ValueError(f"{option} {text}: one of {', '.join(known)}")
@@ -138,8 +147,8 @@ def one_of(option: str, text: str, known: Collection[str]) -> str:
 
 
 def some_of(option: str, text: str, known: Collection[str], every: tuple[str, ...] = ()) -> tuple[str, ...]:
-    """Return the words of `text`, separated by commas or blanks, each once; "all" stands for `every`. Raises ValueError
-    with one line.
+    """Return the words of `text`, the value of `option`, each once; commas or blanks separate them. "all" stands for
+    `every`. Raises ValueError with one line if a word is not in `known`.
     """
     if text == "all" and every:
         return every
@@ -155,8 +164,8 @@ def some_of(option: str, text: str, known: Collection[str], every: tuple[str, ..
 
 
 class ListAction(argparse.Action):
-    """An argparse action for options with nargs="+": `1 4 16`, `1,4,16` and `"1, 4"` are lists. `of` makes an item of a
-    word.
+    """An argparse action for an option that takes a list: `1 4 16`, `1,4,16` and `"1, 4"` are equal. `of` converts a
+    word to an item, and raises ValueError for a wrong one.
     """
 
     def __init__(self, *, of: Callable[[str], Any] = str, **settings: Any) -> None:

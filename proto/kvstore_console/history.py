@@ -16,8 +16,9 @@ _POINTER_COLUMNS = 80
 
 @dataclass(frozen=True, slots=True)
 class ChartSeries:
-    """One value for each sample, NaN where there is none. `mark`: the mark of its `Curve`. `is_peak`: neighbours are
-    thinned to their highest value instead of their mean.
+    """A named series of a chart over time: one value for each sample, NaN for a missing one. `mark` is the mark of its
+    `Curve`. If there are too many samples, neighbours are replaced by their mean, or with `is_peak` by their highest
+    value.
     """
 
     label: str
@@ -29,8 +30,9 @@ class ChartSeries:
 def history_chart(
     title: str, note: str, unit: Unit, at_s: Sequence[float], series: Sequence[ChartSeries], *, is_stacked: bool = False
 ) -> str:
-    """Return a chart of `series` over the wall times `at_s`, in seconds. `is_stacked` draws them as areas on top of
-    each other, below the series with a mark.
+    """Return a chart of `series` as HTML, over the wall times `at_s` of the samples, in seconds since the epoch. `unit`
+    is the kind of number on the y axis. `is_stacked` draws the series as areas on top of each other, except those
+    with a mark.
     """
     at_s, series = _thinned(at_s, series)
     series = [each for each in series if known(each.values)]

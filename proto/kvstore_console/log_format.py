@@ -14,14 +14,18 @@ _Raised: TypeAlias = (
 
 
 def log_to_stderr(level: int | str, layout: str) -> None:
-    """Log to standard error in the format `layout`, unless logging was configured before."""
+    """Write log records of `level` and above to standard error, in the logging format `layout`. Do nothing if logging
+    was configured before.
+    """
     handler = logging.StreamHandler()
     handler.setFormatter(PrintableFormatter(layout))
     logging.basicConfig(level=level, handlers=[handler])
 
 
 class PrintableFormatter(logging.Formatter):
-    """A formatter that writes a log record on one line and escapes its arguments; a traceback keeps its lines."""
+    """A formatter of log records that escapes unprintable characters, so that each record is one line. A traceback
+    keeps its lines.
+    """
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # the standard library's name
         return printable(super().formatMessage(record))

@@ -57,7 +57,9 @@ CURVES
 
 
 def page(title: str, subtitle: str, body: Sequence[str], footer: str = "") -> str:
-    """Return the whole document."""
+    """Return a whole HTML document, with its style inside. `body` has the markup of its sections; `title`, `subtitle`
+    and `footer` are plain text.
+    """
     foot = f"\n<footer>{escape(footer)}</footer>" if footer else ""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -68,13 +70,15 @@ def page(title: str, subtitle: str, body: Sequence[str], footer: str = "") -> st
 
 
 def section(title: str, body: str, note: str = "") -> str:
-    """Return the markup `body` below the heading `title`; without a title, `body` alone."""
+    """Return HTML for a section: the heading `title`, the text `note`, and the markup `body`. Without a title or note
+    they are left out.
+    """
     head = f"<h2>{escape(title)}</h2>" if title else ""
     return head + (paragraph(note) if note else "") + body
 
 
 def charts(figures: Sequence[str]) -> str:
-    """Return markup that shows `figures` side by side."""
+    """Return HTML that shows `figures`, the markup of charts, side by side."""
     return f'<div class="charts">{"".join(figures)}</div>'
 
 
@@ -87,14 +91,14 @@ def warning(text: str) -> str:
 
 
 def tiles(figures: Sequence[tuple[str, str]]) -> str:
-    """Return markup for `figures`, pairs of a value and its name, shown large."""
+    """Return HTML that shows key figures in large type. Each of `figures` is a value and its name, both as text."""
     each = (f'<div class="tile"><b>{escape(value)}</b><span>{escape(what)}</span></div>' for value, what in figures)
     return f'<div class="tiles">{"".join(each)}</div>'
 
 
 def html_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table. A heading that begins with ">" makes its column right-aligned, for numbers. Text may have several
-    lines, and wraps.
+    """Return an HTML table of `rows` below `headings`. A heading that begins with ">" makes its column right-aligned,
+    for numbers. Text in cells may have several lines.
     """
     is_number = [heading.startswith(">") for heading in headings]
 
@@ -108,7 +112,9 @@ def html_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def pairs(groups: Sequence[tuple[str, Sequence[tuple[str, str]]]]) -> str:
-    """Return markup for names and values, one card for each group."""
+    """Return HTML for names and values. Each of `groups` is a heading and its pairs of a name and a value, shown on one
+    card.
+    """
     cards = []
     for name, facts in groups:
         heading = f"<h3>{escape(name)}</h3>" if name else ""

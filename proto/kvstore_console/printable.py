@@ -9,8 +9,8 @@ from __future__ import annotations
 
 
 def printable(text: str) -> str:
-    """Return one line: controls, line breaks, formatting characters, lone surrogates become
-    \\x1b, \\n, \\u202e, \\udcff.
+    r"""Return `text` as one line, with unprintable characters escaped: controls, line breaks, formatting characters and
+    lone surrogates become \x1b, \n, \u202e, \udcff.
     """
     if text.isprintable():
         return text
@@ -18,5 +18,7 @@ def printable(text: str) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """Return `text`, made by this program, with each of its lines made printable."""
+    """Return `text` with its line breaks kept and every other unprintable character escaped. Use it for text that this
+    program wrote.
+    """
     return "\n".join(map(printable, text.split("\n")))

@@ -19,8 +19,9 @@ _BAR_WIDTH: Final = 30
 
 
 class Progress:
-    """A line of progress on a terminal. Call `say` or `advance` as often as needed. Use it as a context manager, or
-    call `clear` in the end. `clock` and `out` are for tests.
+    """A display of the progress of long work on standard error: one line that is overwritten on a terminal, or a new
+    line every ten seconds elsewhere. `prefix` begins each line. Call `say` or `advance` as often as you like; use it
+    as a context manager, or call `clear` in the end. Tests give `clock` and `out`.
     """
 
     def __init__(self, prefix: str, *, clock: Callable[[], float] = time.monotonic, out: TextIO | None = None) -> None:
@@ -44,15 +45,15 @@ class Progress:
         self._out.flush()
 
     def advance(self, label: str, done: int, total: int) -> None:
-        """Show a bar for the part of the work called `label`, of which `done` of `total` steps are finished. Only a
-        terminal shows bars.
+        """Show a bar for the part of the work called `label`, of which `done` of `total` steps are finished. Nothing is
+        shown unless the output is a terminal.
         """
         if self._overwrites:
             share = done / total if total else 1.0
             self.say(f"{label} {bar(share, _BAR_WIDTH)} {share:.0%}")
 
     def clear(self) -> None:
-        """Remove the line, so that the next output begins on an empty one."""
+        """Erase the line of progress, so that the next output begins on an empty line."""
         if self._is_shown:
             self._is_shown = False
             self._out.write(WIPE_LINE)

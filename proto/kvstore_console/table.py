@@ -10,8 +10,8 @@ _GAP = "  "
 
 
 def render_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, empty: str = "") -> str:
-    """Return a line of headings and one line for each row, or `empty` if there are no rows. A heading that begins with
-    ">" aligns its column right, for numbers.
+    """Return a text table: a line of `headings`, then one line for each of `rows`, with aligned columns. Return `empty`
+    if there are no rows. A heading that begins with ">" aligns its column right, for numbers.
     """
     if not rows:
         return empty
@@ -28,6 +28,8 @@ def render_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, empt
 
 
 def render_facts(pairs: Sequence[tuple[str, str]], indent: str = "") -> str:
-    """Return one line for each pair of name and value, with the values aligned."""
+    """Return one line of text for each of `pairs`, a name and a value, with the values aligned. Each line begins with
+    `indent`.
+    """
     width = max((len(name) for name, _ in pairs), default=0)
     return "\n".join(f"{indent}{name.ljust(width)}{_GAP}{printable(value)}" for name, value in pairs)

@@ -23,17 +23,19 @@ _SPARKS = "▁▂▃▄▅▆▇█"
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Return whether `stream` is a terminal that understands escape codes."""
+    """Return whether `stream` writes to a terminal that understands escape codes."""
     return stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
 
 
 def wants_colour(stream: TextIO) -> bool:
-    """Return whether to use colour: only on a terminal, and not if the user said no (https://no-color.org)."""
+    """Return whether output to `stream` should be coloured: it must be a terminal, and the user must not have set
+    NO_COLOR (https://no-color.org).
+    """
     return is_terminal(stream) and not os.environ.get("NO_COLOR")
 
 
 def size_of(stream: TextIO) -> tuple[int, int]:
-    """Return columns and lines; 80 by 24 if `stream` has no size."""
+    """Return the columns and lines of the terminal behind `stream`, or 80 and 24 if it is no terminal."""
     with suppress(OSError, ValueError):
         size = os.get_terminal_size(stream.fileno())
         if size.columns and size.lines:
@@ -43,7 +45,7 @@ def size_of(stream: TextIO) -> tuple[int, int]:
 
 @dataclass(slots=True)
 class Line:
-    """Pieces of text side by side, each with a style."""
+    """A line of terminal output, made of pieces of text with a style each, such as "bold" or "red"."""
 
     spans: list[tuple[str, str]] = field(default_factory=list)
 
@@ -57,7 +59,7 @@ class Line:
         return sum(len(text) for text, _ in self.spans)
 
     def render(self, width: int, *, colour: bool) -> str:
-        """Return at most `width` characters, with escape codes if `colour`."""
+        """Return the first `width` characters of the line, with escape codes for the styles if `colour` is True."""
         parts: list[str] = []
         left = width
         for text, style in self.spans:
@@ -73,8 +75,8 @@ def plain_line(text: str, style: str = "") -> Line:
 
 
 def bar(share: float, width: int) -> str:
-    """Return a bar `width` characters wide, filled in eighths of a character; any share above 0 fills at least one
-    eighth.
+    """Return a horizontal bar of block characters, `width` characters wide, filled to the share `share` (0 to 1) in
+    eighths of a character. Any share above 0 fills at least one eighth.
     """
     eighths = round(min(max(share, 0.0), 1.0) * width * 8)
     if share > 0:
@@ -84,8 +86,8 @@ def bar(share: float, width: int) -> str:
 
 
 def sparkline(values: Sequence[float], width: int, *, top: float = 0.0) -> str:
-    """Return `values` as bars of one character, scaled to the highest or to `top`. If there are more values than
-    characters, neighbours are averaged; NaN is a gap.
+    """Return `values` as a row of small bars, at most `width` characters, scaled to `top` or to the highest value. If
+    there are more values than characters, neighbours are averaged. NaN is a gap.
     """
     if width <= 0:
         return ""
@@ -97,12 +99,12 @@ def sparkline(values: Sequence[float], width: int, *, top: float = 0.0) -> str:
 
 
 def known(values: Sequence[float]) -> list[float]:
-    """Return the values that are not NaN."""
+    """Return the values in `values` that are not NaN."""
     return [value for value in values if not math.isnan(value)]
 
 
 def mean(values: Sequence[float]) -> float:
-    """Return the mean of the values that are not NaN; NaN if there are none."""
+    """Return the mean of the values in `values` that are not NaN, or NaN if there are none."""
     numbers = known(values)
     return sum(numbers) / len(numbers) if numbers else math.nan
 

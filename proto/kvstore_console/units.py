@@ -18,7 +18,9 @@ MAX_BYTES = 1 << 60
 
 
 def human_bytes(nbytes: float) -> str:
-    """Return a size as text: 1536 -> "1.5 KiB"; one decimal below 100 of a unit, none from there on."""
+    """Return the size `nbytes` as text: 1536 becomes "1.5 KiB". It has one decimal below 100 of a unit, and none from
+    there on.
+    """
     value, unit = float(nbytes), 0
     while round(value) >= 1024 and unit < len(_BYTE_UNITS) - 1:
         value, unit = value / 1024, unit + 1
@@ -26,7 +28,9 @@ def human_bytes(nbytes: float) -> str:
 
 
 def human_seconds(seconds: float) -> str:
-    """Return a time as text: 0.0031 -> "3.1 ms", 7384 -> "2 h 3 min"; three digits at most below a minute."""
+    """Return the time `seconds` as text: 0.0031 becomes "3.1 ms", 7384 "2 h 3 min". It has at most three digits below a
+    minute.
+    """
     if seconds < 0.9995e-3:
         return f"{_digits(seconds * 1e6)} µs" if seconds > 0 else "0 s"
     if seconds < 0.9995:
@@ -41,28 +45,30 @@ def human_seconds(seconds: float) -> str:
 
 
 def human_share(part: float, whole: float) -> str:
-    """Return a share as text: 3 of 4 -> "75 %"; "-" if `whole` is 0."""
+    """Return the share of `part` in `whole` as text: 3 of 4 becomes "75 %". Return "-" if `whole` is 0."""
     return f"{100 * part / whole:.0f} %" if whole else "-"
 
 
 def human_count(count: int) -> str:
-    """Return a count as text, its digits in groups of three."""
+    """Return `count` as text, with its digits in groups of three: 1234 becomes "1,234"."""
     return f"{count:,}"
 
 
 def human_blocks(count: int, nbytes: int | None = None) -> str:
-    """Return a number of blocks as text: 1 -> "1 block"; with `nbytes`, their size, "1,234 blocks (1.5 GiB)"."""
+    """Return a number of blocks as text: 1 becomes "1 block". With `nbytes` their size follows: "1,234 blocks (1.5
+    GiB)".
+    """
     size = "" if nbytes is None else f" ({human_bytes(nbytes)})"
     return f"{plural(count, 'block')}{size}"
 
 
 def plural(count: int, noun: str) -> str:
-    """Return a count with its noun: 2, "slot" -> "2 slots"."""
+    """Return `count` with its noun as text: 2 and "slot" become "2 slots"."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def short_count(count: float) -> str:
-    """Return a count as short text for the axis of a chart: 12500 -> "12.5k"."""
+    """Return `count` as short text for the axis of a chart: 12500 becomes "12.5k"."""
     for limit, divisor, letter in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
         if count >= limit:
             return f"{_digits(count / divisor)}{letter}"
@@ -70,7 +76,9 @@ def short_count(count: float) -> str:
 
 
 def parse_size(text: str | int, whole_bytes: int = 0) -> int:
-    """Return the bytes of "64MiB", 4096, or "25%" of `whole_bytes`. Raises ValueError with the reason."""
+    """Return the bytes of the size `text`: 4096, "64MiB", or "25%" of `whole_bytes` if that is given. Raises ValueError
+    with the reason.
+    """
     if isinstance(text, bool):
         raise ValueError("a size is a number or a text such as '64MiB'")
     match = _SIZE.match(f"{abs(text)}" if isinstance(text, int) else text)
@@ -96,7 +104,9 @@ def parse_size(text: str | int, whole_bytes: int = 0) -> int:
 
 
 def is_size_text(text: str) -> bool:
-    """Return whether `text` has the form of a size. It decides which settings also take a plain number of bytes."""
+    """Return whether `text` is a number with or without a unit, such as "64MiB" or "25%". The unit is not checked. It
+    decides which settings also take a plain number of bytes.
+    """
     return _SIZE.match(text) is not None
 
 

@@ -23,7 +23,7 @@ LONGEST_S = 300.0  # a compilation takes seconds
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A translation unit: `source` is the name of a file in `folder`, `defines` are its macros."""
+    """The source of CUDA kernels: the file `source` in the directory `folder`, compiled with the macros `defines`."""
 
     folder: Path
     source: str
@@ -33,8 +33,9 @@ class Program:
 def compile_program(
     program: Program, architecture: str, folder: Path | None = None, *, longest_s: float = LONGEST_S
 ) -> bytes:
-    """Return the cubin of `program` for `architecture`, such as "sm_90". Raises CompileError. A compiler that runs for
-    `longest_s` seconds is stopped; one that crashes is tried once more.
+    """Return the cubin (machine code for a GPU) of `program` for `architecture`, such as "sm_90". It is compiled once,
+    and then read from `folder`, by default the user's cache. A compiler that runs for `longest_s` seconds is
+    stopped; one that crashes is tried once more. Raises CompileError.
     """
     target = (folder or cache_folder()) / f"cuda-{program_digest(program, architecture)}.cubin"
     try:
@@ -52,9 +53,9 @@ def compile_program(
 def load_program(
     driver_call: Callable[..., Any], program: Program, architecture: str, *, longest_s: float = LONGEST_S
 ) -> Any:
-    """Return `program` as a module of the current context. `driver_call` gets the name of the driver's function and its
-    arguments. Raises CompileError, also if the driver is too old for NVRTC's output, and the errors of
-    `driver_call`.
+    """Compile `program` for `architecture`, or read it from the cache, and return it as a module of the current CUDA
+    context. `driver_call` gets the name of a driver function and its arguments. Raises CompileError, also if the
+    driver is too old for the compiler's output, and the errors of `driver_call`.
     """
     cubin = compile_program(program, architecture, longest_s=longest_s)
     try:
@@ -67,8 +68,9 @@ def load_program(
 def compile_with_log(
     program: Program, architecture: str, *extra: str, longest_s: float = LONGEST_S
 ) -> tuple[bytes, str]:
-    """Return the compiled code and the compiler's log. The code is a cubin, or PTX for a virtual architecture
-    ("compute_80"). `extra` are further options. Nothing is cached. Raises CompileError.
+    """Compile `program` for `architecture` without the cache, and return the code and the compiler's log. The code is a
+    cubin, or PTX for a virtual architecture ("compute_80"). `extra` are further options of the compiler. Raises
+    CompileError, also if it takes more than `longest_s` seconds.
     """
     library()  # says what to install where it is missing
     what = f"{program.source} for {architecture}"
@@ -92,7 +94,9 @@ def compile_with_log(
 
 
 def signal_name(number: int) -> str:
-    """Return the name of a signal that ended a process, also of real-time signals, which Python has no names for."""
+    """Return the name of the signal with this `number`. A real-time signal, for which Python has no name, becomes
+    "signal 40".
+    """
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -104,8 +108,8 @@ def _options(program: Program) -> list[str]:
 
 
 def program_digest(program: Program, architecture: str) -> str:
-    """Return a digest of everything that the cubin of `program` depends on. Raises CompileError if there is no
-    NVRTC.
+    """Return a digest of everything that the compiled code of `program` depends on: sources, headers, options,
+    `architecture` and the compiler's version. Raises CompileError if the compiler is not installed.
     """
     digest = hashlib.blake2b(digest_size=12)
     for path in (*sorted(program.folder.glob("*.h")), program.folder / program.source):

@@ -32,7 +32,7 @@ _FirstBatchCall = ctypes.CFUNCTYPE(ctypes.c_int, _ANY, _ANY, _ANY, _SIZE, _ANY, 
 
 
 class CopyRun(NamedTuple):
-    """A copy of `Runs`: `nbytes` bytes from the address `source` to the address `to`."""
+    """One copy between memories: `nbytes` bytes from the address `source` to the address `to`."""
 
     to: int
     source: int
@@ -41,8 +41,8 @@ class CopyRun(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Runs:
-    """A set of copies without an order. `columns`: uint64[3, n], the destination, the source and the bytes of each
-    copy.
+    """A set of memory copies, without an order. `columns`, uint64[3, n], holds for each copy its destination address,
+    its source address and its bytes.
     """
 
     columns: Numbers
@@ -72,7 +72,9 @@ class Runs:
         return map(CopyRun, *self.columns.tolist())
 
     def slices(self, nbytes: int) -> list[Runs]:
-        """Return these copies in parts of at most `nbytes` bytes each; a larger copy is a part of its own."""
+        """Split these copies, in order, into sets of at most `nbytes` bytes each, and return the sets. A larger copy
+        makes a set alone.
+        """
         parts, begin, ends = [], 0, np.cumsum(self.nbytes)
         while begin < len(self):
             before = int(ends[begin - 1]) if begin else 0
@@ -82,13 +84,15 @@ class Runs:
         return parts
 
     def merged(self) -> Runs:
-        """Return these copies with neighbours merged: the driver merges none, and small copies are slow."""
+        """Return these copies with neighbours merged: copies whose sources and destinations both follow each other
+        become one. The driver merges none, and small copies are slow.
+        """
         (merged,) = self.merged_groups((0, len(self)))
         return merged
 
     def merged_groups(self, bounds: Sequence[int]) -> list[Runs]:
-        """Return one group of copies from each of `bounds` to the next, each merged as by `merged`, in about the time
-        of one call.
+        """Split these copies into groups, from each position in `bounds` to the next, and return the groups, each with
+        its neighbours merged as by `merged`.
         """
         columns, edges = self.columns, [bound - 1 for bound in bounds if 0 < bound < len(self)]
         steps = columns[:2, 1:] - columns[:2, :-1]
@@ -110,7 +114,9 @@ class Runs:
 
 
 class CopyQueue:
-    """Queues copies by functions of the driver, which are looked up once. Raises DriverError."""
+    """A caller of the CUDA driver's functions for asynchronous copies. It uses one call for many copies if the driver
+    has that function. `cuda` is the driver's Python module. Raises DriverError.
+    """
 
     def __init__(self, cuda: ModuleType) -> None:
         self._cuda = cuda
@@ -129,7 +135,9 @@ class CopyQueue:
             self._which = self._attributes.getPtr(), ctypes.addressof(self._first), 1, *failed
 
     def add(self, runs: Runs, way: Way, stream: Any) -> None:
-        """Queue the copies of `runs` on `stream`, in any order. Raises DriverError."""
+        """Queue the copies of `runs` on the CUDA stream `stream`; they may run in any order. `way` is their direction:
+        "to device", "to host" or "on device". Raises DriverError.
+        """
         if self._batch is not None and len(runs) > 1:
             columns = np.ascontiguousarray(runs.columns, np.uint64)
             to, each = columns.__array_interface__["data"][0], columns.strides[0]

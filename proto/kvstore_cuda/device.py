@@ -25,10 +25,10 @@ _never_unmapped: list[object] = []  # host memory that could not be unregistered
 
 
 class CudaDevice:
-    """CUDA device `index`, as the driver counts in this process. `identity` is a number of 64 bits, not 0, that names
-    this device alone; every process sees it, also after a restart of the machine. `missing` says what to install if
-    there is no library. Raises NoDriver, DriverError. The constructor makes no context current: see
-    `use_in_this_thread`, `current`.
+    """A CUDA device, with a share of its primary context, which torch and CuPy use too. `index` is its number in this
+    process. `identity` is a number of 64 bits, not 0, that names the device to every process, also after a restart
+    of the machine. `missing` is the error message if there is no library. The constructor makes no context current:
+    see `use_in_this_thread` and `current`. Raises NoDriver, DriverError.
     """
 
     def __init__(self, index: int, missing: str = LIBRARY_MISSING) -> None:
@@ -47,28 +47,28 @@ class CudaDevice:
         self.context = self.call("cuDevicePrimaryCtxRetain", self.handle)
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Call the driver's function `name`, and return its results without the code: None, one value or a tuple.
-        Raises DriverError.
+        """Call the driver's function `name` with `arguments`, and return its results without the status code: None, one
+        value or a tuple. Raises DriverError if the code reports a failure.
         """
         return call(self.driver, name, *arguments)
 
     def quietly(self, name: str, *arguments: Any) -> None:
-        """Call the driver's function `name`, and ignore a failure."""
+        """Call the driver's function `name` with `arguments`, and ignore a failure."""
         quietly(self.driver, name, *arguments)
 
     def use_in_this_thread(self) -> Self:
-        """Make the context current in this thread, for good."""
+        """Make the device's context current in this thread for good, and return the device."""
         self.call("cuCtxSetCurrent", self.context)
         return self
 
     def current(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager that makes the context current in this thread. Calls inside it work also during the
-        capture of a CUDA graph, and do not become part of that graph.
+        """Return a context manager that makes the device's context current in this thread. Calls inside it work also
+        during the capture of a CUDA graph, and do not become part of that graph.
         """
         return current(self.driver, self.context)
 
     def attribute(self, number: int) -> int:
-        """Return the CUdevice_attribute `number` of the device."""
+        """Return the value of the device's attribute `number`, a CUdevice_attribute."""
         return int(self.call("cuDeviceGetAttribute", self.driver.CUdevice_attribute(number), self.handle))
 
     @property
@@ -78,57 +78,59 @@ class CudaDevice:
 
     @property
     def version(self) -> int:
-        """The CUDA version of the driver: 13000 for 13.0."""
+        """The CUDA version of the driver as a number: 13000 for 13.0."""
         return int(self.call("cuDriverGetVersion"))
 
     @property
     def capability(self) -> tuple[int, int]:
-        """The compute capability: (9, 0) for an H100."""
+        """The device's compute capability as major and minor number: (9, 0) for an H100."""
         return self.attribute(_MAJOR), self.attribute(_MINOR)
 
     @property
     def architecture(self) -> str:
-        """The target that kernels are compiled for, such as "sm_90"."""
+        """The name of the architecture for which kernels are compiled, such as "sm_90"."""
         return "sm_{}{}".format(*self.capability)
 
     def memory_bytes(self) -> tuple[int, int]:
-        """Return free and total bytes of the device."""
+        """Return the free and the total bytes of device memory. The context must be current."""
         free, total = self.call("cuMemGetInfo")
         return int(free), int(total)
 
     def close(self) -> None:
-        """Release the share of the context."""
+        """Release this object's share of the device's context. The device may not be used afterwards."""
         self.call("cuDevicePrimaryCtxRelease", self.handle)
 
     # Device memory by descriptor
 
     def require_descriptors(self) -> None:
-        """Raise NoDriver if memory of the device cannot be exported."""
+        """Raise NoDriver if the device cannot export its memory to other processes as a file descriptor."""
         if not self.attribute(_DESCRIPTORS):
             raise NoDriver(f"CUDA device {self.index} cannot export memory as a file descriptor")
 
     def granularity_bytes(self) -> int:
-        """Return the number of bytes that sizes of device memory should be a multiple of."""
+        """Return the number of bytes of which sizes of exportable device memory should be multiples."""
         option = self.driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
         return int(self.call("cuMemGetAllocationGranularity", self._properties, option))
 
     def create(self, nbytes: int) -> Any:
-        """Return a handle of new device memory, which can be exported."""
+        """Allocate `nbytes` bytes of device memory that can be exported, and return its handle."""
         return self.call("cuMemCreate", nbytes, self._properties, 0)
 
     def export_descriptor(self, handle: Any) -> int:
-        """Return a new file descriptor that keeps the memory; the caller closes it."""
+        """Return a new file descriptor for the device memory of `handle`, to pass to another process. The memory lives
+        as long as the descriptor, which the caller closes.
+        """
         return int(self.call("cuMemExportToShareableHandle", handle, self._by_descriptor, 0))
 
     def import_descriptor(self, descriptor: int) -> Any:
-        """Return a handle of memory that another process exported as `descriptor`; the caller keeps and closes the
-        descriptor.
+        """Return a handle of the device memory that another process exported as the file descriptor `descriptor`. The
+        caller keeps and closes the descriptor.
         """
         return self.call("cuMemImportFromShareableHandle", descriptor, self._by_descriptor)
 
     def map(self, handle: Any, nbytes: int, *, read_only: bool = False) -> int:
-        """Map `nbytes` of memory, give this device the right to use it, and return its address. If it raises, nothing
-        is mapped.
+        """Map `nbytes` bytes of the memory of `handle` into this process's device addresses, and return the address.
+        With `read_only` the device may not write there. If it raises, nothing is mapped.
         """
         cuda, rights = self.driver, self.driver.CUmemAccess_flags
         access = cuda.CUmemAccessDesc()
@@ -147,16 +149,18 @@ class CudaDevice:
         return int(address)
 
     def unmap(self, address: int, nbytes: int) -> None:
-        """End a mapping. If the first driver call fails, the second is not made."""
+        """End the mapping of `nbytes` bytes of device memory at `address`. If the first driver call fails, the second
+        is not made.
+        """
         self.call("cuMemUnmap", self.driver.CUdeviceptr(address), nbytes)
         self.call("cuMemAddressFree", self.driver.CUdeviceptr(address), nbytes)
 
     def release(self, handle: Any) -> None:
-        """Release a handle of memory. The memory stays until its last mapping and descriptor are gone."""
+        """Release the `handle` of device memory. The memory stays until its last mapping and descriptor are gone."""
         self.call("cuMemRelease", handle)
 
     def clear(self, address: int, nbytes: int) -> None:
-        """Fill device memory with zeros, and wait for the end."""
+        """Fill `nbytes` bytes of device memory at `address` with zeros, and wait for the end."""
         stream = self.stream()
         try:
             self.call("cuMemsetD8Async", self.driver.CUdeviceptr(address), 0, nbytes, stream)
@@ -188,48 +192,53 @@ class CudaDevice:
 
     @cached_property
     def registers_read_only(self) -> bool:
-        """Return whether memory that this process may only read can be registered."""
+        """Return whether host memory that this process may only read can be registered with the device."""
         return bool(self.attribute(_READ_ONLY_HOST))
 
     def register(self, address: int, nbytes: int, *, read_only: bool = False, for_kernels: bool = False) -> None:
-        """Let the device copy from and to host memory. `read_only`: memory that this process may only read.
-        `for_kernels`: kernels use it too, at `device_pointer`."""
+        """Register `nbytes` bytes of host memory at `address`, so that the device copies from and to it directly.
+        `read_only` is for memory that this process may only read. With `for_kernels`, kernels may use it too, at
+        `device_pointer`.
+        """
         if read_only and not self.registers_read_only:
             raise DriverError("cuMemHostRegister", 801, "this device cannot register memory read-only")
         flags = PORTABLE | (READ_ONLY if read_only else 0) | (FOR_KERNELS if for_kernels else 0)
         self.call("cuMemHostRegister", address, nbytes, flags)
 
     def unregister(self, address: int) -> None:
-        """End the registration of host memory; none of its copies may be under way."""
+        """End the registration of the host memory at `address`. No copy from or to it may be under way."""
         self.call("cuMemHostUnregister", address)
 
     def forget(self, address: int, memory: object) -> None:
-        """Unregister host memory that `memory` owns, in this context. If that fails, keep `memory` for the life of the
-        process.
+        """Unregister the host memory at `address`, which the object `memory` owns. If that fails, keep `memory` for the
+        life of the process, because the driver may still know it.
         """
         forget(self.driver, self.context, address, memory)
 
     def device_pointer(self, address: int) -> int:
-        """Return the address at which kernels see host memory that is registered for them."""
+        """Return the address at which kernels see the host memory at `address`, which is registered for kernels."""
         return int(self.call("cuMemHostGetDevicePointer", address, 0))
 
     # Kernels
 
     def load(self, program: Program, longest_s: float = LONGEST_S) -> Any:
-        """Return `program` as a module of the current context, compiled for this device. Raises the errors of
-        `load_program`.
+        """Compile `program` for this device, or read it from the cache, and return it as a module of the current
+        context. Compiling may take `longest_s` seconds. Raises the errors of `load_program`.
         """
         return load_program(self.call, program, self.architecture, longest_s=longest_s)
 
     def function(self, module: Any, kernel: str) -> Any:
-        """Return the kernel named `kernel` of a module."""
+        """Return the function named `kernel` of the loaded `module`, for `start`."""
         return self.call("cuModuleGetFunction", module, kernel.encode())
 
     def start(
         self, function: Any, grid: tuple[int, int, int], threads: int, argument: ctypes.Structure,
         *, shared_bytes: int = 0, stream: Any,
     ) -> None:  # fmt: skip
-        """Queue a kernel that has one argument, `argument`, which is copied before this returns."""
+        """Queue the kernel `function` on the CUDA stream `stream`, with `grid` thread blocks of `threads` threads. Its
+        only argument, `argument`, is copied before this returns. `shared_bytes` is the dynamic shared memory of a
+        thread block.
+        """
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
         size = (*grid, threads, 1, 1)
         self.call("cuLaunchKernel", function, *size, shared_bytes, stream, ctypes.addressof(parameters), 0)
@@ -237,25 +246,27 @@ class CudaDevice:
     # Streams, events, copies
 
     def stream(self, priority: int = 0) -> Any:
-        """Return a new stream that waits for no other. Kernels of a stream with a lower `priority` number start first;
-        the driver rounds it to one it supports.
+        """Return a new CUDA stream that does not wait for other streams. Kernels of a stream with a lower `priority`
+        number start first; the driver rounds the number to one that it supports.
         """
         if priority:
             return self.call("cuStreamCreateWithPriority", NON_BLOCKING, priority)
         return self.call("cuStreamCreate", NON_BLOCKING)
 
     def synchronize(self, stream: Any = None) -> None:
-        """Wait until the work queued on `stream` has run; None: on all streams of the current context. Raises
-        DriverError if that work failed.
+        """Wait until the work queued on `stream` has run, or the work on all streams of the current context if it is
+        None. Raises DriverError if that work failed.
         """
         self.call("cuCtxSynchronize") if stream is None else self.call("cuStreamSynchronize", stream)
 
     def event(self) -> Any:
-        """Return a new event without timing; a thread that waits for it sleeps."""
+        """Return a new CUDA event without timing. A thread that waits for it sleeps instead of spinning."""
         return self.call("cuEventCreate", NO_TIMING_BLOCKING_SYNC)
 
     def record(self, event: Any, stream: Any) -> None:
-        """Record `event` on `stream`: it passes when the work queued so far has run."""
+        """Record `event` on the CUDA stream `stream`. The event passes when all work queued on the stream so far has
+        run.
+        """
         self.call("cuEventRecord", event, stream)
 
     def wait(self, event: Any) -> None:
@@ -263,14 +274,14 @@ class CudaDevice:
         self.call("cuEventSynchronize", event)
 
     def copy(self, runs: Runs, way: Way, stream: Any) -> None:
-        """Queue copies, in any order: one call for all if the driver has batches. On the device, no copy's destination
-        may overlap its source.
+        """Queue the copies of `runs` on the CUDA stream `stream`; they may run in any order. `way` is their direction:
+        "to device", "to host" or "on device". On the device, no copy's destination may overlap its source.
         """
         self._copies.add(runs, way, stream)
 
     def ended_after(self, error: DriverError, stream: Any) -> DriverError:
-        """Wait for the work queued on `stream`, whose memory is reused afterwards, and return the error to report for a
-        failed call: `error`, or Unsettled if waiting fails.
+        """Wait for the work queued on `stream` after a call failed with `error`, because its memory is reused
+        afterwards. Return the error to report: `error`, or Unsettled if waiting fails too.
         """
         try:
             self.synchronize(stream)
@@ -280,7 +291,9 @@ class CudaDevice:
 
 
 class Unsettled(DriverError):
-    """Work of the device may still be running, and nothing can show when it ends."""
+    """The error of a device whose work may still be running, while nothing can show when it ends. The memory that it
+    uses must not be reused.
+    """
 
     def __init__(self, error: DriverError) -> None:
         super().__init__(str(error), error.code, "nothing says what is under way")
@@ -294,14 +307,18 @@ class Unsettled(DriverError):
 
 
 def quietly(driver: ModuleType, name: str, *arguments: Any) -> None:
-    """Call the driver's function `name`, and ignore a failure."""
+    """Call the function `name` of the CUDA driver with `arguments`, and ignore a failure. `driver` is the driver's
+    module.
+    """
     with contextlib.suppress(DriverError):
         call(driver, name, *arguments)
 
 
 @contextlib.contextmanager
 def current(driver: ModuleType, context: Any) -> Iterator[None]:
-    """Make `context` current in this thread inside the block: see `CudaDevice.current`."""
+    """Make `context` current in this thread inside the `with` block, and restore the context before it afterwards.
+    Calls inside it do not become part of a CUDA graph that is being captured.
+    """
     relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
     before, mode = call(driver, "cuCtxGetCurrent"), call(driver, "cuThreadExchangeStreamCaptureMode", relaxed)
     try:
@@ -313,7 +330,9 @@ def current(driver: ModuleType, context: Any) -> Iterator[None]:
 
 
 def forget(driver: ModuleType, context: Any, address: int, memory: object) -> None:
-    """Unregister host memory in `context`: see `CudaDevice.forget`."""
+    """Unregister the host memory at `address`, which the object `memory` owns, in `context`. If that fails, keep
+    `memory` for the life of the process.
+    """
     try:
         with current(driver, context):
             call(driver, "cuMemHostUnregister", address)
@@ -322,7 +341,7 @@ def forget(driver: ModuleType, context: Any, address: int, memory: object) -> No
 
 
 def never_unmap(memory: object) -> None:
-    """Keep host memory for the life of the process: the driver may still know it, and other memory at its address could
-    not be registered.
+    """Keep `memory`, an owner of host memory, for the life of the process. The CUDA driver may still know its address,
+    and other memory there could not be registered.
     """
     _never_unmapped.append(memory)

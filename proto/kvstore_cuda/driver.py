@@ -17,7 +17,9 @@ LIBRARY_MISSING = f"the library cuda-bindings is missing: {pip_install('gpu')}"
 
 
 class DriverError(OSError):
-    """A call of the driver failed; `code` is its CUresult."""
+    """The error of a failed call of the CUDA driver. `call` is the function's name, `code` its CUresult, and `name`
+    that code's name.
+    """
 
     def __init__(self, call: str, code: int, name: str) -> None:
         super().__init__(f"{call}: {name}")
@@ -25,17 +27,17 @@ class DriverError(OSError):
 
     @property
     def is_final(self) -> bool:
-        """Return whether the error has made the context unusable."""
+        """Return whether the error has made the CUDA context unusable, so that only a new process helps."""
         return self.code in BROKEN_CONTEXT
 
 
 class NoDriver(OSError):
-    """The driver, its library or the device is missing; the message says what to do."""
+    """The error that the CUDA driver, its Python library or the device is missing. The message says what to do."""
 
 
 def cuda_driver(missing: str = LIBRARY_MISSING) -> ModuleType:
-    """Return the library, which looks for a driver. Raises NoDriver; `missing` says what to install if the library is
-    not there.
+    """Return the Python module of the CUDA driver. Raises NoDriver if there is no driver, or with the message `missing`
+    if the library `cuda-bindings` is not installed.
     """
     try:
         from cuda.bindings import driver
@@ -52,8 +54,8 @@ def cuda_driver(missing: str = LIBRARY_MISSING) -> ModuleType:
 
 
 def call(driver: ModuleType, name: str, *arguments: Any) -> Any:
-    """Call the driver's function `name`, and return its results without the code: None, one value or a tuple. Raises
-    DriverError.
+    """Call the function `name` of the CUDA driver with `arguments`, and return its results without the status code:
+    None, one value or a tuple. Raises DriverError if the code reports a failure.
     """
     try:
         code, *answers = getattr(driver, name)(*arguments)
@@ -64,7 +66,7 @@ def call(driver: ModuleType, name: str, *arguments: Any) -> Any:
 
 
 def check(driver: ModuleType, name: str, code: int) -> None:
-    """Raise DriverError if `code` says that the call `name` failed."""
+    """Raise DriverError if `code`, a CUresult, says that the driver's function `name` failed."""
     if code != 0:
         found, text = driver.cuGetErrorName(code)
         raise DriverError(name, int(code), text.decode() if found == 0 and text else f"error {int(code)}")

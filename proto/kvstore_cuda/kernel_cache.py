@@ -17,8 +17,8 @@ STALE_S = 3600.0  # no compilation takes so long: its process was killed
 
 
 def cache_folder() -> Path:
-    """Return the folder: $XDG_CACHE_HOME/kvstored/kernels, or the cache directory that systemd gave a service, or one
-    in ~/.cache if the user has a home.
+    """Return the directory for compiled kernels: $XDG_CACHE_HOME/kvstored/kernels, or the cache directory that systemd
+    gave a service, or ~/.cache/kvstored/kernels.
     """
     root, of_service = os.environ.get("XDG_CACHE_HOME"), os.environ.get("CACHE_DIRECTORY")
     if not root and of_service:
@@ -30,8 +30,8 @@ def cache_folder() -> Path:
 
 
 def keep(target: Path, content: bytes) -> None:
-    """Replace `target` by `content`. If the disk is full or the folder is missing, nothing is kept, and the next
-    process compiles again.
+    """Replace the file `target` by `content`, for other processes to read. If the disk is full or the directory cannot
+    be made, nothing is kept.
     """
     with contextlib.suppress(OSError):
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -41,7 +41,7 @@ def keep(target: Path, content: bytes) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Remove unfinished files of processes that were killed."""
+    """Remove the unfinished files in `folder` that killed processes left more than an hour ago."""
     for path in folder.glob(f"*{BESIDE}"):
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_mtime < STALE_S:

@@ -22,16 +22,16 @@ EXTRA = pip_install("cuda")
 
 
 class CompileError(RuntimeError):
-    """A kernel cannot be compiled here; the message says why and, if possible, what to do."""
+    """The error that a CUDA kernel cannot be compiled here. The message says why and, if possible, what to do."""
 
 
 class CompilerCrash(CompileError):
-    """NVRTC's process died, as it does sometimes; another try may succeed."""
+    """The error that the compiler's process died, as NVRTC's does sometimes. Another try may succeed."""
 
 
 @cache
 def library() -> ModuleType:
-    """Return the NVRTC library. Raises CompileError."""
+    """Return the Python module of NVRTC, the compiler of CUDA kernels. Raises CompileError if it is not installed."""
     try:
         from cuda.bindings import nvrtc
     except ImportError:
@@ -45,7 +45,9 @@ def library() -> ModuleType:
 
 
 def check_loadable(driver_version: int) -> None:
-    """Raise CompileError if a driver of `driver_version` (12080: of CUDA 12.8) is too old to load what NVRTC makes."""
+    """Raise CompileError if the CUDA driver is too old to load what the installed NVRTC compiles. `driver_version` is
+    the driver's number, 12080 for CUDA 12.8.
+    """
     major, minor = call("nvrtcVersion")
     if driver_version // 1000 < major:
         driver = f"{driver_version // 1000}.{driver_version % 1000 // 10}"
@@ -54,8 +56,8 @@ def check_loadable(driver_version: int) -> None:
 
 
 def call(name: str, *arguments: Any) -> Any:
-    """Call the library's function `name`, and return its results without the code: None, one value or a tuple. Raises
-    CompileError.
+    """Call the function `name` of NVRTC with `arguments`, and return its results without the status code: None, one
+    value or a tuple. Raises CompileError if the code reports a failure.
     """
     code, *answers = getattr(library(), name)(*arguments)
     if code != 0:
@@ -64,8 +66,9 @@ def call(name: str, *arguments: Any) -> Any:
 
 
 def compiled(source: Path, architecture: str, options: list[str]) -> tuple[bytes, bytes]:
-    """Return the cubin, or PTX for a virtual architecture, and the log. Raises CompileError; if the source does not
-    compile, the log is its message.
+    """Compile the file `source` in this process, for `architecture` and with the compiler's `options`. Return the
+    cubin, or PTX for a virtual architecture, and the log. Raises CompileError, with the log as its message if the
+    source is wrong.
     """
     words = [option.encode() for option in (f"--gpu-architecture={architecture}", *options)]
     handle = call("nvrtcCreateProgram", source.read_bytes(), source.name.encode(), 0, [], [])

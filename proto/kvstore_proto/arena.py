@@ -60,7 +60,9 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def slot_bytes(payload_bytes: int) -> int:
-    """Return the bytes that a block with a payload of `payload_bytes` takes in any tier."""
+    """Return the bytes of a slot (the place of one block in any tier) for a payload of `payload_bytes` bytes: a header
+    of 4096 bytes, and the payload rounded up to a multiple of 4096.
+    """
     return HEADER_BYTES + -(-payload_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
@@ -69,8 +71,9 @@ def payload_checksum(payload: Bytes | bytes | memoryview) -> int:
 
 
 class Coded(NamedTuple):
-    """The stored bytes that the codec with the number `codec` wrote: `nbytes` is their length, `checksum` their
-    xxh3_64."""
+    """A description of stored bytes that a codec (a compression) wrote: `codec` is its number, `nbytes` their length,
+    and `checksum` their xxh3_64.
+    """
 
     codec: int
     nbytes: int
@@ -79,8 +82,8 @@ class Coded(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockHeader:
-    """The header of a slot; it describes the block in the slot. `tokens` is packed little-endian int32
-    (kvstore_proto.identity).
+    """The header of a slot, which describes the block in the slot. `tokens` holds the block's token ids, packed as
+    little-endian int32.
 
     `coded` is None when the payload is stored as it is. `payload_bytes` and `checksum` always describe the payload.
     `kept` is a word of `kvstore_proto.terms.kept_word`. `error` is above 0 for a lossy copy, whose payload is not what
@@ -105,21 +108,21 @@ class BlockHeader:
 
     @property
     def codec(self) -> int:
-        """Return the number of the codec that wrote the stored bytes; 0 means that they are the payload."""
+        """The number of the codec that wrote the stored bytes. 0 means that they are the payload."""
         return 0 if self.coded is None else self.coded.codec
 
     @property
     def stored_bytes(self) -> int:
-        """Return the number of stored bytes, which follow the header in the slot."""
+        """The number of stored bytes, which follow the header in the slot."""
         return self.payload_bytes if self.coded is None else self.coded.nbytes
 
     @property
     def stored_checksum(self) -> int:
-        """Return the xxh3_64 of the stored bytes, which follow the header in the slot."""
+        """The xxh3_64 of the stored bytes, which follow the header in the slot."""
         return self.checksum if self.coded is None else self.coded.checksum
 
     def pack(self) -> bytes:
-        """Return the 4096 header bytes. Raises ValueError for fields of a wrong size."""
+        """Return the header as 4096 bytes, with its checksum. Raises ValueError for a field of a wrong size."""
         if len(self.tokens) > MAX_TOKENS * 4 or len(self.tokens) % 4:
             raise ValueError(f"{len(self.tokens)} bytes of token ids; at most {MAX_TOKENS} ids of 4 bytes fit")
         if (len(self.key), len(self.parent), len(self.extra), len(self.tenant)) != (16, 16, 16, 16):
@@ -138,11 +141,11 @@ class BlockHeader:
         return bytes(raw)
 
     def stamped(self, generation: int, checksum: int) -> BlockHeader:
-        """Return a copy with another generation and checksum."""
+        """Return a copy of this header with the slot generation `generation` and the payload checksum `checksum`."""
         return _header({**self.__dict__, "generation": generation, "checksum": checksum})
 
     def without_tokens(self) -> BlockHeader:
-        """Return a copy that has no token ids."""
+        """Return a copy of this header without token ids, which takes less memory."""
         return _header({**self.__dict__, "tokens": b""})
 
     @property
@@ -151,8 +154,8 @@ class BlockHeader:
 
 
 def read_header(raw: bytes | memoryview | Bytes) -> BlockHeader | str:
-    """Return the header in the 4096 bytes `raw`, or a string that says what is wrong with them. Damaged bytes raise no
-    error.
+    """Return the block header in the first 4096 bytes of `raw`, or a string that says what is wrong with them. Damaged
+    bytes raise no error.
     """
     data = bytes(raw[:HEADER_BYTES])
     if len(data) < HEADER_BYTES:

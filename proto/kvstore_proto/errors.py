@@ -9,7 +9,7 @@ from enum import IntEnum
 
 
 class ErrorKind(IntEnum):
-    """The kinds of errors, with the numbers of kvstore.v1.ErrorKind."""
+    """The kind of an error that the daemon reports for a whole request, with the numbers of kvstore.v1.ErrorKind."""
 
     UNSPECIFIED = 0
     INVALID = 1
@@ -24,12 +24,12 @@ class ErrorKind(IntEnum):
 
     @property
     def is_permanent(self) -> bool:
-        """Return whether a repeated request would fail again; a client does not retry it."""
+        """Return whether the same request would fail again, so that a client does not retry it."""
         return self in _PERMANENT
 
     @property
     def grpc_status(self) -> str:
-        """The name of the grpc.StatusCode for calls that end with this kind."""
+        """The name of the gRPC status code of a call that ends with an error of this kind, such as "NOT_FOUND"."""
         return _GRPC_STATUS[self]
 
 
@@ -51,7 +51,9 @@ _GRPC_STATUS = {
 
 
 class KVStoreError(Exception):
-    """A request that failed as a whole: `kind` decides what to do, the message says what was wrong."""
+    """The error of a request that failed as a whole. `kind` says what a program can do, `message` what was wrong. After
+    `retry_after_ms` milliseconds, if not 0, another try makes sense.
+    """
 
     def __init__(self, kind: ErrorKind, message: str, retry_after_ms: int = 0) -> None:
         super().__init__(message)
@@ -61,7 +63,7 @@ class KVStoreError(Exception):
 
 
 class InvalidValue(KVStoreError, ValueError):
-    """A value that no request can carry, of kind INVALID."""
+    """The error of a value that no request can carry; its kind is INVALID."""
 
     def __init__(self, message: str) -> None:
         super().__init__(ErrorKind.INVALID, message)

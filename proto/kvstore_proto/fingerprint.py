@@ -25,14 +25,14 @@ _SCALARS: dict[str, type] = {"str": str, "int": int}
 
 
 class FingerprintError(InvalidValue):
-    """A fingerprint that cannot be used; the message says which field and why."""
+    """The error of a fingerprint that cannot be used. The message says which field is wrong, and why."""
 
 
 @dataclass(frozen=True)
 class StatePart:
-    """One tensor of a layer's state. `shape` is the shape of one token's numbers, as ("k", "bf16", (heads, width)); in
-    a recurrent group, which keeps one state a block, the shape of the state. `dtype` is a name of
-    `kvstore_proto.number_types`; what has no plain numbers is "u8" of its bytes.
+    """One tensor of the state that a layer keeps. `shape` is the shape of one token's numbers, as ("k", "bf16", (heads,
+    width)); in a recurrent group, which keeps one state for a block, it is the shape of the state. `dtype` is a name
+    of `kvstore_proto.number_types`; a tensor without plain numbers is "u8" of its bytes.
     """
 
     name: str
@@ -41,14 +41,14 @@ class StatePart:
 
     @property
     def nbytes(self) -> int:
-        """The bytes for one token, or of one state."""
+        """The bytes of this tensor for one token, or for one state in a recurrent group."""
         kind = number_type(self.dtype)
         return prod(self.shape) * kind.nbytes if kind is not None else 0
 
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """Layers whose state is stored and looked up together.
+    """A group of a model's layers whose state is stored and looked up together, under the number `group_id`.
 
     `kind` says what a resume at a boundary between two blocks needs: "full" (K and V) and "latent" (a compressed pair,
     and what indexes it) every block before it; "sliding" the blocks with the last `window_tokens` - 1 positions before
@@ -68,27 +68,32 @@ class LayerGroup:
     parts: tuple[StatePart, ...] = ()
 
     def window_blocks(self, block_tokens: int) -> int:
-        """Return how many blocks before a boundary a resume there needs: those with the last `window_tokens` - 1
-        positions, or the one with the state; 0 for a group that needs all blocks.
+        """Return the number of blocks before a block boundary that a resume there needs. `block_tokens` is the number
+        of tokens of a block. A sliding window needs the blocks with its last positions, a recurrent group one block.
+        Return 0 for a group that needs all blocks.
         """
         if self.kind == "sliding":
             return -(-(self.window_tokens - 1) // block_tokens)
         return int(self.kind == "recurrent")
 
     def needed_blocks(self, boundary_blocks: int, block_tokens: int) -> range:
-        """Return the numbers of the blocks that a resume behind the first `boundary_blocks` blocks must load."""
+        """Return the numbers of the blocks of this group that must be loaded to resume after the first
+        `boundary_blocks` blocks of a prefix. A block has `block_tokens` tokens.
+        """
         window = self.window_blocks(block_tokens) or boundary_blocks
         return range(max(boundary_blocks - window, 0), boundary_blocks)
 
     def layer_bytes(self, block_tokens: int) -> int:
-        """Return the bytes of one layer in the payload of a block; 0 if the group leaves the size open."""
+        """Return the bytes of one layer in the payload of a block of `block_tokens` tokens. Return 0 if the group
+        leaves the size open.
+        """
         of_each = sum(part.nbytes for part in self.parts) or self.bytes_per_token_per_layer
         return of_each if self.kind == "recurrent" else of_each * block_tokens
 
     def split(self, ranges: int) -> tuple[LayerGroup, ...]:
-        """Return these layers as `ranges` groups of consecutive layers, numbered from `group_id` on, of nearly equal
-        size. Each group has blocks of its own, so that one range can be loaded and used before the next. Raises
-        FingerprintError for more ranges than layers.
+        """Split this group into `ranges` groups of consecutive layers, of nearly equal size, and return them; their
+        numbers begin at `group_id`. Each has its own blocks, so an engine can load and use one range before the
+        next. Raises FingerprintError for more ranges than layers.
         """
         count = len(self.layers)
         if not 1 <= ranges <= count:
@@ -102,11 +107,11 @@ class LayerGroup:
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """A model's state, as two engines must agree on it to share blocks. `layout` names the order of bytes in a payload;
-    the default is the order of the project's engine.
+    """A description of everything, except tokens, that the bytes of stored K/V state depend on. Two engines share
+    blocks only if their fingerprints have equal digests. `layout` names the order of bytes in a payload; the default
+    is the order of the project's engine.
 
-    `account` is for an engine that serves several users as one tenant: the user for whom blocks were computed. Blocks
-    of two accounts never mix.
+    An engine that serves several users as one tenant gives the user as `account`. Blocks of two accounts never mix.
     """
 
     model_name: str
@@ -128,11 +133,13 @@ class Fingerprint:
         _check(self)
 
     def canonical(self) -> bytes:
-        """Return the bytes that are digested and sent in the handshake."""
+        """Return the fingerprint as compact JSON with sorted keys. A client sends these bytes in the handshake."""
         return _compact(self._fields())
 
     def digest(self) -> bytes:
-        """Return the digest, 32 bytes. The model's name is a label for people and no part of it."""
+        """Return the 32-byte digest that names this state. `model_name` is a label for people and does not change
+        it.
+        """
         identity = self._fields()
         del identity["model_name"]
         return hashlib.blake2b(_compact(identity), digest_size=32, person=b"kvstore.v1 fp").digest()
@@ -151,8 +158,8 @@ class Fingerprint:
         return next((group for group in self.groups if group.group_id == group_id), None)
 
     def payload_bytes(self, group_id: int = 0) -> int:
-        """Return the payload bytes of one storage block of a group; 0 if the fingerprint leaves the size open (opaque
-        payloads).
+        """Return the payload bytes of one block of the layer group `group_id`. Return 0 if the fingerprint leaves the
+        size open. Raises FingerprintError if there is no such group.
         """
         group = self.group(group_id)
         if group is None:
@@ -165,7 +172,7 @@ def _compact(whole: dict[str, Any]) -> bytes:
 
 
 def is_account(name: str) -> bool:
-    """Return whether a name can be a fingerprint's account: 1 to 64 characters that can be printed."""
+    """Return whether `name` can be the account of a fingerprint: 1 to 64 printable characters."""
     return 0 < len(name) <= MAX_ACCOUNT_CHARACTERS and name.isprintable()
 
 
@@ -259,8 +266,8 @@ def _check_scalar(name: str, value: object, wanted: type) -> None:
 
 
 def parse_fingerprint(canonical: bytes) -> Fingerprint:
-    """Return the fingerprint whose `Fingerprint.canonical` is `canonical`. Raises FingerprintError, which says what is
-    wrong.
+    """Return the fingerprint whose `Fingerprint.canonical` bytes are `canonical`. Raises FingerprintError, which says
+    what is wrong with them.
     """
     if len(canonical) > MAX_FINGERPRINT_BYTES:
         raise FingerprintError(f"fingerprint of {len(canonical)} bytes is over {MAX_FINGERPRINT_BYTES}")

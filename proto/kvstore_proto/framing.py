@@ -13,16 +13,18 @@ _LENGTH: Final = struct.Struct("<I")
 
 
 class FrameTooLarge(ValueError):
-    """The next message is longer than the limit; the messages behind it cannot be found any more."""
+    """The error of a received message that is longer than the limit. The stream cannot be read any further."""
 
 
 def frame(message: bytes) -> bytes:
-    """Return `message` with its length in front, ready to send."""
+    """Return `message` with its length in front, 4 bytes little-endian, as it is sent on a stream."""
     return _LENGTH.pack(len(message)) + message
 
 
 class Frames:
-    """A cutter of a received stream into messages. `limit_bytes` bounds one message. Not thread-safe."""
+    """A buffer that cuts a received byte stream into messages. Each message follows its length, and has at most
+    `limit_bytes` bytes. It is not safe for several threads.
+    """
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
@@ -33,11 +35,13 @@ class Frames:
         return len(self._buffer)
 
     def feed(self, data: bytes) -> None:
-        """Add the next bytes of the stream, of any length."""
+        """Add `data`, the next bytes of the received stream. It may end in the middle of a message."""
         self._buffer += data
 
     def take(self) -> bytes | None:
-        """Return the next message, or None until all of it was received. Raises FrameTooLarge."""
+        """Remove and return the next message, or return None if only a part of it was received yet. Raises
+        FrameTooLarge.
+        """
         if len(self._buffer) < _LENGTH.size:
             return None
         (length,) = _LENGTH.unpack_from(self._buffer)

@@ -37,7 +37,9 @@ HASHES: dict[str, Callable[[bytes], bytes]] = {"xxh3": xxhash.xxh3_128_digest, "
 
 
 class BlockKeys:
-    """An immutable run of packed keys: `keys[i]` is a key of 16 bytes, `keys[a:b]` a shorter run."""
+    """An immutable sequence of block keys, packed in one bytes object. `keys[i]` is a key of 16 bytes, and `keys[a:b]`
+    is a shorter sequence.
+    """
 
     __slots__ = ("packed",)
 
@@ -78,23 +80,25 @@ class BlockKeys:
         return f"BlockKeys({len(self)})"
 
     def parents(self, first_parent: bytes = NO_PARENT) -> bytes:
-        """Return the packed parents of a chained run whose first block continues `first_parent`."""
+        """Return, packed, the parent of each key: the key before it. The first key's parent is `first_parent`."""
         return first_parent + self.packed[:-KEY_BYTES] if self.packed else b""
 
 
 def split_keys(packed: bytes) -> list[bytes]:
-    """Return the keys of a packed run. The caller has checked that the length is a multiple of 16."""
+    """Cut `packed`, keys of 16 bytes one after another, into a list of keys. The caller has checked the length."""
     return [packed[i : i + KEY_BYTES] for i in range(0, len(packed), KEY_BYTES)]
 
 
 def root_key(tenant_secret: bytes, fingerprint_digest: bytes, group_id: int) -> bytes:
-    """Return the 16-byte key that every chain of this tenant, model state and layer group starts from."""
+    """Return the 16-byte key from which every chain starts for one tenant, fingerprint and layer group. `tenant_secret`
+    is known to the daemon alone.
+    """
     message = _ROOT_LABEL + fingerprint_digest + group_id.to_bytes(4, "little")
     return hmac.new(tenant_secret, message, hashlib.sha256).digest()[:KEY_BYTES]
 
 
 def pack_tokens(tokens: TokenIds) -> bytes:
-    """Return token ids as little-endian int32, the form that is hashed and stored in a block's header.
+    """Return `tokens` as little-endian int32, the form that is hashed for keys and stored in a block's header.
 
     Raises KVStoreError(INVALID) for the inputs that `kvstore_proto.token_ids.checked_tokens` refuses.
     """
@@ -109,7 +113,9 @@ def chain(
     extra: bytes = NO_EXTRA,
     hash_name: str = "xxh3",
 ) -> bytes:
-    """Return the key after the last engine block of `packed_tokens`, in a chain that continues `parent`.
+    """Return the key of a block: the key `parent` of the block before it, hashed with `packed_tokens` (int32), one
+    engine block of `engine_block_tokens` tokens after the other. `extra` is mixed into each hash, and `hash_name`
+    names the hash function.
 
     Raises ValueError if the tokens do not fill whole engine blocks.
     """
@@ -132,9 +138,10 @@ def block_keys(
     extras: Sequence[bytes] = (),
     hash_name: str = "xxh3",
 ) -> BlockKeys:
-    """Return the keys of the full storage blocks of a prefix. Tokens at the end that fill no block get no key.
+    """Return the keys of the full blocks of a prefix `tokens`, in a chain that starts from the key `root`. Tokens at
+    the end that do not fill a block of `block_tokens` tokens get no key.
 
-    `extras[i]`, if given, is mixed into storage block i (an image's digest and offset, an adapter's digest).
+    `extras[i]`, if given, is mixed into the key of block i (an image's digest and offset, an adapter's digest).
     """
     packed = pack_tokens(tokens)
     step = block_tokens * 4

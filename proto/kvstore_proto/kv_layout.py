@@ -35,8 +35,9 @@ _AXES: Final = {  # T: token, H: head, P: the pair of K and V
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """Numbers in a payload. `offset` is the byte of the first number; `strides` has bytes, one value for each axis of
-    `shape`."""
+    """The place of an array of numbers in a payload. `offset` is the byte of its first number, and `strides` has one
+    value in bytes for each axis of `shape`.
+    """
 
     type: NumberType
     offset: int
@@ -46,7 +47,7 @@ class Numbers:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """The layout of the payloads of one layer group."""
+    """The layout of K and V in the payloads of one layer group, as the fingerprint describes it."""
 
     fingerprint: Fingerprint
     group: LayerGroup
@@ -56,9 +57,10 @@ class KVLayout:
         """Return the place of K (`kind` "k") or V ("v") of a layer in a payload of `payload_bytes` bytes. `layer`
         counts the layers of the group from 0; None means all layers, as the first axis. The shape of one layer is
         [token, head, number of the head], or [token, number] when the group does not say its heads. In a group that
-        says its parts, `kind` is a part's name, and the shape [token, *shape of the part], or its own for a state. The
-        `kind` "bytes" gives the stored bytes, for any layout. Raises InvalidValue, with the reason in one line, when
-        there is no such array."""
+        lists its parts, `kind` is the name of a part, and the shape is [token, *shape of the part]; in a recurrent
+        group it is the part's shape. The `kind` "bytes" gives the stored bytes, for any layout. Raises InvalidValue,
+        with the reason in one line, when there is no such array.
+        """
         asked = payload_bytes, layer, kind
         found = self._known.get(asked)
         if found is None:

@@ -14,8 +14,9 @@ LOCKS = Path("/proc/locks")
 
 
 def lock_holder(*paths: Path, locks: Path = LOCKS) -> int:
-    """Return the id of the process that has an exclusive lock on one of `paths`, `UNSEEN` if its process cannot be seen
-    from here, `UNLOCKED` if none has. `locks`: the kernel's list. Raises OSError if it cannot be read.
+    """Return the id of the process that holds an exclusive lock on one of the files `paths`. Return `UNLOCKED` if no
+    process does, and `UNSEEN` if the process is in another pid namespace. `locks` is the kernel's list of locks.
+    Raises OSError if it cannot be read.
     """
     found = []
     for path in paths:

@@ -74,7 +74,9 @@ class IndexState(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class IndexLayout:
-    """The fields of the header that never change."""
+    """The fixed fields in the header of a lookup index: the number of its `buckets`, the `seed` of its hash, and the
+    digest of its `tenant`.
+    """
 
     buckets: int
     seed: int
@@ -85,13 +87,13 @@ class IndexLayout:
         return HEADER_BYTES + self.buckets * BUCKET_BYTES
 
     def pack(self) -> bytes:
-        """Return the 64 bytes of the header that never change."""
+        """Return the first 64 bytes of the index's header, which never change, with their checksum."""
         raw = _FIXED.pack(MAGIC, VERSION, BUCKET_BYTES, HEADER_BYTES, self.buckets, self.seed, self.tenant, 0)[:-8]
         return raw + _digest(raw).to_bytes(8, "little")
 
 
 def read_layout(raw: Buffer) -> IndexLayout | str:
-    """Return the layout of a table of `len(raw)` bytes, or a string that says why this code cannot read it."""
+    """Return the layout of the lookup index in `raw`, or a string that says why this code cannot read it."""
     if len(raw) < HEADER_BYTES:
         return f"cut short: {len(raw)} bytes"
     magic, version, bucket_bytes, header_bytes, buckets, seed, tenant, checksum = _FIXED.unpack_from(raw)
@@ -108,13 +110,13 @@ def read_layout(raw: Buffer) -> IndexLayout | str:
 
 
 def read_state(raw: Buffer) -> int:
-    """Return an `IndexState`, or a number that this code does not know."""
+    """Return the state of the lookup index in `raw`: an `IndexState`, or a number that this code does not know."""
     return int(_STATE.unpack_from(raw, LIVE_OFFSET)[0])
 
 
 def buckets_for(slots: int, most_bytes: int) -> int:
-    """Return the number of buckets for a table with room for `slots` keys within `most_bytes`; 0 if not even one
-    fits.
+    """Return the number of buckets, a power of two, of a lookup index for `slots` keys that takes at most `most_bytes`
+    bytes. If the bytes do not suffice, the number is smaller; 0 means that not even one bucket fits.
     """
     wanted = -(-slots // SLOTS_A_BUCKET)
     buckets = 1 << max(wanted - 1, 0).bit_length()
@@ -133,16 +135,19 @@ def bucket_offset(tag: int, buckets: int) -> int:
 
 
 def pack_bucket(tags: Sequence[int], tiers: Sequence[int], overflow: int) -> tuple[int, bytes]:
-    """Return the checksum and the body of a bucket, for `BUCKET.pack_into`."""
+    """Return the checksum and the 56 bytes of one bucket of the lookup index, for `BUCKET.pack_into`. It has a tag and
+    a tier number for each of six slots; `overflow` counts the keys that found the bucket full.
+    """
     control = int.from_bytes(bytes(tiers), "little") | min(overflow, MAX_OVERFLOW) << 48
     body = BODY.pack(control, *tags)
     return _digest(body) ^ _EMPTY_DIGEST, body
 
 
 def find(raw: Buffer, mask: int, seed: int, key: bytes) -> int:
-    """Return the tier code of `key`, ABSENT, or UNKNOWN. `mask` is the number of buckets less one.
+    """Return the number of the tier that has the block `key`, by the lookup index in `raw`. Return ABSENT if the index
+    has no such key. `mask` is the number of buckets less one, and `seed` is the index's.
 
-    UNKNOWN: the bucket overflowed, is being written at this moment, or is damaged.
+    Return UNKNOWN if the bucket of the key overflowed, is being written at this moment, or is damaged.
     """
     tag = _digest(key, seed) or 1
     checksum, body = BUCKET.unpack_from(raw, HEADER_BYTES + (tag & mask) * BUCKET_BYTES)

@@ -16,15 +16,19 @@ _DIGITS = bytes([ord("0"), *[ord("1")] * 255])  # of one base-two digit for each
 
 
 def match_of(kind: str) -> pb.Match.ValueType:
-    """Return the matching rule of a kind of layer group."""
+    """Return the rule by which a layer group of this `kind` can resume, as a `Match` of the wire: window for "sliding",
+    exact for "recurrent", and prefix for all others.
+    """
     return _MATCHES.get(kind, pb.MATCH_PREFIX)
 
 
 def boundaries(present: Sequence[bool], match: int, window_blocks: int) -> int:
-    """Return the boundaries at which a group can resume; `match` is a `Match` of the wire.
+    """Return the block boundaries at which a layer group can resume, as the bits of a number: bit b means a resume
+    behind the first b blocks. `present` says for each block whether it is stored; `match` is a `Match` of the wire.
 
-    prefix: every boundary in the leading run. window: where the last `window_blocks` blocks before it are present, or
-    all blocks if there are fewer. exact: right behind each block that is present. An unknown match counts as prefix.
+    prefix: every boundary up to the first missing block. window: each boundary before which the last `window_blocks`
+    blocks are present, or all blocks if there are fewer. exact: right behind each block that is present. An unknown
+    match counts as prefix.
     """
     if match not in (pb.MATCH_EXACT, pb.MATCH_WINDOW):
         return (2 << (present.index(False) if False in present else len(present))) - 1
@@ -40,16 +44,18 @@ def boundaries(present: Sequence[bool], match: int, window_blocks: int) -> int:
 
 
 def restorable_blocks(present: Sequence[bool], match: int, window_blocks: int) -> int:
-    """Return the longest of the boundaries, in blocks."""
+    """Return the number of blocks before the last boundary at which a layer group can resume, by the rule of
+    `boundaries`, which explains the parameters.
+    """
     if match == pb.MATCH_PREFIX:
         return present.index(False) if False in present else len(present)
     return boundaries(present, match, window_blocks).bit_length() - 1
 
 
 def longest_common(sets: Sequence[int], most: int) -> tuple[int, int | None]:
-    """Return the longest boundary, of at most `most` blocks, that is in all `sets`; and the position of the set that
-    ended it there, None if none did. The sets shorten it one after the other until all agree; the last one to do so
-    ended it.
+    """Return the longest boundary, of at most `most` blocks, that is in all `sets` of boundaries (numbers of
+    `boundaries`), and the position of the set that prevents a longer one. The position is None if the boundary is
+    `most`. The sets shorten the boundary one after the other until all agree; the last set to do so counts.
     """
     ended, is_agreed = None, False
     while not is_agreed:

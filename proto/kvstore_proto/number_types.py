@@ -8,9 +8,10 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True)
 class NumberType:
-    """A type of numbers. `name`: its name in NumPy and torch. `dlpack`: its type code in DLPack. `nbytes`: the size of
-    one number. `typestr`: its name in an array interface; for a type without a name there, the unsigned integer of its
-    size."""
+    """A type of the numbers in stored state. `name` is its name in NumPy and torch, `dlpack` its type code in DLPack,
+    and `nbytes` the size of one number. `typestr` is its name in an array interface; for a type without a name there
+    it is the unsigned integer of that size.
+    """
 
     name: str
     dlpack: int
@@ -33,7 +34,7 @@ NUMBER_TYPES: Final = {name: kind for names, kind in _TYPES for name in names}
 
 
 def number_type(name: str) -> NumberType | None:
-    """Return the type that an engine calls `name`, with or without "torch." before it; None for one that has no plain
-    numbers.
+    """Return the number type that an engine calls `name`, with or without "torch." before it. Return None for a name
+    that is no type of plain numbers.
     """
     return NUMBER_TYPES.get(name.removeprefix("torch."))

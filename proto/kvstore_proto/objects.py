@@ -50,8 +50,8 @@ HEAD_BYTES: Final = _HEAD.size
 
 
 class ChecksumKind(IntEnum):
-    """The kind of checksum in an object's head; readers accept both. SHA-256 is for writers without xxh3: its first
-    eight bytes count.
+    """The kind of checksum in the head of a stored object. Readers accept both kinds. SHA-256 is for writers without
+    xxh3; its first eight bytes count.
     """
 
     XXH3 = 0
@@ -59,7 +59,7 @@ class ChecksumKind(IntEnum):
 
 
 class ObjectChecksum:
-    """The checksum of an object whose bytes are added in pieces."""
+    """A checksum of the given `kind` over an object whose bytes are added in pieces."""
 
     def __init__(self, kind: ChecksumKind = ChecksumKind.XXH3) -> None:
         self._kind = kind
@@ -77,7 +77,9 @@ class ObjectChecksum:
 
 @dataclass(frozen=True, slots=True)
 class ObjectHead:
-    """The head in the first block, which describes the whole object."""
+    """The head of a stored object, in front of its bytes: its `size_bytes`, the size `block_bytes` of its blocks, and
+    the `checksum` of its bytes.
+    """
 
     size_bytes: int
     block_bytes: int
@@ -89,14 +91,16 @@ class ObjectHead:
         return -(-(HEAD_BYTES + self.size_bytes) // self.block_bytes)
 
     def payload_bytes(self, block: int) -> int:
-        """Return the payload bytes of block number `block`: all but the last have one size."""
+        """Return the payload bytes of block number `block` of the object. All blocks have one size, except the last,
+        which may be shorter.
+        """
         return min(self.block_bytes, HEAD_BYTES + self.size_bytes - block * self.block_bytes)
 
     def pack(self) -> bytes:
         return _HEAD.pack(_MAGIC, _VERSION, self.checksum_kind, self.block_bytes, 0, self.size_bytes, self.checksum)
 
     def is_of(self, content: Buffer) -> bool:
-        """Return whether `content` has the size and the checksum of this head."""
+        """Return whether `content` has the size and the checksum of this head, so that it is the whole object."""
         return self.size_bytes == len(content) and self.checksum == checksum_of(content, self.checksum_kind)
 
 
@@ -109,13 +113,17 @@ def checksum_of(content: Buffer, kind: ChecksumKind = ChecksumKind.XXH3) -> int:
 def head_of(
     content: Buffer, block_bytes: int = DEFAULT_BLOCK_BYTES, kind: ChecksumKind = ChecksumKind.XXH3
 ) -> ObjectHead:
-    """Return the head for an object of these bytes. A small object gets one block of its own size."""
+    """Return the head of an object with the bytes `content`, to be cut into blocks of `block_bytes` bytes. A small
+    object gets one block of its own size. `kind` is the kind of checksum.
+    """
     size = min(block_bytes, HEAD_BYTES + len(content))
     return ObjectHead(len(content), max(size, HEAD_BYTES + 1), checksum_of(content, kind), kind)
 
 
 def read_head(payload: Buffer) -> ObjectHead | None:
-    """Return the head at the front of a first block, or None for bytes that are no head or have an unknown version."""
+    """Return the object head at the front of `payload`, the first block of an object. Return None for bytes that are no
+    head, or a head of an unknown version.
+    """
     if len(payload) < HEAD_BYTES:
         return None
     magic, version, kind, block_bytes, _, size_bytes, checksum = _HEAD.unpack(bytes(payload[:HEAD_BYTES]))
@@ -126,8 +134,9 @@ def read_head(payload: Buffer) -> ObjectHead | None:
 
 
 def object_tokens(name: str, blocks: int, first: int = 0) -> npt.NDArray[np.int32]:
-    """Return the token ids of `blocks` blocks, from block `first` on, of the object called `name`. The name is hashed
-    once for each block: 10 us for a name of 4096 bytes. Raises KVStoreError(INVALID) if `name` is not a valid name.
+    """Return the token ids that name blocks of the object `name`: of `blocks` blocks, from block number `first` on, as
+    int32[8 * blocks]. The name is hashed once for each block: 10 us for a name of 4096 bytes. Raises
+    KVStoreError(INVALID) if `name` is not a valid name.
     """
     encoded = _encoded(name)
     digests = (
@@ -148,13 +157,17 @@ def _encoded(name: str) -> bytes:
 
 
 def payloads_of(content: bytes, head: ObjectHead) -> list[bytes]:
-    """Return the payloads of an object's blocks, as copies."""
+    """Cut the object with the bytes `content` and the head `head` into the payloads of its blocks, and return them. The
+    first one begins with the head.
+    """
     whole = head.pack() + content
     return [whole[start : start + head.block_bytes] for start in range(0, len(whole), head.block_bytes)]
 
 
 def content_of(payloads: Sequence[bytes] | Iterable[bytes]) -> bytes | None:
-    """Return the bytes of an object from the payloads of all its blocks, or None if they are not one whole object."""
+    """Return the bytes of an object, given the payloads of all its blocks in order. Return None if they are not one
+    whole object.
+    """
     whole = b"".join(payloads)
     head = read_head(whole)
     content = whole[HEAD_BYTES:]

@@ -29,9 +29,10 @@ def replaced_file(
     is_shared: bool = False,
     before_rename: Callable[[], None] = _nothing,
 ) -> Iterator[BufferedWriter]:
-    """Yield a file that takes the place of `path` when the block ends. `durable`: the file survives a crash of the
-    machine too. `is_shared`: other processes may write this file at that moment, and each writes beside it under a
-    name of its own. Raises OSError that names `path`.
+    """Yield a new file to write; when the `with` block ends, it takes the place of the file at `path`, as a whole. With
+    `durable` it survives a crash of the machine too. `mode` is its permissions. `is_shared` is for a file that other
+    processes may replace at that moment. `before_rename` is called just before it takes the place. After an error
+    the old file stays. Raises OSError that names `path`.
     """
     temporary = path.with_name(path.name + BESIDE)
     try:
@@ -62,14 +63,14 @@ def replaced_file(
 
 
 def usual_mode() -> int:
-    """Return the permissions that this process gives to a new file that others may read."""
+    """Return the permissions of a new file that others may read, by this process's umask, such as 0o644."""
     mask = os.umask(0o077)
     os.umask(mask)
     return 0o666 & ~mask
 
 
 def sync_directory(path: Path) -> None:
-    """Make the names in a directory durable. Raises OSError."""
+    """Make the names of files in the directory `path` durable: they survive a crash of the machine. Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -78,7 +79,7 @@ def sync_directory(path: Path) -> None:
 
 
 def remove_leftover(path: Path) -> None:
-    """Remove the file that a killed process left beside `path`; a failure is ignored."""
+    """Remove the unfinished file that a killed process left beside `path` when it replaced it. A failure is ignored."""
     temporary = path.with_name(path.name + BESIDE)
     if temporary.exists():  # on a read-only file system even the removal of what is not there fails
         with suppress(OSError):

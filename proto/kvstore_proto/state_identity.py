@@ -30,8 +30,8 @@ _NEW_SECRET = (
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The contents of an identity file. `tenants`: the identity behind each tenant name that is not its own
-    identity.
+    """The contents of an identity file, which says to which secret the blocks of a directory belong. `secret_check` is
+    a check value of that secret. `tenants` has the identity behind each tenant name that is not its own identity.
     """
 
     secret_check: str
@@ -42,14 +42,14 @@ class Identity:
 
 
 class DamagedIdentity(ValueError):
-    """An identity file exists and cannot be understood."""
+    """The error of an identity file that exists and cannot be understood. The message is its path."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ownership:
-    """The findings about a state directory and an NVMe directory. `problem`: why a daemon must not start and what the
-    user can do, in one sentence; "" if it may start. `dram_is_lost`, `nvme_is_lost`: the blocks there can no longer
-    be reached, even if the daemon starts.
+    """The result of checking that the blocks in a state directory and an NVMe directory belong to the daemon's secret.
+    `problem` is one sentence that says why a daemon must not start and what the user can do, or "". `dram_is_lost`
+    and `nvme_is_lost` are True if the blocks there can no longer be reached, even if the daemon starts.
     """
 
     secret: bytes | None  # None: none yet, or none that is whole
@@ -64,7 +64,9 @@ def secret_check(secret: bytes) -> str:
 
 
 def read_ownership(state_dir: Path, nvme_dir: Path | None) -> Ownership:
-    """Return the findings about both directories; `nvme_dir` None: there is no NVMe tier. Raises OSError."""
+    """Read the secret and the identity files of a daemon's directories, and return whether its blocks can be reached.
+    `nvme_dir` is None if there is no NVMe tier. Raises OSError.
+    """
     raw = _read(state_dir / SECRET_FILE, SECRET_BYTES + 1)
     secret = raw if raw is not None and len(raw) == SECRET_BYTES else None
     check = secret_check(secret) if secret is not None else None
@@ -122,7 +124,9 @@ def _read_or_damaged(path: Path) -> tuple[Identity | None, bool]:
 
 
 def read_identity(path: Path) -> Identity | None:
-    """Return the identity in the file `path`, or None if there is no file. Raises DamagedIdentity, OSError."""
+    """Return the identity in the file `path`, or None if there is no such file. Raises OSError, and DamagedIdentity if
+    the file cannot be understood.
+    """
     raw = _read(path, MAX_IDENTITY_BYTES)
     if raw is None:
         return None

@@ -11,9 +11,11 @@ OWNER_MAX_CHARS: Final = 64
 
 
 class Terms(NamedTuple):
-    """The terms that a put or a touch asks for; None and "" leave a term unchanged. `ttl_s`: seconds from now on; 0
-    means no expiry. `priority`: a block with a lower priority leaves a full tier first. `pin` and `unpin` name the
-    owner of a pin; a block has at most one pin of each owner."""
+    """Terms for keeping blocks, which a put or a touch asks for. A field that is None or "" leaves its term unchanged.
+    `ttl_s` is the seconds until the blocks expire, 0 for never. `priority`: a block with a lower priority leaves a
+    full tier first. `pin` is the name of an owner for whom the blocks are not evicted, and `unpin` ends that owner's
+    pin. A block has at most one pin of each owner.
+    """
 
     ttl_s: int | None = None
     priority: int | None = None
@@ -21,7 +23,7 @@ class Terms(NamedTuple):
     unpin: str = ""
 
     def mistake(self) -> str:
-        """Return one line that says which term is wrong and what is allowed; "" when all terms are right."""
+        """Return one line that says which term is out of bounds and what is allowed, or "" when all terms are right."""
         if self.ttl_s is not None and not 0 <= self.ttl_s <= TTL_MAX_S:
             return f"ttl must be from 1 to {TTL_MAX_S} seconds, or 0 for no expiry, got {self.ttl_s}"
         if self.priority is not None and not PRIORITY_MIN <= self.priority <= PRIORITY_MAX:
@@ -38,6 +40,7 @@ _PRIORITY_SHIFT = 32  # in a word that is kept beside a block
 
 
 def kept_word(expires_s: int, priority: int) -> int:
-    """Return the word in the header and the record of a block that has the priority `priority` and expires at
-    `expires_s`, in seconds since the epoch (0 means never). A block without terms has the word 0."""
+    """Return the number that a block's header and record keep for its terms. The block has the priority `priority`, and
+    expires at `expires_s`, in seconds since the epoch (0 means never). A block without terms has the number 0.
+    """
     return (priority & 0xFF) << _PRIORITY_SHIFT | expires_s

@@ -25,7 +25,7 @@ _LONGEST_REASON: Final = 300  # characters
 
 
 def checked_tokens(tokens: TokenIds) -> npt.NDArray[np.int32]:
-    """Return `tokens` as int32[n], a view if they have that type already.
+    """Return `tokens` as int32[n]. An array that has this type already is returned without a copy.
 
     Raises KVStoreError(INVALID) unless each of them is an integer that an int32 can hold.
     """

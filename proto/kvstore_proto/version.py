@@ -12,7 +12,9 @@ __all__ = ["VERSION", "pip_install"]
 
 
 def pip_install(extra: str = "") -> str:
-    """Return what to type for kvstored with `extra`, such as "gpu" or "engine,torch": no package index has it."""
+    """Return the words that tell a user how to install kvstored with `extra`, such as "gpu" or "engine,torch". No
+    package index has kvstored.
+    """
     if not extra:
         return "pip install . in the clone, or the wheel's file"
     return f"pip install '.[{extra}]' in the clone, or the wheel's file name with [{extra}]"

@@ -7,11 +7,13 @@ from collections.abc import Iterator
 import pytest
 
 from kvstore_tiers.codecs import CODECS, NONE, TESTING_ENVIRONMENT, Codec, codec_named, codec_names
+from kvstore_tiers.codecs.context import ContextCodec
 from kvstore_tiers.codecs.lossless import LosslessCodec
 from kvstore_tiers.codecs.quantised import Int4Codec, Int8Codec
 from kvstore_tiers.testing import CodecContract
 from kvstore_tiers.testing.made_up_codec import MadeUpCodec
 from kvstore_tiers.testing.transfers import block_with_pattern, encoded
+from tests.reference.skips import skip_without_compiler
 
 
 @pytest.fixture(autouse=True)
@@ -31,6 +33,15 @@ class TestLosslessCodec(CodecContract):
         codec = codec_named("lossless")
         assert codec is not None
         return codec
+
+
+class TestContextCodec(CodecContract):
+    @pytest.fixture(autouse=True)
+    def _needs_a_compiler(self) -> None:
+        skip_without_compiler()
+
+    def make_codec(self) -> Codec:
+        return ContextCodec()
 
 
 class TestInt8Codec(CodecContract):

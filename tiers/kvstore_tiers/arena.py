@@ -31,7 +31,10 @@ _NO_BLOCK = BlockHeader(bytes(16), bytes(16), bytes(32), bytes(16), 0)
 
 @dataclass(frozen=True, slots=True)
 class ArenaRecord:
-    """The facts about an arena, beyond its bytes, that a process needs to take it over from one that has ended."""
+    """The facts about an arena that its bytes do not tell, and that a later process needs to take it over. `owner` is
+    the tenant's digest in hex, `slot_bytes` the size of each slot, `handed_out` the number of slots that were ever in
+    use, `high_generation` the highest generation of any slot.
+    """
 
     number: int
     nbytes: int
@@ -43,55 +46,63 @@ class ArenaRecord:
 
 
 class ArenaWitness(Protocol):
-    """A receiver of the facts that a later process must know of each arena. Raises nothing; quick."""
+    """A listener that is told of each arena's changes, so that a later process can take the arena over. Its methods
+    must be quick and must not raise.
+    """
 
     def made(self, arena: Arena) -> None: ...
 
     def changed(self, arena: Arena) -> None:
-        """Note that the arena was cut, or a slot of it was used for the first time or reached its highest
-        generation.
+        """Note that `arena` was cut into slots, that one of its slots was used for the first time, or that a slot
+        reached a higher generation than any slot before.
         """
         ...
 
     def given_up(self, number: int) -> None:
-        """Note that an arena is no longer the tier's; another arena inherits the rest of its memory, or that is freed
-        at once.
+        """Note that the tier no longer uses arena `number`. Its memory is then freed, or passes to a new arena bit by
+        bit.
         """
         ...
 
     def released(self, number: int) -> None:
-        """Note that an arena's memory is given back. May be called on the thread that prefaults."""
+        """Note that all memory of arena `number` was given back to the system. The call may come on the thread that
+        prefaults memory.
+        """
         ...
 
 
 class ChunkWitness(ArenaWitness, Protocol):
-    """A witness that receives the shadow of each chunk of device memory too, and a descriptor of that memory."""
+    """An arena witness that also hears of chunks (pieces of device memory). The tier describes each chunk by an arena
+    in DRAM, its shadow, which has the headers of the chunk's blocks.
+    """
 
     def has_memory(self, number: int, descriptor: int) -> None:
-        """Note that the chunk exists now, before any block is in it. The descriptor stays the tier's. May be called on
-        another thread.
+        """Note that the device memory of chunk `number` exists now, before any block is in it. `descriptor` refers to
+        that memory and stays the tier's to close. The call may come on any thread.
         """
         ...
 
     def worker_started(self, process: int) -> None:
-        """Note that a process of the tier has begun, which will write to arenas and chunks. Called on a thread of the
-        tier's.
+        """Note that the tier has started a process, of the process id `process`, that will write to arenas and chunks.
+        The call comes on a thread of the tier.
         """
         ...
 
     def worker_ended(self, process: int) -> None:
-        """Note that a process of the tier is gone. Called on a thread of the tier's."""
+        """Note that the tier's process with the process id `process` has ended. The call comes on a thread of the
+        tier.
+        """
         ...
 
 
 def writable_owner(owner: str) -> str:
-    """Return the owner of the arenas that clients of `owner` may write."""
+    """Return the name of the owner of arenas that clients of the tenant `owner` may write to: `owner` with a suffix."""
     return owner + _WRITABLE
 
 
 class ArenaHome(NamedTuple):
-    """The home of an arena. `numa_node`: the memory is bound to it, -1: to none. `device`: the device that has the
-    blocks, 0 for DRAM.
+    """The place of an arena's memory. The memory is bound to the NUMA node `numa_node`, or to no node if that is -1.
+    `device` numbers the device that has the blocks; 0 means DRAM.
     """
 
     numa_node: int = -1
@@ -99,8 +110,8 @@ class ArenaHome(NamedTuple):
 
 
 class Arena(ArenaMemory):
-    """An arena: `nbytes` of shared memory for `owner`, see `ArenaMemory`. `slot_bytes` is 0 until the first slot is
-    asked for.
+    """A piece of shared memory of `nbytes`, cut into slots of one size, whose blocks all belong to `owner`.
+    `slot_bytes` is 0 until `shape` sets the size of the slots. The other parameters are explained at `ArenaMemory`.
     """
 
     def __init__(
@@ -134,10 +145,10 @@ class Arena(ArenaMemory):
 
     @classmethod
     def adopt(cls, record: ArenaRecord, descriptor: int, witness: ArenaWitness | None) -> Arena:
-        """Return the arena of a process that has ended, with no slot in use yet: call `occupy` next. Takes the
-        descriptor.
-
-        Raises ForeignMemory, and OSError if it cannot be mapped; the descriptor is the caller's then.
+        """Return an arena over the memory that a process left behind when it ended, described by `record` and
+        `descriptor`. No slot is in use yet; call `occupy` next. The arena closes the descriptor later. Raises
+        ForeignMemory if the descriptor is not this arena, and OSError if it cannot be mapped; after an error the caller
+        still has to close the descriptor.
         """
         require_arena(descriptor, record.number, record.nbytes)
         if not 0 <= record.slot_bytes <= record.nbytes:
@@ -155,8 +166,9 @@ class Arena(ArenaMemory):
         return arena
 
     def occupy(self, generations: Mapping[int, int], handed_out: int) -> None:
-        """Set which slots of an adopted arena are in use, and in which generation. All others that were ever handed out
-        are free, without a header, and will have generations that no slot had before.
+        """Set which slots of an adopted arena are in use: `generations` maps the number of each used slot to its
+        generation. The other ones among the first `handed_out` slots become free, their headers are erased, and their
+        next generation is higher than any before.
         """
         self.high_generation = max(self.high_generation, max(generations.values(), default=0))
         self._first_generation = self.high_generation + 1
@@ -189,7 +201,9 @@ class Arena(ArenaMemory):
         return bool(self._returned) or len(self._generations) < self.slots
 
     def shape(self, slot_bytes: int) -> None:
-        """Cut an empty arena into slots of another size."""
+        """Cut an arena without a used slot into slots of `slot_bytes` bytes. Generations continue above all earlier
+        ones.
+        """
         assert self.used_slots == 0 and slot_bytes <= self.nbytes
         self._first_generation = max(self._generations, default=self._first_generation - 1) + 1
         self.slot_bytes = slot_bytes
@@ -200,14 +214,16 @@ class Arena(ArenaMemory):
             self._witness.changed(self)
 
     def allocate(self) -> Slot:
-        """Return a free slot; the caller has checked `has_room`."""
+        """Take a free slot of this arena and return it. The caller has checked before that `has_room` is true."""
         index = self._returned.pop() if self._returned else self._hand_out()
         self._out[index] = 1
         self.used_slots += 1
         return Slot(self.number, index * self.slot_bytes, self.slot_bytes, self._generations[index])
 
     def free(self, slot: Slot) -> None:
-        """Take a slot back; its header is erased and its next use has a higher generation."""
+        """Make the allocated `slot` free. Its header is erased, and its next use will have a higher generation. Raises
+        RuntimeError if it is not allocated.
+        """
         self.require_out(slot)
         index = slot.offset // self.slot_bytes
         erase_header(self.segment(slot))
@@ -220,19 +236,21 @@ class Arena(ArenaMemory):
             self._reached(self._generations[index])
 
     def retire(self, slot: Slot) -> None:
-        """Mark the block in a slot as gone while readers still look at it: a later process will not take it over."""
+        """Mark the header of the block in `slot` as gone, while readers may still look at the payload. A process that
+        takes the arena over later does not keep this block. Raises RuntimeError if the slot is not allocated.
+        """
         self.require_out(slot)
         mark_retired(self.segment(slot))
 
     def require_out(self, slot: Slot) -> None:
-        """Raise RuntimeError unless exactly this use of the slot is allocated."""
+        """Raise RuntimeError unless `slot` is allocated in this arena in exactly its generation."""
         index, misplaced = divmod(slot.offset, self.slot_bytes or 1)
         known = not misplaced and slot.nbytes == self.slot_bytes and index < len(self._out)
         if not known or not self._out[index] or self._generations[index] != slot.generation:
             raise RuntimeError(f"{slot} is not allocated")
 
     def segment(self, slot: Slot) -> Segment:
-        """The slot's memory, header and payload, for direct I/O."""
+        """Return the memory of `slot` in this process, its header and its payload."""
         vouched = self._vouched.get(slot.offset, _NO_BLOCK) if self.is_writable else None
         return Segment(
             self.address + slot.offset, slot.nbytes, owner=self._mapping, generation=slot.generation, vouched=vouched
@@ -240,23 +258,25 @@ class Arena(ArenaMemory):
 
     @property
     def is_writable(self) -> bool:
-        """True if clients may write to it."""
+        """True if clients may map this arena's memory to write to it."""
         return self.owner.endswith(_WRITABLE)
 
     def vouch(self, slot: Slot, header: BlockHeader) -> None:
-        """Remember that this process has written `header` to the slot, for a payload that has its checksum. May be
-        called on the thread that wrote, before the outcome is delivered.
+        """Remember that this process itself wrote `header` to `slot`, so that a header which a client wrote there is
+        not believed later. It does nothing for an arena that clients cannot write. Any thread may call it.
         """
         if self.is_writable:
             self._vouched[slot.offset] = header
 
     def view(self, slot: Slot) -> Bytes:
-        """Return a writable uint8[slot.nbytes] over the slot. It must not outlive the slot."""
+        """Return a writable array uint8[slot.nbytes] over the memory of `slot`. The caller drops it before the slot is
+        freed.
+        """
         return view_at(self.address + slot.offset, slot.nbytes)
 
     def writable_fd(self) -> int:
-        """Return a new descriptor for a client that may write here; the caller closes it. Raises RuntimeError for an
-        arena in which clients must not write.
+        """Return a new descriptor through which a client can map this arena to write to it; the caller closes it.
+        Raises RuntimeError for an arena that clients must not write to.
         """
         if not self.is_writable or self.mode == "sealed":
             raise RuntimeError(f"arena {self.number} is not to be written by clients")
@@ -264,7 +284,9 @@ class Arena(ArenaMemory):
 
     @property
     def is_whole(self) -> bool:
-        """True if all of its memory is its own, and is there or will be at once."""
+        """True if this arena no longer takes memory from another arena, and all its slots were used once or all its
+        pages are prefaulted.
+        """
         is_in_use = self.slot_bytes > 0 and len(self._generations) == self.slots
         return self._donor is None and (is_in_use or self.populated_bytes == self.nbytes)
 

@@ -47,11 +47,13 @@ _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c
 
 
 class ForeignMemory(ValueError):
-    """The descriptor is not the expected arena; the message says why."""
+    """An error: a descriptor does not refer to the expected arena. The message names the difference."""
 
 
 class Loan:
-    """The loan of memory to other processes. Any thread may call it."""
+    """A counter of the other processes (borrowers) that have one arena's memory mapped. It delays actions until none of
+    them has. Any thread may call it.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -59,13 +61,15 @@ class Loan:
         self._waiting: list[Callable[[], None]] = []
 
     def lend(self, borrowers: int) -> None:
-        """Lend the memory to `borrowers` more others, until each has called `returned`."""
+        """Count `borrowers` more processes that have the memory mapped. Each of them is ended by one call of
+        `returned`.
+        """
         with self._changed:
             self._borrowers += borrowers
 
     def returned(self) -> None:
-        """Note that a borrower has returned the memory. Actions that wait for the last one run here, and may take their
-        time.
+        """Note that one borrower no longer has the memory mapped. If it was the last one, the actions given to `defers`
+        run in this call, and may take milliseconds.
         """
         with self._changed:
             self._borrowers -= 1
@@ -77,26 +81,28 @@ class Loan:
             then()
 
     def defers(self, then: Callable[[], None]) -> bool:
-        """Return whether another has it mapped; if so, `then` is called when that has ended."""
+        """Return True if a borrower still has the memory mapped; `then` is called when the last one has returned it.
+        Otherwise return False, and `then` is never called.
+        """
         with self._changed:
             if self._borrowers:
                 self._waiting.append(then)
             return self._borrowers > 0
 
     def wait(self) -> None:
-        """Wait until no other has it mapped."""
+        """Wait until no borrower has the memory mapped."""
         with self._changed:
             self._changed.wait_for(lambda: not self._borrowers)
 
 
 class ArenaMemory:
-    """Shared memory of `nbytes` with a number of its own. `descriptor` is that existing memory's descriptor; -1 makes
-    new memory. `numa_node`: the memory is bound to it, -1: to none. `released` is called with the number when its
-    memory is given back.
+    """Shared memory (a memfd) of `nbytes`, mapped into this process, with the arena number `number`. `descriptor` is
+    the descriptor of existing memory; -1 makes new memory. New pages come from the NUMA node `numa_node`, or from any
+    node if that is -1. `released` is called with the number when the memory is given back to the system.
 
-    `donor` is unused memory that this one inherits: bytes of the donor are punched out before the same range is handed
-    out here, so that both together never hold more than `nbytes`. Raises OSError, with nothing left behind, if the
-    system has no memory, no mapping or no descriptor for it.
+    `donor` is unused memory that this one replaces step by step: before a range is used here, the range is freed in the
+    donor, so that the two together never hold more than `nbytes`. Raises OSError, with nothing left behind, if the
+    system refuses memory, a mapping or a descriptor.
     """
 
     def __init__(
@@ -132,8 +138,8 @@ class ArenaMemory:
         return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
 
     def populate(self, budget_bytes: int) -> int:
-        """Fault the next pages in, without changing a byte; return the bytes now populated. May run on any one
-        thread.
+        """Make the system provide the next pages, at most `budget_bytes`, without changing a byte of them. Return the
+        number of bytes done in this call; 0 means that all pages are there. Only one thread at a time may call it.
         """
         nbytes = min(budget_bytes, self.nbytes - self.populated_bytes)
         if nbytes <= 0:
@@ -146,8 +152,9 @@ class ArenaMemory:
         return nbytes
 
     def release(self) -> None:
-        """Give the memory back, even while clients still map it (`owned`), and close the descriptor; for an arena that
-        is lent, when it has been returned. Idempotent.
+        """Give the memory back to the system and close the descriptor. Clients may still map memory of the mode
+        `owned`; they then read zeros. If other processes borrow the memory, this happens when the last one returns it.
+        A second call does nothing.
         """
         with self._inheriting:
             if self._donor is not None:
@@ -166,7 +173,9 @@ class ArenaMemory:
             self.fd = -1
 
     def leave(self) -> None:
-        """Close the descriptor and leave the memory to the other holders of it. Idempotent."""
+        """Close this process's descriptor, and leave the memory to the other processes that have it. A second call does
+        nothing.
+        """
         with self._inheriting:
             donor, self._donor = self._donor, None
         if donor is not None:  # a later process does not know that they share one arena's worth of capacity
@@ -176,14 +185,16 @@ class ArenaMemory:
             self.fd = -1
 
     def punch(self, start: int, nbytes: int) -> None:
-        """Give a range's memory back to the system; it reads as zeros afterwards. Raises OSError."""
+        """Give the memory of `nbytes` bytes from offset `start` back to the system. These bytes are zeros afterwards.
+        Raises OSError if the kernel refuses.
+        """
         if _libc.fallocate(self.fd, _FALLOC_PUNCH_HOLE_KEEP_SIZE, start, nbytes):
             number = ctypes.get_errno()
             raise OSError(number, f"cannot give memory of arena {self.number} back: {os.strerror(number)}")
 
     @property
     def held_bytes(self) -> int:
-        """The bytes that it takes now, by the kernel's account."""
+        """The number of bytes of RAM that this memory takes now, as the kernel counts them."""
         return os.fstat(self.fd).st_blocks * 512
 
     def _inherit(self, upto_bytes: int) -> None:
@@ -223,8 +234,9 @@ class ArenaMemory:
 
 
 def bind_to_node(address: int, nbytes: int, node: int) -> None:
-    """Bind a mapping to a NUMA node: pages touched from now on come from `node` alone. For shared memory that holds in
-    every process that maps it. Raises OSError: there is no such node, or the system has no mbind.
+    """Bind the mapping of `nbytes` bytes at `address` to the NUMA node `node`: each page touched from now on comes from
+    that node. For shared memory this holds in every process that maps it. Raises OSError if there is no such node or
+    the system has no mbind call.
     """
     number = _MBIND.get(platform.machine())
     if number is None:
@@ -257,7 +269,9 @@ def _name(number: int) -> str:
 
 
 def require_arena(descriptor: int, number: int, nbytes: int) -> None:
-    """Raise ForeignMemory unless the descriptor is a memfd that a daemon of this user made as that arena."""
+    """Raise ForeignMemory unless `descriptor` is a memfd of `nbytes` that a daemon of this user made as arena `number`,
+    with the usual mode and seals.
+    """
     try:
         found, seals = os.fstat(descriptor), fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
         name = os.readlink(f"/proc/self/fd/{descriptor}")
@@ -274,8 +288,8 @@ def require_arena(descriptor: int, number: int, nbytes: int) -> None:
 
 
 def empty_memory(descriptor: int) -> None:
-    """Give back the memory of an unwanted arena, even while former clients map it. Any other kind of descriptor is left
-    unchanged.
+    """Give all memory of an unwanted arena back to the system, even while former clients map it. It does nothing if
+    `descriptor` is not an arena of this user.
     """
     with contextlib.suppress(OSError):
         found = os.fstat(descriptor)

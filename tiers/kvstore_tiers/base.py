@@ -72,7 +72,9 @@ class OutcomeKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The end of a transfer. `header` is the verified header after a successful read or write."""
+    """The result of a transfer of one block. `header` is the block's verified header after a successful read or write,
+    `nbytes` the bytes moved, `message` the reason for a failure, `errno` the system's error number or 0.
+    """
 
     kind: OutcomeKind
     header: BlockHeader | None = None
@@ -110,11 +112,11 @@ UNCODED = Coding()
 
 @dataclass(frozen=True, slots=True)
 class TierInfo:
-    """The abilities of a tier. `is_durable`: what was synced outlives the process, and is never forgotten. `is_mapped`:
-    clients map its memory, so puts are stored there and leases are given on it. `is_exported`: clients that asked for
-    device memory may import its containers, to read. `lends_files`: another tier may read its slots from their file
-    (`lend`); `loads_files`: it can (`loader`). `shares_memory`: it copies from and to memory of other tiers in place
-    that is shared with it (`share`). `coding`: who moves a block there gives it that form first."""
+    """The abilities of a tier. `is_durable`: synced blocks outlive the process. `is_mapped`: clients map its memory.
+    `is_exported`: clients may import its device memory to read it. `lends_files`: another tier may read its slots from
+    their file (`lend`). `loads_files`: it can read from a lent file (`loader`). `shares_memory`: it copies directly
+    from and to memory of other tiers (`share`). `coding`: blocks are converted to that form before they are moved
+    there."""
 
     name: str
     kind: str  # shared | gpu | memory | nvme | keyed
@@ -131,19 +133,19 @@ class TierInfo:
 
     @property
     def is_in_memory(self) -> bool:
-        """True if another tier may read and fill its slots in place, by `slot_segment`."""
+        """True if other tiers may read and fill its slots directly in this process's memory, by `slot_segment`."""
         return self.memory is MemoryKind.SYSTEM
 
     @property
     def is_memory(self) -> bool:
-        """True if it is memory of this machine, from which a block comes faster than from any medium."""
+        """True if the tier is memory of this machine (DRAM or device memory), and not files or a remote store."""
         return self.memory is not MemoryKind.FILE
 
 
 @dataclass(frozen=True, slots=True)
 class ContainerReport:
-    """One arena or slab: it holds slots of `slot_bytes` for `owner` until it is empty. `owner` is "" if a tier does not
-    separate owners."""
+    """The figures of one container of a tier (an arena or a slab file), which is cut into slots of `slot_bytes` bytes.
+    While a slot is used, all slots belong to `owner`, which is "" in a tier that does not separate owners."""
 
     container: int
     owner: str
@@ -163,7 +165,9 @@ class TierState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TierStatistics:
-    """The figures of a tier at one moment. `used_by` splits `used_bytes` by holder (blocks, free, quarantine...)."""
+    """The figures of a tier at one moment; counts are since it was opened. `used_by` splits `used_bytes` by purpose,
+    such as "blocks", "free", "quarantine". `message` explains a `state` other than OK.
+    """
 
     state: TierState
     capacity_bytes: int
@@ -181,7 +185,9 @@ class TierStatistics:
 
 
 def require_fits(slot: Slot, header: BlockHeader, segments: Sequence[Segment]) -> None:
-    """Raise RuntimeError when what a write stores is not what its header says or does not fit its slot."""
+    """Raise RuntimeError unless the `segments` together have the stored bytes that `header` names and fit `slot` after
+    a header page of 4096 bytes.
+    """
     given_bytes = sum(segment.nbytes for segment in segments)
     if given_bytes != header.stored_bytes:
         raise RuntimeError(f"the header says {header.stored_bytes} stored bytes, the segments hold {given_bytes}")
@@ -190,69 +196,72 @@ def require_fits(slot: Slot, header: BlockHeader, segments: Sequence[Segment]) -
 
 
 class Tier(ABC):
-    """A place for blocks; the module has the obligations of both sides."""
+    """A place that stores blocks in slots: DRAM, device memory, files or a remote store. The module's text lists the
+    duties of the caller and of an implementation.
+    """
 
     info: TierInfo
 
     @abstractmethod
     def allocate(self, nbytes: int, owner: str = "") -> Slot | None:
-        """Return a slot of at least `nbytes` (a multiple of 4096), or None if there is no room within the capacity.
-
-        `owner` separates memory that may be mapped by different tenants; tiers that are never mapped ignore it. Raises
-        ValueError for a size that is not a positive multiple of 4096."""
+        """Return a free slot of at least `nbytes` bytes, a multiple of 4096; None if the tier's capacity has no room.
+        Slots of different `owner`s never share memory that clients map; tiers that are not mapped ignore `owner`.
+        Raises ValueError for another size."""
 
     @abstractmethod
     def free(self, slot: Slot) -> None:
-        """Give a slot back. Raises RuntimeError when it is not allocated (a broken invariant, not a result)."""
+        """Give an allocated `slot` back to the tier. Raises RuntimeError when it is not allocated, which is an error in
+        the caller.
+        """
 
     def makes_room(self, container: int, nbytes: int, owner: str = "") -> bool:
-        """Return whether freeing a slot of `container` helps `allocate(nbytes, owner)`. False if it holds slots of
-        another size or owner: then the whole container has to be emptied."""
+        """Return True if freeing one slot of the container with this number lets `allocate(nbytes, owner)` succeed.
+        Return False if the container has slots of another size or owner, so that all its slots must be freed first."""
         return True
 
     def containers(self) -> list[ContainerReport]:
-        """Return all containers; an empty list if room is not given out by containers."""
+        """Return a report of each container; an empty list if the tier has no containers."""
         return []
 
     def convertible(self, nbytes: int, owner: str = "") -> list[ContainerReport]:
-        """Return the containers of another size or owner that could serve `allocate(nbytes, owner)` once they are
-        empty."""
+        """Return the containers, now cut for another size or owner, that could serve `allocate(nbytes, owner)` once all
+        their slots are free."""
         return []
 
     def set_aside(self, container: int) -> None:
-        """Hand out no slot of this container until `put_back`: the caller is emptying it. Slots of it can be freed."""
+        """Allocate no slot of the container with this number until `put_back`: the caller is emptying it. Its slots can
+        still be freed.
+        """
         return
 
     def put_back(self, container: int) -> bool:
-        """End `set_aside`; return whether the container is empty now, and so open to any size or owner."""
+        """Allow again what `set_aside` stopped for the container with this number. Return True if no slot of it is used
+        now, so that it can be cut for any size or owner.
+        """
         return False
 
     @abstractmethod
     def write(self, slot: Slot, header: BlockHeader, segments: Sequence[Segment], done: Completion) -> None:
-        """Store bytes (the concatenation of `segments`, `header.stored_bytes` long) and header in `slot`.
-
-        `done` gets the header as stored, with the payload's checksum (computed from the stored copy when
-        `header.checksum` is 0, else taken as given) and the slot's generation. A tier that verifies what it stored says
-        CORRUPT where a given checksum does not hold.
-        Raises RuntimeError when lengths disagree or the bytes do not fit."""
+        """Store `header` and the bytes of all `segments` in order (`header.stored_bytes` together) in the allocated
+        `slot`. `done` later gets an outcome with the header as stored: it has the slot's generation and the checksum,
+        which is computed if `header.checksum` is 0. A tier that verifies ends in CORRUPT if a given checksum is false.
+        Raises RuntimeError when the lengths disagree or the bytes do not fit."""
 
     @abstractmethod
     def read(self, slot: Slot, expect_key: bytes, segments: Sequence[Segment], done: Completion) -> None:
-        """Fill `segments` with the payload of the block in `slot`; bytes of them beyond it are unchanged or zeroed.
-
-        Magic, key, generation and checksums are checked before DONE is reported; CORRUPT says that the destination
-        holds garbage, UNREADABLE that it does and that nothing is wrong with the block. Segments shorter than the
-        payload end in FAILED."""
+        """Fill `segments` with the payload of the block in `slot`, whose key must be `expect_key`. Bytes beyond the
+        payload stay unchanged or become zero. DONE is reported only after magic, key, generation and checksums were
+        checked. After CORRUPT (the block is damaged) and UNREADABLE (it is not) the segments hold garbage. FAILED is
+        reported if the segments are too short."""
 
     def slot_segment(self, slot: Slot) -> Segment:
-        """Return the slot's memory, for another tier's `move_in` and `move_out`. Raises RuntimeError if the slot is not
-        allocated, and in a tier that is not in this process's memory."""
+        """Return the memory of `slot`, for another tier's `move_in` and `move_out`. Raises RuntimeError if the slot is
+        not allocated or the tier is not memory of this process."""
         raise RuntimeError(f"the tier {self.info.name} is not in memory")
 
     def move_in(self, slot: Slot, source: Segment, expect_key: bytes, done: Completion) -> None:
-        """Store a whole slot image (header and payload) from another tier's memory.
-
-        The header is stored with this slot's generation. CORRUPT if `source` does not hold the block `expect_key`."""
+        """Store a whole slot image (header page and payload) from `source`, another tier's memory, in `slot`, with the
+        generation of `slot`. `done` gets CORRUPT if `source` does not hold the block with the key `expect_key`."""
         header = image_header(source, expect_key)
         if isinstance(header, str):
             done(Outcome(OutcomeKind.CORRUPT, message=header))
@@ -260,8 +269,8 @@ class Tier(ABC):
         self.write(slot, header, [source.part(HEADER_BYTES, header.stored_bytes)], done)
 
     def move_out(self, slot: Slot, destination: Segment, expect_key: bytes, done: Completion) -> None:
-        """Fill `destination` with the slot image, verified as in `read`; its header is written last and carries
-        `destination.generation`."""
+        """Fill `destination` with the slot image (header page and payload) from `slot`, verified as in `read`. The
+        header is written last, with `destination.generation`."""
 
         def stamp(outcome: Outcome) -> None:
             if outcome.header is not None and outcome.ok:
@@ -271,33 +280,34 @@ class Tier(ABC):
         self.read(slot, expect_key, [destination.part(HEADER_BYTES, destination.nbytes - HEADER_BYTES)], stamp)
 
     def lend(self, slot: Slot, load: Load, done: Completion) -> None:
-        """Let another tier, whose `loader` it is, read the image in `slot` from its file: `load(image, ended)` is
-        called once, and closes the descriptor. Its end is judged as the end of a `read`, and passed on."""
+        """Let another tier read the image in `slot` from its file: `load`, made by the other tier's `loader`, is called
+        once as `load(image, ended)` and closes the descriptor in `image`. `done` gets the outcome, counted like a
+        `read`."""
         raise RuntimeError(f"the tier {self.info.name} lends no files")
 
     def loader(self, slot: Slot, expect_key: bytes) -> Load:
-        """Return a function that stores in `slot` an image that this tier reads from a file by itself, from any thread;
-        it closes the descriptor, after a failure too.
-
-        The header is stored with this slot's generation. CORRUPT if the file does not hold the block `expect_key`
-        whole. FAILED with an `errno` says that the file cannot be read; without one, the file is not at fault."""
+        """Return a function for `lend`, which any thread may call: it reads the block `expect_key` from a file, stores
+        it in `slot` with the slot's generation, and closes the descriptor even after a failure. It reports CORRUPT if
+        the file does not hold the block whole, FAILED with an `errno` if the file cannot be read, and FAILED without
+        one for other causes."""
         raise RuntimeError(f"the tier {self.info.name} loads no files")
 
     def share(self, descriptor: int, address: int, nbytes: int) -> int:
-        """Let transfers copy from and to this memory in place, soon: `nbytes` of a memfd, mapped here at `address`.
-        Return a number for `unshare`. The descriptor stays the caller's, open until that has ended. From any thread."""
+        """Let transfers soon copy directly from and to other memory: `nbytes` bytes of the memfd `descriptor`, mapped
+        here at `address`. Return a number for `unshare`. The caller keeps the descriptor open until `unshare` has
+        ended. Any thread may call it."""
         raise RuntimeError(f"the tier {self.info.name} has no memory shared with it")
 
     def unshare(self, number: int, ended: Callable[[], None]) -> None:
-        """Take back memory in which no transfer is under way. Returns at once; no later transfer uses it in place.
-        `ended` is called when no process has it mapped for this tier: from then on it may be given back to the
-        system. `ended` may take its time, and be called on the caller's thread."""
+        """End what `share` began for the memory with this `number`, in which no transfer may be under way. The call
+        returns at once. `ended` is called, perhaps on the caller's thread, when no process has the memory mapped for
+        this tier, so that it may be freed."""
         raise RuntimeError(f"the tier {self.info.name} has no memory shared with it")
 
     def relocate(self, source: Slot, target: Slot, expect_key: bytes, done: Completion) -> None:
-        """Copy the block `expect_key` from one slot of this tier to another, verified as in `read`. `source` stays
-        unchanged. Durable tiers make the copy durable with the next `sync`: call `sync` before, so that it is known
-        which of two records is newer, and free `source` after it.
+        """Copy the block with the key `expect_key` from the slot `source` of this tier to the slot `target`, verified
+        as in `read`. `source` stays unchanged. In a durable tier the caller calls `sync` before, so that the newer copy
+        can be told, and again before it frees `source`.
         """
         buffer = AlignedBuffer(source.nbytes)
 
@@ -310,80 +320,76 @@ class Tier(ABC):
         self.read(source, expect_key, [buffer.segment(buffer.nbytes)], store)
 
     def sync(self, done: Completion) -> None:
-        """Make every write that was begun and every slot freed before this call durable, then call `done`: after the
-        completions of those writes, each of which says how that write ended.
-
-        Volatile tiers answer at once, from the caller's thread.
+        """Make every write begun and every slot freed before this call durable, then call `done`, after the completions
+        of those writes. Volatile tiers call `done` at once, from the caller's thread.
         """
         done(Outcome(OutcomeKind.DONE))
 
     @property
     def keeps_recovered(self) -> bool:
-        """True if the blocks that `recover` found are known to be on the medium. If not, none of them may be called
-        durable before a probe or a `sync` succeeded, which brings them there.
+        """True if the blocks that `recover` found are known to be on the medium. If False, none of them may be called
+        durable until a `probe` or a `sync` succeeds.
         """
         return True
 
     def probe(self, done: Completion, *, thorough: bool = True) -> None:
-        """Find out whether the medium can be trusted, without touching a block; FAILED says why not.
-
-        `thorough`: write, sync, read back and compare scratch bytes; a tier that had shed itself takes work again when
-        that succeeds. Otherwise only check whether its place (directory, peer) is still there. Volatile tiers answer at
-        once.
+        """Test if the medium can be trusted, without touching a block; `done` gets DONE, or FAILED with the reason.
+        With `thorough` the tier writes, syncs, reads and compares scratch bytes, and takes work again if it had stopped
+        itself. Otherwise it only checks that its directory or peer exists. Volatile tiers answer at once.
         """
         done(Outcome(OutcomeKind.DONE))
 
     def quarantine(self, slot: Slot, reason: str) -> None:
-        """Take a corrupt slot out of use and keep its bytes for inspection, within a bound; beyond it, free the
-        slot.
+        """Take `slot`, whose block is corrupt for `reason`, out of use and keep its bytes for inspection. If too many
+        slots are kept already, free it.
         """
         self.free(slot)
 
     def quarantined(self) -> dict[Slot, str]:
-        """Return the slots out of use, with the reasons. `free` ends their quarantine."""
+        """Return the slots in quarantine with the reason of each. `free` ends a slot's quarantine."""
         return {}
 
     def explain_quarantined(self, reasons: Mapping[Slot, str]) -> None:  # noqa: B027  # optional
-        """Set the reasons of slots in quarantine, as another process knew them; slots that are not in quarantine, or
-        whose reason is known, are ignored.
+        """Set the `reasons` of slots in quarantine, as a former process knew them. Slots that are not in quarantine or
+        have a reason already are left unchanged.
         """
 
     def describe_quarantined(self, slot: Slot) -> BlockHeader | None:
-        """Return the remaining knowledge of the block in a quarantined slot, without token ids. Reads the medium: may
-        wait.
+        """Return a header with what is still known of the block in a quarantined `slot`, without token ids; None if
+        nothing is known. It reads the medium and may wait.
         """
         return None
 
     def check_books(self) -> list[str]:
-        """Return broken invariants of the tier's own records; an empty list if all hold."""
+        """Return a sentence for each broken invariant of the tier's own records; an empty list if all hold."""
         return []
 
     def check_held(self, containers: Column, offsets: Column, generations: Column) -> list[str]:
-        """Return the faults of slots that the caller holds, named by columns."""
+        """Return a sentence for each slot that the caller holds and the tier does not know. Slot i is `containers[i]`,
+        `offsets[i]` (bytes), `generations[i]`.
+        """
         return []
 
     def publish_again(self, slot: Slot, header: BlockHeader) -> None:
-        """Name the verified block in `slot` on the medium again with the next `sync`: its present record is damaged, or
-        names a copy that is given up.
+        """Write the record of the verified block in `slot` anew with the next `sync`, because the medium's present
+        record is damaged or names another copy. `header` is the block's header.
         """
         return
 
     def location(self, slot: Slot) -> str:
-        """Return the place of the bytes of an allocated `slot` for an operator, before they are written as well:
-        FILE:OFFSET if there is a file.
+        """Return the place of the bytes of the allocated `slot` in words for an operator: FILE:OFFSET if the tier has
+        files. The slot need not be written yet.
         """
         return f"{self.info.name}:{slot.container}+{slot.offset}"
 
     def recover(self) -> Iterator[tuple[Slot, BlockHeader]]:
-        """Yield the blocks that survived the last process, each once, with its slot allocated. Headers carry no token
-        ids.
-
-        A durable tier allocates only from containers that were recovered; a volatile one recovers nothing.
+        """Yield the blocks that outlived the last process, each once, as an allocated slot and a header without token
+        ids. A durable tier allocates only from containers that were recovered. A volatile tier yields nothing.
         """
         return iter(())
 
     def recover_columns(self) -> RecoveredBlocks:
-        """Return the blocks of `recover` as columns, for a caller that takes over very many."""
+        """Return the blocks of `recover` as arrays, for a caller that takes over very many."""
         return as_columns(self.recover())
 
     @abstractmethod
@@ -391,4 +397,4 @@ class Tier(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Finish transfers under way, release memory and descriptors. Idempotent."""
+        """Finish the transfers under way, then release memory and descriptors. A second call does nothing."""

@@ -21,7 +21,9 @@ _FOR_THE_DAEMON = frozenset(
 
 
 def variables_of_children() -> dict[str, str]:
-    """Return the environment without the variables that were meant for this process alone."""
+    """Return this process's environment variables for a child process, without the variables of systemd and of fault
+    injection that were meant for this process alone.
+    """
     return {name: value for name, value in os.environ.items() if name not in _FOR_THE_DAEMON}
 
 
@@ -29,22 +31,25 @@ _UCRED = struct.Struct("3i")
 
 
 def is_of_our_user(connection: socket.socket) -> bool:
-    """Return whether the other end of a Unix socket belongs to this user or root, by the kernel's word. Raises
-    OSError.
+    """Return True if the process at the other end of the Unix socket `connection` runs as this process's user or as
+    root, as the kernel says. Raises OSError.
     """
     _, uid, _ = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
     return uid in (os.geteuid(), 0)
 
 
 def send_packet(sock: socket.socket, packet: bytes, descriptors: Sequence[int] = (), flags: int = 0) -> None:
-    """Send one packet with descriptors. Raises OSError."""
+    """Send the bytes `packet` over the Unix socket `sock`, together with open file `descriptors`. `flags` are the flags
+    of sendmsg. Raises OSError.
+    """
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
     sock.sendmsg([packet], rights, flags)
 
 
 def receive_packet(sock: socket.socket, nbytes: int, flags: int = 0) -> tuple[bytes, list[int]]:
-    """Return one packet of at most `nbytes` and the descriptors that came with it, few of them; not inheritable. Empty
-    at the end. Raises OSError.
+    """Receive one packet of at most `nbytes` bytes from the Unix socket `sock`. Return the bytes and at most four
+    descriptors that came with them, which children do not inherit. Empty bytes mean that the other end has closed.
+    `flags` are the flags of recvmsg. Raises OSError.
     """
     found = array.array("i")
     room = socket.CMSG_SPACE(4 * found.itemsize)

@@ -16,7 +16,9 @@ from kvstore_tiers.base import ContainerReport, Slot, Tier
 
 
 class Container(Protocol):
-    """An arena or a slab of the tier; `owner` is "" if slots are never mapped by clients."""
+    """A piece of a tier's room (an arena or a slab file), cut into slots of `slot_bytes` bytes. `owner` is the tenant
+    of all its slots, or "" if clients never map them.
+    """
 
     number: int
     nbytes: int
@@ -36,9 +38,9 @@ Of = TypeVar("Of", bound=Container)
 
 
 class Containers(Generic[Of]):
-    """The containers within `capacity_bytes`; `ceiling_bytes` is the part that may be used for now. `charges` count
-    against it too, by label. `empty` are the containers without a used slot, by number: slots of any size may be
-    made in it. For one thread.
+    """A list of a tier's containers (arenas or slab files) that hands out their slots within `capacity_bytes`.
+    `ceiling_bytes` is the part of the capacity that may be used for now. `charges` counts bytes outside the containers,
+    by label, against it. `empty` maps the numbers of containers without a used slot to them. It is for one thread.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
@@ -58,11 +60,11 @@ class Containers(Generic[Of]):
         return self.by_number[number]
 
     def get(self, number: int) -> Of | None:
-        """Return a container; None if there is none of this number."""
+        """Return the container with this number, or None if there is no such container."""
         return self.by_number.get(number)
 
     def of(self, slot: Slot) -> Of:
-        """Return the container of a slot. Raises RuntimeError if there is none."""
+        """Return the container that `slot` lies in. Raises RuntimeError if its container is unknown."""
         container = self.by_number.get(slot.container)
         if container is None:
             raise RuntimeError(f"{slot} is in no container")
@@ -81,7 +83,7 @@ class Containers(Generic[Of]):
         return sum(container.used_slots * container.slot_bytes for container in self)
 
     def add(self, container: Of) -> None:
-        """List a container: a new one, or one that was taken over with its blocks."""
+        """Add `container` to the list: a new one, or one that was taken over with its blocks."""
         self.by_number[container.number] = container
         self.nbytes += container.nbytes
         if not container.used_slots:
@@ -90,7 +92,7 @@ class Containers(Generic[Of]):
             self._list_room(container)
 
     def remove(self, container: Of) -> None:
-        """List a container no longer."""
+        """Remove `container` from the list, so that none of its slots is handed out and its bytes count no more."""
         self.forget_room(container)
         del self.by_number[container.number]
         self.nbytes -= container.nbytes
@@ -103,7 +105,9 @@ class Containers(Generic[Of]):
             self.remove(container)
 
     def take(self, nbytes: int, owner: str, make: Callable[[], Of | None]) -> Slot | None:
-        """Return a free slot, of a container that `make` cuts to this size if none has room; None if it does not."""
+        """Return a free slot of `nbytes` bytes for `owner`. If no container has one, `make` is called and must return a
+        container cut to this size, or None. Return None if `make` does.
+        """
         candidates = self.with_room[owner, nbytes]
         if not candidates:
             made = make()
@@ -118,7 +122,7 @@ class Containers(Generic[Of]):
         return slot
 
     def give_back(self, slot: Slot) -> Of:
-        """Take a slot back, and return its container."""
+        """Free `slot`, and return its container."""
         container = self.of(slot)
         had_room = container.has_room
         container.free(slot)
@@ -131,16 +135,20 @@ class Containers(Generic[Of]):
         return container
 
     def makes_room(self, number: int, nbytes: int, owner: str) -> bool:
-        """Return whether freeing a slot helps, see `Tier.makes_room`."""
+        """Return True if freeing a slot of container `number` lets a slot of `nbytes` for `owner` be taken: its size
+        and owner match and it is neither set aside nor barred.
+        """
         container, is_open = self.by_number[number], number not in self.aside and number not in self.barred
         return is_open and (container.owner, container.slot_bytes) == (owner, nbytes)
 
     def reports(self) -> list[ContainerReport]:
-        """Return a report of each container."""
+        """Return a report with the figures of each container."""
         return [ContainerReport(a.number, a.owner, a.nbytes, a.slot_bytes, a.slots, a.used_slots) for a in self]
 
     def convertible(self, nbytes: int, owner: str) -> list[ContainerReport]:
-        """Return the containers that could be converted, see `Tier.convertible`."""
+        """Return reports of the containers that have another size of slots or another owner, are large enough for
+        `nbytes`, and could be cut anew for `owner` once they are empty.
+        """
         unfit = self.aside | self.barred
         return [
             report
@@ -151,14 +159,14 @@ class Containers(Generic[Of]):
         ]
 
     def set_aside(self, number: int) -> None:
-        """Hand out no slot of a container for now, see `Tier.set_aside`."""
+        """Hand out no slot of container `number` until `put_back`, because the caller is emptying it."""
         self.aside.add(number)
         self.forget_room(self.by_number[number])
         self.empty.pop(number, None)
 
     def put_back(self, number: int) -> bool:
-        """End `set_aside`, see `Tier.put_back`. A container that is empty by now is open first of all to the size for
-        which it was emptied.
+        """Allow slots of container `number` to be handed out again after `set_aside`. Return True if none of its slots
+        is used now.
         """
         self.aside.discard(number)
         container = self.by_number.get(number)
@@ -172,13 +180,15 @@ class Containers(Generic[Of]):
         return container.used_slots == 0
 
     def bar(self, container: Of) -> None:
-        """Hand out no slot of it any more."""
+        """Hand out no slot of `container` ever again. Its used slots can still be freed."""
         self.barred.add(container.number)
         self.forget_room(container)
         self.empty.pop(container.number, None)
 
     def forget_room(self, container: Of) -> None:
-        """Hand out no slot of it for the size that it has."""
+        """Hand out no more slots of `container` in its present size. It may still be cut to another size when it is
+        empty.
+        """
         rooms = self.with_room.get((container.owner, container.slot_bytes))
         if rooms and container in rooms:
             rooms.remove(container)
@@ -188,7 +198,7 @@ class Containers(Generic[Of]):
 
 
 class ContainerTier(Tier):
-    """A tier whose room is given out by containers; `_containers` accounts for them."""
+    """A tier that cuts its room into containers (arenas or slab files), listed in `_containers`."""
 
     _containers: Containers[Any]
 
@@ -206,12 +216,14 @@ class ContainerTier(Tier):
         return self._containers.ceiling_bytes
 
     def set_ceiling(self, nbytes: int) -> None:
-        """Grow no further than `nbytes`. Slots beyond it stay until the caller frees them."""
+        """Let the tier use at most `nbytes` from now on, or its capacity if that is less. Slots in use beyond it stay
+        until the caller frees them.
+        """
         self._containers.ceiling_bytes = min(nbytes, self.capacity_bytes)
 
     def resize(self, capacity_bytes: int) -> None:
-        """Set another capacity, which is the ceiling too. Raises ValueError for less than is used: call `set_ceiling`
-        first then.
+        """Set the capacity, and the ceiling with it, to `capacity_bytes`. Raises ValueError if more bytes are used now;
+        call `set_ceiling` and free slots first.
         """
         if capacity_bytes < self.used_bytes:
             raise ValueError(f"{self.used_bytes} bytes are used, the capacity cannot be {capacity_bytes}")
@@ -234,8 +246,8 @@ class ContainerTier(Tier):
 
 
 class SingleSlots:
-    """Room of `capacity_bytes` for slots of any size, in containers numbered after `last_number`; `len` is the number
-    of taken slots.
+    """Room of `capacity_bytes` for slots of any size, each of them a container by itself. Container numbers continue
+    after `last_number`. `len` gives the number of slots in use.
     """
 
     def __init__(self, capacity_bytes: int, last_number: int = 0) -> None:
@@ -249,7 +261,7 @@ class SingleSlots:
         return len(self._taken)
 
     def take(self, nbytes: int) -> Slot | None:
-        """Return a slot of this size, or None if there is no room."""
+        """Return a free slot of `nbytes` bytes, or None if the capacity has no room."""
         if self.used_bytes + nbytes > self.capacity_bytes:
             return None
         free = self._free.get(nbytes)
@@ -264,7 +276,7 @@ class SingleSlots:
         return slot
 
     def free(self, slot: Slot) -> None:
-        """Free a slot. Raises RuntimeError if it is not taken."""
+        """Free `slot`. Raises RuntimeError if it is not in use."""
         if self._taken.get(slot.container) != slot:
             raise RuntimeError(f"{slot} is freed but not allocated")
         del self._taken[slot.container]

@@ -15,15 +15,15 @@ from kvstore_tiers.base import Outcome, OutcomeKind, TierStatistics
 
 
 class TransferCounters:
-    """Counts of reads, writes, bytes, errors, corrupt blocks since the tier was opened."""
+    """Counts of a tier's reads, writes, bytes, errors and corrupt blocks since it was opened. Any thread may count."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
 
     def watch(self) -> TransferCounters:
-        """Return a context manager, `with counters.watch() as count:`, that counts exceptions inside as errors, and
-        lets them pass.
+        """Return a context manager, `with counters.watch() as count:`, that counts an exception inside it as an error
+        and lets it pass on.
         """
         return self
 
@@ -35,15 +35,15 @@ class TransferCounters:
             self.failed()
 
     def read(self, outcome: Outcome) -> Outcome:
-        """Count a read by its outcome and return that."""
+        """Count a read of a block by its `outcome`, and return the outcome unchanged."""
         return self._count(outcome, "reads", "bytes_read")
 
     def wrote(self, outcome: Outcome) -> Outcome:
-        """Count a write by its outcome and return that."""
+        """Count a write of a block by its `outcome`, and return the outcome unchanged."""
         return self._count(outcome, "writes", "bytes_written")
 
     def failed(self) -> None:
-        """Count an error that belongs to no transfer."""
+        """Count one error that is no transfer's outcome."""
         with self._lock:
             self._counts["errors"] += 1
 
@@ -59,7 +59,7 @@ class TransferCounters:
         return outcome
 
     def report(self, space: TierStatistics) -> TierStatistics:
-        """Return these counts together with the tier's report of its space."""
+        """Return the statistics `space`, which tell sizes and state, with these counts filled in."""
         with self._lock:
             counts: dict[str, Any] = dict(self._counts)
         return replace(space, **counts)

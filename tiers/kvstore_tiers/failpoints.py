@@ -59,19 +59,25 @@ _counting = threading.Lock()
 
 
 def declare(name: str, description: str) -> None:
-    """Add a name of another package. Raises ValueError if it is taken with another meaning."""
+    """Add the failpoint `name` of another package to the known names; `description` says what is happening at that
+    place. Raises ValueError if the name has another description already.
+    """
     if REGISTRY.setdefault(name, description) != description:
         raise ValueError(f"failpoint {name!r} is declared twice")
 
 
 def hit(name: str) -> None:
-    """Mark a place that can fail. Raises OSError, waits or dies only if a test armed it."""
+    """Fail, wait or kill this process if a test armed the failpoint `name`; otherwise do nothing. Source code calls it
+    at each place that a test may break. Raises OSError if the armed action is an error.
+    """
     if _armed:
         _fire(name)
 
 
 def arm(specification: str) -> None:
-    """Arm the failpoints of a list. Raises ValueError for an undeclared name or an unknown action."""
+    """Arm the failpoints that `specification` lists, such as "nvme.read=error:EIO@3;nvme.seal=kill". Raises ValueError
+    for an undeclared name or an unknown action.
+    """
     armed = _parse(specification)
     unknown = sorted(set(armed) - set(REGISTRY))
     if unknown:
@@ -80,22 +86,22 @@ def arm(specification: str) -> None:
 
 
 def are_armed() -> bool:
-    """Return whether any place may wait or fail: then nothing is done on a thread that must not wait."""
+    """Return True if any failpoint is armed, so that a place in the source may wait or fail."""
     return bool(_armed)
 
 
 def disarm() -> None:
-    """Disarm everything."""
+    """Disarm all failpoints, and forget how often they were hit."""
     _armed.clear()
 
 
 def unknown_names() -> list[str]:
-    """Return armed names that no module declared: for a program to check once all its modules are imported."""
+    """Return the armed names that no module has declared. A program calls it once all its modules are imported."""
     return sorted(set(_armed) - set(REGISTRY))
 
 
 def hits(name: str) -> int:
-    """Return how often an armed failpoint was passed."""
+    """Return how often the program has passed the armed failpoint `name`; 0 if it is not armed."""
     entry = _armed.get(name)
     return entry.hits if entry else 0
 

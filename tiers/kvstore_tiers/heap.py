@@ -18,8 +18,8 @@ _MOST_BYTES = 1 << 30
 
 
 def expect(nbytes: int) -> None:
-    """Prepare for allocating `nbytes`, some of them more than once: freed memory is kept for later allocations until
-    `trim`, since every page that the kernel gives takes time.
+    """Tell the C library (glibc) that `nbytes` bytes will be allocated and freed several times, so that it keeps freed
+    memory until `trim`. Elsewhere it does nothing.
     """
     with contextlib.suppress(AttributeError, OSError):
         libc = ctypes.CDLL(None)
@@ -28,8 +28,8 @@ def expect(nbytes: int) -> None:
 
 
 def trim() -> None:
-    """Give freed memory back to the kernel: glibc keeps it for the next allocation, which may never come. Takes some
-    milliseconds for a large heap; releases the GIL.
+    """Make the C library (glibc) give its freed memory back to the kernel. It takes some milliseconds for a large heap,
+    and releases the GIL. Elsewhere it does nothing.
     """
     with contextlib.suppress(AttributeError, OSError):
         libc = ctypes.CDLL(None)

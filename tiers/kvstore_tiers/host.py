@@ -48,7 +48,7 @@ MAPPED_NAME = "host"
 
 
 class Borrower(Protocol):
-    """A tier that copies from and to memory of others (`TierInfo.shares_memory`); see `Tier.share`."""
+    """A tier that copies directly from and to memory of other tiers; `Tier.share` explains the methods."""
 
     def share(self, descriptor: int, address: int, nbytes: int) -> int: ...
 
@@ -56,7 +56,8 @@ class Borrower(Protocol):
 
 
 class Lending:
-    """The loans of arenas. Any thread may call `offer`; the control thread calls the others."""
+    """A record of which arenas (pieces of shared DRAM) a host tier has lent to tiers of device memory. Any thread may
+    call `offer`; only the control thread calls the other methods."""
 
     def __init__(self) -> None:
         self._borrowers: list[Borrower] = []
@@ -64,11 +65,11 @@ class Lending:
         self._lock = threading.Lock()
 
     def begin(self, borrowers: Sequence[Borrower]) -> None:
-        """Lend to these tiers, from now on, the arenas that are offered."""
+        """Lend arenas that `offer` gets from now on to the tiers `borrowers`."""
         self._borrowers = list(borrowers)
 
     def offer(self, arena: Arena) -> None:
-        """Lend an arena if its time has come."""
+        """Lend `arena` to all borrowers if all its memory is there and it is not lent yet."""
         if not self._borrowers or not arena.is_whole:
             return
         with self._lock:
@@ -79,7 +80,8 @@ class Lending:
                 ]
 
     def withdraw(self, arena: Arena) -> None:
-        """Ask for an arena back, in which no transfer is under way. Returns at once."""
+        """Ask the borrowers to return `arena`, in which no transfer may be under way. The call does not wait for
+        them."""
         with self._lock:
             lent = self._lent.pop(arena.number, [])
         for tier, number in lent:
@@ -87,15 +89,16 @@ class Lending:
 
 
 class SlowerMemory(NamedTuple):
-    """Settings of memory that clients do not map. `numa_node` >= 0: all of it from that node."""
+    """Settings of a host tier that clients do not map. If `numa_node` is 0 or more, all its memory comes from that NUMA
+    node. `coding` is the form in which blocks are stored."""
 
     numa_node: int = -1
     coding: Coding = UNCODED
 
 
 class HostTier(ContainerTier):
-    """`capacity_bytes` of DRAM in arenas of `arena_bytes`, filled and emptied by `copy_threads` resident threads. Of
-    several, clients map the one called `MAPPED_NAME`."""
+    """A tier that keeps blocks in `capacity_bytes` of DRAM, in arenas of `arena_bytes`; `copy_threads` threads copy
+    them. Clients map the tier called `MAPPED_NAME`, and no other."""
 
     def __init__(
         self,
@@ -150,10 +153,8 @@ class HostTier(ContainerTier):
         return [report for report in found if report.owner == owner or self._mode == "owned"]
 
     def charge(self, nbytes: int, label: str) -> bool:
-        """Count `nbytes` of memory outside the arenas against the capacity; return False if there is no room.
-
-        Empty arenas are given back first if that makes the room (some 20 ms for 64 MiB).
-        """
+        """Count `nbytes` bytes outside the arenas, under `label`, against the capacity. Return False if there is no
+        room. Empty arenas are given back if that makes room (some 20 ms for 64 MiB)."""
         if self._closed:
             return False
         releasable = [arena for arena in self._arenas.empty.values() if arena.mode == "owned"]
@@ -169,10 +170,9 @@ class HostTier(ContainerTier):
         return self._arenas.charges.total()
 
     def take_empty(self) -> Callable[[], None] | None:
-        """Remove an empty arena from the tier, and return a function that gives its memory back, on any thread (20 ms
-        for 64 MiB, and the time until a device's process returns it). None if there is none, or if they are sealed
-        and cannot be given back.
-        """
+        """Remove an empty arena from the tier, and return a function that gives its memory back. That function may run
+        on any thread, takes 20 ms for 64 MiB, and waits for borrowers. Return None if no arena is empty, or all empty
+        ones are sealed."""
         arena = next((arena for arena in self._arenas.empty.values() if arena.mode == "owned"), None)
         if arena is None:
             return None
@@ -186,33 +186,32 @@ class HostTier(ContainerTier):
         return give_back
 
     def lend_to(self, borrowers: Sequence[Borrower]) -> None:
-        """Let other tiers copy from and to the arenas in place, once all of an arena's memory is there. Close them
-        before this tier `leave`s.
-        """
+        """Let the tiers `borrowers` copy directly from and to the arenas, each once all its memory is there. Close the
+        borrowers before this tier `leave`s."""
         self._lending.begin(borrowers)
         for arena in self._arenas:
             self._lending.offer(arena)
 
     def view(self, slot: Slot) -> Bytes:
-        """Return a writable uint8[slot.nbytes] over header and payload. It must not outlive the slot."""
+        """Return a writable array uint8[slot.nbytes] over header and payload of `slot`. The caller drops it before the
+        slot is freed."""
         return self._arenas.of(slot).view(slot)
 
     def slot_segment(self, slot: Slot) -> Segment:
         return segment_of(self._arenas.of(slot), slot)
 
     def arena(self, container: int) -> Arena:
-        """Return an arena, for its size and its descriptors. Raises KeyError if there is no such arena."""
+        """Return the arena with the number `container`. Raises KeyError if there is no such arena."""
         return self._arenas[container]
 
     def owner(self, container: int) -> str | None:
-        """Return the owner of an arena; None if there is no such arena."""
+        """Return the owner of the arena with the number `container`; None if there is no such arena."""
         arena = self._arenas.get(container)
         return arena.owner if arena is not None else None
 
     def precreate(self, owner: str, nbytes: int) -> int:
-        """Make empty arenas for `owner` until `nbytes` are reserved or the capacity is spent; return the bytes
-        reserved.
-        """
+        """Make empty arenas for `owner` until they have `nbytes` together or no room is left; return the bytes of those
+        made."""
         reserved_bytes = 0
         while reserved_bytes < nbytes:
             arena = self._fresh_arena(ALIGNMENT_BYTES, owner)
@@ -222,11 +221,8 @@ class HostTier(ContainerTier):
         return reserved_bytes
 
     def prefault_slice(self, budget_bytes: int) -> tuple[int, int]:
-        """Fault in up to `budget_bytes` of arena memory; return (populated, total) bytes of all arenas.
-
-        May be called from one background thread at a time; the page faults run without the GIL. A first touch takes
-        five times as long as a copy, so this keeps it out of puts.
-        """
+        """Make the system provide up to `budget_bytes` of arena memory now, so that puts need not wait for page faults.
+        Return the bytes provided so far and the bytes of all arenas. One background thread at a time may call it."""
         with self._reshaping:
             for arena in list(self._arenas):
                 if budget_bytes <= 0 or self.ceiling_bytes < self.capacity_bytes:
@@ -246,10 +242,8 @@ class HostTier(ContainerTier):
         self._transfers.store(slot, header, segments, done)
 
     def write_many(self, writes: Sequence[Write], done: Callable[[Sequence[Outcome]], None]) -> None:
-        """Do `write` for a batch, over all copy threads if it is large; `done` gets the outcomes in the order of
-        `writes`, once, when the last of them has ended. A batch that takes less time than waking a thread is written
-        before this returns.
-        """
+        """Do `write` for each of `writes` (slot, header, segments). `done` is called once, when all have ended, with
+        the outcomes in the order of `writes`. A small batch is written before this returns."""
         self._transfers.store_many(writes, done)
 
     def read(self, slot: Slot, expect_key: bytes, segments: Sequence[Segment], done: Completion) -> None:
@@ -258,8 +252,8 @@ class HostTier(ContainerTier):
     def encode(
         self, codec: Codec, shape_of: ShapeOf, source: Segment, expect_key: bytes, target: Segment, done: Completion
     ) -> None:
-        """Write the image `source` to `target`, which is not a slot, in the form of `codec`, on the copy threads.
-        `encode_image` describes the outcomes."""
+        """Write the slot image `source` in the form of `codec` to `target`, memory outside the slots. `source` must
+        hold the block `expect_key`. It runs on a copy thread; `encode_image` describes the outcomes."""
         self._transfers.encode(codec, shape_of, source, expect_key, target, done)
 
     def move_in(self, slot: Slot, source: Segment, expect_key: bytes, done: Completion) -> None:
@@ -269,15 +263,13 @@ class HostTier(ContainerTier):
         self._transfers.move(self.slot_segment(source), target, expect_key, done)
 
     def verify(self, slot: Slot, expect_key: bytes, done: Completion) -> None:
-        """Verify that the slot still holds the block as it was stored; `done` gets DONE or CORRUPT. Moves nothing,
-        counts no read.
-        """
+        """Check that `slot` still holds the block `expect_key` as it was stored; `done` gets DONE or CORRUPT. Nothing
+        is moved or counted."""
         self._transfers.verify(slot, expect_key, done)
 
     def adopt(self, record: ArenaRecord, descriptor: int) -> AdoptedArena | None:
-        """Take over an arena of a process that has ended, with its blocks; return None if the capacity has no room for
-        it. Takes the descriptor unless it returns None or raises ForeignMemory or OSError.
-        """
+        """Take over an arena of a process that has ended, given by `record` and `descriptor`, with its blocks. Return
+        None if there is no room. The caller closes the descriptor only after None, ForeignMemory or OSError."""
         if self._closed or self._mode != "owned" or self.used_bytes + record.nbytes > self.capacity_bytes:
             return None
         arena, found = take_over(record, descriptor, self._witness)
@@ -287,11 +279,11 @@ class HostTier(ContainerTier):
         return found
 
     def retire(self, slot: Slot) -> None:
-        """Mark the block in a slot as gone; its bytes stay until `free`, and no later process takes it for a block."""
+        """Mark the block in `slot` as gone. Its bytes stay until `free`, and no later process takes it for a block."""
         self._arenas.of(slot).retire(slot)
 
     def leave(self) -> None:
-        """Close the tier, but leave the arenas' memory to the other holders of their descriptors."""
+        """Close the tier, and leave the arenas' memory to the other processes that have its descriptors."""
         self._end(Arena.leave)
 
     def statistics(self) -> TierStatistics:

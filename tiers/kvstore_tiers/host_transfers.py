@@ -24,12 +24,16 @@ from kvstore_tiers.threads import ResidentThreads, Transfer, TransferBatch
 
 
 def is_in_place(target: Segment, segments: Sequence[Segment]) -> bool:
-    """Return whether the payload to store in the slot `target` is there already."""
+    """Return True if the payload that `segments` name lies already in the slot whose memory is `target`, so that it
+    need not be copied.
+    """
     return len(segments) == 1 and segments[0].address == target.address + HEADER_BYTES
 
 
 class ImageCopies:
-    """Transfers over slots, counted in `counters`."""
+    """Copies, checks and moves of blocks between slots and other host memory, each run on the calling thread and
+    counted in `counters`.
+    """
 
     def __init__(self, counters: TransferCounters) -> None:
         self._counters = counters
@@ -57,8 +61,8 @@ class ImageCopies:
         return Outcome(OutcomeKind.DONE, header, header.stored_bytes)
 
     def relocate(self, source: Segment, target: Segment, expect_key: bytes) -> Outcome:
-        """Copy a block from one slot to another. Afterwards `target` has a block with a right checksum, or no
-        header.
+        """Copy the block `expect_key` from the slot memory `source` to the slot memory `target`. If the outcome is not
+        DONE, `target` holds no valid header.
         """
         with self._counters.watch() as count:
             header = image_header(source, expect_key)
@@ -95,14 +99,14 @@ Write = tuple[Slot, BlockHeader, Sequence[Segment]]
 
 
 def segment_of(arena: Arena, slot: Slot) -> Segment:
-    """Return the segment of an allocated slot in this process. Raises RuntimeError for one that is not allocated."""
+    """Return the memory of `slot` in `arena`. Raises RuntimeError if the slot is not allocated."""
     arena.require_out(slot)
     return arena.segment(slot)
 
 
 class HostTransfers:
-    """The transfers of the host tier. `arena_of` returns the arena of a slot, or raises RuntimeError. `name` is the
-    prefix of the threads' names.
+    """The copy threads of a host tier, and the transfers they run. `name` begins the names of the `copy_threads`
+    threads. `arena_of` returns the arena of a slot, or raises RuntimeError.
     """
 
     def __init__(
@@ -118,7 +122,9 @@ class HostTransfers:
         self._threads.submit(self._storing(arena, slot, segment_of(arena, slot), header, segments), done)
 
     def store_many(self, writes: Sequence[Write], done: Callable[[Sequence[Outcome]], None]) -> None:
-        """Write a batch, see `HostTier.write_many`."""
+        """Store each block of `writes` (slot, header, segments). `done` is called once with the outcomes in the order
+        of `writes`. A small batch is stored before this returns.
+        """
         transfers: list[Transfer] = []
         nbytes = 0  # as if all were copied
         for slot, header, segments in writes:
@@ -141,7 +147,9 @@ class HostTransfers:
         self._threads.submit(lambda: self._copies.load(source, expect_key, segments), done)
 
     def move(self, source: Segment, slot: Slot, expect_key: bytes, done: Completion) -> None:
-        """Copy a whole image to `slot`."""
+        """Copy the slot image (header and payload) `source`, which must hold the block `expect_key`, to `slot`. `done`
+        gets CORRUPT if it does not.
+        """
         arena = self._arena_of(slot)
         copy = partial(self._copies.relocate, source, segment_of(arena, slot), expect_key)
         self._threads.submit(_vouching(arena, slot, copy), done)
@@ -149,8 +157,8 @@ class HostTransfers:
     def encode(
         self, codec: Codec, shape_of: ShapeOf, source: Segment, expect_key: bytes, target: Segment, done: Completion
     ) -> None:
-        """Write the image `source` to `target` in the form of `codec`, on the copy threads; `encode_image` describes
-        the outcomes."""
+        """Write the slot image `source` in the form of `codec` to `target`, on a copy thread. `source` must hold the
+        block `expect_key`. `encode_image` describes the outcomes."""
         self._threads.submit(partial(encode_image, codec, shape_of, source, expect_key, target), done)
 
     def verify(self, slot: Slot, expect_key: bytes, done: Completion) -> None:

@@ -15,7 +15,7 @@ from kvstore_tiers.segments import Segment, buffer_at, put_bytes
 
 
 def require_slot_size(nbytes: int) -> None:
-    """Raise ValueError unless `nbytes` is a size a slot can have."""
+    """Raise ValueError unless `nbytes` is a positive multiple of 4096, which every slot's size must be."""
     if nbytes <= 0 or nbytes % ALIGNMENT_BYTES:
         raise ValueError(f"a slot is a positive multiple of {ALIGNMENT_BYTES} bytes, not {nbytes}")
 
@@ -29,7 +29,9 @@ def aligned_down(nbytes: int) -> int:
 
 
 class Slot(NamedTuple):
-    """A place for one block. `nbytes` includes header and padding; `generation` grows each time a place is reused."""
+    """The address of a place for one block in a tier: a container (an arena or a slab file) and an offset in bytes.
+    `nbytes` includes the header page and padding. `generation` grows each time the place is used again.
+    """
 
     container: int  # arena or slab number
     offset: int
@@ -39,9 +41,9 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FileImage:
-    """An image that a tier may read by itself: from `offset` on a header page with this `generation`, then
-    `payload_bytes` of payload and zeros up to the end of the page. `descriptor` can read the file and not write it,
-    past the page cache if the file system supports that.
+    """A stored block in a file that another tier may read itself. At `offset` of the file lies a header page with this
+    `generation`, then `payload_bytes` of payload, then zeros up to a whole page. `descriptor` is read-only, and
+    bypasses the page cache if the file system can.
     """
 
     descriptor: int
@@ -60,10 +62,8 @@ RETIRED = (1).to_bytes(2, "little")  # in the flags: the block is gone, the byte
 
 
 def judge_header(raw: bytes, expect_key: bytes, room_bytes: int, generation: int | None = None) -> BlockHeader | str:
-    """Return the header in 4096 raw bytes, or a sentence about its fault.
-
-    It must hold its own checksum, name `expect_key`, describe at most `room_bytes` stored bytes and, where
-    `generation` is given, belong to that use of the slot.
+    """Return the header that the 4096 bytes `raw` hold, or a sentence about its fault. A valid header has a right
+    checksum, the key `expect_key` and at most `room_bytes` stored bytes. If `generation` is given, it must match too.
     """
     header = read_header(raw)
     if isinstance(header, str):
@@ -78,8 +78,9 @@ def judge_header(raw: bytes, expect_key: bytes, room_bytes: int, generation: int
 
 
 def image_header(image: Segment, expect_key: bytes) -> BlockHeader | str:
-    """Return the header of a slot image in host memory, or its fault, which includes a wrong generation and any
-    difference from the vouched header.
+    """Return the header of the slot image `image` in host memory, or a sentence about its fault. The header must name
+    `expect_key`, have the image's generation, and equal the vouched header if the image has one. The payload is not
+    checked.
     """
     raw = buffer_at(image.address, HEADER_BYTES).raw
     if image.vouched is not None and raw != image.vouched.pack():
@@ -88,14 +89,16 @@ def image_header(image: Segment, expect_key: bytes) -> BlockHeader | str:
 
 
 def false_checksum(header: BlockHeader) -> str:
-    """Return the sentence for stored bytes that do not have the checksum of their header."""
+    """Return the sentence for an operator that says that the stored bytes of a block do not have the checksum in
+    `header`.
+    """
     whose = "stored bytes'" if header.codec else "payload's"
     return f"the {whose} checksum does not hold"
 
 
 def stamp_header(image: Segment, header: BlockHeader, checksum: int | None = None) -> BlockHeader:
-    """Write `header` to the front of an image with the image's own generation (and the payload's checksum, if given),
-    and return the stamped header.
+    """Write `header` to the first page of `image`, with the generation of `image` and, if given, the payload's
+    `checksum`. Return the header as written.
     """
     stamped = header.stamped(image.generation, header.checksum if checksum is None else checksum)
     put_bytes(image.address, stamped.pack())
@@ -103,12 +106,12 @@ def stamp_header(image: Segment, header: BlockHeader, checksum: int | None = Non
 
 
 def erase_header(image: Segment) -> None:
-    """Make an image hold no block: a later scan of the memory finds none there."""
+    """Overwrite the header of `image` with zeros, so that no later scan of the memory finds a block in this slot."""
     put_bytes(image.address, bytes(FIXED_BYTES))
 
 
 def mark_retired(image: Segment) -> None:
-    """Set the retired flag of a header in place. Its checksum does not match afterwards, and should not: only a reader
-    with a lease, which compares key and generation, still sees a block here.
+    """Set the flag in the header of `image` that its block is gone. The header's checksum is wrong afterwards on
+    purpose: only a reader with a lease, which compares key and generation, still reads this block.
     """
     put_bytes(image.address + FLAGS_OFFSET, RETIRED)

@@ -50,10 +50,9 @@ READERS = 2  # each serves what waits together. No more wait behind each other i
 
 
 class KeyedTier(Tier):
-    """A tier whose blocks are addressed by key, in a remote store. `capacity_bytes` bounds the slots; `readers` and
-    `writers` threads wait for the store. Objects may outlive this process, or be forgotten: a block that is only here
-    is not durable. `refuses(digest)`: whether a tenant's blocks must not be in this store; the caller neither writes
-    them nor asks for them.
+    """A tier that keeps blocks as named objects in a remote `store`, which may forget them. Its slots have at most
+    `capacity_bytes` together. `readers` and `writers` are numbers of threads that wait for the store. `refuses(digest)`
+    tells if blocks of a tenant must not be in this store; callers then neither write them nor ask for them.
     """
 
     def __init__(
@@ -90,7 +89,7 @@ class KeyedTier(Tier):
             self._submit_write([name], partial(self._store.evict, [name]), self._pending.begin(self._evicted))
 
     def discard(self, slot: Slot) -> None:
-        """Free the slot, and remove its object from the store."""
+        """Free `slot`, and remove its block's object from the store."""
         name = self._unname(slot)
         if name is not None:
             self._remove([name])
@@ -182,8 +181,9 @@ class KeyedTier(Tier):
         return _unpack(image, read.slot, read.name, read.segments)
 
     def sync(self, done: Completion) -> None:
-        """Make the store have everything written before this call, and nothing removed before it; FAILED if it refuses
-        to remove something. The next sync tries that again, for the last `MOST_UNREMOVED` names.
+        """Call `done` when the store has everything that was written, and nothing that was removed, before this call.
+        It gets FAILED if the store refused to remove an object; the next `sync` tries again for the last 65,536 such
+        names.
         """
         with self._lock:
             again, self._unremoved = [name for name in self._unremoved if name not in self._holders], {}
@@ -207,12 +207,13 @@ class KeyedTier(Tier):
 
     @property
     def is_ready(self) -> bool:
-        """True if a question would not wait for the store to start."""
+        """True if the store has started, so that a question to it does not wait for the start."""
         return self._store.is_ready
 
     def find(self, tenant: bytes, keys: Sequence[bytes], done: Callable[[list[int]], None]) -> None:
-        """Call `done` with the payload bytes of each block of the tenant that the store has; -1 for a missing one,
-        `UNKNOWN` for all of them if it could not be asked. `done` is called from a thread of the tier's own.
+        """Ask the store which of the tenant's blocks `keys` it has. `done` is called on a thread of the tier with the
+        payload bytes of each block in the order of `keys`, -1 for a missing block; every entry is `UNKNOWN` (-2) if the
+        store did not answer. `tenant` is the tenant's digest, 16 bytes.
         """
         names = [object_name(tenant, key) for key in keys]
 
@@ -224,12 +225,14 @@ class KeyedTier(Tier):
         self._questions.submit(ask, lambda outcome: done(found if outcome.ok else [UNKNOWN] * len(names)))
 
     def adopt(self, slot: Slot, tenant: bytes, key: bytes) -> None:
-        """Give an allocated slot to a block that `find` found."""
+        """Assign the allocated `slot` to a block that is in the store already, because `find` found it. `tenant` is the
+        tenant's digest.
+        """
         self._name(slot, object_name(tenant, key))
 
     def remove(self, tenant: bytes, keys: Sequence[bytes]) -> None:
-        """Delete blocks of the tenant from the store by order, whether this tier has slots for them or not; `sync`
-        reports the success.
+        """Delete the tenant's blocks `keys` from the store, with or without slots of this tier for them. It returns at
+        once; `sync` reports if it succeeded.
         """
         self._remove(list(dict.fromkeys(object_name(tenant, key) for key in keys)))
 

@@ -14,8 +14,8 @@ DIGEST_BYTES = 16
 
 
 class DamagedObject(Exception):
-    """The bytes that the store has under a name are not the object of that name, or too large; the message says how
-    that shows.
+    """An error: the bytes that a store has under a name are not the object of that name, or are too many. The message
+    names the fault.
     """
 
 
@@ -23,13 +23,13 @@ Found = memoryview | DamagedObject | None  # None: there is none
 
 
 def object_name(tenant: bytes, key: bytes) -> bytes:
-    """Return an object's name. `tenant` is the digest in the header of its blocks, 16 bytes."""
+    """Return the 32-byte name of a block's object: the tenant's digest (16 bytes), then the block's `key`."""
     return tenant + key
 
 
 class ObjectStore(ABC):
-    """A store of named objects, which `KeyedTier` writes blocks to. Methods wait, are called from several threads at
-    once, and raise OSError when they fail. `largest_bytes`: no larger object can be stored.
+    """A remote store of named objects, in which a `KeyedTier` keeps blocks. Its methods may wait, are called from
+    several threads at once and raise OSError when they fail. No object may have more than `largest_bytes`.
     """
 
     name: str
@@ -37,41 +37,46 @@ class ObjectStore(ABC):
 
     @property
     def is_ready(self) -> bool:
-        """False while it starts: an operation would wait for that."""
+        """False while the store starts, so that an operation would wait for the start."""
         return True
 
     @abstractmethod
     def sizes(self, names: Sequence[bytes]) -> list[int]:
-        """Return the bytes of each object; 0 for a missing one."""
+        """Return the size in bytes of the object of each name, in the order of `names`; 0 for an object that the store
+        does not have.
+        """
 
     @abstractmethod
     def read(self, wanted: Sequence[tuple[bytes, int]]) -> AbstractContextManager[Sequence[Found]]:
-        """Return a context manager over the leading objects of `wanted` for which there is memory, at least one. Each
-        is given by its name and its most bytes. The objects are valid within the context.
+        """Return a context manager that reads objects. `wanted` gives the name of each and the most bytes it may have.
+        Within the context the value lists the bytes of the first of them, at least one, as many as memory is free for;
+        None stands for a missing object, DamagedObject for a damaged one. The bytes are valid until the context ends.
         """
 
     @abstractmethod
     def write(self, name: bytes, nbytes: int, fill: Callable[[memoryview], None]) -> None:
-        """Store an object of `nbytes`, unless there is one of that name. `fill` writes it into the memory that it
-        gets.
+        """Store an object of `nbytes` bytes under `name`, unless there is one. `fill` is called to write the bytes into
+        the memory that it gets.
         """
 
     @abstractmethod
     def evict(self, names: Sequence[bytes]) -> None:
-        """Note that this tier keeps these objects no longer. A store that makes room by itself, and that others use
-        too, may keep them.
+        """Tell the store that this tier no longer needs the objects `names`. A store that other daemons use, and that
+        makes room by itself, may keep them.
         """
 
     @abstractmethod
     def remove(self, names: Sequence[bytes]) -> None:
-        """Forget these objects for good: once this returns, `read` finds none of them."""
+        """Delete the objects `names`. After this call `read` finds none of them."""
 
     def probe(self) -> None:
-        """Raise OSError unless the store can be used."""
+        """Raise OSError unless the store answers a question now."""
         self.sizes([bytes(2 * DIGEST_BYTES)])
 
     def abort(self) -> None:  # noqa: B027  # optional
-        """Let operations under way end soon, with OSError: the caller is about to close the store. Idempotent."""
+        """Make operations that are under way fail soon with OSError, because the store is about to be closed. A second
+        call does nothing.
+        """
 
     @abstractmethod
     def close(self) -> None: ...

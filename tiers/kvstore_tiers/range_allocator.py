@@ -13,8 +13,8 @@ PART_ALIGNMENT = 4096
 
 
 class RangeAllocator:
-    """The parts of the bytes `begin` to `end`: a caller gets the first that fits, and waits for its turn and for
-    one.
+    """An allocator of parts of a memory whose offsets go from `begin` to `end`, in bytes. Several threads may take
+    parts. A thread waits for a part until the threads before it have theirs and a free range is large enough.
     """
 
     def __init__(self, begin: int, end: int) -> None:
@@ -26,12 +26,12 @@ class RangeAllocator:
 
     @property
     def waiting(self) -> int:
-        """The number of callers that have no part yet."""
+        """The number of threads that wait for a part."""
         return len(self._waiting)
 
     def take(self, nbytes: int) -> tuple[int, int]:
-        """Return offset and bytes of a part of at least `nbytes`, at most `largest_bytes`. Raises OSError once
-        closed.
+        """Return the offset and the size in bytes of a free part of at least `nbytes`, which may not exceed
+        `largest_bytes`. It waits until there is one. Raises OSError once the allocator is closed.
         """
         turn = object()
         with self._changed:
@@ -49,7 +49,9 @@ class RangeAllocator:
                 self._changed.notify_all()
 
     def take_now(self, nbytes: int) -> tuple[int, int] | None:
-        """Return a part as `take` does, if that need not wait; otherwise None."""
+        """Return the offset and the size of a free part of at least `nbytes`, or None if the caller would have to wait
+        for one.
+        """
         with self._changed:
             is_free = not self._waiting and not self._closed
             return self._first_fit(nbytes) if is_free else None
@@ -63,7 +65,9 @@ class RangeAllocator:
         return None
 
     def give_back(self, *parts: tuple[int, int]) -> None:
-        """Give parts back together, so that a caller who waits for several may have them all."""
+        """Free `parts`, each an offset and a size in bytes as `take` returned them. They are freed at one moment, so
+        that a waiting thread may get a part over several of them.
+        """
         with self._changed:
             merged: list[tuple[int, int]] = []
             for begin, end in sorted([*self._free, *((begin, begin + nbytes) for begin, nbytes in parts)]):

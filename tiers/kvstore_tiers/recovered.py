@@ -22,7 +22,9 @@ KEY_WORDS = 2
 
 
 class BlockOrigin(NamedTuple):
-    """The tenant of a block and the inputs that its bytes depend on: shared by many blocks."""
+    """The facts that many blocks share: the digest of their tenant (16 bytes), the fingerprint of the model and
+    settings that their bytes depend on (32 bytes), and the number of their layer group.
+    """
 
     tenant: bytes
     fingerprint: bytes
@@ -31,8 +33,9 @@ class BlockOrigin(NamedTuple):
 
 @dataclass(slots=True)
 class RecoveredBlocks:
-    """`origin` names an entry of `origins`; `key` and `parent` have the shape (blocks, 2). `kept`: how long, as
-    `kvstore_proto.terms.kept_word` says; None where nothing is said of any block."""
+    """The blocks that a tier kept over a restart, as arrays with one entry for each block. `key` and `parent` are
+    uint64 of the shape (blocks, 2); `origin` is an index into `origins`; container, offset, nbytes and generation name
+    the slot. `kept` is a packed retention term (`kvstore_proto.terms.kept_word`), or None if no block has one."""
 
     origins: list[BlockOrigin]
     key: Column
@@ -64,7 +67,7 @@ class RecoveredBlocks:
         )
 
     def take(self, chosen: Column) -> RecoveredBlocks:
-        """Return only these blocks, chosen by position or by mask."""
+        """Return only the blocks that `chosen` selects: an array of indices, or a boolean mask over all blocks."""
         columns = {name: getattr(self, name)[chosen] for name in _COLUMNS}
         for name in ("codec", "stored_bytes", "kept", "error"):
             column = getattr(self, name)
@@ -86,7 +89,7 @@ _COLUMNS = (
 
 
 def as_columns(blocks: Iterable[tuple[Slot, BlockHeader]]) -> RecoveredBlocks:
-    """Return the columns of blocks that are listed one by one."""
+    """Return `blocks`, pairs of a slot and a header, as arrays."""
     listed = list(blocks)
     origins: dict[BlockOrigin, int] = {}
     origin = [origins.setdefault(BlockOrigin(h.tenant, h.fingerprint, h.group), len(origins)) for _, h in listed]
@@ -115,5 +118,5 @@ def as_columns(blocks: Iterable[tuple[Slot, BlockHeader]]) -> RecoveredBlocks:
 
 
 def as_words(packed_keys: bytes) -> Column:
-    """Return packed keys as a column of keys."""
+    """Return the 16-byte keys in `packed_keys`, one after another, as an array uint64 of the shape (keys, 2)."""
     return np.frombuffer(packed_keys, dtype="<u8").reshape(-1, KEY_WORDS)

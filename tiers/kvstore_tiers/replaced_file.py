@@ -20,13 +20,15 @@ for _name, _what in _FILES.items():
 
 
 def replace_file(path: Path, content: bytes, *, durable: bool = True) -> None:
-    """Replace `path`, mode 0600, by `content`. `durable`: also over a crash of the machine. Raises OSError that names
-    `path`.
+    """Replace the file `path` by one with `content` and mode 0600, so that a crash leaves the old file or the new one.
+    With `durable` the new file also survives a power loss. Raises OSError that names `path`.
     """
     with replaced_file(path, durable=durable) as file:
         file.write(content)
 
 
 def replaced_file(path: Path, *, durable: bool = True) -> AbstractContextManager[BufferedWriter]:
-    """Return a file to write that takes the place of `path`. For the parameters see `replace_file`."""
+    """Return a context manager that gives a file to write. At its end that file takes the place of `path`, as
+    `replace_file` describes.
+    """
     return whole.replaced_file(path, durable=durable, before_rename=lambda: failpoints.hit(f"file.{path.name}"))

@@ -32,7 +32,7 @@ _small_memmove.restype = None
 
 
 class MemoryKind(Enum):
-    """The meaning of a segment's address."""
+    """The kind of memory that an address belongs to: DRAM of this process, device memory, or a file."""
 
     SYSTEM = "system"  # an address in this process
     DEVICE = "device"  # memory, but no address in this process: reached by reads and writes alone
@@ -41,11 +41,9 @@ class MemoryKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A run of bytes that a transfer reads or fills. `owner` keeps the memory alive while the transfer runs.
-
-    `generation` is the slot's, if the memory is a slot of a mapped tier: a transfer that fills the segment with a
-    slot image stamps it into the image's header. `vouched` is the header that an image here must have, if clients can
-    write the memory; another header is not believed.
+    """A piece of memory, `nbytes` bytes at `address`, that a transfer reads or fills. `owner` is an object that keeps
+    the memory alive. If the memory is a slot, `generation` is the slot's, and is written into the header of an image
+    stored there. If clients can write the memory, `vouched` is the only header that is believed there.
     """
 
     address: int
@@ -56,14 +54,18 @@ class Segment:
     vouched: BlockHeader | None = None
 
     def part(self, offset: int, nbytes: int) -> Segment:
-        """Return the `nbytes` bytes from `offset`. Raises ValueError outside the segment."""
+        """Return the piece of `nbytes` bytes that begins `offset` bytes into this segment. Raises ValueError if it does
+        not lie within.
+        """
         if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
             raise ValueError(f"bytes {offset}..{offset + nbytes} are outside a segment of {self.nbytes}")
         return Segment(self.address + offset, nbytes, self.memory, self.owner, self.generation)
 
 
 class AlignedBuffer:
-    """Page-aligned memory, zeroed, that lives as long as this object or a segment of it."""
+    """Zeroed memory of `nbytes` bytes that begins at a page. It is freed when this object and all its segments are
+    gone.
+    """
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -75,7 +77,9 @@ class AlignedBuffer:
 
 
 def segment_of(array: Bytes) -> Segment:
-    """Return the memory of a contiguous array, which the segment keeps alive."""
+    """Return a segment over the memory of the contiguous uint8 `array`, which it keeps alive. Raises ValueError if the
+    array is not contiguous.
+    """
     if not array.flags.c_contiguous:
         raise ValueError("a segment needs contiguous memory")
     return Segment(array.ctypes.data, array.nbytes, owner=array)
@@ -86,22 +90,22 @@ def total_bytes(segments: Sequence[Segment]) -> int:
 
 
 def buffer_at(address: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:
-    """Return a writable buffer over `nbytes` at `address`. The caller keeps that memory alive."""
+    """Return a writable ctypes buffer over the `nbytes` bytes at `address`. The caller keeps that memory alive."""
     return (ctypes.c_char * nbytes).from_address(address)
 
 
 def view_at(address: int, nbytes: int) -> Bytes:
-    """Return a writable uint8[nbytes] over `address`. The caller keeps that memory alive."""
+    """Return a writable array uint8[nbytes] over the memory at `address`. The caller keeps that memory alive."""
     return np.frombuffer(memoryview(buffer_at(address, nbytes)).cast("B"), dtype=np.uint8)
 
 
 def checksum_at(address: int, nbytes: int) -> int:
-    """Return xxh3_64 of the bytes at `address`."""
+    """Return the 64-bit xxh3 checksum of the `nbytes` bytes at `address`."""
     return xxhash.xxh3_64_intdigest(buffer_at(address, nbytes))
 
 
 def checksum_of(segments: Sequence[Segment], nbytes: int) -> int:
-    """Return xxh3_64 of the first `nbytes` of a scatter list."""
+    """Return the 64-bit xxh3 checksum of the first `nbytes` bytes of `segments`, read one after another."""
     if len(segments) == 1:
         return checksum_at(segments[0].address, nbytes)
     digest = xxhash.xxh3_64()
@@ -111,7 +115,7 @@ def checksum_of(segments: Sequence[Segment], nbytes: int) -> int:
 
 
 def clipped(segments: Sequence[Segment], nbytes: int) -> Iterator[Segment]:
-    """Yield the first `nbytes` of a scatter list."""
+    """Yield the `segments` that hold the first `nbytes` bytes; the last one is cut to end there."""
     left = nbytes
     for segment in segments:
         if left <= 0:
@@ -121,17 +125,16 @@ def clipped(segments: Sequence[Segment], nbytes: int) -> Iterator[Segment]:
 
 
 def gather(destination: int, segments: Sequence[Segment]) -> None:
-    """Copy a scatter list to the address `destination`."""
+    """Copy the bytes of all `segments`, one after another, to the address `destination`."""
     for segment in segments:
         ctypes.memmove(destination, segment.address, segment.nbytes)
         destination += segment.nbytes
 
 
 def gather_and_checksum(destination: int, segments: Sequence[Segment], nbytes: int) -> int:
-    """Copy a scatter list to `destination`, and return the xxh3_64 of the first `nbytes` there.
-
-    It works piece by piece: bytes just copied are hashed out of the processor's own cache, which takes a tenth off both
-    together. Larger pieces leave that cache, smaller ones need more calls and more hand-overs of the GIL.
+    """Copy the bytes of all `segments`, one after another, to the address `destination`. Return the 64-bit xxh3
+    checksum of the first `nbytes` bytes there. Copy and checksum alternate in pieces of 512 KiB, which stay in the
+    processor's cache.
     """
     digest = xxhash.xxh3_64()
     for segment in segments:
@@ -147,13 +150,15 @@ def gather_and_checksum(destination: int, segments: Sequence[Segment], nbytes: i
 
 
 def scatter(source: int, nbytes: int, segments: Sequence[Segment]) -> None:
-    """Copy `nbytes` from the address `source` into a scatter list that holds at least as many."""
+    """Copy `nbytes` bytes from the address `source` into `segments`, filling one after another. The segments must have
+    at least `nbytes` bytes together.
+    """
     for segment in clipped(segments, nbytes):
         ctypes.memmove(segment.address, source, segment.nbytes)
         source += segment.nbytes
 
 
 def put_bytes(address: int, data: bytes) -> None:
-    """Copy `data` to `address`."""
+    """Write `data` to the memory at `address`."""
     copy = _small_memmove if len(data) <= SMALL_BYTES else ctypes.memmove
     copy(address, data, len(data))

@@ -29,7 +29,9 @@ _LOG = logging.getLogger(__name__)
 
 
 class ResidentThreads:
-    """A pool of `count` threads that run the transfers of `submit` until `close`."""
+    """A pool of `count` threads that run transfers in the order of their arrival until `close`. The threads' names
+    begin with `name`.
+    """
 
     def __init__(self, name: str, count: int) -> None:
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -49,12 +51,16 @@ class ResidentThreads:
         return self._closed
 
     def submit(self, transfer: Transfer, done: Completion) -> None:
-        """Run `transfer` on some thread, then `done` with its outcome. After `close`: CANCELLED, at once."""
+        """Run `transfer` on a thread of the pool, then call `done` with its outcome. After `close`, `done` gets
+        CANCELLED at once.
+        """
         if not self.post(lambda: complete(transfer, done)):
             done(Outcome(OutcomeKind.CANCELLED, message="the tier is closed"))
 
     def begin(self, job: Callable[[], None], done: Completion) -> None:
-        """Run `job` on some thread; it calls `done` by itself unless it raises. After `close`: CANCELLED, at once."""
+        """Run `job` on a thread of the pool. The job arranges for `done` to be called; if it raises, `done` gets
+        FAILED. After `close`, `done` gets CANCELLED at once.
+        """
 
         def attempt() -> Outcome:
             job()
@@ -69,7 +75,9 @@ class ResidentThreads:
             done(Outcome(OutcomeKind.CANCELLED, message="the tier is closed"))
 
     def post(self, job: Callable[[], None]) -> bool:
-        """Run `job`, which must not raise, on some thread. Return False after `close`."""
+        """Run `job`, which must not raise, on a thread of the pool and return True. After `close` it is not run, and
+        False is returned.
+        """
         with self._closing:
             if self._closed:
                 return False
@@ -77,7 +85,7 @@ class ResidentThreads:
             return True
 
     def close(self) -> None:
-        """Finish queued transfers, then end the threads. Idempotent; not to be called from one of them."""
+        """Run all queued jobs, then end the threads. No thread of the pool may call it. A second call does nothing."""
         with self._closing:
             if self._closed:
                 return
@@ -96,7 +104,9 @@ class ResidentThreads:
 
 
 def run_transfer(transfer: Transfer) -> Outcome:
-    """Return the outcome of a transfer; an error that it raises becomes FAILED."""
+    """Run `transfer` and return its outcome. If it raises, the outcome is FAILED, with the error number of an
+    OSError.
+    """
     try:
         return transfer()
     except OSError as error:
@@ -107,7 +117,7 @@ def run_transfer(transfer: Transfer) -> Outcome:
 
 
 def deliver(outcome: Ended, done: Callable[[Ended], None]) -> None:
-    """Pass an outcome (or a batch's outcomes) to `done`; a completion that raises is logged, not passed on."""
+    """Call `done` with `outcome`. An exception in `done` is logged and not raised."""
     try:
         done(outcome)
     except Exception:
@@ -115,13 +125,14 @@ def deliver(outcome: Ended, done: Callable[[Ended], None]) -> None:
 
 
 def complete(transfer: Transfer, done: Completion) -> None:
-    """Run a transfer and pass its outcome to `done`."""
+    """Run `transfer`, and call `done` with its outcome. Neither raises."""
     deliver(run_transfer(transfer), done)
 
 
 class TransferBatch:
-    """Transfers that up to `parts` threads take one by one, so that a thread that starts late, or loses its core,
-    delays one transfer and not its share of all. The thread that ends the last part delivers all outcomes.
+    """A list of transfers that several threads run together: each thread takes the next transfer until none is left.
+    `parts` is the number of threads that will call `run`. `done` is called once, with all outcomes in the order of
+    `transfers`.
     """
 
     def __init__(self, transfers: Sequence[Transfer], parts: int, done: Callable[[Sequence[Outcome]], None]) -> None:
@@ -143,7 +154,9 @@ class TransferBatch:
         self.end_part()
 
     def end_part(self) -> None:
-        """End one part, with the outcomes it has; if it never ran, it was cancelled."""
+        """Note that one of the `parts` threads has ended or will not run. The last one delivers the outcomes; a
+        transfer that was never run is CANCELLED.
+        """
         with self._ending:
             self._parts_left -= 1
             is_last = not self._parts_left
@@ -156,8 +169,9 @@ Read = TypeVar("Read")
 
 
 class WaitingReads(Generic[Read]):
-    """Reads that wait for data, served by threads. `serve(reads)`, on one of `threads` threads, ends the leading ones,
-    at least one, and returns their number; it must not raise. The others wait on, before later ones.
+    """A queue of reads that wait for memory or data. A pool of `threads` threads calls `serve(reads)` with the first
+    eight of the queue; `serve` must end at least the first one, return how many it ended, and not raise. The reads it
+    did not end stay at the head of the queue.
     """
 
     def __init__(self, name: str, threads: int, serve: Callable[[Sequence[Read]], int]) -> None:
@@ -173,7 +187,7 @@ class WaitingReads(Generic[Read]):
             self._call()
 
     def close(self) -> None:
-        """End the threads. Nothing may wait."""
+        """End the threads. No read may be in the queue."""
         self._threads.close()
 
     def _call(self) -> None:
@@ -202,7 +216,9 @@ class _Wait:
 
 
 class PendingWrites:
-    """The writes that have not ended. `begin` is called for each write; any thread may end one."""
+    """A list of the writes that have not ended, with actions that wait for them. Any thread may begin or end a
+    write.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -211,8 +227,8 @@ class PendingWrites:
         self._waiting: list[_Wait] = []
 
     def begin(self, done: Completion, *, must_succeed: bool = False) -> Completion:
-        """Return the completion that the write calls in place of `done`. `must_succeed`: if it fails, actions that
-        waited for it get False.
+        """Add a write to the list, and return the completion that the write must call at its end instead of `done`.
+        With `must_succeed`, actions that wait for the write get False if it fails.
         """
         with self._lock:
             self._last += 1
@@ -228,8 +244,8 @@ class PendingWrites:
         return ended
 
     def when_ended(self, action: Action) -> None:
-        """Call `action` when the present pending writes have ended, in the thread that ends the last of them. It gets
-        True if the writes that must succeed did.
+        """Call `action` when all writes that are pending now have ended, on the thread that ends the last of them, or
+        at once if there are none. It gets False if one of them failed that had to succeed, otherwise True.
         """
         with self._lock:
             if self._numbers:
@@ -251,14 +267,14 @@ class PendingWrites:
 
 
 class UnderWay:
-    """A count of transfers under way. Any thread may begin or end one."""
+    """A counter of transfers that have not ended. Any thread may begin or end one."""
 
     def __init__(self) -> None:
         self._transfers = 0
         self._changed = threading.Condition()
 
     def begin(self, done: Completion) -> Completion:
-        """Return the completion that the transfer calls in place of `done`."""
+        """Count one transfer, and return the completion that it must call instead of `done`."""
         with self._changed:
             self._transfers += 1
 
@@ -271,6 +287,6 @@ class UnderWay:
         return end
 
     def wait(self) -> None:
-        """Wait until there are none."""
+        """Wait until every counted transfer has ended."""
         with self._changed:
             self._changed.wait_for(lambda: not self._transfers)

@@ -24,7 +24,7 @@ Areas = list[tuple[str, list[Finding]]]
 
 
 def doctor(directory: Path, arguments: argparse.Namespace) -> Output:
-    """Run every check. The exit code is FAILED if a check failed; with only warnings it is OK."""
+    """Run every check. The exit code is FAILED if a check failed, and OK if there are only warnings."""
     clock = machine.ClockWatch()
     around, trouble = look_around(directory, arguments)
     with Progress("kvctl doctor") as progress:
@@ -36,7 +36,7 @@ def doctor(directory: Path, arguments: argparse.Namespace) -> Output:
 
 
 def look_around(directory: Path, arguments: argparse.Namespace) -> tuple[Surroundings, CommandError | None]:
-    """Return what the checks measure against, and the error of asking the daemon; None if it answered."""
+    """Return the inputs of the checks, and the error from asking the daemon, or None if the daemon answered."""
     status: wire.StatusReply | None = None
     try:
         with AdminSocket(directory, arguments.timeout) as admin:
@@ -116,7 +116,7 @@ def _settings(around: Surroundings) -> Iterator[Finding]:
 
 
 def render(areas: Areas, width: int) -> str:
-    """Return the text for people: one line for each finding, with the advice below it."""
+    """Return the findings as text for people: a line for each finding, with the advice below it."""
     colour = wants_colour(sys.stdout)
     name_width = max((len(finding.name) for _, found in areas for finding in found), default=0)
     lines: list[str] = []
@@ -145,7 +145,7 @@ def _advice(text: str, room: int) -> list[str]:
 
 
 def document(areas: Areas) -> dict[str, Any]:
-    """Return the document for machines."""
+    """Return the findings as a document for machines."""
     return {
         **_counts(areas),
         "checks": [

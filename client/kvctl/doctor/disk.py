@@ -83,7 +83,7 @@ def _ownership(around: Surroundings, path: Path, status: os.stat_result) -> Find
 
 
 def room(around: Surroundings) -> Iterator[Finding]:
-    """Compare the free space with the bytes that the tier may still grow by."""
+    """Compare the free space of the disk with the bytes that the NVMe tier may still grow by."""
     path = _tier_path(around)
     if path is None:
         return
@@ -130,7 +130,7 @@ def file_system(around: Surroundings) -> Iterator[Finding]:
 
 
 def direct(around: Surroundings) -> Iterator[Finding]:
-    """Write and read one page with O_DIRECT, in a file without a name."""
+    """Check that the disk takes O_DIRECT, by writing and reading one page in a file without a name."""
     path = _tier_path(around)
     if path is None:
         return
@@ -158,7 +158,7 @@ def _tier_path(around: Surroundings) -> Path | None:
 
 
 def existing(path: Path) -> Path:
-    """Return `path`, or the nearest directory above it that exists and can be seen."""
+    """Return `path`, or the nearest directory above it that exists and is visible to this user."""
     for candidate in (path, *path.parents):
         with suppress(OSError):
             if candidate.is_dir():
@@ -179,7 +179,9 @@ def kind_of(around: Surroundings, path: Path) -> str:
 
 
 def unnamed_file(directory: Path, flags: int = 0) -> int:
-    """Return a descriptor of a file without a name: the file vanishes when the process ends in any way."""
+    """Create a file without a name in `directory`, and return its descriptor. The file vanishes whichever way the
+    process ends.
+    """
     try:
         return os.open(directory, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC | flags, 0o600)
     except OSError as error:
@@ -267,7 +269,7 @@ def speed(around: Surroundings, progress: Progress) -> Iterator[Finding]:
 
 
 def judge(measured: Measured) -> Iterator[Finding]:
-    """Say whether a disk with the figures `measured` can serve a tier below DRAM."""
+    """Judge whether a disk with the speeds `measured` can serve a tier below DRAM."""
     write = measured.written_bytes / max(measured.write_s, 1e-9)
     read = measured.read_bytes / max(measured.read_s, 1e-9)
     how = "" if measured.is_direct else ", through the page cache"
@@ -292,7 +294,9 @@ def judge(measured: Measured) -> Iterator[Finding]:
 
 
 def measure(directory: Path, nbytes: int, progress: Progress) -> Measured:
-    """Return the disk's measured speed. The file has no name, so nothing is left behind. Raises OSError."""
+    """Measure the speed of the disk that holds `directory`. The file it writes has no name, so nothing is left behind.
+    Raises OSError.
+    """
     try:
         fd, is_direct = unnamed_file(directory, os.O_DIRECT), True
     except OSError:

@@ -66,7 +66,9 @@ def locked_memory(around: Surroundings) -> Iterator[Finding]:
 
 
 def cgroup_memory(around: Surroundings) -> Iterator[Finding]:
-    """Check the memory limit of the daemon's cgroup. Arenas are shared memory and count against it."""
+    """Check the memory limit of the daemon's cgroup. The daemon's arenas are shared memory and count against this
+    limit.
+    """
     process = str(around.status.pid) if around.status is not None else "self"
     place = around.read(around.proc / process / "cgroup") or ""
     limits = list(_limits_of_groups(around, place))
@@ -134,8 +136,8 @@ def _shown(limit: int) -> str:
 
 
 def capacity(around: Surroundings) -> Iterator[Finding]:
-    """Compare the DRAM tier's capacity with the machine's memory, and warn of swap: a cache in swap is slower than no
-    cache.
+    """Compare the DRAM tier's capacity with the machine's memory, and warn of swap, because a cache in swap is slower
+    than none.
     """
     memory = around.table(around.proc / "meminfo")
     total_bytes, swap_bytes = _kib(memory.get("MemTotal")), _kib(memory.get("SwapTotal"))
@@ -163,7 +165,7 @@ def capacity(around: Surroundings) -> Iterator[Finding]:
 
 
 def shared(around: Surroundings) -> Iterator[Finding]:
-    """Make, seal and touch a memfd, as the daemon does for arenas."""
+    """Create, seal and touch a memfd, as the daemon does for its arenas."""
     try:
         fd = os.memfd_create("kvctl-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as error:

@@ -73,7 +73,9 @@ def processors(around: Surroundings) -> Iterator[Finding]:
 
 
 def user_namespace(around: Surroundings) -> Iterator[Finding]:
-    """Check that the daemon's user namespace maps every user and group; the daemon knows its callers by these ids."""
+    """Check that the daemon's user namespace maps every user and group, because the daemon knows its callers by their
+    ids.
+    """
     if around.status is None:
         return
     for kind, what in (("uid", "users"), ("gid", "groups")):
@@ -92,7 +94,7 @@ def user_namespace(around: Surroundings) -> Iterator[Finding]:
 
 
 def unit(around: Surroundings) -> Iterator[Finding]:
-    """Check the systemd unit, if the machine has systemd."""
+    """Check that the systemd unit is in order, if the machine has systemd."""
     if not around.systemd.is_dir():
         yield ok("systemd", "not running here")
         return
@@ -114,7 +116,7 @@ def unit(around: Surroundings) -> Iterator[Finding]:
 
 
 class ClockWatch:
-    """A watch for jumps of the wall clock between its construction, when the checks begin, and the check at their
+    """A watch for jumps of the wall clock. It starts when it is constructed, as the checks begin, and reports at their
     end.
     """
 

@@ -34,7 +34,7 @@ _EXPIRED = 10  # X509_V_ERR_CERT_HAS_EXPIRED
 
 
 def answering(around: Surroundings, trouble: CommandError | None) -> Iterator[Finding]:
-    """Judge the answer on the admin socket. `trouble` is the error if there was no answer."""
+    """Judge the daemon's answer on the admin socket. `trouble` is the error if there was no answer."""
     status = around.status
     if status is None:
         if trouble is not None and trouble.exit_code == DENIED:
@@ -80,7 +80,7 @@ def versions(around: Surroundings, installed: str) -> Iterator[Finding]:
 
 
 def as_an_engine(around: Surroundings, timeout_s: float) -> Iterator[Finding]:
-    """Make a handshake and open a stream, as engines do."""
+    """Check that the daemon accepts a handshake and a stream, which engines begin with."""
     if around.status is None and not os.path.exists(around.socket_dir / HANDSHAKE_SOCKET):
         return
     try:
@@ -131,7 +131,7 @@ def secret(around: Surroundings) -> Iterator[Finding]:
 
 
 def certificate(around: Surroundings) -> Iterator[Finding]:
-    """Check the certificate that the daemon serves. Without a daemon or without TLS there is no finding."""
+    """Check the certificate that the daemon serves. If there is no daemon, or no TLS, find nothing."""
     listen, path = around.settings.values.get("unary.listen", ""), around.settings.path("unary.tls_cert")
     if around.status is None or not listen or path is None:
         return

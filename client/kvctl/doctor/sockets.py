@@ -61,7 +61,9 @@ def directory(around: Surroundings) -> Iterator[Finding]:
 
 
 def sockets(around: Surroundings) -> Iterator[Finding]:
-    """Check each socket by itself; report nothing if the directory cannot be entered, which `directory` reports."""
+    """Check each socket by itself. If the directory cannot be entered, report nothing, because `directory` reports
+    that.
+    """
     if not os.access(around.socket_dir, os.X_OK):
         return
     for name in _KINDS:
@@ -154,8 +156,8 @@ def _join(group: str) -> str:
 
 
 def holder_of_lock(around: Surroundings) -> int:
-    """Return the pid of the daemon that holds the state directory, as `lock_holder` does. Raises OSError if that cannot
-    be known.
+    """Return the pid of the daemon that holds the state directory, as `lock_holder` does. Raises OSError if the pid
+    cannot be known.
     """
     if around.status is not None:
         return around.status.pid
@@ -167,8 +169,8 @@ def holder_of_lock(around: Surroundings) -> int:
 
 
 def how_to_start(around: Surroundings, more: str = "") -> str:
-    """Return the advice for a daemon that does not answer: never one that would start a second daemon. `more` follows
-    the command.
+    """Return advice for a daemon that does not answer. The advice never starts a second daemon. `more` follows the
+    command in it.
     """
     start = f"kvstored serve --socket-dir {around.socket_dir}{more}"
     try:

@@ -30,8 +30,8 @@ _TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class DaemonSettings:
-    """The daemon's settings: `values` by SECTION.KEY, sizes as bytes under KEY_bytes. `problem` says why there are no
-    reliable values.
+    """The daemon's settings. `values` maps SECTION.KEY to a value; sizes are also there in bytes, under KEY_bytes.
+    `problem` says why there are no reliable values.
     """
 
     source: str
@@ -43,7 +43,7 @@ class DaemonSettings:
         return Path(value) if value else None
 
     def nbytes(self, key: str) -> int:
-        """Return the bytes of the setting `key`; 0 if unknown."""
+        """Return the bytes of the setting `key`, or 0 if they are unknown."""
         value = self.values.get(f"{key}_bytes", "0")
         return int(value) if value.isdecimal() else 0
 
@@ -55,8 +55,8 @@ class DaemonSettings:
         return self.values.get(key, "").lower() == "true"
 
     def tiers(self, kind: str, *, mark: str) -> list[str]:
-        """Return the names of the tiers of `kind`. A file's settings have the kind; a running daemon's settings may
-        not, but have every default: there a tier is recognised by `mark`, a setting that no other kind has.
+        """Return the names of the tiers of `kind`. Settings from a file name the kind. Settings from a running daemon
+        may not, but they have every default, so there `mark`, a setting that no other kind has, tells the kind.
         """
         names = dict.fromkeys(key.rpartition(".")[0] for key in self.values if key.endswith((".kind", f".{mark}")))
         return [name for name in names if self.values.get(f"{name}.kind", kind) == kind]
@@ -67,7 +67,7 @@ def of_daemon(values: Mapping[str, str]) -> DaemonSettings:
 
 
 def of_file(config: Path | None, state_dir: str | None) -> DaemonSettings:
-    """Return the defaults, overlaid with a configuration file and a state directory."""
+    """Return the default settings, overlaid with those in the file `config` and with `state_dir`."""
     chosen = config or (SYSTEM_CONFIG if SYSTEM_CONFIG.exists() else None)
     source = str(chosen) if chosen else "the defaults"
     asked = [] if chosen is None else ["--config", str(chosen)]
@@ -89,8 +89,8 @@ def of_file(config: Path | None, state_dir: str | None) -> DaemonSettings:
 
 
 def size_of(text: str, whole_bytes: int) -> int | None:
-    """Return the bytes of "64MiB" or "25%" of `whole_bytes`; None if `text` is no size. The daemon has checked the file
-    already.
+    """Return the bytes of a size such as "64MiB" or "25%" (of `whole_bytes`), or None if `text` is no size. The daemon
+    has already checked the file that `text` is from.
     """
     try:
         return parse_size(text, whole_bytes)
@@ -145,7 +145,9 @@ def _file_system_bytes(path: Path) -> int:
 
 
 def run_command(command: Sequence[str]) -> str:
-    """Return the standard output of a command. Raises OSError if the command cannot run, fails or takes too long."""
+    """Run a command and return its standard output. Raises OSError if the command cannot run, fails or takes too
+    long.
+    """
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
@@ -157,8 +159,8 @@ def run_command(command: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """The inputs of all checks. `status` is the daemon's, if it answers on its admin socket; then `settings` are its
-    own too, otherwise a file's.
+    """The inputs of all checks. `status` is the daemon's status if it answers on its admin socket. The `settings` are
+    then the daemon's too; otherwise they are from a file.
     """
 
     socket_dir: Path
@@ -173,14 +175,14 @@ class Surroundings:
     run: Run = run_command
 
     def read(self, path: Path) -> str | None:
-        """Return the text of a small system file; None if it does not exist or this user may not read it."""
+        """Return the text of a small system file, or None if the file does not exist or this user may not read it."""
         try:
             return path.read_text().strip()
         except (OSError, UnicodeDecodeError):
             return None
 
     def table(self, path: Path) -> Mapping[str, str]:
-        """Return the lines `NAME: VALUE` of a system file."""
+        """Return the names and values of a system file that has lines `NAME: VALUE`."""
         lines = (self.read(path) or "").splitlines()
         return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
@@ -193,7 +195,7 @@ class Level(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the result. The `advice` of an OK finding is an optional improvement."""
+    """One line of the doctor's result. For a finding that is OK, the `advice` is an optional improvement."""
 
     name: str
     level: Level
@@ -217,7 +219,7 @@ def fail(name: str, seen: str, advice: str) -> Finding:
 
 
 def guarded(name: str, check: Check) -> Iterator[Finding]:
-    """Yield the findings of `check`; if the system does not permit the check, yield a warning instead."""
+    """Yield the findings of `check`, or a warning if the system does not permit the check."""
     try:
         yield from check()
     except OSError as error:

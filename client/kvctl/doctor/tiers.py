@@ -35,7 +35,7 @@ _FOR_ALL = stat.S_IROTH | stat.S_IWOTH
 
 
 def remote_tiers(settings: DaemonSettings) -> list[str]:
-    """Return the names of the remote tiers."""
+    """Return the names of the remote tiers in `settings`."""
     return [name for name in settings.tiers("remote", mark="encrypt") if f"{name}.url" in settings.values]
 
 
@@ -52,7 +52,7 @@ def remote_tier(around: Surroundings, name: str) -> Iterator[Finding]:
 
 
 def cluster(around: Surroundings) -> Iterator[Finding]:
-    """Check the secret by which nodes find each other's blocks."""
+    """Check the secret with which nodes find each other's blocks."""
     path = _file(around.settings, "cluster.secret_file")
     if path is None:
         seen = "cluster.secret_file is not set: no other node finds this node's blocks"
@@ -132,7 +132,7 @@ def _file(settings: DaemonSettings, setting: str) -> Path | None:
 
 
 def gpu_tiers(settings: DaemonSettings) -> list[str]:
-    """Return the names of the GPU tiers."""
+    """Return the names of the GPU tiers in `settings`."""
     return settings.tiers("gpu", mark="from_nvme")
 
 
@@ -149,14 +149,16 @@ def library() -> Iterator[Finding]:
 
 
 def devices(around: Surroundings) -> Iterator[Finding]:
-    """Check the device nodes that the driver opens, as this process sees them: a unit or a container may see others."""
+    """Check the device nodes that the driver opens, as this process sees them. A systemd unit or a container may see
+    others.
+    """
     gpus = sorted(path.name for path in around.dev.glob("nvidia[0-9]*"))
     for name in (_CONTROL, _MEMORY, *(gpus or ["nvidia0"])):
         yield _device(around.dev / name)
 
 
 def unit(around: Surroundings) -> Iterator[Finding]:
-    """Check the sandbox of the systemd unit, if there is one."""
+    """Check whether the sandbox of the systemd unit, if there is one, lets the daemon open NVIDIA's devices."""
     if not around.systemd.is_dir():
         return
     properties = "LoadState,PrivateDevices,DevicePolicy,DeviceAllow,MemoryDenyWriteExecute"

@@ -27,15 +27,18 @@ RETRY_S = 30.0  # a failed import costs a round trip and a second request
 
 
 class ChunkSource(Protocol):
-    """The part of `DeviceMemory` that imports chunks and reads their headers."""
+    """An importer of chunks (device memory of the daemon's GPU tier): the two methods of `DeviceMemory` that
+    `DeviceArenas` uses.
+    """
 
     def import_chunk(self, descriptor: int, nbytes: int) -> DeviceChunk: ...
     def read(self, places: Sequence[tuple[int, int]]) -> list[Bytes]: ...
 
 
 class DeviceArenas:
-    """The chunks that a session of the daemon may read. A new session begins without any chunk: numbers of another
-    daemon may mean other memory.
+    """The chunks (device memory of the daemon's GPU tier) that one session may read. A chunk is mapped when a lease
+    first names it, and unmapped when no lease refers to it and none has named it for `IDLE_S` seconds. `grants`
+    hands chunks over, `memory` imports them, and `clock` returns seconds.
     """
 
     def __init__(self, grants: Handshake, memory: ChunkSource, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -50,14 +53,18 @@ class DeviceArenas:
 
     @property
     def is_off(self) -> bool:
-        """True if chunks cannot be imported now, so that leases should name host memory alone."""
+        """True while no chunks of device memory can be imported after a failure, so that leases should name host memory
+        alone.
+        """
         return self._clock() < self._off_until
 
     def headers(
         self, arena_ids: Sequence[int], offsets: Sequence[int], timeout_s: float
     ) -> Mapping[int, tuple[DeviceChunk, Bytes]] | None:
-        """Return, by position in a lease, chunk and header page of each block on the device. A place that no chunk has
-        is left out. None if a chunk is not granted in time, or cannot be had: then the device is off for a while.
+        """Return the blocks of a lease that are on the device: by position in the lease, the chunk of each block and
+        its header page. Block i is at `offsets[i]` in the arena `arena_ids[i]`; a block in host memory, or outside
+        its chunk, is left out. Return None if a chunk is not granted within `timeout_s` seconds or cannot be
+        imported.
         """
         until = self._clock() + timeout_s
         found: dict[int, DeviceChunk] = {}
@@ -79,8 +86,8 @@ class DeviceArenas:
         return {at: (chunk, page) for (at, chunk), page in zip(found.items(), pages, strict=True)}
 
     def drop_idle(self) -> None:
-        """Drop references to chunks that no lease has named for `IDLE_S`; they are unmapped once no lease refers to
-        them either.
+        """Forget the chunks of device memory that no lease has named for `IDLE_S` seconds. Each is unmapped once no
+        lease refers to it either.
         """
         dropped = []  # they end outside of the lock: unmapping takes a while
         with self._lock:

@@ -41,8 +41,9 @@ class _Pace:
 
 
 class LinkBudget:
-    """The budget of all copies of an engine on one device, both ways. `stores`, `loads`: their rates. For any
-    thread.
+    """A limit on the bytes a second that an engine copies to and from one device while it decodes. `stores` is the rate
+    of copies from the device, `loads` of copies to it: bytes a second, AUTO for a quarter of the link's observed
+    speed, or None for no limit. It may be used from any thread.
     """
 
     def __init__(
@@ -62,8 +63,8 @@ class LinkBudget:
         self.waits: Counter[Flow] = Counter()  # how often copies had to
 
     def decoding(self, is_decoding: bool) -> None:
-        """Say before each step whether it computes next tokens of running answers. True holds until the next call, for
-        at most LAPSE_S.
+        """Note, before each step of the engine, whether the step computes next tokens of running answers. True holds
+        until the next call, for at most LAPSE_S seconds; only meanwhile are copies limited.
         """
         with self._changed:
             self._decodes_until_s = self._clock() + LAPSE_S if is_decoding else -math.inf
@@ -71,13 +72,14 @@ class LinkBudget:
                 self._changed.notify_all()
 
     def limits(self, flow: Flow) -> bool:
-        """Return whether a copy would have to keep to a rate now."""
+        """Return whether a copy of this `flow` ("stores" or "loads") would have to keep to a rate now."""
         with self._changed:
             return self._rate(self._paces[flow]) is not None
 
     def wait(self, flow: Flow, nbytes: int) -> bool:
-        """Wait until the rate allows more; then `nbytes` are spent. Return False if nothing limits them, and they do
-        not count. The caller holds no lock that a copy of the other flow needs.
+        """Wait until the rate of `flow` ("stores" or "loads") allows another copy, then count `nbytes` as spent and
+        return True. Return False at once, without counting, if no rate limits the flow now. The caller must hold no
+        lock that a copy of the other flow needs.
         """
         pace, has_waited = self._paces[flow], False
         with self._changed:
@@ -93,7 +95,9 @@ class LinkBudget:
 
     @contextlib.contextmanager
     def lifted(self, flow: Flow) -> Iterator[None]:
-        """Lift the limit of this flow inside the block, since a step waits for it."""
+        """Let copies of `flow` ("stores" or "loads") run without a limit inside the `with` block, because a step of the
+        engine waits for them.
+        """
         pace = self._paces[flow]
         with self._changed:
             pace.lifts += 1
@@ -105,7 +109,9 @@ class LinkBudget:
                 pace.lifts -= 1
 
     def seen(self, nbytes: int, seconds: float) -> None:
-        """Note that copies over the link, without waiting between them, moved `nbytes` in `seconds`."""
+        """Note that copies between host and device moved `nbytes` in `seconds`, without waiting in between. The
+        observed speed of the link is computed from such notes.
+        """
         if nbytes < LEAST_SEEN_BYTES or seconds <= 0:
             return
         with self._changed:
@@ -116,12 +122,14 @@ class LinkBudget:
 
     @property
     def link_bytes_s(self) -> float:
-        """The bytes a second that the link is believed to move."""
+        """The observed speed of copies between host and device, in bytes a second. It is 1e9 until enough bytes have
+        moved.
+        """
         with self._changed:
             return self._link_bytes_s()
 
     def close(self) -> None:
-        """Limit nothing from now on, and let waiting threads go on. Idempotent."""
+        """End all limits, and let the threads in `wait` go on. A second call does nothing."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

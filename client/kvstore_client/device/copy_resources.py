@@ -32,8 +32,9 @@ BUFFER_BYTES = 8 << 20
 
 
 class CopyResources:
-    """The stream, buffer, registered memory and budget that copies of one session share. `least_bytes`: the buffer's
-    least size, for host memory that is not registered yet. `priority`: the stream's. Raises DeviceError.
+    """The shared parts of all copies between one session and its device: a CUDA stream of the given `priority`, a
+    pinned host buffer of at least `least_bytes` bytes, the registered host memory, and the limit of the link's rate.
+    It makes and closes the `registered` and `budget` that are not given. Raises DeviceError.
     """
 
     def __init__(
@@ -68,11 +69,15 @@ class CopyResources:
         self._is_closed = False
 
     def decoding(self, is_decoding: bool) -> None:
-        """Pass on to `LinkBudget.decoding`: the engine says before each step whether it decodes."""
+        """Note, before each step of the engine, whether the step decodes, since copies are limited only then
+        (`LinkBudget.decoding`).
+        """
         self.budget.decoding(is_decoding)
 
     def close(self) -> None:
-        """Wait for copies, unregister all memory. Idempotent."""
+        """Wait for the copies under way, then free the stream, the buffer and the registered memory that belongs to
+        this object. A second call does nothing.
+        """
         if self._owned_budget is not None:
             self._owned_budget.close()
         with self.using:
@@ -88,7 +93,7 @@ class CopyResources:
                 self._ending()
 
     def check_open(self) -> None:
-        """Raise KVStoreError after `close`; for the thread that holds `using`."""
+        """Raise KVStoreError if `close` was called. The caller holds the lock `using`."""
         if self._is_closed:
             raise invalid("these transfers are closed")
 

@@ -37,7 +37,10 @@ _measured: dict[int, dict[Way, int]] = {}  # by device
 
 
 class CopyCrossover:
-    """The choice of copies for the kernel. After `close` there are none."""
+    """A chooser between two ways to copy pieces of memory on a device: a kernel that copies many small pieces at once,
+    or the driver's batches. A thread compiles the kernel and measures the size from which batches are faster. Until
+    then, and after `close`, no piece is copied by the kernel.
+    """
 
     def __init__(self, device: DeviceMemory) -> None:
         self._device = device
@@ -48,7 +51,9 @@ class CopyCrossover:
         self._thread.start()
 
     def queue_small(self, runs: Runs, way: Way, stream: Any) -> Runs:
-        """Queue the runs that the kernel copies faster; return the others. Raises DeviceError."""
+        """Queue the runs (pieces to copy) that the kernel copies faster on the CUDA stream `stream`, and return the
+        other runs. `way` is the direction of the copies. Raises DeviceError.
+        """
         found = self._found
         if found is None:
             return runs
@@ -61,14 +66,16 @@ class CopyCrossover:
         return Runs.joined([kernel.queue(runs[is_small], stream), runs[~is_small]])
 
     def settled(self) -> Mapping[Way, int]:
-        """Return the bytes of the largest runs that the kernel copies, by way; empty if there is no kernel. Waits until
-        that is known.
+        """Wait until the kernel is measured, and return, for each direction of copies, the largest size in bytes of a
+        piece that the kernel copies. The mapping is empty if there is no kernel.
         """
         self._thread.join()
         return {} if self._found is None else self._found[1]
 
     def close(self) -> None:
-        """Close the kernel, without waiting for the thread, which may be compiling, or for copies. Idempotent."""
+        """Stop using the kernel. It waits neither for copies nor for the thread, which may be compiling. A second call
+        does nothing.
+        """
         with self._lock:
             self._is_closed, self._found = True, None
 

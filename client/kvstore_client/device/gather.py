@@ -36,14 +36,16 @@ LONGEST_COMPILATION_S = 60.0
 
 
 class GatherArgument(ctypes.Structure):
-    """The argument of the gather kernel. `runs`: the address of `count` records of _RUN."""
+    """The C struct that the gather kernel takes: `runs` is the address of `count` records, each with the addresses and
+    the length of one copy.
+    """
 
     _fields_ = (("runs", ctypes.c_void_p), ("count", ctypes.c_uint64))
 
 
 class GatherKernel:
-    """The kernel that copies many pieces of memory in one launch. Raises CompileError if it cannot be compiled,
-    DeviceError. The device's context has to be current, here and in `queue`.
+    """A CUDA kernel that copies many pieces of memory in one launch. The device's context has to be current in the
+    constructor and in `queue`. Raises CompileError if the kernel cannot be compiled, and DeviceError.
     """
 
     def __init__(self, device: DeviceMemory) -> None:
@@ -69,8 +71,9 @@ class GatherKernel:
         weakref.finalize(self, _end, device, ending, self._rows, self._events).atexit = False  # the driver may be gone
 
     def queue(self, runs: Runs, stream: Any) -> Runs:
-        """Queue copies of any memory that the device may use, in any order; return the copies for which no sheet is
-        free. Each address and length is a multiple of ALIGNED_BYTES. Raises DeviceError.
+        """Queue copies by the kernel on the CUDA stream `stream`, in any order. Return the part of `runs` that was not
+        queued, because all memory for descriptions of runs is still in use. Each address and length is a multiple of
+        16 bytes. Raises DeviceError.
         """
         for start in range(0, len(runs), MOST_RUNS):
             if not self._has_ended(self._events[self._next]):

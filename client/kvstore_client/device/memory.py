@@ -33,14 +33,18 @@ from kvstore_proto.arena import HEADER_BYTES
 
 
 class Follower(Protocol):
-    """A receiver of arrays, each over a whole mapping. It never waits."""
+    """A receiver of reports about mapped host memory: `mapped` gets each array over a whole mapping, `given_up` gets it
+    again when its session has ended. Neither method waits.
+    """
 
     def mapped(self, memory: Bytes) -> None: ...
     def given_up(self, memory: Bytes) -> None: ...
 
 
 class HostMappings:
-    """The arenas in host memory that sessions of the device have mapped. May be used from any thread."""
+    """The register of the arenas (shared host memory of the daemon) that the sessions of one device have mapped. It may
+    be used from any thread.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -48,28 +52,28 @@ class HostMappings:
         self._followers: list[Follower] = []
 
     def add(self, memory: Bytes) -> None:
-        """Add memory that a session has mapped, or goes on using."""
+        """Add `memory`, an arena that a session has mapped or goes on using, and report it to each follower."""
         with self._lock:
             self._known[_address(memory)] = memory
             for follower in self._followers:
                 follower.mapped(memory)
 
     def drop(self, memory: Bytes) -> None:
-        """Drop memory whose session has ended."""
+        """Remove `memory`, an arena whose session has ended, and report that to each follower."""
         with self._lock:
             self._known.pop(_address(memory), None)
             for follower in self._followers:
                 follower.given_up(memory)
 
     def follow(self, follower: Follower) -> None:
-        """Call `follower` with every known mapping, and with every later one."""
+        """Call `follower.mapped` with every arena that is known now, and with each later one, until `leave`."""
         with self._lock:
             self._followers.append(follower)
             for memory in list(self._known.values()):
                 follower.mapped(memory)
 
     def leave(self, follower: Follower) -> None:
-        """End `follow`. Idempotent."""
+        """Stop reporting arenas to `follower`. A second call does nothing."""
         with self._lock:
             self._followers = [each for each in self._followers if each is not follower]
 
@@ -85,7 +89,9 @@ __all__ = ["DeviceChunk", "DeviceError", "DeviceMemory"]
 
 @dataclass(frozen=True, eq=False)
 class DeviceChunk:
-    """Read-only device memory: `nbytes` at `address`. It stays mapped as long as something refers to it."""
+    """A piece of the daemon's device memory, mapped read-only in this process: `nbytes` bytes at `address` on the
+    device `memory`. It stays mapped as long as something refers to this object.
+    """
 
     address: int
     nbytes: int
@@ -96,7 +102,9 @@ class DeviceChunk:
         return self.memory.index
 
     def read(self, offset: int, nbytes: int) -> Bytes:
-        """Return a read-only copy in host memory. Raises DeviceError."""
+        """Return a read-only copy in host memory of `nbytes` bytes from `offset` in this chunk. Raises ValueError if
+        they are outside the chunk, and DeviceError.
+        """
         if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
             raise ValueError(f"bytes {offset}..{offset + nbytes} are outside a chunk of {self.nbytes}")
         (copy,) = self.memory.read([(self.address + offset, nbytes)])
@@ -104,8 +112,8 @@ class DeviceChunk:
 
 
 class DeviceMemory(CudaDevice):
-    """CUDA device `index`, as the driver counts in this process. Raises KVStoreError if there is no driver, no library
-    for it or no such device. `identity` names the device to every process.
+    """A CUDA device from which leased blocks may be read in place. `index` is its number in this process; `identity`
+    names it to every process. Raises KVStoreError if there is no such device, no driver or no library for it.
     """
 
     def __init__(self, index: int) -> None:
@@ -128,7 +136,9 @@ class DeviceMemory(CudaDevice):
         weakref.finalize(self, ending.close).atexit = False  # the driver may be gone already then
 
     def import_chunk(self, descriptor: int, nbytes: int) -> DeviceChunk:
-        """Map memory for reading, by its descriptor, which the caller closes. Raises DeviceError."""
+        """Map `nbytes` bytes of the daemon's device memory read-only, and return the chunk. The daemon sent
+        `descriptor`, which the caller closes afterwards. Raises DeviceError.
+        """
         with self.current(), contextlib.ExitStack() as undo:
             handle = self.import_descriptor(descriptor)
             undo.callback(self.quietly, "cuMemRelease", handle)
@@ -140,8 +150,8 @@ class DeviceMemory(CudaDevice):
         return chunk
 
     def read(self, places: Sequence[tuple[int, int]]) -> list[Bytes]:
-        """Return read-only copies of device memory (address and bytes of each), one batch for each `_BUFFER_BYTES`.
-        Raises DeviceError.
+        """Return read-only host copies of pieces of device memory, in order. Each of `places` is an address and a
+        number of bytes. Raises DeviceError.
         """
         copies = [np.empty(nbytes, np.uint8) for _, nbytes in places]
         with self._lock, self.current():

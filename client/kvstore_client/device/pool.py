@@ -25,8 +25,9 @@ BlockPages = Sequence[Pages] | Numbers
 
 @dataclass(frozen=True, slots=True)
 class PoolPart:
-    """A run of bytes of each page: page p has `nbytes` bytes at `address` + p * `stride`. A layer whose K and V are two
-    arrays has two parts; one whose heads are apart has one for each head."""
+    """One run of bytes in each page of an engine's pool: page p has `nbytes` bytes at `address` + p * `stride`. A layer
+    whose K and V are two arrays has two parts; a layer whose heads are stored apart has one part for each head.
+    """
 
     address: int
     stride: int
@@ -34,11 +35,11 @@ class PoolPart:
 
 
 class DevicePool:
-    """An engine's pool of K/V pages in device memory. `layers[i]` are the parts of layer i, in the order in which its
-    bytes are stored; `layer_bytes` is the size of the largest layer, in a block. The pool has pages 0 to `pages` - 1. A
-    block has `block_pages` of them, anywhere in the pool; its payload has for each part the bytes of all its pages, in
-    order. `memory` is kept as long as something refers to the pool, as all copies under way do. Raises KVStoreError for
-    invalid parts.
+    """An engine's pool of K/V pages in device memory, described by addresses. `layers[i]` are the parts of layer i, in
+    the order in which the stored payload holds them. The pool has pages 0 to `pages` - 1. Each block has
+    `block_pages` pages, anywhere in the pool; its payload holds for each part the bytes of all its pages, in order.
+    The pool refers to `memory`, to keep it alive. `layer_bytes` is the size of the largest layer in a block. Raises
+    KVStoreError for parts that overlap or are empty.
     """
 
     def __init__(
@@ -64,9 +65,9 @@ class DevicePool:
 
     @classmethod
     def from_tensors(cls, layers: Sequence[Any]) -> DevicePool:
-        """Return a pool of arrays with `__cuda_array_interface__` (torch CUDA tensors, CuPy), for each layer one or a
-        sequence of them (K, V): [page, ...], any dtype, each page without gaps; all layers of one size. Raises
-        KVStoreError.
+        """Return a pool over CUDA arrays (torch tensors, CuPy arrays). Each element of `layers` is one array, or a
+        sequence of arrays such as K and V. The first axis of each array counts pages, and a page has no gaps; the
+        dtype does not matter. All layers have one size. Raises KVStoreError for other arrays.
         """
         parts = [[_part(array) for array in (each if isinstance(each, (tuple, list)) else [each])] for each in layers]
         pages = {count for each in parts for _, count in each}
@@ -79,21 +80,22 @@ class DevicePool:
 
     @property
     def block_bytes(self) -> int:
-        """The bytes of a whole payload: all layers, one after another."""
+        """The bytes of a block's payload, with all layers one after another."""
         return self._starts[-1]
 
     @property
     def parts(self) -> int:
-        """The number of parts of all layers."""
+        """The number of parts (runs of bytes in each page), counted over all layers."""
         return len(self._addresses)
 
     def extent(self, layer: int) -> tuple[int, int]:
-        """Return where a layer begins in a payload, and its bytes."""
+        """Return the offset of layer number `layer` in a block's payload, and its length, both in bytes."""
         return self._starts[layer], self._starts[layer + 1] - self._starts[layer]
 
     def pages_of(self, block: Pages) -> tuple[int, ...]:
-        """The pages of a block. Raises IndexError for a page that is not the pool's, KVStoreError for too few or too
-        many."""
+        """Return the page numbers of `block` as a tuple. Raises IndexError for a page outside the pool, and
+        KVStoreError unless there are `block_pages` of them.
+        """
         pages = (block,) if isinstance(block, int) else tuple(block)
         for page in pages:
             if not 0 <= page < self.pages:
@@ -103,8 +105,9 @@ class DevicePool:
         return pages
 
     def to_pages(self, blocks: BlockPages, payloads: Integers, layers: range | None = None) -> list[Runs]:
-        """Return, for all layers or consecutive `layers`, copies out of payloads that begin at these addresses, each
-        into the pages of a block, with neighbours merged. Raises IndexError for a page that is not the pool's.
+        """Return the copies that fill pages of the pool, one `Runs` for each of `layers` (all layers by default). The
+        payload at the address `payloads[i]` goes to the pages `blocks[i]`. Copies of neighbouring bytes are merged.
+        Raises IndexError for a page outside the pool.
         """
         layers = range(len(self.layers)) if layers is None else layers
         first, end = self._first_parts[layers.start], self._first_parts[layers.stop]
@@ -113,13 +116,17 @@ class DevicePool:
         return self._by_layer(columns, layers)
 
     def from_pages(self, blocks: BlockPages, payloads: Integers) -> list[Runs]:
-        """Return for each layer copies out of the pages of blocks into payloads."""
+        """Return the copies out of pages of the pool, one `Runs` for each layer. The pages `blocks[i]` go to the
+        payload at the address `payloads[i]`. Raises IndexError for a page outside the pool.
+        """
         columns = np.empty((3, self.parts, len(payloads) * self.block_pages), np.uint64)
         self._fill(columns[2], columns[1], columns[0], 0, blocks, payloads)
         return self._by_layer(columns, range(len(self.layers)))
 
     def from_pages_at_once(self, blocks: BlockPages, payloads: Integers) -> Runs:
-        """Return the copies of `from_pages`, with neighbours of different layers merged too."""
+        """Return the copies of `from_pages` as one `Runs` for all layers, with neighbouring bytes of different layers
+        merged too.
+        """
         # In this order payloads one after the other need no sorting.
         columns = np.empty((3, len(payloads) * self.block_pages, self.parts), np.uint64)
         self._fill(columns[2].T, columns[1].T, columns[0].T, 0, blocks, payloads)

@@ -27,8 +27,8 @@ EARLY_S = 300.0  # for memory that was not used yet: an engine that starts loads
 
 @dataclass(slots=True, eq=False)
 class Registration:
-    """A part of a mapping, which it keeps alive. `users` copies need it now; without any it ends `keep_s` after
-    `used_at`.
+    """The registration of one part of mapped host memory with the CUDA driver. `memory` is the part, at `address`.
+    `users` counts the copies that need it now; without any it ends `keep_s` seconds after `used_at`.
     """
 
     memory: Bytes
@@ -40,7 +40,10 @@ class Registration:
 
 
 class RegisteredMemory:
-    """The registrations of a process on `device`, until `close`. Implements `Follower`."""
+    """The host memory that is registered with the CUDA driver, so that `device` copies from and to it directly. A
+    thread registers arenas when they are mapped and other memory when it is wanted, and unregisters it when it is
+    idle. `clock` returns seconds.
+    """
 
     def __init__(self, device: DeviceMemory, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._device, self._clock = device, clock
@@ -56,7 +59,10 @@ class RegisteredMemory:
         device.mappings.follow(self)
 
     def want(self, memory: Bytes, keep_s: float = IDLE_S) -> None:
-        """Register all of a mapping soon, for at least `keep_s`. `memory` is the array over the whole mapping."""
+        """Have a thread register `memory`, an array over a whole mapping, and keep it registered for at least `keep_s`
+        seconds. The call does not wait. Memory that the device cannot register, because it is read-only, is left
+        out.
+        """
         if not (memory.flags.writeable or self._can_read_only):
             return
         with self._changed:
@@ -79,8 +85,8 @@ class RegisteredMemory:
                     self._parts[address].keep_s = 0.0
 
     def take(self, memory: Bytes, offset: int, nbytes: int) -> Registration | None:
-        """Return the registration of these bytes of a mapping, for a copy, until `give_back`. None if there is none
-        yet.
+        """Return the registration of the `nbytes` bytes from `offset` in the mapping `memory`, which stays until
+        `give_back`. Return None if the bytes are not registered yet; they will be soon.
         """
         start = offset // REGISTER_BYTES * REGISTER_BYTES
         address = memory.__array_interface__["data"][0] + start
@@ -94,23 +100,27 @@ class RegisteredMemory:
         return None
 
     def give_back(self, taken: Registration) -> None:
-        """Note that the copies that needed it have ended."""
+        """Note that the copies for which `taken` was taken have ended."""
         with self._changed:
             taken.users -= 1
             taken.used_at, taken.keep_s = self._clock(), min(taken.keep_s, IDLE_S)
 
     def settle(self, timeout_s: float) -> bool:
-        """Wait until nothing waits to be registered; return False if that took longer than `timeout_s` seconds."""
+        """Wait until all wanted memory is registered or has failed. Return False if `timeout_s` seconds did not
+        suffice.
+        """
         with self._changed:
             return self._changed.wait_for(lambda: not self._wanted, timeout_s)
 
     def close(self) -> None:
-        """Unregister everything; no copy may be under way. Idempotent."""
+        """Unregister all memory, and wait for that. No copy may be under way. A second call does nothing."""
         self.begin_close()
         self._thread.join()
 
     def begin_close(self) -> None:
-        """Begin `close` without waiting: for a finalizer, which may run inside of any call of any thread."""
+        """Begin to unregister all memory, without waiting. It is meant for a finalizer, which may run inside any
+        call.
+        """
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

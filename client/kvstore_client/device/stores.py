@@ -24,8 +24,9 @@ BATCH_RUNS = 256  # as many copies are worth a call of their own; fewer wait for
 
 @dataclass(slots=True, eq=False)
 class Storing:
-    """A payload on its way to `destination`: straight there (`taken`), or to `at` in the buffer. `error`: the error of
-    its copies, once `is_over`.
+    """The store of one payload that is under way from the device to `destination`. Its copies go straight there if
+    `taken` is its registration, or else to offset `at` of the pinned buffer. Once `is_over` is True, `error` is the
+    failure of the copies, or None if they succeeded.
     """
 
     destination: Bytes
@@ -63,8 +64,9 @@ class _Collected:
 
 
 class Stores:
-    """The stores, queued on `stream`; payloads for unregistered memory use `buffer`, which holds at least a payload of
-    any pool. `seen` is called with bytes and seconds of copies whose time includes nothing else.
+    """A queue of stores: copies of blocks from pages of a pool to host memory, on the CUDA stream `stream`. Payloads
+    for memory that is not in `registered` pass through `buffer`, which must hold at least one payload. `seen` is
+    called with bytes and seconds of copies that were timed alone.
     """
 
     def __init__(
@@ -88,10 +90,10 @@ class Stores:
     def begin(
         self, pool: DevicePool, destination: Bytes, block: Pages, after: Sequence[int], *, slice_bytes: int = 0
     ) -> Storing:
-        """Begin the copies of a block of `pool` to a slot of staging memory or of an arena, each layer's behind its
-        event in `after`, or all behind a single one. With `slice_bytes` they begin when this many bytes are
-        collected, and this call waits for them, so that the device's queue has no more than that. Raises
-        DeviceError.
+        """Begin to copy a block from its pages in `pool` to `destination`, a slot of staging memory or of an arena.
+        Each layer is copied after its CUDA event in `after`, or all after a single event. With `slice_bytes`, copies
+        are collected up to that many bytes, and the call then waits for them. Return the store, which `settle` ends.
+        Raises DeviceError.
         """
         whole = destination.base if isinstance(destination.base, np.ndarray) else destination
         address = destination.__array_interface__["data"][0]
@@ -110,7 +112,9 @@ class Stores:
         return storing
 
     def settle(self, error: BaseException | None = None) -> None:
-        """Wait for all begun copies; `error`, if given, is an error that they have met already."""
+        """Wait for all stores that were begun, and note in each whether it succeeded. If `error` is given, all of them
+        have failed with it.
+        """
         settled, self._under_way = self._under_way, []
         if not settled:
             return

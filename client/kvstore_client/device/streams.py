@@ -20,9 +20,9 @@ Small = Callable[[Runs, Way, Any], Runs]
 
 
 class CopyStream:
-    """A stream for copies. `queue_small` queues the kernel's copies and returns the others (`Crossover`). The stream's
-    kernels come before kernels of streams with lower `priority`, such as an engine's: they are few, and would
-    otherwise wait for a whole prefill. Raises DeviceError.
+    """A CUDA stream for copies. Runs pass through `queue_small` first, which queues the small ones by a kernel and
+    returns the others for a batch. A stream of higher `priority` (a lower number) runs its kernels before an
+    engine's. The caller destroys `handle`. Raises DeviceError.
     """
 
     def __init__(self, device: DeviceMemory, queue_small: Small, priority: int = HIGHEST_PRIORITY) -> None:
@@ -30,16 +30,20 @@ class CopyStream:
         self.handle: Any = device.stream(priority)
 
     def queue(self, runs: Runs, way: Way) -> None:
-        """Queue copies, in any order."""
+        """Queue the copies of `runs` on this stream; they may run in any order. `way` is their direction: "to device",
+        "to host" or "on device".
+        """
         if len(runs):
             self._device.copy(self._queue_small(runs, way, self.handle), way, self.handle)
 
     def wait(self, event: int) -> None:
-        """Let work queued from now on run after this event (a CUevent's address) has passed."""
+        """Make work that is queued from now on run after a CUDA event. `event` is the address of the CUevent."""
         self._device.call("cuStreamWaitEvent", self.handle, self._device.driver.CUevent(event), 0)
 
     def synchronize(self) -> None:
-        """Wait until all queued work has ended, also if a call reports a failure: its memory is reused afterwards."""
+        """Wait until all work queued on this stream has ended, even if the driver reports a failure. Raises that
+        failure, a DeviceError, afterwards.
+        """
         try:
             self._device.synchronize(self.handle)
         except DeviceError:
@@ -51,7 +55,9 @@ _BLOCKING = 1  # a thread that waits for the event sleeps
 
 
 class DeviceMoment:
-    """A moment behind the work that is queued on a stream (a CUstream's address) now. Raises DeviceError."""
+    """The moment when all work that is queued on a CUDA stream now has ended. `stream` is the address of the CUstream.
+    Raises DeviceError.
+    """
 
     def __init__(self, device: DeviceMemory, stream: int) -> None:
         self._device = device
@@ -62,7 +68,7 @@ class DeviceMoment:
 
     @property
     def event(self) -> int:
-        """The CUevent's address; valid as long as the moment is kept."""
+        """The address of the CUevent that stands for this moment. It is valid as long as this object exists."""
         return int(self._event)
 
     def wait(self) -> None:
@@ -70,7 +76,7 @@ class DeviceMoment:
             self._device.wait(self._event)
 
     def seconds_since(self, earlier: DeviceMoment) -> float | None:
-        """Return the seconds since an earlier moment; None until both have come."""
+        """Return the seconds from the moment `earlier` to this one, or None while the device has not reached both."""
         with contextlib.suppress(DeviceError), self._device.current():  # CUDA_ERROR_NOT_READY until then
             return float(self._device.call("cuEventElapsedTime", earlier._event, self._event)) / 1e3
         return None

@@ -40,7 +40,9 @@ _Payload = tuple[tuple[int, ...], int]  # its pages, its address
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Payloads:
-    """The payloads of a copy: `addresses`, and for each its pages, in ascending order: uint64[n, pages of a block]."""
+    """The payloads of one copy: `addresses`, and for each its pages in the pool: `pages`, uint64[payloads, pages of a
+    block].
+    """
 
     pages: Numbers
     addresses: Numbers
@@ -50,8 +52,8 @@ class Payloads:
 
 
 class Sources:
-    """The sources of a load: it finds the payloads of blocks, with their pages. Their get has checked that the payloads
-    are inside of their memory.
+    """The payloads that a load reads, by where they are: `on_device`, `on_host` (registered host memory), or
+    `elsewhere`. `blocks` has each leased block and its pages. Host memory stays registered until `give_back`.
     """
 
     def __init__(self, blocks: Sequence[tuple[LeasedBlock, tuple[int, ...]]], registered: RegisteredMemory) -> None:
@@ -84,7 +86,7 @@ class Sources:
         return begin, taken.address + taken.memory.nbytes
 
     def give_back(self) -> None:
-        """Give the registrations back: the copies have ended."""
+        """Let the registered host memory go."""
         for taken in self._taken:
             self._registered.give_back(taken)
 
@@ -96,9 +98,8 @@ def _payloads(found: Sequence[_Payload]) -> Payloads:
 
 
 class TwoWayTransfers:
-    """The transfers of both directions: `loads` copies into pages of `pool`, `stores` out of them; kernels of stores
-    come behind the engine's. `budget` is closed with it. `close` it once all loads have been finished. Raises
-    DeviceError.
+    """The copies of both directions between sessions and an engine's `pool`, on two CUDA streams: `loads` into pages,
+    and `stores` out of pages, behind the engine's kernels. Call `close`, which closes `budget` too, after all loads.
     """
 
     def __init__(self, device: DeviceMemory, pool: DevicePool, budget: LinkBudget | None = None) -> None:
@@ -118,7 +119,7 @@ class TwoWayTransfers:
             self._ending = undo.pop_all()
 
     def close(self) -> None:
-        """Wait for copies, unregister all memory. Idempotent."""
+        """Wait for all copies and unregister the host memory. A second call does nothing."""
         self._ending.close()
 
 
@@ -126,8 +127,8 @@ _NO_TIMING = 2
 
 
 class DeviceTransfers:
-    """Copies to and from one pool. Use it as a context manager, or `close` it, once all loads have been finished.
-    Raises DeviceError.
+    """The copies between sessions on one device and the pages of an engine's `pool`. Use it as a context manager, or
+    `close` it once all loads have finished. Raises DeviceError.
 
     `device` is the session's (`Session.device`). The arenas that its sessions have mapped are registered in the
     background from now on, other host memory from its first use on; `registered.want` does it earlier. If an engine has
@@ -149,8 +150,8 @@ class DeviceTransfers:
     def load(
         self, lease: Lease, pages: Sequence[Pages], first_block: int = 0, *, after: int = 0, keep: object = None
     ) -> LayerLoad:
-        """Copy blocks first_block, first_block + 1, ... of a lease into these pages, layer by layer, in the background.
-        `pages`: for each block its page, or its pages if it spans several.
+        """Copy blocks `first_block`, `first_block` + 1, ... of `lease` to pages of the pool, layer by layer, in the
+        background. `pages` has for each block its page, or its pages. Return the load, to wait for.
 
         `after`: a CUevent (its address) that the engine recorded behind its last use of these pages; 0: none. It must
         exist until all copies have ended: `keep`, its owner, is kept alive until then, also if the load is dropped. The
@@ -163,8 +164,8 @@ class DeviceTransfers:
     def load_all(
         self, sources: Sequence[tuple[Lease, int, Sequence[Pages]]], *, after: int = 0, keep: object = None
     ) -> LayerLoad:
-        """Begin a `load` of several leases, each with its first block and its pages: a layer of all of them comes
-        before the next layer of any.
+        """Begin one load of several leases, each with its first block to copy and the pages of its blocks, and return
+        the load. Each layer is copied for all leases before the next. `after` and `keep` are as in `load`.
         """
         blocks: list[tuple[LeasedBlock, tuple[int, ...]]] = []
         for lease, first_block, pages in sources:
@@ -175,9 +176,9 @@ class DeviceTransfers:
         return LayerLoad(self, [lease for lease, _, _ in sources], blocks, after, keep)
 
     def payload_of(self, page: Pages, after: Sequence[int] = ()) -> FillSlot:
-        """Return a payload for `Session.put`, copied from a block's page or pages into the put's staging memory, or
-        with `put.in_place` straight into the slot where it is stored. The put waits for the copies of all blocks
-        that it sends together at once.
+        """Return a payload for `Session.put` that copies a block out of its `page`, or its pages, of the pool. The
+        bytes go into staging memory, or with `put.in_place` straight into the slot where the block is stored. The
+        put waits for the copies of all blocks that it sends together at once.
 
         `after`: CUevents (addresses) that the engine recorded, one for each layer, or one for all: a layer is copied
         once its event has passed. The page must not change until the put has returned. Raises IndexError.
@@ -188,7 +189,9 @@ class DeviceTransfers:
         return lambda destination: self._store(destination, page, after)
 
     def close(self) -> None:
-        """Wait for copies, unregister all memory. Idempotent. Means that were passed in stay open."""
+        """Wait for copies and unregister memory, but leave resources open that were passed in. A second call does
+        nothing.
+        """
         if self._owns_resources:
             self.resources.close()
 
@@ -247,8 +250,8 @@ class DeviceTransfers:
 
 
 class LayerLoad:
-    """Blocks on their way into pages, layer by layer. As a context manager it finishes. `seconds`: the time from the
-    call to the end of the last copy; None until then.
+    """A load under way: a thread copies leased blocks into pages of a pool, layer by layer. Call `finish`, or leave the
+    context manager. `seconds` is the time from the call to the end of the last copy, None until then.
     """
 
     def __init__(
@@ -273,9 +276,9 @@ class LayerLoad:
         self._thread.start()
 
     def wait(self, layer: int, stream: int) -> None:
-        """Let work queued on the engine's stream (a CUstream's address) from now on run after this layer has come. The
-        call waits until the layer's copies are queued. Raises the error that prevented them, such as DeviceError.
-        Another thread may call `finish` meanwhile.
+        """Make work queued from now on on the engine's CUDA stream run after layer number `layer` was copied. `stream`
+        is the CUstream's address. The call waits until the layer's copies are queued, and raises the error that
+        prevented them. Another thread may call `finish` meanwhile.
         """
         device = self._transfers.device
         if not 0 <= layer < len(self._transfers.pool.layers):
@@ -291,8 +294,8 @@ class LayerLoad:
                 device.call("cuStreamWaitEvent", device.driver.CUstream(stream), self._events[layer], 0)
 
     def wait_quietly(self, layer: int, stream: int) -> None:
-        """Call `wait` for an engine into which nothing may be raised: if its stream cannot wait for the layer, this
-        thread waits for all copies. `finish` says whether they came.
+        """Call `wait` with `layer` and `stream` without raising its errors: if the stream cannot wait for the layer,
+        this thread waits for all copies. Call `finish` later to see whether the load succeeded.
         """
         try:
             self.wait(layer, stream)
@@ -301,8 +304,8 @@ class LayerLoad:
                 self.finish()
 
     def finish(self) -> bool:
-        """Wait until all copies have ended. Return whether all leases were valid then; otherwise the content of the
-        pages is undefined. Raises the copies' error, such as DeviceError.
+        """Wait until all copies have ended. Return True if every lease was valid then; after False, the content of the
+        pages is undefined. Raises the error of the copies, such as DeviceError.
         """
         self._thread.join()
         device = self._transfers.device

@@ -29,7 +29,9 @@ GARBAGE = 0xA5
 
 
 class EngineChild:
-    """Reads commands in a thread of its own, so that a paused engine can be continued."""
+    """The process in which `EngineProcess` runs an engine under test. It reads commands from `connection` in a separate
+    thread, so that a paused engine can be continued.
+    """
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection

@@ -32,7 +32,8 @@ _TRUTHS: dict[tuple[type, str, tuple[int, ...]], PromptResult] = {}
 
 
 class ConnectorContract:
-    """Obligations of a connector. Name `engine`, or define `open_engine` for an engine that has processes of its own.
+    """A suite of tests that every connector must pass. Subclass it, and name your engine in `engine`
+    ("module:function"), or define `open_engine` for an engine that has processes of its own.
 
     `block_tokens` is the number of tokens of the engine's stored blocks. Token ids 1 to `vocabulary` - 1 may be used in
     prompts. `fills_gaps` says that the engine computes a block that cannot be loaded, and uses the blocks behind it.
@@ -44,7 +45,9 @@ class ConnectorContract:
     fills_gaps: ClassVar[bool] = False
 
     def open_engine(self, setting: EngineSetting) -> EngineUnderTest:
-        """Start the engine with this setting and return it."""
+        """Start the engine under test with `setting`, and return it. Override it if the engine starts its own
+        processes.
+        """
         if not self.engine:
             raise TypeError("a subclass of ConnectorContract must name `engine` or define `open_engine`")
         return EngineProcess(self.engine, setting)
@@ -252,8 +255,8 @@ class ConnectorContract:
             self.must_be_restored_whole(engine, tokens)
 
     def test_a_block_that_one_layer_group_lacks_ends_the_hit_where_that_group_does(self) -> None:
-        """For models of several layer groups, or of another kind than full: at each boundary all groups must have what
-        they need there, and no more is asked for.
+        """Check, for a model with several layer groups or a group that is not full attention, that the engine resumes
+        at the longest boundary where every group has the blocks that it needs, and asks for no more.
         """
         with DaemonProcess() as daemon, self.opened(daemon) as engine:
             engine.store(self.prompt(1))
@@ -280,7 +283,9 @@ class ConnectorContract:
     # How a case is written
 
     def prompt(self, number: int, blocks: int = PROMPT_BLOCKS) -> list[int]:
-        """Return token ids that no other number shares: whole blocks and a tail."""
+        """Return the token ids of a prompt: `blocks` whole blocks, and half a block. Prompts of different `number`
+        share no block.
+        """
         length = blocks * self.block_tokens + self.block_tokens // 2
         return [int(token) for token in np.random.default_rng([number, 77]).integers(1, self.vocabulary, length)]
 
@@ -290,7 +295,9 @@ class ConnectorContract:
             yield engine
 
     def computed(self, tokens: list[int], model: str = "first") -> PromptResult:
-        """Return the engine's answer without a store, which is the right one. It is computed once for each prompt."""
+        """Return the engine's answer to the prompt `tokens` without a store, which is the right answer. It is computed
+        once for each prompt.
+        """
         question = (type(self), model, tuple(tokens))
         if question not in _TRUTHS:
             with _closing(self.open_engine(EngineSetting(None, model))) as engine:
@@ -300,13 +307,15 @@ class ConnectorContract:
     def must_answer_right(
         self, engine: EngineUnderTest, tokens: list[int], *, most: int | None = None, model: str = "first"
     ) -> None:
-        """Check that the answer is equal to the one without a store, and that at most `most` tokens of it were
-        restored.
+        """Check that `engine` answers the prompt `tokens` as it does without a store, and that at most `most` of its
+        tokens were restored. None stands for all tokens but the last.
         """
         self._must_be_right(engine.restore(tokens), tokens, most=most, model=model)
 
     def must_be_restored_whole(self, engine: EngineUnderTest, tokens: list[int], *, model: str = "first") -> None:
-        """Check that all full blocks but for the last token come from the store, soon: other work may delay them."""
+        """Check that `engine` soon restores every full block of `tokens` from the store, and answers right. The last
+        token is always computed, so a block that ends with it does not count.
+        """
         usable = (len(tokens) - 1) // self.block_tokens * self.block_tokens
         best = PromptResult(0, None)
 

@@ -43,13 +43,15 @@ SMALL = (
 
 
 class DaemonFailed(AssertionError):
-    """The daemon could not be started or stopped; carries its log."""
+    """The error of a daemon under test that could not be started, or did not stop in order. It carries the daemon's
+    log.
+    """
 
 
 class DaemonProcess:
-    """A daemon as a context manager: `with DaemonProcess() as daemon:`. `settings` are `--set` arguments of kvstored
-    and override `SMALL`; `config` is the text of a configuration file; `failpoints` says where and how the daemon
-    must fail (its KVSTORED_FAILPOINTS).
+    """A small real daemon in a child process, with a temporary directory, for tests: `with DaemonProcess() as daemon:`.
+    `settings` are `--set` arguments of kvstored, which override `SMALL`. `config` is the text of a configuration
+    file. `failpoints` says where and how the daemon must fail (its KVSTORED_FAILPOINTS).
     """
 
     def __init__(self, *settings: str, config: str = "", failpoints: str = "") -> None:
@@ -71,7 +73,9 @@ class DaemonProcess:
         return (self.directory / "log").read_text(errors="replace")
 
     def start(self) -> None:
-        """Start the daemon, also again after `kill`. Returns when the daemon serves. Raises DaemonFailed."""
+        """Start the daemon, on the directories of the one before if it was killed, and wait until it serves. Raises
+        DaemonFailed.
+        """
         command = [sys.executable, "-m", "kvstored", "serve"]
         command += ["--socket-dir", str(self.socket_dir), "--state-dir", str(self.state_dir)]
         if self._config:
@@ -105,7 +109,9 @@ class DaemonProcess:
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """Stop the daemon by SIGSTOP inside the block: its sockets accept, and it does not answer."""
+        """Stop the daemon by SIGSTOP inside the `with` block. Connections to its sockets succeed, but it answers
+        nothing.
+        """
         os.kill(self.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, self.pid, os.WSTOPPED)  # returns once its last thread has stopped
         try:
@@ -114,7 +120,7 @@ class DaemonProcess:
             os.kill(self.pid, signal.SIGCONT)
 
     def stop(self) -> None:
-        """End the daemon with SIGTERM. Raises DaemonFailed if it did not end in order or logged a traceback."""
+        """End the daemon with SIGTERM. Raises DaemonFailed if its exit status is not 0 or it logged a traceback."""
         if self._process is None or self._process.poll() is not None:
             return
         self._process.terminate()
@@ -130,33 +136,37 @@ class DaemonProcess:
         return int(self.status().counters[name])
 
     def drop_host(self) -> admin_pb2.DropReply:
-        """Write what DRAM holds to NVMe and drop it from DRAM; leased blocks stay."""
+        """Have the daemon write the blocks in DRAM to NVMe and remove them from DRAM. Leased blocks stay. Return its
+        reply.
+        """
         with self._admin() as admin:
             reply: admin_pb2.DropReply = admin.Drop(admin_pb2.DropRequest(tier="host"), timeout=ADMIN_TIMEOUT_S)
             return reply
 
     def drop_all(self) -> admin_pb2.DropReply:
-        """Drop all blocks but the leased ones, in every tier."""
+        """Have the daemon remove all blocks from every tier, except the leased ones. Return its reply."""
         with self._admin() as admin:
             request = admin_pb2.DropRequest(all=True, discard=True)
             reply: admin_pb2.DropReply = admin.Drop(request, timeout=ADMIN_TIMEOUT_S)
             return reply
 
     def flush(self) -> None:
-        """Write everything that waits to NVMe. Returns when all of it is there."""
+        """Have the daemon write all blocks that wait for it to NVMe, and wait until they are there."""
         with self._admin() as admin:
             admin.Flush(admin_pb2.FlushRequest(timeout_ms=int(ADMIN_TIMEOUT_S * 1000)), timeout=ADMIN_TIMEOUT_S)
 
     def fingerprint(self) -> Fingerprint:
-        """Return the fingerprint under which blocks are stored; there must be one."""
+        """Return the fingerprint under which blocks are stored in the daemon. Raises ValueError unless there is exactly
+        one.
+        """
         with self._admin() as admin:
             reply: ExplainReply = admin.Explain(ExplainRequest(), timeout=ADMIN_TIMEOUT_S)
         (only,) = reply.fingerprints
         return parse_fingerprint(only.canonical.encode())
 
     def damage_on_disk(self, depth: int, group: int | None = None) -> int:
-        """Flip one payload byte of every block on NVMe that has `depth` blocks before it, of the layer group `group` or
-        of any. Return the number of these blocks.
+        """Flip one payload byte of every block on NVMe that has `depth` blocks before it in its chain. With `group`,
+        only blocks of that layer group are damaged. Return the number of damaged blocks.
         """
         damaged = 0
         for slab in sorted((self.state_dir / "nvme").rglob("*.slab")):
@@ -204,8 +214,8 @@ class DaemonProcess:
 
 
 def eventually(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> bool:
-    """Wait until `condition` is true, and look often at first, then ten times a second. Return False if it was not
-    true within `timeout_s`.
+    """Wait until `condition()` is True. It is called often at first, then ten times a second. Return False if it was
+    not True within `timeout_s` seconds.
     """
     deadline, pause_s = time.monotonic() + timeout_s, 0.005
     while not condition():

@@ -29,7 +29,9 @@ Page = npt.NDArray[np.uint64]
 
 
 class MockEngine:
-    """A small engine without a model, as the text above describes. With `session` None every prompt is computed."""
+    """A small engine for tests, without a model: it computes K/V rows that depend on all tokens before them, in a paged
+    pool. It stores and restores them through `session`; without one it computes every prompt.
+    """
 
     def __init__(self, model: str, session: Session | None) -> None:
         self._seed = int.from_bytes(hashlib.blake2b(model.encode(), digest_size=8).digest(), "little")
@@ -120,7 +122,7 @@ def mock_fingerprint(model: str) -> Fingerprint:
 
 
 def open_mock_engine(setting: EngineSetting) -> MockEngine:
-    """Make a mock engine as the suite needs it."""
+    """Return a mock engine for `setting`, connected to the daemon in `setting.socket_dir` if that is given."""
     if setting.socket_dir is None:
         return MockEngine(setting.model, None)
     session = connect(

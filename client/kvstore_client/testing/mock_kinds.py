@@ -36,7 +36,10 @@ Rows = npt.NDArray[np.uint64]
 
 
 class KindsEngine:
-    """The engine. With `session` None every prompt is computed. `state` has what the layers keep of one prompt."""
+    """A small engine for tests, without a model, whose layers keep state of four kinds: full rows, a window of rows,
+    latent rows, and a recurrent state. It stores and restores the state through `session`; without one it computes
+    every prompt.
+    """
 
     def __init__(self, model: str, session: Session | None) -> None:
         self._seed = int.from_bytes(hashlib.blake2b(model.encode(), digest_size=8).digest(), "little")
@@ -109,7 +112,9 @@ class KindsEngine:
                 self._states[at + 1] = self.conv, self.ssm
 
     def gather(self, group: int, block: int) -> npt.NDArray[np.uint8]:
-        """Return the payload of a block."""
+        """Return the payload of block number `block` of the last prompt, in the layer group `group`, as bytes in a
+        uint8 array.
+        """
         here = slice(block * BLOCK_TOKENS, (block + 1) * BLOCK_TOKENS)
         if group == RECURRENT:
             return np.array(self._states[here.stop], np.uint64).view(np.uint8)
@@ -118,7 +123,7 @@ class KindsEngine:
         return self.rows[group, here].view(np.uint8)
 
     def scatter(self, group: int, block: int, payload: npt.NDArray[np.uint8]) -> None:
-        """Put the payload of a block in its place."""
+        """Copy `payload` into the engine's state, as block number `block` of the layer group `group`."""
         here, numbers = slice(block * BLOCK_TOKENS, (block + 1) * BLOCK_TOKENS), payload.view(np.uint64)
         if group == RECURRENT:
             self.conv, self.ssm = (int(number) for number in numbers)
@@ -135,7 +140,9 @@ def _mixed(number: int) -> int:
 
 
 def open_kinds_engine(setting: EngineSetting) -> KindsEngine:
-    """Make the engine as the suite needs it."""
+    """Return an engine with layers of every kind for `setting`, connected to the daemon in `setting.socket_dir` if that
+    is given.
+    """
     if setting.socket_dir is None:
         return KindsEngine(setting.model, None)
     model = Fingerprint(

@@ -22,8 +22,9 @@ MOST_CHAINS = 4096
 
 @contextmanager
 def filled(socket_dir: Path) -> Iterator[None]:
-    """Fill the daemon's DRAM: inside the block nothing more can be stored, and nothing can be evicted. Raises
-    AssertionError if that fails.
+    """Fill the daemon's DRAM with leased blocks. Inside the `with` block no other block can be stored, and none can be
+    evicted. `socket_dir` is the directory of the daemon's sockets. Raises AssertionError if the memory does not
+    become full.
     """
     group = LayerGroup(0, layers=(0,), bytes_per_token_per_layer=BLOCK_BYTES // BLOCK_TOKENS)
     fingerprint = Fingerprint("pressure", weights_digest="pressure", groups=(group,))

@@ -22,9 +22,11 @@ PATIENCE_S = 60.0  # far beyond every deadline of the client
 
 
 class EngineProcess:
-    """Runs `factory` ("module:function", called with the setting) in a child process. Raises EngineFailed.
+    """An engine under test in a child process, which can be killed, paused and waited for. The child calls `factory`
+    ("module:function") with `setting`. Raises EngineFailed.
 
-    `gid`: the child's group, which makes it another tenant where the daemon's configuration says so; needs root.
+    `gid` is the group that the child runs in, which makes it another tenant if the daemon's configuration says so. That
+    needs root.
     """
 
     def __init__(self, factory: str, setting: EngineSetting, *, gid: int | None = None) -> None:
@@ -73,7 +75,7 @@ class EngineProcess:
         self._connection.close()
 
     def close(self) -> None:
-        """End the engine in order, if it still runs. Raises EngineFailed when it does not end well."""
+        """End the engine in order, if it still runs. Raises EngineFailed if it hangs, or its exit status is not 0."""
         if self._connection.closed:
             return
         try:

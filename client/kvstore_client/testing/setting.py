@@ -17,8 +17,8 @@ Point = Literal["reading", "writing"]
 
 @dataclass(frozen=True, slots=True)
 class EngineSetting:
-    """The setting of an engine. With `socket_dir` None the engine runs without a store. Engines of two `model` names
-    must have different fingerprints.
+    """The setting of an engine under test. `socket_dir` has the daemon's sockets; with None the engine runs without a
+    store. Engines with different `model` names must have different fingerprints.
     """
 
     socket_dir: Path | None
@@ -27,7 +27,7 @@ class EngineSetting:
 
 @dataclass(frozen=True, slots=True)
 class PromptResult:
-    """The result of a prompt: `tokens` of it were restored, and `output` followed.
+    """The result of running a prompt: `tokens` of its tokens were restored from the store, and `output` is the answer.
 
     `output` can be anything that is equal for equal K/V state of the whole prompt and differs otherwise, and that can
     be pickled: token ids generated greedily, or a digest of the state.
@@ -38,35 +38,42 @@ class PromptResult:
 
 
 class Engine(Protocol):
-    """An engine with its connector, in one process."""
+    """An engine with its connector, in one process, as the author of a connector writes it for the suite."""
 
     def store(self, tokens: Sequence[int], /) -> None:
-        """Run the prompt and store its blocks; on return other clients can find what was stored."""
+        """Run the prompt `tokens` and store its blocks. When it returns, other clients can find them."""
 
     def restore(self, tokens: Sequence[int], /) -> PromptResult:
-        """Run the prompt and restore what the store has of it. Need not store anything."""
+        """Run the prompt `tokens`, restoring as many of the tokens from the store as it has, and return the result. The
+        engine may store nothing.
+        """
 
     def close(self) -> None: ...
 
 
 class EngineFailed(AssertionError):
-    """The engine raised, ended by itself, or hangs. A connector may cause none of these."""
+    """The error of an engine under test that raised, ended by itself, or hangs. A connector may cause none of these."""
 
 
 class EngineUnderTest(Protocol):
-    """An engine that the suite can also kill, and pause at a point."""
+    """An engine as the suite drives it: it runs prompts, and can also be killed and be paused at a point."""
 
     def store(self, tokens: Sequence[int], /) -> None: ...
     def restore(self, tokens: Sequence[int], /) -> PromptResult: ...
 
     def pause_at(self, point: Point, /) -> None:
-        """Let the engine stop when it reaches the point next. Raises unittest.SkipTest where that cannot be done."""
+        """Make the engine pause when it next reaches `point`: "reading" is just before it reads the first leased block,
+        "writing" is after it has written blocks and before any is stored. Raises unittest.SkipTest where that cannot
+        be done.
+        """
 
     def begin(self, operation: Literal["store", "restore"], tokens: Sequence[int], /) -> None:
-        """Start an operation that will reach the point. Returns when it has reached it."""
+        """Start to store or restore the prompt `tokens`, and return once the engine has reached the point of
+        `pause_at`.
+        """
 
     def go_on(self) -> PromptResult | None:
-        """Let the paused operation go on. Return its result."""
+        """Let the paused engine continue, wait for the end of its operation, and return the result of a restore."""
 
     def kill(self) -> None:
         """Kill every process of the engine with SIGKILL."""

@@ -15,27 +15,29 @@ MAX_MESSAGE_BYTES: Final = 4 * 1024 * 1024
 
 
 class Receiver(Protocol):
-    """The receiver of a transport's calls: from a thread of its own, and from `read_until`. Never with two responses at
-    a time.
+    """The receiver of what a transport reads: responses, alarms, and the end. A transport calls it from its own thread
+    and from `read_until`, with one response at a time.
     """
 
     @property
     def awaits_late_answers(self) -> bool:
-        """True if an answer must be read though no thread waits for it."""
+        """True if an answer must be read although no thread waits for it."""
         ...
 
     def received(self, response: wire.Response) -> None: ...
 
     def reading_ended(self) -> None:
-        """Note that the reading thread has stopped: another one may read."""
+        """Note that the thread that read responses has stopped, so that another thread may read."""
         ...
 
     def alarm(self) -> None:
-        """Note that the delay given to `call_in` is over."""
+        """Note that the delay given to `Transport.call_in` is over."""
         ...
 
     def transport_ended(self, reason: str) -> None:
-        """Note, once, after the last response, that nothing is carried any more. Not called after `close`."""
+        """Note that the transport carries no more messages, because of `reason`. It is called once, after the last
+        response, and not after `close`.
+        """
         ...
 
 
@@ -43,45 +45,50 @@ class Transport(Protocol):
     codec: MessageCodec
 
     def start(self, receiver: Receiver) -> None:
-        """Begin to carry messages. Call it once, before anything is sent. Raises RuntimeError if there is no thread for
-        it.
+        """Begin to carry messages, and hand responses to `receiver`. Call it once, before `send`. Raises RuntimeError
+        if no thread can be started.
         """
         ...
 
     def send(self, request: wire.Request) -> None:
-        """Send a request. Never blocks and never raises: a request that cannot be carried any more is dropped, and
-        `transport_ended` follows.
+        """Send `request`. It never blocks and never raises: if the stream has ended, the request is dropped, and the
+        receiver's `transport_ended` is called.
         """
         ...
 
     def read_until(self, is_done: Callable[[], bool], deadline: float) -> bool:
-        """Hand over responses, in the calling thread, until `is_done` or the monotonic `deadline`.
+        """Read responses in the calling thread and hand them to the receiver, until `is_done()` is True or the
+        monotonic time `deadline` has come; then return True.
 
         Return False at once if another thread is reading, which hands over responses until `reading_ended`.
         """
         ...
 
     def is_read(self) -> bool:
-        """Return whether some thread is reading now."""
+        """Return whether a thread is reading responses now."""
         ...
 
     def attend(self) -> None:
-        """Hand over responses that no thread waits for, too: see `Receiver.awaits_late_answers`."""
+        """Have a thread of the transport read responses while no caller waits for one, as long as
+        `Receiver.awaits_late_answers` is True.
+        """
         ...
 
     def call_in(self, delay_s: float) -> None:
-        """Call `alarm` once, after a delay. A second call before that replaces the delay. Never blocks."""
+        """Have the receiver's `alarm` called once, after `delay_s` seconds. A second call before that replaces the
+        delay. It never blocks.
+        """
         ...
 
     def close(self) -> None:
-        """Close the transport, from any thread. Idempotent."""
+        """Close the transport. It may be called from any thread, and a second call does nothing."""
         ...
 
 
 class MessageCodec:
-    """A codec of messages to bytes and back. It counts the bytes, and the opaque payload among them.
+    """A converter of messages to bytes and back, which counts the bytes and the block payload among them.
 
-    One thread at a time serializes, and one at a time parses.
+    One thread at a time may call `serialize`, and one `parse`.
     """
 
     def __init__(self) -> None:

@@ -33,8 +33,8 @@ _HANGUP = select.POLLRDHUP | select.POLLHUP | select.POLLERR | select.POLLNVAL
 
 
 class DirectTransport:
-    """The transport over a connected stream socket, which it owns. Implements `Transport`. Raises OSError without a
-    descriptor.
+    """A transport of a client's messages on a connected stream socket, each message after its length. It owns the
+    socket `connected`. It implements `Transport`. Raises OSError if the process has no file descriptor left.
     """
 
     def __init__(self, connected: socket.socket) -> None:

@@ -34,7 +34,9 @@ _STOP = object()
 
 
 class GrpcTransport:
-    """The transport on the daemon's `data.sock`, under a session's token. Implements `Transport`."""
+    """A transport of a client's messages by gRPC, on the daemon's socket `data_socket`, in the session named by
+    `token`. It implements `Transport`.
+    """
 
     def __init__(self, data_socket: Path, token: bytes) -> None:
         self.codec = MessageCodec()

@@ -51,8 +51,9 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no types
-    """The storage backend that SGLang loads. Keys of the extra config, all optional: `socket` (directory of the
-    daemon's sockets), `weights_digest`, `adapter_digest`, `kv_dtype`, `deadline_s`, `staging_bytes`, `always_load`.
+    """A storage backend of SGLang's HiCache that keeps pages in the daemon; SGLang loads it by name. Keys of the extra
+    config, all optional: `socket` (directory of the daemon's sockets), `weights_digest`, `adapter_digest`,
+    `kv_dtype`, `deadline_s`, `staging_bytes`, `always_load`.
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None) -> None:
@@ -71,7 +72,9 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no typ
     # Set-up and end
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Connect to the daemon: only now are type, layout and page size known, which the fingerprint needs."""
+        """Connect to the daemon. SGLang calls it with its host pool of K/V, whose type, layout and page size the
+        fingerprint needs.
+        """
         super().register_mem_pool_host(mem_pool_host)
         self.register_mem_host_pool_v2(mem_pool_host, KV)
         fingerprint = namespace(
@@ -129,13 +132,15 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no typ
             self._session = self._stored = None
 
     def clear(self) -> bool:
-        """Return False: the pages are shared with other engines, and the operator clears them with `kvctl drop`."""
+        """Do nothing and return False, because other engines share the pages. The operator clears them with `kvctl
+        drop`.
+        """
         log.warning("kvstored keeps its blocks: they are shared; `kvctl drop` removes them")
         return False
 
     def get_stats(self) -> Any:
-        """Return the number of pages moved since the last call, in SGLang's form; None if SGLang does not collect
-        it.
+        """Return the numbers of pages loaded and stored since the last call, as SGLang's StorageMetrics. Return None if
+        SGLang does not collect them.
         """
         if not self._config.enable_storage_metrics:
             return None
@@ -153,7 +158,9 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no typ
         return self._stored is not None and self._stored.present([key]) == [True]
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        """Return how many leading pages are stored and worth loading; the first gap ends them."""
+        """Return how many of the pages `keys`, counted from the first to the first missing one, are stored and expected
+        to load faster than they are computed.
+        """
         before, found = _prefix(extra_info), self._leading(keys, extra_info)
         return 0 if found is None else self._choice.pages(keys, found, before, found.blocks)
 
@@ -163,7 +170,9 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no typ
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        """Return the longest prefix that all pools can restore, each by its own rule, and that is worth loading."""
+        """Return the longest prefix of the pages `keys` that every pool can restore, each by its own rule, and that is
+        expected to load faster than it is computed. The other fields of the result are defined by SGLang.
+        """
         before, found = _prefix(extra_info), self._leading(keys, extra_info)
         if found is None or self._stored is None:
             return PoolTransferResult(0, {}, [])
@@ -233,7 +242,9 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no typ
     def batch_get(
         self, keys: list[str], target_locations: list[torch.Tensor] | None = None, target_sizes: Any = None
     ) -> list[torch.Tensor | None]:
-        """Fill contiguous CPU tensors of one page's size; return None for each page that is not stored."""
+        """Copy the stored pages `keys` into `target_locations`, contiguous CPU tensors of one page's size. Return the
+        tensors, with None for each page that is not stored.
+        """
         targets = list(target_locations or [])
         if len(targets) != len(keys):
             return [None] * len(keys)
@@ -246,7 +257,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no typ
     def batch_set(
         self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
     ) -> bool:
-        """Store consecutive pages, as SGLang's controller hands them over; return True if all are stored."""
+        """Store `values`, tensors of consecutive pages with the hashes `keys`. Return True if all are stored."""
         if values is None or len(values) != len(keys):
             return False
         self._choice.stored(keys, None)
@@ -320,7 +331,7 @@ def _prefix(extra_info: HiCacheStorageExtraInfo | None) -> list[str] | None:
 
 
 class HostPages:
-    """The pages of one host pool; each page is addressed by its first token index."""
+    """The pages of one of SGLang's host pools. A page is named by the index of its first token in the pool."""
 
     def __init__(self, pool: Any) -> None:
         self.pool = pool
@@ -329,15 +340,17 @@ class HostPages:
         self.nbytes, self._dtype = int(dummy.numel() * dummy.element_size()), dummy.dtype
 
     def starts(self, indices: torch.Tensor | None, count: int) -> list[int] | None:
-        """Return the first token indices of `count` pages: every page_size-th one. None if the number of indices does
-        not fit.
+        """Return the index of the first token of each of `count` pages. `indices` has the index of every token of the
+        pages. Return None if their number does not fit.
         """
         if indices is None or indices.numel() != count * self.tokens:
             return None
         return [int(index) for index in indices[:: self.tokens].tolist()]
 
     def payload(self, start: int) -> FillSlot:
-        """Return a function that writes one page straight into shared memory, if it is called."""
+        """Return a payload for `Session.put`: a function that writes the page whose first token has the index
+        `start`.
+        """
 
         def write(destination: Bytes) -> None:
             page = self.pool.get_data_page(start, flat=False)
@@ -346,7 +359,9 @@ class HostPages:
         return write
 
     def fill(self, start: int, stored: LeaseArray) -> bool:
-        """Copy a page of a lease to where it is in the pool; False for one of another size."""
+        """Copy the page `stored` of a lease into the pool, where its first token has the index `start`. Return False if
+        it has another size than a page.
+        """
         if stored.shape != (self.nbytes,):
             return False
         self.pool.set_from_flat_data_page(start, torch.from_dlpack(stored).view(self._dtype))
@@ -354,13 +369,13 @@ class HostPages:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> Bytes:
-    """Return the bytes of a tensor, uint8 [n]; a copy if it is not contiguous or not on the CPU."""
+    """Return the bytes of `tensor` as uint8[n]. They are a copy if the tensor is not contiguous or not on the CPU."""
     flat: Bytes = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
     return flat
 
 
 def fill_tensor(target: torch.Tensor, stored: LeaseArray) -> bool:
-    """Copy a page into a contiguous CPU tensor; False for one of another size."""
+    """Copy the page `stored` of a lease into `target`, a contiguous CPU tensor. Return False if the sizes differ."""
     if not target.is_contiguous() or stored.shape != (target.numel() * target.element_size(),):
         return False
     np.copyto(target.view(-1).view(torch.uint8).numpy(), np.asarray(stored))

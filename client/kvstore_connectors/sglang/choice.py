@@ -47,7 +47,10 @@ class _Prompt:
 
 
 class PageChoice:
-    """The choice for pages. `choice`: None loads all that is stored. `clock` returns seconds."""
+    """A decision, for each hit of SGLang, how many of its pages to load. `choice` weighs loading against computing;
+    with None all stored pages are loaded. A page has `page_tokens` tokens and `page_bytes` bytes. `clock` returns
+    seconds.
+    """
 
     def __init__(
         self,
@@ -65,7 +68,9 @@ class PageChoice:
         self._lock = threading.Lock()
 
     def question_s(self, pages: int, prefix: Sequence[str] | None, longest_s: float) -> float:
-        """Return how long, in seconds, the question for `pages` pages may take."""
+        """Return the most seconds that the lookup of `pages` pages may take, not over `longest_s`. The pages follow the
+        pages `prefix`.
+        """
         if self._choice is None:
             return longest_s
         held = self._held(prefix)
@@ -73,8 +78,8 @@ class PageChoice:
         return longest_s if bounded_s is None else bounded_s
 
     def pages(self, keys: Sequence[str], found: Lookup, prefix: Sequence[str] | None, usable: int) -> int:
-        """Return how many leading pages of `keys` to load; `usable` of them can be loaded. `prefix`: the pages before
-        them, None if SGLang does not name them.
+        """Return the number of leading pages of `keys` to load. The lookup `found` says that `usable` of them can be
+        loaded. `prefix` are the pages before them, or None if SGLang does not name them.
         """
         if self._choice is None or not keys:
             return usable
@@ -97,7 +102,7 @@ class PageChoice:
         return chosen.blocks
 
     def load_s(self, keys: Sequence[str], longest_s: float) -> float:
-        """Return how long the load of these pages may take, in seconds."""
+        """Return the most seconds that loading the pages `keys` may take, not over `longest_s`."""
         with self._lock:
             question = self._questions.get(keys[0]) if keys else None
         return longest_s if question is None else min(longest_s, question.chosen.deadline_s)
@@ -116,8 +121,9 @@ class PageChoice:
             self._choice.observe_load(question.hit, question.chosen, pages, seconds)
 
     def stored(self, keys: Sequence[str], prefix: Sequence[str] | None) -> None:
-        """Note that these pages were computed, behind the pages `prefix`. None: their position is unknown, and nothing
-        is learned.
+        """Note that SGLang stores the pages `keys`, which it has computed behind the pages `prefix`. The time since
+        their prompt was asked for is learned, if nothing else was computed meanwhile. With None their position is
+        unknown, and nothing is learned.
         """
         with self._lock:
             prompt = self._prompt

@@ -28,15 +28,15 @@ log = logging.getLogger(__name__)
 
 
 class PageCopies(NamedTuple):
-    """One device pool, and the transfers that copy to and from it."""
+    """One of SGLang's device pools (`pages`), and the object that copies to and from it (`transfers`)."""
 
     pages: SglangDevicePages
     transfers: DeviceTransfers
 
 
 class HeldPages(NamedTuple):
-    """Pages of one pool that wait to be loaded. The leases together have one page for each page of `indices`, token
-    indices of the pool (a tensor on the device).
+    """Leased pages of one pool that wait to be loaded. The leases have together one block for each page. `indices` are
+    the token indices of the pages in the pool, a tensor on the device.
     """
 
     pool: str
@@ -45,8 +45,8 @@ class HeldPages(NamedTuple):
 
 
 class LayerBatch:
-    """The loads of one batch. `ready` is an event that SGLang's streams must pass before the pages of `held` are known
-    and free.
+    """The loads for one batch of SGLang: a thread copies the leased pages `held` into device pools, layer by layer.
+    `ready` is a CUDA event after which the pages are known and free.
     """
 
     def __init__(self, held: Sequence[HeldPages], pools: Mapping[str, PageCopies], ready: Any) -> None:
@@ -59,8 +59,8 @@ class LayerBatch:
         self._thread.start()
 
     def wait(self, layer: int, stream: int) -> None:
-        """Make work that is queued on `stream` (a CUstream's address) from now on run after this layer of the model,
-        and the layers before it, have come.
+        """Make work that is queued on `stream` (a CUstream's address) from now on run after the model's layer number
+        `layer`, and the layers before it, have been copied.
         """
         self._begun.wait()
         if self._is_over or self._failed or self._waited.get(stream, -1) >= layer:
@@ -72,7 +72,7 @@ class LayerBatch:
         self._waited[stream] = layer
 
     def finish(self) -> bool:
-        """Wait until nothing is copied any more, and release the leases. Return whether all pages have come."""
+        """Wait until all copies have ended, and release the leases. Return whether all pages were loaded."""
         self._thread.join()
         if not self._is_over:
             for _, load in self._loads:
@@ -108,8 +108,9 @@ class LayerBatch:
 
 
 class LayerCounter:
-    """The counter that SGLang's pools call before they hand out a layer; `set_consumer` names the batch. Batches are
-    numbered from 0; -1 is none. `current_stream` returns the calling thread's stream (a CUstream's address).
+    """The counter that SGLang's pools call before they hand out a layer, so that a forward waits for loads.
+    `set_consumer` names the batch that the forward belongs to. Batches are numbered from 0; -1 is none.
+    `current_stream` returns the calling thread's stream (a CUstream's address).
     """
 
     def __init__(self, num_layers: int, current_stream: Callable[[], int]) -> None:
@@ -132,8 +133,8 @@ class LayerCounter:
             batch.wait(threshold, self._current_stream())
 
     def finish(self, index: int) -> bool:
-        """End a batch, and return whether its pages have come. True for an unknown batch: there is nothing to wait
-        for.
+        """End the batch with the number `index`, and return whether its pages were loaded. Return True for an unknown
+        batch.
         """
         batch = self._batches.get(index)
         has_come = batch is None or batch.finish()
@@ -153,9 +154,9 @@ def release(held: Sequence[HeldPages]) -> None:
 
 
 class SglangDevicePages:
-    """The pages of a device pool. `layers[i]` is the model's layer of the pool's layer i, ascending. `form` describes
-    the bytes: kind, layout and types of the buffers, and the `draft` model that has layers there. Raises
-    BackendMisconfigured.
+    """The pages of one of SGLang's device pools, described for copies. `layers[i]` is the model's layer of the pool's
+    layer i, ascending. `form` is a text that describes the bytes: kind, layout and types of the buffers, and the
+    `draft` model that has layers there. Raises BackendMisconfigured.
     """
 
     def __init__(self, entry: Any, draft: str = "") -> None:
@@ -173,8 +174,8 @@ class SglangDevicePages:
         self.form = "/".join(filter(None, [self._described(buffers), draft]))
 
     def pages(self, indices: Any) -> list[int]:
-        """Return the pages of these token indices, a tensor on device or host. Raises ValueError if they do not form
-        whole pages.
+        """Return the page numbers of the token `indices`, a tensor on device or host. Raises ValueError if they do not
+        form whole pages.
         """
         return [row // self._rows for row in self.entry.prepare_locations(indices)]
 
@@ -205,7 +206,7 @@ def _indices(mapped: int | Sequence[int]) -> list[int]:
 
 
 class Offloads:
-    """A queue of stores, run one after another until `close`."""
+    """A queue of stores, which one thread runs one after another until `close`."""
 
     def __init__(self) -> None:
         self._work: Queue[Callable[[], bool] | None] = Queue()
@@ -217,22 +218,22 @@ class Offloads:
         self._work.put(store)
 
     def completed(self) -> int:
-        """Return the number of results that wait to be taken."""
+        """Return the number of finished stores whose results were not taken yet."""
         return self._results.qsize()
 
     def pop(self) -> bool:
-        """Return the oldest result. Raises queue.Empty if there is none."""
+        """Remove and return the result of the oldest finished store. Raises queue.Empty if there is none."""
         return self._results.get_nowait()
 
     def settle(self) -> None:
-        """Wait until all queued pages have been stored, and forget the results."""
+        """Wait until all queued stores have ended, and drop their results."""
         self._work.join()
         with contextlib.suppress(Empty):
             while True:
                 self._results.get_nowait()
 
     def close(self) -> None:
-        """End the thread. Idempotent."""
+        """Wait for the queued stores and end the thread. A second call does nothing."""
         if self._thread.is_alive():
             self.settle()
             self._work.put(None)
@@ -250,9 +251,10 @@ class Offloads:
 
 
 class Ranks:
-    """The ranks that must give SGLang one answer: the ranks on which its radix tree agrees on a hit.
+    """The ranks (processes of one model) that must give SGLang one answer: those on which its radix tree agrees on a
+    hit.
 
-    `params`: SGLang's CacheInitParams, with its groups for the CPU. The class owns no process group.
+    `params` is SGLang's CacheInitParams, with its process groups for the CPU. The object owns none of them.
     """
 
     def __init__(self, params: Any) -> None:
@@ -265,7 +267,7 @@ class Ranks:
         self.tp_rank = torch.distributed.get_rank(group=tensor) if self.tp_size > 1 else 0
 
     def all(self, is_so: bool) -> bool:
-        """Return whether `is_so` on every rank; each rank has to call this."""
+        """Return True if `is_so` is True on every rank. Each rank has to call this, and waits for the others."""
         import torch
 
         flag = torch.tensor([int(is_so)], dtype=torch.int)

@@ -59,9 +59,10 @@ _PLAIN = (MHATokenToKVPool, MLATokenToKVPool)  # their subclasses have scales, o
 
 
 class KVStoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # sglang has no types
-    """The linker that SGLang loads. Keys of `linker_extra_config`, all optional: `socket` (directory of the daemon's
-    sockets), `weights_digest`, `adapter_digest`, `kv_dtype`, `deadline_s`, `staging_bytes`. Raises ValueError for a
-    model or setting that cannot be served.
+    """A linker that loads pages from the daemon straight into SGLang's device pools; SGLang loads it by name. Keys of
+    `linker_extra_config`, all optional: `socket` (directory of the daemon's sockets), `weights_digest`,
+    `adapter_digest`, `kv_dtype`, `deadline_s`, `staging_bytes`. Raises ValueError for a model or setting that cannot
+    be served.
     """
 
     def __init__(
@@ -137,7 +138,9 @@ class KVStoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # sglang has no 
     # What is there
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
-        """Return every length, in pages, of a prefix that all pools can restore; none while there is no daemon."""
+        """Return every length, in pages, of a prefix of the request `rid` that all pools in `transfers` can restore.
+        The list is empty while there is no daemon.
+        """
         expanded = self._group.resolve_transfers(transfers)
         hashes = [] if not expanded else list(_of_pool(transfers, KV).keys)
         self._chains.saw(hashes)
@@ -148,8 +151,8 @@ class KVStoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # sglang has no 
     # Device pages from leases
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
-        """Lease all pages of a hit. Return False, on every rank, if one rank cannot lease them in time: then they are
-        computed.
+        """Lease all pages of a hit of the request `rid`, to be loaded with the next batch. Return False, on every rank,
+        if one rank cannot lease them in time; SGLang then computes them.
         """
         expanded = self._group.resolve_transfers(transfers, allow_partial=True, allow_missing_kv=True)
         if not expanded:
@@ -277,8 +280,9 @@ def _of_pool(transfers: list[PoolTransfer], pool: str) -> PoolTransfer:
 
 
 def device_pool_group(params: Any, components: set[Any]) -> Any:
-    """Return the DevicePoolGroup of a cache. `params` is SGLang's CacheInitParams. Raises ValueError for a cache that
-    cannot be copied by pages.
+    """Return SGLang's DevicePoolGroup of a cache: its pools with their pages and layers. `params` is SGLang's
+    CacheInitParams, and `components` are the cache's kinds of layers. Raises ValueError for a cache that cannot be
+    copied by pages.
     """
     kvcache, page_size = params.token_to_kv_pool_allocator.get_kvcache(), params.page_size
     if components == {ComponentType.FULL} and type(kvcache) in _PLAIN:

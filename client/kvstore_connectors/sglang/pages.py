@@ -17,11 +17,15 @@ _DRAFT = "draft"  # the names of pools of a draft model begin with it
 
 
 class BackendMisconfigured(ValueError):
-    """SGLang's settings for this backend cannot work; one line says what to change."""
+    """The error of settings of SGLang that cannot work with this backend. The message says in one line what to
+    change.
+    """
 
 
 def namespace(config: Any, *, dtype: str, layout: str, page_tokens: int, extra: dict[str, Any]) -> Fingerprint:
-    """Return the fingerprint of one rank of one model, from SGLang's HiCacheStorageConfig and its host pool."""
+    """Return the fingerprint of one rank of a model. `config` is SGLang's HiCacheStorageConfig. `dtype`, `layout` and
+    `page_tokens` describe the pages, and `extra` is the backend's extra config.
+    """
     weights = _stated(extra, "weights_digest")
     if not config.model_name and not weights:
         raise BackendMisconfigured('SGLang names no model: give "weights_digest" in the backend\'s extra config')
@@ -50,15 +54,17 @@ def namespace(config: Any, *, dtype: str, layout: str, page_tokens: int, extra: 
 
 
 def draft_model(server_args: Any) -> str:
-    """Return the name of the draft model in SGLang's ServerArgs. Its K/V are in the pools for which `is_drafts` is
-    true.
+    """Return a name for the draft model in SGLang's `server_args`. Its K/V are in the pools for which `is_drafts` is
+    True.
     """
     path = getattr(server_args, "speculative_draft_model_path", None)
     return f"draft {path}@{getattr(server_args, 'speculative_draft_model_revision', None)}"
 
 
 def is_drafts(pool: str) -> bool:
-    """Return whether `pool` has the K/V of a draft model, not of the model that the fingerprint names."""
+    """Return whether the pool named `pool` has the K/V of a draft model, not of the model that the fingerprint
+    names.
+    """
     return pool.startswith(_DRAFT)
 
 
@@ -84,11 +90,15 @@ def _stated(extra: dict[str, Any], name: str) -> str:
 
 
 def whole_prefixes(present: Sequence[bool]) -> set[int]:
-    """Return the lengths n for which pages [0, n) of a pool are all present."""
+    """Return every length n for which the first n pages are all present. `present` says for each page whether it is
+    stored.
+    """
     leading = next((index for index, there in enumerate(present) if not there), len(present))
     return set(range(1, leading + 1))
 
 
 def ending_in(present: Sequence[bool], trailing: int) -> set[int]:
-    """Return the lengths n for which the last `trailing` pages of [0, n) are present."""
+    """Return every length n for which the last `trailing` of the first n pages are present. `present` says for each
+    page whether it is stored.
+    """
     return {end for end in range(1, len(present) + 1) if all(present[max(0, end - trailing) : end])}

@@ -28,8 +28,9 @@ MOST_PAGES = 1 << 16  # about 16 MiB of hashes
 
 
 class StoredPages:
-    """SGLang's pages in the store, found and read through one session. `form_of(pool)` returns a text with the pool's
-    properties that the session's fingerprint does not have; a page's name is a hash of SGLang's hash and this text.
+    """SGLang's pages in the store: it finds, leases and stores them through one `session`. `form_of(pool)` returns a
+    text with the properties of a pool that the session's fingerprint lacks. A page's key is a hash of SGLang's hash
+    and this text.
     """
 
     def __init__(self, session: Session, form_of: Callable[[str], str]) -> None:
@@ -37,14 +38,18 @@ class StoredPages:
         self._form_of = form_of
 
     def names(self, hashes: Sequence[str], pool: str = KV) -> BlockKeys | None:
-        """Return the store's keys of these pages; None while there is no daemon, which holds a part of the secret."""
+        """Return the store's keys of the pages with SGLang's `hashes` in `pool`. Return None while there is no daemon,
+        because the keys depend on a secret that the daemon hands out.
+        """
         if not hashes:
             return None
         secret = self._session.keys([0] * self._session.block_tokens)
         return None if secret is None else PageKeys(secret[0]).of(hashes, self._form_of(str(pool)))
 
     def lookup(self, names: BlockKeys, deadline_s: float | None = None) -> Lookup:
-        """Look up pages. A closed session, or a daemon that refuses, has none of them."""
+        """Ask the daemon which of the pages `names` are stored, within `deadline_s` seconds. If the session is closed
+        or the daemon refuses, no page counts as stored.
+        """
         try:
             return self._session.lookup(keys=names, deadline_s=deadline_s)
         except KVStoreError as error:
@@ -52,7 +57,9 @@ class StoredPages:
             return Lookup()
 
     def present(self, hashes: Sequence[str], pool: str = KV, deadline_s: float | None = None) -> list[bool]:
-        """Return for each page whether it is stored."""
+        """Return for each page with one of `hashes` in `pool` whether it is stored. The lookup takes at most
+        `deadline_s` seconds.
+        """
         names = self.names(hashes, pool)
         tiers: Sequence[str] = () if names is None else self.lookup(names, deadline_s).tiers
         return [index < len(tiers) and tiers[index] != "absent" for index in range(len(hashes))]
@@ -60,9 +67,9 @@ class StoredPages:
     def restorable(
         self, hashes: Sequence[str], transfers: Sequence[Any], most: int, deadline_s: float | None = None
     ) -> tuple[set[int], dict[str, int]]:
-        """Return the lengths, up to `most`, of prefixes of these pages that all pools can restore, each by the rule of
-        its PoolTransfer; and for each pool the longest prefix that it alone could restore. `deadline_s` is for each
-        pool's question.
+        """Return the lengths, up to `most`, of prefixes of the pages `hashes` that all pools can restore, each by the
+        rule of its PoolTransfer in `transfers`. Return also, for each pool, the longest prefix that it alone could
+        restore. `deadline_s` seconds are for each pool's lookup.
         """
         usable = set(range(1, most + 1))
         hits: dict[str, int] = {}
@@ -81,8 +88,8 @@ class StoredPages:
         return usable, hits
 
     def leases(self, hashes: Sequence[str], pool: str, deadline_s: float) -> list[Lease] | None:
-        """Return leases that hold all of these pages, in order. None, with nothing held, if a page cannot be had in
-        time.
+        """Return leases that hold all pages with these `hashes` in `pool`, in order. Return None, and hold nothing, if
+        a page cannot be leased within `deadline_s` seconds.
         """
         names, ends = self.names(hashes, pool), time.monotonic() + deadline_s
         if names is None:
@@ -107,8 +114,9 @@ class StoredPages:
     def put(
         self, hashes: Sequence[str], pool: str, payloads: Sequence[Any], *, before: str | None, nbytes: int | None
     ) -> list[bool]:
-        """Store consecutive pages behind the page `before`, or as the start of a chain if that page is not stored. If a
-        payload fails to fill its slot, its error is raised.
+        """Store consecutive pages with these `hashes` in `pool`, behind the page `before`, or as the start of a chain
+        if that page is not stored. `nbytes` is the size of a payload. Return for each page whether it is stored. If
+        a payload fails to fill its slot, its error is raised.
         """
         names = self.names([*([] if before is None else [before]), *hashes], pool)
         if names is None:
@@ -125,14 +133,14 @@ class StoredPages:
 
 
 class PageChains:
-    """A record of the page before each page. Used by one thread."""
+    """A record of which page precedes each page, for the latest `most` pages. One thread uses it."""
 
     def __init__(self, most: int = MOST_PAGES) -> None:
         self._most = most
         self._before: OrderedDict[str, str] = OrderedDict()
 
     def saw(self, hashes: Sequence[str]) -> None:
-        """Record that these pages follow each other."""
+        """Record that the pages with these `hashes` follow each other."""
         for before, after in pairwise(hashes):
             self._before[after] = before
             self._before.move_to_end(after)

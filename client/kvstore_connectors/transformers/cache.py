@@ -36,7 +36,8 @@ _LOST = "the last call with this cache was interrupted, and the state of this mo
 
 
 class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped here
-    """The cache of one sequence: `model.generate(input_ids, past_key_values=KVStoreCache(session, model))`.
+    """A Transformers cache of one sequence that restores stored prefixes and stores new blocks in the daemon. Use it as
+    `model.generate(input_ids, past_key_values=KVStoreCache(session, model))`.
 
     `session` is the result of `kvstore_session(model)`, or the daemon's socket directory. In `generate` the longest
     stored prefix is restored and the rest computed; full blocks of prompt and answer are stored in the background. The
@@ -108,8 +109,8 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
 
     @property
     def report(self) -> CacheReport:
-        """The tokens of this sequence that were restored, computed and stored so far, and the reasons why no more
-        were.
+        """The numbers of tokens of this sequence that were restored, computed and stored so far, and the reasons why no
+        more were.
         """
         sequence = self._sequence
         return CacheReport(
@@ -126,8 +127,8 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         )
 
     def restore(self, input_ids: torch.Tensor) -> int:
-        """Restore the stored prefix of these tokens, without the last token; return how many tokens the cache holds
-        now.
+        """Restore the stored prefix of `input_ids`, without the last token, and return the number of tokens that the
+        cache holds now.
 
         For users who call the model themselves: `n = cache.restore(ids); model(ids[:, n:], past_key_values=cache)`.
         """
@@ -148,14 +149,17 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         return self._seen.count
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until the blocks that this session's caches announced are stored or given up."""
+        """Wait until all blocks of this session's caches are stored or given up. Return False if `timeout_s` seconds
+        did not suffice.
+        """
         return storer_of(self._session).flush(timeout_s)
 
     # What the model's hooks call.
 
     def before(self, call: Call) -> Call:
-        """Prepare a call of the model with this cache: restore its stored prefix, if that is allowed. Raises
-        KVStoreError(INVALID) if the caller counts on tokens that an interrupted call did not get.
+        """Prepare a call of the model with this cache: restore the stored prefix, and return the arguments of the call
+        that is left to compute. Raises KVStoreError(INVALID) if the caller counts on tokens that an interrupted call
+        did not compute.
         """
         was_open, self._coming = self._coming is not None, None
         self._times.report()
@@ -208,8 +212,8 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         return rest
 
     def after(self, output: Any) -> Any:
-        """Finish a call: its tokens are held now, and full blocks may be stored. Return the call's `output`. A call
-        that raised (`output` is None) leaves the sequence as it was before.
+        """Finish a call of the model: its tokens are cached now, and full blocks are stored in the background. Return
+        the call's `output`. A call that raised (`output` is None) leaves the sequence as it was before.
         """
         coming, self._coming = self._coming, None
         whole, self._whole = self._whole, {}  # it names this cache: a cycle would keep K and V
@@ -236,8 +240,8 @@ class KVStoreCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
     # What transformers does to caches.
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Cut the sequence as `DynamicCache.crop` does. Stored blocks stay stored; the sequence goes on from the
-        shorter prefix.
+        """Remove tokens from the end of the sequence, as `DynamicCache.crop` does with `tokens_to_remove`. Stored
+        blocks stay stored, and the sequence goes on from the shorter prefix.
         """
         kept = self._seen.count + min(tokens_to_remove, 0)
         whole = not self._refused and self._holds_all()

@@ -29,16 +29,22 @@ Call = dict[str, Any]
 
 
 class ModelCallListener(Protocol):
-    """A receiver of each call of the model with this cache, called by the hooks."""
+    """A receiver of the calls of a model with one cache. The hooks of `listen` call `before` with the arguments of each
+    call, and `after` at its end.
+    """
 
     def before(self, call: Call) -> Call: ...
     def after(self, output: Any) -> Any:
-        """Handle the end of a call. `output` is None if the call raised."""
+        """Handle the end of a call of the model. `output` is the call's result, or None if the call raised. Return the
+        result that the caller gets.
+        """
         ...
 
 
 def listen(model: PreTrainedModel, cache: ModelCallListener) -> None:
-    """Notify `cache` of every call of `model` with it, as long as the cache exists."""
+    """Register hooks on `model` that notify `cache` of every call in which it is the cache. They are removed with the
+    cache.
+    """
     names = list(inspect.signature(model.forward).parameters)
     reference = weakref.ref(cache)
 
@@ -64,8 +70,8 @@ def listen(model: PreTrainedModel, cache: ModelCallListener) -> None:
 
 
 def why_not(call: Call, held: int) -> str:
-    """Return why a call is no plain continuation of the one sequence whose first `held` tokens are cached; "" if it is
-    one.
+    """Return a sentence if `call` is no plain continuation of one sequence whose first `held` tokens are cached, such
+    as a batch or a padded prompt. Return "" if it is one.
     """
     ids = call.get("input_ids")
     if ids is None or call.get("inputs_embeds") is not None:
@@ -88,8 +94,8 @@ def why_not(call: Call, held: int) -> str:
 
 
 def shifted_positions(model: PreTrainedModel) -> str:
-    """Return why positions do not count up, if `model` adds the offset of an image in an earlier call; "" if it adds
-    nothing. Qwen2-VL and related models keep that offset in the model.
+    """Return a sentence if `model` shifts positions because of an image in an earlier call, as Qwen2-VL and related
+    models do. Return "" if it does not.
     """
     parts = (model, getattr(model, "model", None), getattr(model, "base_model", None))
     deltas = [delta for part in parts if isinstance(delta := getattr(part, "rope_deltas", None), torch.Tensor)]
@@ -97,8 +103,8 @@ def shifted_positions(model: PreTrainedModel) -> str:
 
 
 def unfit(model: PreTrainedModel, device: torch.device, held: int) -> str:
-    """Return why the state of `model` cannot be stored or restored now, for a cache on `device` that holds `held`
-    tokens; "" if it can.
+    """Return a sentence if the state of `model` cannot be stored or restored now, for a cache on `device` that holds
+    `held` tokens. Return "" if it can.
     """
     if model.device != device:
         return "the model has been moved to another device"
@@ -110,7 +116,9 @@ def unfit(model: PreTrainedModel, device: torch.device, held: int) -> str:
 
 
 def tokens_to_compute(call: Call) -> int | None:
-    """Return how many of the last tokens must be computed for the requested output; None if all of them must."""
+    """Return the number of tokens at the end of `call` that must be computed for the output that it asks for. Return
+    None if all of its tokens must be computed.
+    """
     keep = call.get("logits_to_keep")
     if not isinstance(keep, int) or keep < 1 or any(call.get(name) for name in _ONE_PER_TOKEN):
         return None
@@ -118,7 +126,9 @@ def tokens_to_compute(call: Call) -> int | None:
 
 
 def shorten(call: Call, tokens: int) -> Call:
-    """Return the call without its first `tokens` tokens, which are cached now. The mask still covers all tokens."""
+    """Return the arguments `call` without the first `tokens` tokens, which are cached now. The mask still covers all
+    tokens.
+    """
     shorter = dict(call)
     for name in _BY_TOKEN:
         if shorter.get(name) is not None:
@@ -127,8 +137,9 @@ def shorten(call: Call, tokens: int) -> Call:
 
 
 def pieces(call: Call, held: int, size: int, keep: int) -> list[Call]:
-    """Return calls that compute the tokens of `call` one after the other, behind `held` tokens. Each but the last ends
-    behind a multiple of `size` tokens, and its answer is not used; the last has at least `keep` tokens.
+    """Split `call`, which follows `held` cached tokens, into calls that compute its tokens one after the other. Each
+    except the last ends at a multiple of `size` tokens, and its output is not used. The last has at least `keep`
+    tokens.
     """
     end = held + call["input_ids"].shape[1]
     cuts = range(held // size * size + size, end - keep + 1, size)
@@ -146,26 +157,28 @@ def pieces(call: Call, held: int, size: int, keep: int) -> list[Call]:
 
 
 def with_positions(call: Call, model: PreTrainedModel, held: int) -> Call:
-    """Return the call with positions, if it has none and the model takes them: see `state.positions`."""
+    """Return `call` with explicit positions that follow `held` cached tokens, if it has none and `model` takes them."""
     if call.get("position_ids") is not None or "position_ids" not in inspect.signature(model.forward).parameters:
         return call
     return {**call, "position_ids": positions(held, call["input_ids"])}
 
 
 class TokensHeld:
-    """The token ids of one sequence, read when they are needed: on a GPU each reading waits for it."""
+    """The token ids of one cached sequence. They are kept as tensors, and read when they are needed, because each
+    reading waits for the GPU.
+    """
 
     def __init__(self) -> None:
         self._parts: list[torch.Tensor] = []
         self.count = 0
 
     def add(self, ids: torch.Tensor) -> None:
-        """Append ids [1, tokens], which are not written again."""
+        """Append `ids`, a tensor [1, tokens], to the sequence. The caller must not write to it again."""
         self._parts.append(ids)
         self.count += ids.shape[1]
 
     def cut(self, count: int) -> None:
-        """Keep the first `count` tokens."""
+        """Keep only the first `count` tokens of the sequence."""
         self._parts, self.count = [torch.from_numpy(self.all()[:count])[None]], count
 
     def all(self) -> Tokens:
@@ -175,7 +188,7 @@ class TokensHeld:
 
 
 def as_tokens(ids: torch.Tensor) -> Tokens:
-    """Return the ids of a batch of one sequence."""
+    """Return the token ids of the only sequence in the batch `ids`, as int32[tokens]."""
     return checked_tokens(ids[0])
 
 

@@ -23,7 +23,7 @@ from kvstore_connectors.transformers.state import KVShape
 
 @dataclass(frozen=True, slots=True)
 class TokenSpan:
-    """The tokens [begin, end) of a sequence that is stored in blocks of `block_tokens`."""
+    """The tokens from `begin` to `end` - 1 of a sequence that is stored in blocks of `block_tokens` tokens."""
 
     begin: int
     end: int
@@ -31,12 +31,16 @@ class TokenSpan:
 
     @property
     def blocks(self) -> range:
-        """The blocks that hold the tokens. The first and the last one may also hold tokens outside the span."""
+        """The numbers of the blocks that hold the tokens of this span. The first and the last block may hold tokens
+        outside it.
+        """
         return range(self.begin // self.block_tokens, -(-self.end // self.block_tokens))
 
 
 class BlockRun(NamedTuple):
-    """Payloads of blocks `first`, `first` + 1, … of a layer group; None for the only one."""
+    """Payloads of consecutive blocks of one layer group, ready to store: `payloads[i]` belongs to block `first` + i.
+    `group` is None for a model with one group.
+    """
 
     group: int | None
     first: int
@@ -44,68 +48,72 @@ class BlockRun(NamedTuple):
 
 
 class BlockSource(Protocol):
-    """The computed blocks of a sequence, on their way into the store. Used by another thread than the model's."""
+    """A source of the computed blocks of a sequence, for the thread that stores them."""
 
     def runs(self, blocks: range) -> list[BlockRun]:
-        """Return the payloads of `blocks`, of the group that has all of them first."""
+        """Return the payloads of `blocks`, one run for each layer group. The group that has all of the blocks comes
+        first.
+        """
         ...
 
     def stored(self, blocks: range) -> None:
-        """Take note that `blocks` are stored or given up: their memory is not needed any more."""
+        """Note that `blocks` are stored or given up, so that their memory is no longer needed."""
         ...
 
 
 class Copying(Protocol):
-    """Leased tokens on their way into a tensor, layer by layer. Raises nothing."""
+    """A copy of leased tokens into a tensor that is under way, layer by layer. Its methods raise nothing."""
 
     def wait(self, layer: int) -> None:
-        """Make the model's further work find this layer in the tensor, or return when the copy has failed."""
+        """Make the model's further work find layer number `layer` in the tensor, or return when the copy has failed."""
         ...
 
     def finish(self) -> bool:
-        """Wait for all layers and release the lease. Return whether all copied bytes are the leased bytes.
-        Idempotent.
+        """Wait for all layers and release the lease. Return True if all copied bytes are the leased bytes. A second
+        call returns the first result.
         """
         ...
 
 
 class TensorCopies(Protocol):
-    """The copies of one kind of device. `tensor` parameters are made by `empty`: [layer, K or V, head, token,
-    dimension].
+    """The copies between blocks and tensors on one kind of device. A `tensor` is made by `empty`, with the axes [layer,
+    K or V, head, token, dimension].
     """
 
     @property
     def layout(self) -> str:
-        """The layout of the payloads, as the fingerprint of a session names it."""
+        """The name of the layout of payloads, as in `Fingerprint.layout`."""
         ...
 
     @property
     def least_beside_bytes(self) -> int:
-        """The least size in bytes of a copy beside the model; smaller copies are made at once."""
+        """The least size in bytes of a copy that runs beside the model. Smaller copies are made before the model goes
+        on.
+        """
         ...
 
     def empty(self, shape: KVShape, room: int, device: torch.device) -> torch.Tensor:
-        """Return a new tensor with room for `room` tokens."""
+        """Return a new tensor on `device` for the K/V of `room` tokens, whose sizes and type `shape` gives."""
         ...
 
     def copy(self, lease: Lease, tensor: torch.Tensor, span: TokenSpan) -> bool:
-        """Copy tokens of a lease that covers the prefix from its first block on. Return False if they may not be the
-        leased bytes. Raises the error that prevented the copy.
+        """Copy the tokens `span` from `lease`, which covers the prefix from its first block on, into `tensor`. Return
+        False if the copied bytes may not be the leased bytes. Raises the error that prevented the copy.
         """
         ...
 
     def start(self, lease: Lease, tensor: torch.Tensor, span: TokenSpan, held: ExitStack) -> Copying:
-        """Start the copy that `copy` makes, beside the model, and return it. The copy takes over the contents of `held`
-        (the lease), unless this raises.
+        """Start to copy the tokens `span` from `lease` into `tensor`, beside the model, and return the copy under way.
+        It takes over the contents of `held`, which has the lease, unless this raises.
         """
         ...
 
     def payloads(self, tensor: torch.Tensor, blocks: range, block_tokens: int, ready: Any) -> list[FillSlot]:
-        """Return functions that write the payloads of full blocks, which the model has computed at the moment `ready`.
-        The caller keeps `ready` until they are written.
+        """Return a payload for `Session.put` for each of `blocks` in `tensor`, full blocks of `block_tokens` tokens
+        that the model has computed at the moment `ready`. The caller keeps `ready` until they are written.
         """
         ...
 
     def moment(self) -> Moment:
-        """Return a moment behind all work of the model up to now."""
+        """Return the moment when all work that the model has begun so far is finished."""
         ...

@@ -32,7 +32,9 @@ from kvstore_connectors.transformers.state import KVShape
 
 
 class TorchStream:
-    """The stream of `device` on which this thread queues the model's kernels now, and memory of torch's allocator."""
+    """The CUDA stream of `device` on which this thread queues the model's kernels now, and memory from torch's
+    allocator.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -41,12 +43,13 @@ class TorchStream:
         return torch.empty(shape, dtype=dtype, device=device)
 
     def address(self) -> int:
-        """Return the address of the CUstream."""
+        """Return the address of the current CUstream."""
         return int(torch.cuda.current_stream(self._device).cuda_stream)
 
 
 class DeviceCopying:
-    """A load beside the model; `held` has the lease, and is closed at the end.
+    """A load from a lease to a tensor on a device that is under way beside the model. `held` has the lease, and is
+    closed at the end.
 
     A load that is dropped early ends by itself: the pool keeps the tensor, and the source memory stays mapped.
     """
@@ -69,7 +72,9 @@ class DeviceCopying:
 
 
 class DeviceTensorCopies:
-    """The `BlockCopies` of one session, for tensors on its device. Close it before the session ends."""
+    """The copies between blocks of one session and tensors on its CUDA device `device`. It implements `TensorCopies`.
+    Close it before the session ends.
+    """
 
     layout = DEVICE_LAYOUT
     least_beside_bytes = 0
@@ -105,7 +110,7 @@ class DeviceTensorCopies:
         return DeviceMoment(self._device, self._stream.address())
 
     def close(self) -> None:
-        """Wait for copies; later ones are refused. Idempotent."""
+        """Wait for the copies under way, and refuse later ones. A second call does nothing."""
         with self._lock:
             self._is_closed = True
             if self._resources is not None:

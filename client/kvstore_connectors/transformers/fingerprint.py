@@ -60,7 +60,9 @@ _NOT_IDENTITY = frozenset(  # of a configuration: labels, defaults of generation
 
 
 def inner_model(model: Any) -> PreTrainedModel:
-    """Return the Transformers model itself, without its wrappers (an adapter library, torch.compile)."""
+    """Return the Transformers model inside `model`, without its wrappers (an adapter library, torch.compile). Raises
+    KVStoreError(INVALID) if there is none.
+    """
     if isinstance(model, PreTrainedModel):
         return model
     found = next((part for part in getattr(model, "modules", list)() if isinstance(part, PreTrainedModel)), None)
@@ -70,7 +72,9 @@ def inner_model(model: Any) -> PreTrainedModel:
 
 
 def device_index(model: PreTrainedModel) -> int | None:
-    """Return the CUDA device that a model is on, as the driver counts in this process; None if it is on none."""
+    """Return the number of the CUDA device that `model` is on, as the driver counts in this process. Return None if it
+    is on no CUDA device.
+    """
     device = model.device
     if device.type != "cuda" or torch.version.hip:  # AMD's go by the same name
         return None
@@ -80,7 +84,8 @@ def device_index(model: PreTrainedModel) -> int | None:
 def model_fingerprint(
     model: Any, *, model_id: str | None = None, block_tokens: int | None = None, key_hash: str = "xxh3"
 ) -> Fingerprint:
-    """Return the fingerprint to open a session with: `kvstore_client.connect(fingerprint=model_fingerprint(model))`.
+    """Return the fingerprint of `model` to open a session with: everything but tokens that its K/V state depends on.
+    Use it as `kvstore_client.connect(fingerprint=model_fingerprint(model))`.
 
     All weights in memory are hashed, once (135M parameters in f32: some 0.1 s). If `model_id` is given, it replaces
     that hash: the caller then answers for equal ids meaning equal weights. `block_tokens`: 8 by default; for a model
@@ -105,7 +110,9 @@ def model_fingerprint(
 
 
 def block_size(model: PreTrainedModel, state: State, asked: int | None) -> int:
-    """Return the tokens of a block. Raises KVStoreError(INVALID) for a size at whose boundaries there are no states."""
+    """Return the number of tokens of a block: `asked`, or the default for `state`. Raises KVStoreError(INVALID) if the
+    model has no recurrent states at the boundaries of such blocks.
+    """
     if isinstance(state, KVShape):
         return BLOCK_TOKENS if asked is None else asked
     tokens = state.default_block_tokens() if asked is None else asked
@@ -134,7 +141,9 @@ def _layout(model: PreTrainedModel, state: State) -> str:
 
 
 def difference(session: Fingerprint, model: Any) -> str:
-    """Return how the model differs from the one that a session was opened for; "" if it does not."""
+    """Return, as text, how `model` differs from the one that the fingerprint `session` describes, such as "dtype".
+    Return "" if it does not differ.
+    """
     named = session.weights_digest
     model_id = named.removeprefix(ID_PREFIX).rpartition(":")[0] if named.startswith(ID_PREFIX) else None
     ours = model_fingerprint(model, model_id=model_id, block_tokens=session.block_tokens)
@@ -150,7 +159,9 @@ def difference(session: Fingerprint, model: Any) -> str:
 
 
 def difference_now(session: Fingerprint, model: Any) -> str:
-    """Return the differences that are cheap to see before each token: torch's counts of writes, and adapters."""
+    """Return the differences between `model` and the fingerprint `session` that are cheap to see before each token:
+    weights that torch knows were written to, and adapters. Return "" if there are none.
+    """
     inner = inner_model(model)
     known = _hashed.get(inner)
     adapted = _digest(state) if (state := _adapter_state(model, inner)) else ""
@@ -159,7 +170,9 @@ def difference_now(session: Fingerprint, model: Any) -> str:
 
 
 def weights_identity(model: PreTrainedModel, model_id: str | None) -> str:
-    """Return a digest of the configuration, and of all weights or the id that stands for them."""
+    """Return a text that names the configuration and the weights of `model`. All weights are hashed, unless `model_id`
+    stands for them.
+    """
     config = {name: value for name, value in model.config.to_dict().items() if name not in _NOT_IDENTITY}
     described = _digest(
         [type(model).__name__, json.dumps(config, sort_keys=True, default=str), *_other_attention(model.config)]
@@ -276,8 +289,9 @@ _watched: WeakKeyDictionary[PreTrainedModel, _Watched] = WeakKeyDictionary()
 
 
 def watch(model: PreTrainedModel, *, by_content: bool) -> None:
-    """Record the state of a model's files; later changes are noticed. Raises KVStoreError(INVALID) if a file is gone
-    and cannot be watched.
+    """Record the present state of the files that the weights of `model` are mapped from, so that `written_file` notices
+    later changes. With `by_content` any sign of a change counts. Raises KVStoreError(INVALID) if a file is gone and
+    cannot be opened.
     """
     tensors = [*model.parameters(), *model.buffers()]
     _watched[model] = _Watched(WeightFiles(map(_path_of, _mappings_of(tensors))), by_content)
@@ -288,7 +302,7 @@ def is_watched(model: PreTrainedModel) -> bool:
 
 
 def written_file(model: PreTrainedModel) -> str:
-    """Return a file of a model's weights that was written to since `watch`; "" if there is none."""
+    """Return the path of a file of the weights of `model` that was written to since `watch`, or "" if there is none."""
     known = _watched.get(model)
     if known is None:
         return ""

@@ -31,7 +31,9 @@ Kept = list[tuple[torch.Tensor, int]]  # of each part of each layer: its rows, a
 
 
 class Shown:
-    """Adds `shown` to a layer's class: the K and V of its last call, behind the window that the layer had held."""
+    """A mixin for a Transformers cache layer that keeps, in `shown`, the K and V that the layer's last update returned:
+    the window that it had held, and the new tokens behind it.
+    """
 
     shown: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -46,7 +48,9 @@ def _showing(kind: Any) -> Any:
 
 
 def layers_of(config: Any) -> list[Any]:
-    """Return empty layers for a model, as a `DynamicCache` has them."""
+    """Return new, empty cache layers for the model configuration `config`, as a `DynamicCache` has them. Sliding layers
+    also remember the rows of their last call.
+    """
     layers = list(DynamicCache(config=config).layers)
     for index, layer in enumerate(layers):
         if getattr(layer, "is_sliding", False):
@@ -57,7 +61,9 @@ def layers_of(config: Any) -> list[Any]:
 
 
 class GroupBlocks:
-    """The computed blocks of one sequence that wait to be stored. Implements `BlockSource`."""
+    """The computed blocks of one sequence that wait to be stored, for a model with several layer groups. It implements
+    `BlockSource`.
+    """
 
     def __init__(self, groups: Sequence[LayerGroup], block_tokens: int) -> None:
         self._groups, self._block_tokens = groups, block_tokens
@@ -73,7 +79,7 @@ class GroupBlocks:
         self._of_block[group.group_id, block] = kept
 
     def runs(self, blocks: range) -> list[BlockRun]:
-        """Return the payloads of `blocks` that are there, in runs without a gap."""
+        """Return the payloads of those `blocks` that are kept, in runs of consecutive blocks of one group."""
         runs: list[BlockRun] = []
         for group in self._groups:
             for block in blocks:
@@ -96,7 +102,9 @@ class GroupBlocks:
 
 
 def write_block(group: LayerGroup, kept: Kept, block: int, block_tokens: int, destination: Bytes) -> None:
-    """Write the payload of a block, by layer, by part, by token. Rows that no resume needs are zero."""
+    """Write the payload of block number `block` of `group` to `destination`: layer by layer, part by part, token by
+    token. `kept` has the rows of each part. Rows that no resume needs are zero.
+    """
     begin, place = block * block_tokens, 0
     for (rows, base), part in zip(kept, group.parts * len(group.layers), strict=True):
         if group.kind == "recurrent":
@@ -132,7 +140,9 @@ def _copy(source: torch.Tensor, destination: Bytes) -> None:
 def read_blocks(
     group: LayerGroup, payloads: Sequence[Bytes], block_tokens: int, device: torch.device
 ) -> dict[int, list[torch.Tensor]]:
-    """Return the state in consecutive blocks, by layer, as `rows_of` gives it."""
+    """Return the state in `payloads` of consecutive blocks of `group`, as new tensors on `device`: for each layer's
+    number a tensor for each part, as `rows_of` gives it.
+    """
     place, found = 0, dict[int, list[torch.Tensor]]()
     runs = list(runs_of(payloads))
     for index in group.layers:
@@ -174,7 +184,9 @@ def _fill(rows: torch.Tensor, stored: Bytes) -> None:
 
 
 class GroupMemory:
-    """The layers of one sequence. `is_whole`: they hold what this class put or saw there, and nothing else."""
+    """The cache layers of one sequence of a model whose layers differ, and the blocks made of them. `is_whole` is True
+    while the layers hold only what this object put or saw there.
+    """
 
     def __init__(self, state: GroupedState, config: Any, block_tokens: int) -> None:
         self.state, self.block_tokens = state, block_tokens
@@ -185,7 +197,9 @@ class GroupMemory:
 
     @property
     def cut_tokens(self) -> int:
-        """The tokens at whose multiples a call must end, so that a block has a state; 0 if that does not matter."""
+        """The number of tokens at whose multiples a call of the model must end, so that a recurrent state is kept for
+        each block. 0 means that a call may end anywhere.
+        """
         return self.block_tokens if self.state.is_recurrent else 0
 
     def holds(self, tokens: int) -> bool:
@@ -204,12 +218,12 @@ class GroupMemory:
         return self.state.can_go_back
 
     def settle(self) -> bool:
-        """Return True: nothing is copied beside the model."""
+        """Return True, because no copy runs beside the model for this kind of memory."""
         return True
 
     def blocks_until(self, tokens: int, block_tokens: int, ready: Moment) -> GroupBlocks:
-        """Return the blocks of the tokens held; the last call completed some. `ready` is not needed: torch itself waits
-        for a device that it copies from.
+        """Take the blocks that the last call completed, and return all blocks of the first `tokens` tokens that wait to
+        be stored. `ready` is not used, because torch itself waits for a device that it copies from.
         """
         first, end = self._kept // self.block_tokens, tokens // self.block_tokens
         self._kept = max(tokens, self._kept)
@@ -228,12 +242,12 @@ class GroupMemory:
                 self.blocks.add_whole(group, end, [(rows.detach(), 0) for rows in self._tensors(group)])
 
     def read(self, group: LayerGroup, index: int) -> list[torch.Tensor]:
-        """Return the parts of one layer's state, as `rows_of` gives them."""
+        """Return the state of layer number `index`, one tensor for each part of `group`, as `rows_of` gives it."""
         return [rows_of(self.layers[index], part.name) for part in group.parts]
 
     def install(self, tokens: int, held: int, loaded: dict[tuple[int, int], list[torch.Tensor]]) -> None:
-        """Set the state after `tokens` tokens, of which the layers hold `held`. `loaded`: by group and layer, what
-        `read_blocks` returned for the blocks up to there: of a full group the blocks that are not held.
+        """Set the layers to the state after `tokens` tokens, of which they hold the first `held` already. `loaded` has,
+        by group and layer, the result of `read_blocks`: for a full group only the blocks that are not held.
         """
         for group in self.state.groups:
             names = [part.name for part in group.parts]
@@ -253,7 +267,7 @@ class GroupMemory:
         self._kept = tokens
 
     def go_back(self, tokens: int) -> None:
-        """Take back the tokens behind `tokens`. The caller knows that the state can go back."""
+        """Remove the state of all tokens behind the first `tokens`. The caller has checked `can_go_back`."""
         for layer in self.layers:
             surplus = layer.get_seq_length() - tokens
             if surplus > 0:
@@ -264,7 +278,7 @@ class GroupMemory:
         self.is_whole = False
 
     def plain_layers(self, config: Any, memo: dict[int, Any]) -> list[Any]:
-        """Return copies of the layers, of Transformers' own classes."""
+        """Return deep copies of the layers as Transformers' own classes. `memo` is the one of `deepcopy`."""
         layers = list(DynamicCache(config=config).layers)
         for ours, plain in zip(self.layers, layers, strict=True):
             values = {name: value for name, value in vars(ours).items() if name != "shown"}

@@ -32,7 +32,9 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class HostTensorCopies:
-    """The `BlockCopies` for tensors of a model that is on `device`."""
+    """The copies between blocks and tensors by the CPU, for a model on `device` (None: the CPU). It implements
+    `TensorCopies`.
+    """
 
     layout = LAYOUT
     least_beside_bytes = LEAST_BYTES
@@ -67,7 +69,9 @@ def _payloads(lease: Lease, span: TokenSpan) -> list[Bytes]:
 
 
 def scatter(tensor: torch.Tensor, blocks: Sequence[Bytes], span: TokenSpan, layers: slice = slice(None)) -> None:
-    """Write the tokens of a span, for `layers`, from the stored blocks that hold them."""
+    """Copy the tokens `span` from `blocks`, the payloads of the blocks that hold them, into `tensor`, for the chosen
+    `layers`.
+    """
     count, _, heads, _, head_dim = tensor.shape
     begin, end, block_tokens = span.begin, span.end, span.block_tokens
     part = tensor[layers]
@@ -91,10 +95,11 @@ def scatter(tensor: torch.Tensor, blocks: Sequence[Bytes], span: TokenSpan, laye
 
 
 def runs_of(blocks: Sequence[Bytes]) -> Iterator[Bytes]:
-    """Yield blocks as arrays [block, byte]: blocks at equal distances in memory form one array.
+    """Yield `blocks` as arrays [block, byte], without a copy. Consecutive blocks at equal distances in memory form one
+    array.
 
-    A call of torch for each block costs more than its bytes on a machine whose other threads are late. The last block
-    is an array of its own, since only a part of it may be wanted.
+    Each array is copied in one call of torch, which takes less time than a call for each block. The last block is an
+    array of its own, because only a part of it may be wanted.
     """
     starts = [block.__array_interface__["data"][0] for block in blocks]
     first = 0
@@ -110,8 +115,8 @@ def runs_of(blocks: Sequence[Bytes]) -> Iterator[Bytes]:
 
 
 def gather(tensor: torch.Tensor, begin: int, end: int, destination: Bytes) -> None:
-    """Copy tokens [begin, end) of a tensor into a block's payload. On the CPU, torch's threads are not used: the model
-    needs them.
+    """Copy the tokens `begin` to `end` - 1 of `tensor` into `destination`, a block's payload. On the CPU, torch's
+    threads are not used, because the model needs them.
     """
     source = tensor[:, :, :, begin:end]
     if source.device.type == "cpu":
@@ -122,7 +127,9 @@ def gather(tensor: torch.Tensor, begin: int, end: int, destination: Bytes) -> No
 
 
 class LayerCopy:
-    """A copy by layers: `copy` writes one layer; `held` has the lease, and is closed at the end."""
+    """A copy of `layers` layers in a thread, while the model computes. `copy(layer)` writes one layer; `held` has the
+    lease, and is closed at the end.
+    """
 
     def __init__(self, layers: int, copy: Callable[[int], None], lease: Lease, held: ExitStack) -> None:
         self._copy, self._lease, self._held = copy, lease, held
@@ -137,11 +144,11 @@ class LayerCopy:
         return self
 
     def wait(self, layer: int) -> None:
-        """Wait until `layer` may be read, or the copy has ended without it."""
+        """Wait until layer number `layer` is copied, or the copy has ended without it."""
         self._progress.wait(layer)
 
     def finish(self) -> bool:
-        """Wait for all layers and release the lease. Return whether all copied bytes are the leased bytes."""
+        """Wait for all layers and release the lease. Return True if all copied bytes are the leased bytes."""
         if self._is_valid is None:
             self._thread.join()
             self._is_valid = self._is_whole and self._lease.valid

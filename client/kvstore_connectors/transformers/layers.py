@@ -26,7 +26,9 @@ LEAST_HEADROOM_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class StackBlocks:
-    """The blocks in a stack's tensor, computed at the moment `ready`. Implements `BlockSource`."""
+    """The computed blocks of one sequence in the tensor of a `KVStack`, complete at the moment `ready`. It implements
+    `BlockSource`.
+    """
 
     copies: TensorCopies
     tensor: torch.Tensor
@@ -38,12 +40,12 @@ class StackBlocks:
         return [BlockRun(None, blocks.start, payloads)]
 
     def stored(self, blocks: range) -> None:
-        """Do nothing: the tensor is the sequence's own."""
+        """Do nothing, because the blocks are in the sequence's own tensor, which stays."""
 
 
 class KVStack:
-    """The K and V of all layers. `copies`: the way blocks get into the tensor and out of it, by default with the
-    CPU.
+    """The K and V of all layers of one sequence, in one tensor. `copies` move blocks into and out of the tensor, by
+    default with the CPU. `is_whole` is False once a layer keeps its K and V itself.
     """
 
     def __init__(self, shape: KVShape, copies: TensorCopies | None = None) -> None:
@@ -60,7 +62,7 @@ class KVStack:
 
     @property
     def cut_tokens(self) -> int:
-        """Return 0: a call may end anywhere."""
+        """Return 0, because a call of the model may end at any token."""
         return 0
 
     @property
@@ -68,8 +70,8 @@ class KVStack:
         return 0 if self.tensor is None else int(self.tensor.shape[3])
 
     def takes(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
-        """Return whether `keys` and `values` can be added to the stack: one sequence, with the stack's shape, dtype and
-        device.
+        """Return whether `keys` and `values` can be added to the stack: they are of one sequence, with the stack's
+        shape, dtype and device.
         """
         expected = (1, self.shape.heads, keys.shape[-2], self.shape.head_dim)
         return (
@@ -82,12 +84,12 @@ class KVStack:
         )
 
     def holds(self, tokens: int) -> bool:
-        """Return whether every layer has K and V of exactly `tokens` tokens, in the stack's tensor."""
+        """Return whether every layer holds the K and V of exactly `tokens` tokens, in the stack's tensor."""
         return self.is_whole and all(layer.length == tokens and layer.is_ours for layer in self.layers)
 
     def reserve(self, tokens: int, device: torch.device) -> None:
-        """Make room for `tokens` tokens; if needed, move the content into a larger tensor. Other threads may still read
-        the old tensor.
+        """Make room for `tokens` tokens on `device`. If the tensor is too small, its content moves to a larger one;
+        other threads may still read the old tensor.
         """
         if tokens <= self.capacity:
             return
@@ -108,28 +110,32 @@ class KVStack:
             layer.show(tokens)
 
     def go_back(self, tokens: int) -> None:
-        """Take back the tokens behind `tokens`; some layers may hold more."""
+        """Remove the K and V of all tokens behind the first `tokens`. Some layers may hold more tokens than others."""
         if self.tensor is not None:
             self.extend_to(tokens)
 
     def settle(self) -> bool:
-        """Finish the copy that ran beside the last call, if there was one; return whether it copied the leased
-        bytes.
+        """Finish the copy that ran beside the model's last call, if there was one. Return False if it may have copied
+        other bytes than the leased ones.
         """
         copying, self.coming = self.coming, None
         return copying is None or copying.finish()
 
     def blocks_until(self, tokens: int, block_tokens: int, ready: Moment) -> StackBlocks | None:
-        """Return the blocks of the tokens held, which were computed at the moment `ready`."""
+        """Return the blocks in the tensor, which were computed at the moment `ready`, or None if there is no tensor
+        yet.
+        """
         return None if self.tensor is None else StackBlocks(self.copies, self.tensor, block_tokens, ready)
 
     def break_up(self) -> None:
-        """Let the layers keep K and V themselves from now on; tensors that they have shown stay readable."""
+        """Make the layers keep K and V themselves from now on. Tensors that they have returned stay readable."""
         self.is_whole = False
 
 
 class StoreLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped here
-    """One layer of a stack; to the model it is a `DynamicLayer`."""
+    """A Transformers cache layer whose K and V are layer number `index` of the tensor of `stack`. To the model it is a
+    `DynamicLayer`.
+    """
 
     def __init__(self, stack: KVStack, index: int) -> None:
         super().__init__()
@@ -160,13 +166,13 @@ class StoreLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
 
     @property
     def is_ours(self) -> bool:
-        """True while this layer still has the tensors that the stack gave it."""
+        """True as long as `keys` and `values` are the views of the stack's tensor that this layer was given."""
         if self.length == 0:
             return bool(self.get_seq_length() == 0)
         return self.keys is self._shown[0] and self.values is self._shown[1]
 
     def show(self, length: int) -> None:
-        """Set `keys` and `values` to the first `length` tokens of the stack's tensor."""
+        """Set `keys` and `values` to views of the first `length` tokens in the stack's tensor."""
         stack = self._stack()
         assert stack is not None and stack.tensor is not None, "only a stack that has room shows anything"
         tensor = stack.tensor

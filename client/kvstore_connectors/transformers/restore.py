@@ -31,8 +31,8 @@ _choices: WeakKeyDictionary[PreTrainedModel, LoadChoice] = WeakKeyDictionary()
 
 
 def choice_of(model: PreTrainedModel, session: Session) -> LoadChoice:
-    """Return the record of costs of a model object. Each object has its own, since two models of one fingerprint may be
-    on different devices. It begins with the costs that an earlier process saved.
+    """Return the object that decides for `model` how much to load, with its record of costs. Each model object has its
+    own. A new record begins with the costs that an earlier process saved for the session's fingerprint.
     """
     found = _choices.get(model)
     if found is None:
@@ -43,7 +43,9 @@ def choice_of(model: PreTrainedModel, session: Session) -> LoadChoice:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A request to restore: the stack holds the first `held` of `tokens` and shall get at most the first `most`."""
+    """A request to restore a prefix of `tokens`. The memory holds the first `held` of them, and shall hold at most the
+    first `most` afterwards.
+    """
 
     tokens: Tokens
     held: int
@@ -53,21 +55,22 @@ class Wanted:
 
     @property
     def blocks(self) -> int:
-        """The number of blocks to ask for. The last one may be used in part: for a prompt that was stored whole, one
-        token is left to compute.
+        """The number of leading blocks to ask for, or 0 if they would add nothing. The last one may be used in part:
+        for a prompt that was stored whole, one token is left to compute.
         """
         blocks = min(len(self.tokens) // self.block_tokens, -(-self.most // self.block_tokens))
         return blocks if self.covered(blocks) > self.held else 0
 
     def covered(self, blocks: int) -> int:
-        """Return the tokens in the stack once `blocks` leading blocks are restored."""
+        """Return the number of tokens that the memory holds once the first `blocks` blocks are restored."""
         return max(min(blocks * self.block_tokens, self.most), self.held)
 
 
 @dataclass(frozen=True, slots=True)
 class RestoredCache:
-    """The result of a restore: `tokens` of the sequence are in the stack now, or on their way, layer by layer, in its
-    `coming`; `blocks` of it are stored somewhere.
+    """The result of a restore. The memory holds the first `tokens` tokens now, or gets them while the model computes.
+    `blocks` blocks of the prefix are stored, and `bytes` were copied. `reason` says why no more tokens were
+    restored.
     """
 
     tokens: int
@@ -87,9 +90,10 @@ def restore(
     deadline_s: float,
     beside: bool = False,
 ) -> RestoredCache:
-    """Extend the memory of a sequence by the stored blocks that are worth loading.
+    """Load stored blocks of the prefix `wanted` into `memory`, and return the result. `choice` decides how many are
+    loaded and how many are computed instead; if it is None, all are loaded.
 
-    `deadline_s` is for the first question. `beside`: the copy may go on while the model computes.
+    `deadline_s` seconds are for the lookup. With `beside` the copy may go on while the model computes.
     """
     if isinstance(memory, GroupMemory):
         return _restore_groups(session, memory, wanted, choice, deadline_s)
@@ -136,7 +140,9 @@ def _restore_groups(
 
 
 def is_silent(restored: RestoredCache) -> bool:
-    """Return whether the daemon did not answer in time: asking again soon would take the full deadline again."""
+    """Return whether the daemon did not answer this restore in time, so that asking again soon would take the full
+    deadline again.
+    """
     return restored.reason == REASON_DEADLINE
 
 

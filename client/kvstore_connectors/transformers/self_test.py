@@ -54,16 +54,20 @@ _tried: WeakKeyDictionary[PreTrainedModel, tuple[_State, str]] = WeakKeyDictiona
 
 
 def prove(model: PreTrainedModel, block_tokens: int | None, *, skip: bool = False) -> None:
-    """Raise KVStoreError(INVALID) unless `model` answers from restored blocks of `block_tokens` as from a whole prompt.
+    """Test that `model` answers from restored blocks of `block_tokens` tokens as from a whole prompt. Raises
+    KVStoreError(INVALID) if it does not.
 
-    A model in training mode, or on several devices, is tested later, when it no longer is. `skip`: count it as tested.
+    A model in training mode, or on several devices, is tested later, when it no longer is. With `skip` the model counts
+    as tested.
     """
     if failure := failure_of(model, block_tokens, skip=skip):
         raise invalid(f"the K/V state of {type(model).__name__} cannot be stored: {failure}")
 
 
 def failure_of(model: PreTrainedModel, block_tokens: int | None, *, skip: bool = False) -> str:
-    """Return the reason why `prove` raises; "" if it does not. A model is tested once."""
+    """Test `model` as `prove` does, unless that was done before, and return the reason of a failure as a sentence.
+    Return "" if the test succeeds. With `skip` the model counts as tested.
+    """
     state = (model.device, model.dtype, getattr(model.config, "_attn_implementation", None))
     known = _tried.get(model)
     if skip:
@@ -86,8 +90,8 @@ def failure_of(model: PreTrainedModel, block_tokens: int | None, *, skip: bool =
 
 
 def changed(session: Fingerprint, model: Any) -> str:
-    """Return why `model` is no longer the one that a session was opened for; "" if it is. This takes too long to be
-    called for each token.
+    """Return a sentence if `model` is no longer the one that the fingerprint `session` describes, or "" if it is. This
+    takes too long to be called for each token.
     """
     inner = inner_model(model)
     if differs := difference(session, model):
@@ -98,8 +102,8 @@ def changed(session: Fingerprint, model: Any) -> str:
 
 
 def changed_now(session: Fingerprint, model: Any) -> str:
-    """Return the changes of `changed` that can be seen before each token: weights that were written to, other
-    adapters.
+    """Return a sentence if `model` has changed in a way that is cheap to see before each token: weights were written
+    to, or adapters changed. Return "" otherwise.
     """
     differs = difference_now(session, model)
     return f"{_CHANGED}: {differs}" if differs else ""

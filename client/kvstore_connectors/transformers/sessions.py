@@ -60,8 +60,8 @@ def kvstore_session(
 
 
 def flush(session: Session, timeout_s: float | None = None) -> bool:
-    """Wait until the blocks that the caches of a session announced are stored or given up. Return False if that took
-    longer than `timeout_s`.
+    """Wait until all blocks that the caches of `session` announced are stored or given up. Return False if `timeout_s`
+    seconds did not suffice; None waits without a limit.
     """
     return storer_of(session).flush(timeout_s)
 
@@ -72,8 +72,8 @@ _lock = threading.RLock()  # opening a shared session asks for its copies
 
 
 def copies_of(session: Session, model: PreTrainedModel) -> TensorCopies:
-    """Return the copies between blocks and the tensors of `model`. Raises KVStoreError(INVALID) for a model on a CUDA
-    device that is not the session's.
+    """Return the object that copies blocks of `session` into and out of the tensors of `model`. Raises
+    KVStoreError(INVALID) for a model on a CUDA device that is not the session's.
     """
     index = device_index(model)
     if index is None:
@@ -91,7 +91,9 @@ def copies_of(session: Session, model: PreTrainedModel) -> TensorCopies:
 
 
 def shared_session(socket: str | os.PathLike[str], model: Any) -> Session:
-    """Return this process's session with the daemon at `socket` for this model in its present state."""
+    """Return this process's session with the daemon at `socket` for `model` in its present state. It is opened at the
+    first call and closed at the end of the program.
+    """
     prove(inner_model(model), None)  # before its fingerprint: what it computes for that need not be computed twice
     key = (str(socket_directory(socket)), model_fingerprint(model).digest(), device_index(inner_model(model)))
     with _lock:

@@ -46,12 +46,16 @@ _WANDERING_ROPE = ("dynamic", "longrope")  # their angles depend on how long the
 
 
 class Unfit(ValueError):
-    """A state that cannot be stored; the message says why, as the end of a sentence about the model."""
+    """The error of a model's state that cannot be stored. The message says why, as the end of a sentence about the
+    model.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """The shape of K and V of one token: `layers` x (K, V) x `heads` x `head_dim` numbers of `dtype`."""
+    """The shape of one token's K and V in a model whose layers are alike: `layers` x (K, V) x `heads` x `head_dim`
+    numbers of `dtype`.
+    """
 
     layers: int
     heads: int
@@ -65,8 +69,9 @@ class KVShape:
 
 @dataclass(frozen=True, slots=True)
 class GroupedState:
-    """The state of a model whose layers differ: its layer groups, and the number of its layers. States exist where a
-    call of the model ends, so blocks are multiples of `chunk` tokens; 1 if there are none.
+    """A description of the state of a model whose layers differ: its layer `groups`, and the number of its `layers`.
+    Recurrent states exist where a call of the model ends, so blocks are multiples of `chunk` tokens; without such
+    states it is 1.
     """
 
     groups: tuple[LayerGroup, ...]
@@ -80,12 +85,14 @@ class GroupedState:
 
     @property
     def can_go_back(self) -> bool:
-        """Return whether later tokens can be taken away again."""
+        """Return whether the last tokens can be removed from a computed state. Windows and recurrent states cannot go
+        back.
+        """
         return all(group.kind in ("full", "latent") for group in self.groups)
 
     def default_block_tokens(self) -> int:
-        """Return the block size in tokens if the caller names none. Where states are large they are kept at fewer
-        boundaries.
+        """Return the number of tokens of a block if the caller names none. It is larger where recurrent states are
+        large, so that fewer of them are stored.
         """
         if not self.is_recurrent:
             return BLOCK_TOKENS
@@ -105,8 +112,8 @@ State = KVShape | GroupedState
 
 
 def rows_of(layer: Any, name: str) -> torch.Tensor:
-    """Return the tensor of one part of a layer's state, without its axis of sequences: [token, *shape of a token], or
-    the shape of the state. Raises KeyError or AttributeError where the layer has none.
+    """Return the tensor of the part `name` of a cache layer's state, for its one sequence: [token, *shape of a token],
+    or the state's shape. Raises KeyError or AttributeError if the layer has no such part.
     """
     if name == "k":
         return layer.keys[0].transpose(0, 1)  # type: ignore[no-any-return]
@@ -119,7 +126,9 @@ def rows_of(layer: Any, name: str) -> torch.Tensor:
 
 
 def measured(cache: DynamicCache, model: PreTrainedModel, tokens: int) -> State:
-    """Return the state that `cache` keeps after a prompt of `tokens` tokens. Raises Unfit."""
+    """Return a description of the state that `cache` holds after `model` computed a prompt of `tokens` tokens. Raises
+    Unfit if it cannot be stored.
+    """
     found: defaultdict[tuple[str, int, tuple[StatePart, ...]], list[int]] = defaultdict(list)
     for index, layer in enumerate(cache.layers):
         for kind, window, parts in _parts(index, layer, tokens):
@@ -205,15 +214,15 @@ _known: WeakKeyDictionary[PreTrainedModel, tuple[torch.dtype, State]] = WeakKeyD
 
 
 def learn(model: PreTrainedModel, cache: DynamicCache, tokens: int) -> State:
-    """Return `measured`, and remember it for `state_of`. Raises Unfit."""
+    """Return the result of `measured`, and remember it for `state_of`. Raises Unfit."""
     state = measured(cache, model, tokens)
     _known[model] = (model.dtype, state)
     return state
 
 
 def state_of(model: PreTrainedModel) -> State:
-    """Return the state of a model; the model computes two tokens if that is not known yet. Raises
-    KVStoreError(INVALID), with the reason, for a model that cannot be stored.
+    """Return a description of the state that `model` keeps of a sequence. The first call has the model compute two
+    tokens. Raises KVStoreError(INVALID), with the reason, for a model whose state cannot be stored.
     """
     check_configuration(model)
     known = _known.get(model)
@@ -231,7 +240,7 @@ def state_of(model: PreTrainedModel) -> State:
 
 
 def check_configuration(model: PreTrainedModel) -> None:
-    """Raise KVStoreError(INVALID) for a model whose configuration alone says that it cannot be stored."""
+    """Raise KVStoreError(INVALID) if the configuration of `model` alone says that its state cannot be stored."""
     whole = model.config
     config = whole.get_text_config(decoder=True)
     if whole.is_encoder_decoder or getattr(config, "add_cross_attention", False):
@@ -249,15 +258,17 @@ def unstorable(model: PreTrainedModel, why: str) -> Exception:
 
 
 def rope_of(config: Any) -> str:
-    """Return the rope settings of old and new configurations: `rope_parameters`, or `rope_theta` and `rope_scaling`."""
+    """Return the settings of rotary positions in a model's `config`, as JSON. It reads the names of old and new
+    releases of Transformers.
+    """
     names = ("rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor", "rotary_pct")
     found = {name: value for name in names if (value := getattr(config, name, None)) is not None}
     return json.dumps(found, sort_keys=True, default=str)
 
 
 def answer(model: PreTrainedModel, ids: torch.Tensor, cache: DynamicCache, last: int, held: int = 0) -> torch.Tensor:
-    """Compute `ids` with `cache`. Return the logits (or the model's equivalent output) of the `last` tokens: [tokens,
-    number] in f32. `held`: their positions count from there, and are said to the model; 0 says nothing.
+    """Compute the tokens `ids` with `cache`, and return the logits of the `last` tokens, as float32 [tokens, number].
+    If `held` is not 0, the model is given positions that count from there.
     """
     parameters = inspect.signature(model.forward).parameters
     call: dict[str, Any] = {"cache" if "cache" in parameters else "past_key_values": cache, "use_cache": True}
@@ -272,12 +283,16 @@ def answer(model: PreTrainedModel, ids: torch.Tensor, cache: DynamicCache, last:
 
 
 def positions(held: int, ids: torch.Tensor) -> torch.Tensor:
-    """Return the positions of `ids` behind `held` tokens: some models (Bamba) count from 0 in each call without."""
+    """Return the positions of `ids` behind `held` tokens, as a tensor [1, tokens]. Some models (Bamba) count from 0 in
+    each call without them.
+    """
     return torch.arange(held, held + ids.shape[1], device=ids.device)[None]
 
 
 def ordinary_prompt(model: PreTrainedModel, tokens: int) -> torch.Tensor:
-    """Return ids of ordinary tokens, equal at each call: [1, tokens], on the device of the model's first weights."""
+    """Return the ids of `tokens` ordinary tokens of `model`, the same at each call, as a tensor [1, tokens] on its
+    device.
+    """
     config = model.config.get_text_config(decoder=True)
     vocabulary = int(config.vocab_size)
     both = {**model.config.to_dict(), **config.to_dict()}

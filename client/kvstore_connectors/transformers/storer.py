@@ -35,8 +35,8 @@ MOST_WAITING = 8  # sequences that may wait; each holds its K/V in memory until 
 
 @dataclass(frozen=True, slots=True)
 class ComputedBlocks:
-    """The first `blocks` blocks of a sequence with their tokens: computed at `ready`. `source` has the blocks that are
-    not stored yet.
+    """The first `blocks` blocks of a sequence with its `tokens`, computed at the moment `ready`. `source` has the
+    payloads of the blocks that are not stored yet.
     """
 
     tokens: Tokens
@@ -47,7 +47,10 @@ class ComputedBlocks:
 
 @dataclass(slots=True, eq=False)  # two sequences differ even with equal tokens
 class SequenceToStore:
-    """One sequence to store. `computed` is set as long as a block waits."""
+    """The record of storing one sequence. `computed` has its blocks while any of them waits. Of its `wanted_blocks`
+    blocks, `done_blocks` are stored or given up; `statuses` counts the results. `reason` says why storing stopped,
+    or is "".
+    """
 
     session: Session
     computed: ComputedBlocks | None = None
@@ -61,14 +64,16 @@ class SequenceToStore:
         return 0 if self.reason else max(self.wanted_blocks - self.done_blocks, 0)
 
     def let_go(self) -> None:
-        """Free what was announced: it is stored, or given up."""
+        """Drop the references to the blocks, which are stored or given up."""
         computed, self.computed = self.computed, None
         if computed is not None:
             computed.source.stored(range(computed.blocks))
 
 
 class SessionStorer:
-    """The worker of one session. It holds the session only while there are blocks to store."""
+    """A worker that stores the computed blocks of one session's sequences, in a thread. It waits `first_token_s`
+    seconds before it starts, and ends when no block waits.
+    """
 
     def __init__(self, *, first_token_s: float = FIRST_TOKEN_S) -> None:
         self._first_token_s = first_token_s
@@ -77,7 +82,7 @@ class SessionStorer:
         self._thread: threading.Thread | None = None
 
     def advance(self, sequence: SequenceToStore, computed: ComputedBlocks) -> None:
-        """Announce that more of a sequence is computed. Never waits."""
+        """Announce that the blocks `computed` of `sequence` can be stored. It never waits."""
         with self._changed:
             sequence.computed, sequence.wanted_blocks = computed, computed.blocks
             if sequence.waiting_blocks <= 0 or sequence in self._queue:
@@ -97,7 +102,9 @@ class SessionStorer:
                     sequence.reason = str(error)
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until no block waits to be stored. Return False if that took longer than `timeout_s`."""
+        """Wait until no block waits to be stored. Return False if `timeout_s` seconds did not suffice; None waits
+        without a limit.
+        """
         with self._changed:
             return self._changed.wait_for(lambda: self._thread is None, timeout_s)
 
@@ -145,7 +152,7 @@ class SessionStorer:
 
 
 def all_groups_bytes(fingerprint: Fingerprint) -> int:
-    """Return the payload bytes of a block in all layer groups together."""
+    """Return the payload bytes of one block, summed over all layer groups of `fingerprint`."""
     return sum(fingerprint.payload_bytes(group.group_id) for group in fingerprint.groups)
 
 
@@ -154,7 +161,7 @@ _lock = threading.Lock()
 
 
 def storer_of(session: Session) -> SessionStorer:
-    """Return the one worker of a session."""
+    """Return the worker that stores the blocks of `session`; there is one for each session."""
     with _lock:
         found = _storers.get(session)
         if found is None:
@@ -164,8 +171,8 @@ def storer_of(session: Session) -> SessionStorer:
 
 @dataclass(frozen=True, slots=True)
 class CacheReport:
-    """A snapshot of a cache. `reason` says why no more was restored, `store_reason` why no more is stored; both are ""
-    if all is well.
+    """A snapshot of what a cache has restored, computed and stored. `reason` says why no more was restored,
+    `store_reason` why no more is stored; each is "" if there is nothing to say.
 
     `lookup_s` and `restore_s` are the seconds spent on asking and on copying; `waiting_blocks` are full and not yet
     stored.

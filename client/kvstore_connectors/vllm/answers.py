@@ -28,8 +28,8 @@ _MOST_WAITING = 1024  # reports; further ones are dropped
 
 @dataclass(frozen=True, slots=True)
 class EndedAnswer:
-    """A request that has ended: the `blocks` whole blocks of its prompt and answer, the tokens of its answer, and its
-    envelope of hints, if any.
+    """A request of vLLM that has ended: its `prefix` with the `blocks` whole blocks of prompt and answer, the number of
+    `tokens` of its answer, and its `kv_hints`, if any.
     """
 
     prefix: RequestPrefix
@@ -52,8 +52,9 @@ class _Due(NamedTuple):
 
 
 class AnswerReporter:
-    """Reports ended answers to the daemon, with the expectations that clients gave for them. `sessions`: one for each
-    rank's shard; the daemon sees a chain in each. `say`: see `KvHints`.
+    """A reporter of ended answers to the daemon, with the expectations that clients gave for them, in a thread.
+    `sessions` has one session for each rank's shard. `say` gets a warning about malformed hints. The first report
+    waits `delay_s` seconds.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class AnswerReporter:
         self._thread: threading.Thread | None = None
 
     def ended(self, answer: EndedAnswer) -> None:
-        """Queue the report of an answer. Returns at once."""
+        """Queue the report of `answer`, and return at once."""
         with self._changed:
             if self._closing or len(self._waiting) >= _MOST_WAITING:
                 return
@@ -89,7 +90,7 @@ class AnswerReporter:
             self._changed.notify()
 
     def close(self) -> None:
-        """Drop waiting reports and end the thread; a report that is being sent has the session's deadline."""
+        """Drop the waiting reports and end the thread. A report that is being sent has the session's deadline."""
         with self._changed:
             self._closing = True
             self._waiting.clear()

@@ -55,14 +55,14 @@ _SOURCES = {"host": CacheHitSource.HOST, "memory": CacheHitSource.HOST, "nvme": 
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not typed where this is checked
-    """The scheduler side's orders, in the form that vLLM carries to the workers."""
+    """The orders of the scheduler side for one step, in the form that vLLM carries to its workers."""
 
     orders: StepOrders = field(default_factory=StepOrders)
 
 
 @dataclass
 class StepMeasured(KVConnectorWorkerMetadata):  # type: ignore[misc]  # as above
-    """The worker side's report, in the form that vLLM carries back."""
+    """The report of the worker side on a step, in the form that vLLM carries back to the scheduler."""
 
     report: StepReport
 
@@ -71,7 +71,9 @@ class StepMeasured(KVConnectorWorkerMetadata):  # type: ignore[misc]  # as above
 
 
 class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
-    """The connector that keeps vLLM's KV blocks in kvstored. docs/vllm.md says how to turn it on."""
+    """The connector that vLLM loads to restore its KV blocks from the daemon and store them there. docs/vllm.md says
+    how to turn it on.
+    """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
@@ -99,7 +101,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False: a cache hands nothing over, and a dropped save is only a later miss."""
+        """False, which tells vLLM that no request depends on a save: a dropped save is only a later miss."""
         return False
 
     # The scheduler's process.
@@ -129,8 +131,8 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         return StepMetadata(self._scheduler.orders(scheduler_output))
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Return False: vLLM may free the blocks at once. The next step's orders name the request
-        (`StepOrders.ended`).
+        """Note that `request` has ended. Return False: vLLM may free its blocks at once, because the next step's orders
+        name the request.
         """
         assert self._scheduler is not None
         self._scheduler.finished(request)
@@ -139,7 +141,9 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Return as `request_finished`, which vLLM calls where its hybrid manager is off."""
+        """Note that `request` has ended, as `request_finished` does. vLLM calls this method where its hybrid manager is
+        on.
+        """
         return self.request_finished(request, block_ids[0])
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
@@ -150,8 +154,8 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         return {source: blocks * size for source, blocks in sources.items()}
 
     def reset_cache(self) -> bool:
-        """Stop using the store. vLLM calls this when weights were changed in place: the stored blocks belong to the old
-        weights.
+        """Stop using the store for good, and return True. vLLM calls this when weights were changed in place: the
+        stored blocks belong to the old weights.
 
         The fingerprint names the weights by the files that they were loaded from, so there is no name for the new ones.
         """
@@ -194,13 +198,13 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
             session.close()
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Prepare a step before any of its blocks is written: freed blocks may be overwritten from now on."""
+        """Prepare a step before any of its blocks is written: copies out of blocks that were freed end now."""
         if self._worker is not None and isinstance(kv_connector_metadata, StepMetadata):
             self._worker.before_step(kv_connector_metadata.orders)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Start the step's loads. vLLM also calls this after the forward, in steps without loads: then it must not
-        change the state of the step.
+        """Start the loads of this step. vLLM also calls this after the forward, in steps without loads, and then it
+        does nothing.
         """
         orders = self._orders()
         if self._worker is None:
@@ -219,11 +223,11 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
             self._worker.wait_layer(self._layers.get(layer_name, len(self._layers) - 1))
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Do nothing: blocks are stored whole, all layers together, after the step."""
+        """Do nothing, because blocks are stored whole after the step, with all layers together."""
 
     def wait_for_save(self) -> None:
-        """Hand the step's filled blocks to the saver's thread; `handle_preemptions` keeps them from being reused too
-        early.
+        """Hand the blocks that this step filled to the saver's thread, without waiting. `handle_preemptions` keeps them
+        from being reused too early.
         """
         if self._worker is not None:
             self._worker.save(self._orders().saves)
@@ -235,7 +239,9 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         return None, beside or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Name failed loads by request where vLLM has several groups: it cannot take single blocks of them back."""
+        """Return vLLM's results of transfers, with the requests whose loads failed. Where vLLM has several groups of
+        layers, it cannot take back single blocks.
+        """
         results = super().get_transfer_results(finished_req_ids)
         if self._worker is not None:
             results.failed_recving = self._worker.take_failed_requests()

@@ -25,23 +25,24 @@ PrefixOf = Callable[[int], RequestPrefix]
 
 @dataclass(slots=True)
 class GroupsOfRequest:
-    """The state of one request: for each group the leading blocks that need no order to store, and for each of vLLM's
-    groups the pool blocks that were ordered and are not released, by their index in its table.
+    """The bookkeeping of one request with several layer groups. `stored` has for each group the number of leading
+    blocks that need no order to store. `exposed` has for each of vLLM's groups the pool blocks that were ordered to
+    be stored and are not released, with their index in its block table.
     """
 
     stored: list[int]
     exposed: dict[int, deque[tuple[int, int]]] = field(default_factory=dict)
 
     def taken_back(self, blocks: int) -> None:
-        """Note that vLLM takes all but the first `blocks` blocks back."""
+        """Note that vLLM has taken back all blocks of the request except the first `blocks` of each group."""
         self.stored = [min(each, blocks) for each in self.stored]
         self.exposed.clear()
 
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """A record of the blocks of a prefix that all shards have, by group, and of how long each takes to be mapped.
-    `tiers`: the slowest of each block.
+    """A record of which blocks of a prefix every shard of the model has stored, by layer group. `load_s` says how many
+    seconds each takes to be mapped, and `tiers` has the slowest tier of each block.
     """
 
     groups: StateGroups
@@ -50,13 +51,13 @@ class Survey:
     tiers: tuple[str, ...]
 
     def reach(self, local: int, most: int, skipped: Skipped) -> int:
-        """Return the longest boundary, in blocks, at most `most`, that vLLM can go on at; `local` if there is none
-        beyond what it holds.
+        """Return the longest boundary, in blocks and at most `most`, from which vLLM can continue. Return `local`, the
+        blocks that vLLM holds, if no longer one is stored. `skipped` is vLLM's rule.
         """
         return self.groups.resume_point([blocks[:most] for blocks in self.present], local, most, skipped)
 
     def found(self, local: int, most: int, skipped: Skipped) -> Lookup:
-        """Return the boundary as a look-up's answer."""
+        """Return the boundary of `reach` in the form of a lookup's result."""
         blocks = self.reach(local, most, skipped)
         firsts = (max(local, self.groups.first_needed(group, blocks, skipped)) for group in self.groups.groups)
         load_s = sum(sum(each[first:blocks]) for each, first in zip(self.load_s, firsts, strict=True))
@@ -64,8 +65,8 @@ class Survey:
 
 
 def survey(groups: StateGroups, answers: Sequence[Sequence[Lookup]], most: int) -> Survey:
-    """Return the blocks of each group that all shards have. `answers[shard][group]` is the lookup of one shard for one
-    group; all are about the first `most` blocks of one prompt.
+    """Return which blocks of each layer group all shards have stored. `answers[shard][group]` is the lookup of one
+    shard for one group; all are about the first `most` blocks of one prompt.
     """
     present = [[True] * most for _ in groups.groups]
     load_s = [[0.0] * most for _ in groups.groups]
@@ -83,7 +84,9 @@ def survey(groups: StateGroups, answers: Sequence[Sequence[Lookup]], most: int) 
 
 
 class GroupOrders:
-    """The orders for requests of one engine. `skipped` is vLLM's rule (see `groups`)."""
+    """A maker of load and save orders for the requests of an engine with several layer groups. `skipped` is vLLM's rule
+    of which tokens a group does not need (see `groups`).
+    """
 
     def __init__(self, groups: StateGroups, skipped: Skipped) -> None:
         self.groups, self.skipped = groups, skipped
@@ -91,7 +94,9 @@ class GroupOrders:
     def loads(
         self, request_id: str, prefix: RequestPrefix, tables: Tables, computed_tokens: int, deadline_s: float
     ) -> list[LoadOrder]:
-        """Return the orders for all that is needed at the end of `prefix`, beyond `computed_tokens` that vLLM has."""
+        """Return the orders to load the blocks that a request needs at the end of `prefix`. vLLM has the first
+        `computed_tokens` tokens itself, `tables` are its block tables, and a load may take `deadline_s` seconds.
+        """
         size = self.groups.block_tokens
         boundary, local = len(prefix.tokens) // 4 // size, computed_tokens // size
         orders = []
@@ -104,8 +109,9 @@ class GroupOrders:
     def saves(
         self, request_id: str, state: GroupsOfRequest, end: int, tables: Tables, offers: Offers, prefix_of: PrefixOf
     ) -> Iterator[SaveOrder]:
-        """Yield the orders for what a step fills: `end` tokens are then computed. `offers`: the states that vLLM itself
-        keeps, as (group, pool block, tokens).
+        """Yield the orders to store the blocks that a step fills, after which `end` tokens are computed. `tables` are
+        vLLM's block tables, and `offers` the recurrent states that vLLM itself keeps, as (group, pool block,
+        tokens).
         """
         full = end // self.groups.block_tokens
         for group in self.groups.groups:
@@ -126,8 +132,8 @@ class GroupOrders:
             state.stored[group.number] = max(first, full)
 
     def released(self, state: GroupsOfRequest, computed_tokens: int) -> Iterator[int]:
-        """Yield ordered pool blocks that vLLM may have given away when it scheduled the tokens behind
-        `computed_tokens`.
+        """Yield the ids of pool blocks that were ordered to be stored, and that vLLM may have given away when it
+        scheduled the tokens behind `computed_tokens`.
         """
         for member, waiting in state.exposed.items():
             if not waiting:

@@ -22,8 +22,9 @@ Skipped = Callable[[int, int], int]
 
 @dataclass(frozen=True, slots=True)
 class StateGroup:
-    """A group of the store. `members` are vLLM's groups, of one specification `spec`, and `layers` the names of their
-    layers. A block takes the place of `ratio` of their pool blocks.
+    """A layer group of the store, made of the groups of vLLM that have one specification `spec`. `members` are the
+    numbers of vLLM's groups, and `layers` the names of their layers. One block of the store takes the place of
+    `ratio` pool blocks of each member.
     """
 
     number: int
@@ -35,14 +36,14 @@ class StateGroup:
 
     @property
     def pieces(self) -> int:
-        """Return how many pool blocks of each member a block holds: of states only the last one, which has the state at
-        the block's end.
+        """Return the number of pool blocks of each member that one block holds. A recurrent group has only the last
+        one, with the state at the block's end.
         """
         return 1 if self.kind == "recurrent" else self.ratio
 
     @property
     def stays(self) -> bool:
-        """Return whether blocks stay in the pool as long as their request does."""
+        """Return whether the blocks of this group stay in vLLM's pool as long as their request runs."""
         return self.kind == "full"
 
     @property
@@ -51,7 +52,7 @@ class StateGroup:
 
     @property
     def page_bytes(self) -> int:
-        """Return the bytes of a pool block of one layer, without padding."""
+        """Return the bytes of one pool block in one layer, without padding."""
         if self.kind != "recurrent":
             return int(self.spec.page_size_bytes)
         parts = zip(self.spec.shapes, self.spec.dtypes, strict=True)
@@ -66,8 +67,9 @@ class StateGroup:
         return self.layer_count * self.pieces * self.page_bytes
 
     def place(self, tables: Sequence[Sequence[int]], block: int, held_tokens: int = 0) -> tuple[int, ...]:
-        """Return the ids of a block's pool blocks, member after member; 0 for one that is not there, or that is within
-        the `held_tokens` tokens of vLLM's own prefix cache.
+        """Return the ids of the pool blocks that block number `block` is made of, member after member, from vLLM's
+        block `tables`. An id is 0 for a pool block that is not there, or that is within the first `held_tokens`
+        tokens, of vLLM's own prefix cache.
         """
         last = (block + 1) * self.ratio
         indices = range(last - self.pieces, last)
@@ -78,31 +80,33 @@ class StateGroup:
 
 @dataclass(frozen=True, slots=True)
 class StateGroups:
-    """All groups of a model, with full attention first. `block_tokens`: of a block of the store."""
+    """All layer groups of a model, full attention first. A block of the store has `block_tokens` tokens in each."""
 
     groups: tuple[StateGroup, ...]
     block_tokens: int
 
     @property
     def is_plain(self) -> bool:
-        """Return whether vLLM has one group, and any leading blocks of it are of use: it can then take single blocks
-        of a load back.
+        """Return whether vLLM has one group of full attention. It can then take back single blocks of a load that
+        failed.
         """
         return len(self.groups) == 1 and self.groups[0].stays and len(self.groups[0].members) == 1
 
     @property
     def bytes_a_block(self) -> int:
-        """Return the bytes that a load takes for each block of its length, of groups that need every block."""
+        """Return the bytes that a load moves for each block of a prefix, in the groups that need every block."""
         return sum(group.block_bytes for group in self.groups if group.stays) or self.groups[0].block_bytes
 
     def first_needed(self, group: StateGroup, boundary: int, skipped: Skipped) -> int:
-        """Return the first block of a group that a request needs to go on behind `boundary` blocks."""
+        """Return the number of the first block of `group` that a request needs to continue after `boundary` blocks.
+        `skipped` is vLLM's rule.
+        """
         tokens = boundary * self.block_tokens
         return min(skipped(group.members[0], tokens) // self.block_tokens, boundary)
 
     def is_whole(self, group: StateGroup, block: int, place: tuple[int, ...], skipped: Skipped) -> bool:
-        """Return whether a place has all pool blocks that any boundary needs of a block: those before the window of its
-        own end may be gone.
+        """Return whether `place` has every pool block of block number `block` that a resume may need. Pool blocks
+        before the window of the block's own end may be missing. `skipped` is vLLM's rule.
         """
         if group.kind == "recurrent":
             return all(place)
@@ -111,8 +115,9 @@ class StateGroups:
         return all(place[at] or at % group.pieces < gone for at in range(len(place)))
 
     def resume_point(self, present: Sequence[Sequence[bool]], local: int, most: int, skipped: Skipped) -> int:
-        """Return the largest number of blocks, at most `most`, behind which a request can go on that holds `local`
-        blocks itself; `local` if there is none beyond. `present`: of each group, which of `most` blocks are stored.
+        """Return the largest number of blocks, at most `most`, after which a request can continue that holds `local`
+        blocks itself. Return `local` if no longer prefix suffices. `present` says for each group which of `most`
+        blocks are stored.
         """
         reach = [_runs(blocks) for blocks in present]
         for boundary in range(most, local, -1):
@@ -123,7 +128,9 @@ class StateGroups:
 
 
 def state_groups(kv_cache_config: Any) -> StateGroups:
-    """Return the groups of an engine whose specifications are all known (`specs.unknown_spec`)."""
+    """Return the layer groups of an engine, from vLLM's KVCacheConfig. All of its specifications are known
+    (`specs.unknown_spec`).
+    """
     vllms = kv_cache_config.kv_cache_groups
     numbers = getattr(kv_cache_config, "prefix_cacheable_group_ids", None)
     alike: dict[str, list[int]] = {}

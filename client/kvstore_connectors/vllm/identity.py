@@ -28,7 +28,9 @@ _PERSON_KEY = b"kvstore vllm key"
 
 @dataclass(frozen=True, slots=True)
 class MediaItem:
-    """One image, video or sound in a prompt: the hash of its content, and the positions it takes."""
+    """An image, video or sound in a prompt: the hash of its content, its first position, and the number of positions it
+    takes.
+    """
 
     digest: str
     first_token: int
@@ -37,7 +39,9 @@ class MediaItem:
 
 @dataclass(slots=True)
 class Extras:
-    """Everything that a request's blocks depend on apart from tokens. Empty for plain text."""
+    """Everything that a request's blocks depend on apart from its tokens: adapter, cache salt, images. It is false for
+    plain text.
+    """
 
     adapter: str = ""
     salt: str = ""
@@ -48,8 +52,8 @@ class Extras:
         return bool(self.adapter or self.salt or self.items)
 
     def digests(self, blocks: int, block_tokens: int) -> tuple[bytes, ...]:
-        """Return a digest for each of the leading blocks; each covers everything before its end. () if there is nothing
-        to cover.
+        """Return a digest for each of the first `blocks` blocks, of `block_tokens` tokens. Each covers all extras
+        before the block's end. Return () for plain text.
         """
         if not self:
             return ()
@@ -67,8 +71,8 @@ class Extras:
 
 
 def address(session: Session, prefix: RequestPrefix, first_block: int = 0, group: int = 0) -> dict[str, Any] | None:
-    """Return the arguments that name the blocks of a layer group from `first_block` on in a session's `lookup` and
-    `get`.
+    """Return the arguments by which `Session.lookup` and `Session.get` name the blocks of `prefix`, from number
+    `first_block` on, in the layer group `group`.
 
     None while the session is degraded. Plain text from block 0 on is named by its tokens, so that the session verifies
     token ids; any other run by keys.
@@ -86,7 +90,7 @@ def address(session: Session, prefix: RequestPrefix, first_block: int = 0, group
 
 
 def derived_keys(keys: BlockKeys, digests: Sequence[bytes]) -> BlockKeys:
-    """Return the keys of blocks that depend on more than their tokens."""
+    """Return new keys for blocks that depend on more than their tokens: each of `keys` hashed with its digest."""
     return BlockKeys(
         b"".join(
             hashlib.blake2b(key + digest, digest_size=KEY_BYTES, person=_PERSON_KEY).digest()

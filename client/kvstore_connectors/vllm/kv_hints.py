@@ -21,8 +21,8 @@ _STEPS: Final[Mapping[Any, NextStep]] = {"tool_call": "tool_call", "end_of_turn"
 
 @dataclass(frozen=True, slots=True)
 class HintedChain:
-    """The expectations when a request has ended. `wants_prefetch`: move its chain to DRAM `prefetch_in_s` seconds
-    later. `next_step` and `due_in_s` go to `Session.hint`. None: not given.
+    """A client's expectations for the time after a request. With `wants_prefetch` its chain shall be in DRAM
+    `prefetch_in_s` seconds later. `next_step` and `due_in_s` are as in `Session.hint`. None means not given.
     """
 
     next_step: NextStep | None = None
@@ -32,7 +32,7 @@ class HintedChain:
 
 
 class KvHints:
-    """A reader of envelopes. `say` is called once, for the first malformed one."""
+    """A reader of the `kv_hints` that clients attach to requests. `say` is called once, for the first malformed one."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
@@ -40,8 +40,8 @@ class KvHints:
         self.malformed = 0  # envelopes and actions
 
     def read(self, envelope: Any) -> HintedChain:
-        """Return the expectations in a request's envelope; None for `envelope` means none. Of two actions of one kind
-        the later one counts.
+        """Return the expectations in the hints of a request, `envelope`, or none if `envelope` is None. If two actions
+        are of one kind, the later one counts.
         """
         step: NextStep | None = None
         due_in_s: float | None = None

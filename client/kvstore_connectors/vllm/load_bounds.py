@@ -13,12 +13,16 @@ _SHARE_OF_DEADLINE = 0.5  # the estimate is one, and the copy needs time too
 
 
 def restorable_at_most(tokens: int, block_tokens: int) -> int:
-    """Return how many leading whole blocks a request of `tokens` tokens can load instead of computing."""
+    """Return the number of leading whole blocks that a request of `tokens` tokens can load. The last token is always
+    computed.
+    """
     return max(tokens - 1, 0) // block_tokens
 
 
 def loadable_blocks(found: Lookup, most_blocks: int, deadline_s: float) -> int:
-    """Return how many leading blocks of `found` can be had within the deadline, at most `most_blocks`."""
+    """Return the number of leading blocks of the lookup `found`, at most `most_blocks`, that can be loaded within
+    `deadline_s` seconds.
+    """
     slow = sum(tier not in _READY_TIERS for tier in found.tiers[: found.blocks])
     blocks = min(found.blocks, most_blocks)
     if not slow or found.estimated_load_s <= deadline_s * _SHARE_OF_DEADLINE:

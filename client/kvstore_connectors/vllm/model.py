@@ -44,7 +44,9 @@ _SHA256_NAME = re.compile(r"[0-9a-f]{64}")
 
 
 def refusal(vllm_config: Any, kv_cache_config: Any) -> str:
-    """Return why this configuration cannot be served, and what to do about it; "" if it can."""
+    """Return a sentence if an engine with this configuration cannot be served, and what to do about it. Return "" if it
+    can.
+    """
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     groups = kv_cache_config.kv_cache_groups
     device = vllm_config.device_config.device_type
@@ -100,7 +102,9 @@ def _refused_groups(vllm_config: Any, groups: StateGroups) -> str:
 
 
 def refused_backends(names: Collection[str]) -> str:
-    """Return why a KV cache that these attention backends write on a CUDA device cannot be stored; "" if it can."""
+    """Return a sentence if one of the attention backends `names` writes KV blocks on a CUDA device in an unknown order.
+    Return "" if all are known.
+    """
     unknown = sorted(set(names) - _CUDA_BACKENDS)
     if unknown:
         return f"the order of bytes in blocks of {', '.join(unknown)} is not known: set --attention-backend FLASH_ATTN"
@@ -110,7 +114,8 @@ def refused_backends(names: Collection[str]) -> str:
 def model_fingerprint(
     vllm_config: Any, kv_cache_config: Any, *, weights: str, packing: str, version: str, rank: int
 ) -> Fingerprint:
-    """Return the fingerprint. `packing` is the kernel's name for the order of bytes in a block; `rank` the
+    """Return the fingerprint of one rank of an engine, from vLLM's configuration. `weights` names the weights,
+    `packing` is the kernel's name for the order of bytes in a block, `version` is vLLM's, and `rank` the
     tensor-parallel rank.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
@@ -182,12 +187,12 @@ def _order(spec: Any, kv_cache_config: Any) -> str:
 
 
 def model_digest(model: Any) -> str:
-    """Return a digest of the model's complete Hugging Face configuration."""
+    """Return a digest of the complete Hugging Face configuration of `model`, vLLM's ModelConfig."""
     return digest_of(_model_settings(model))
 
 
 def rope_by_length(model: Any) -> dict[str, Any]:
-    """Return the longest prompt, if positions are scaled by it; otherwise nothing."""
+    """Return {"max_model_len": tokens} if `model` scales its positions by the longest prompt, and {} otherwise."""
     settings = json.dumps(_model_settings(model), default=str)
     if '"longrope"' in settings or '"su"' in settings:
         return {"max_model_len": model.max_model_len}  # vLLM chooses the short or the long factors by it
@@ -195,8 +200,9 @@ def rope_by_length(model: Any) -> dict[str, Any]:
 
 
 def find_weights(vllm_config: Any, stated: str, memory: Path | None = None) -> str:
-    """Return the digest of the weights that vLLM loaded. Raises ValueError, with a sentence, if there are no files to
-    read, or if they changed after this process began, and so perhaps after it loaded them.
+    """Return a text that names the weights that vLLM loaded: `stated` if given, or a digest of their files. The file
+    `memory` remembers digests. Raises ValueError, with a sentence, if there are no files to read, or if they changed
+    after this process began, and so perhaps after it loaded them.
     """
     if stated:
         return f"stated {stated}"
@@ -225,9 +231,10 @@ def hashes_items(vllm_config: Any) -> bool:
 
 
 def describe_extras(request: Any, *, hashed_items: bool) -> Extras | str:
-    """Return everything that a request's blocks depend on apart from tokens, or a text why that cannot be named.
+    """Return everything that the blocks of `request` depend on apart from tokens. Return a sentence if that cannot be
+    named.
 
-    `hashed_items`: the result of `hashes_items`.
+    `hashed_items` is the result of `hashes_items`.
     """
     if request.prompt_embeds is not None or request.prompt_token_ids is None:
         return "its prompt has embeddings in place of tokens"
@@ -279,7 +286,7 @@ def _model_settings(model: Any) -> dict[str, Any]:
 
 
 def digest_of(described: Any) -> str:
-    """Return a digest of a value that JSON can represent."""
+    """Return a digest of `described`, a value that JSON can represent."""
     text = json.dumps(described, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -289,15 +296,15 @@ def _dtype(dtype: Any) -> str:
 
 
 def weights_digest(location: Path, memory: Path | None = None) -> str:
-    """Return the digest of a checkpoint's folder or file; "" if it holds no weights. `memory`: the file that remembers
-    digests.
+    """Return the digest of the weights in the directory or file `location`, or "" if it has none. The file `memory`
+    remembers digests.
     """
     return combined_digest(weight_files(location), memory)
 
 
 def weight_files(location: Path) -> list[Path]:
-    """Return the files of the first kind in `PATTERNS` that `location` has: a folder may hold equal weights in several
-    formats.
+    """Return the weight files at `location`. A directory may have the weights in several formats; the first format in
+    `PATTERNS` counts.
     """
     if location.is_file():
         return [location]
@@ -309,8 +316,8 @@ def weight_files(location: Path) -> list[Path]:
 
 
 def loaded_others(files: Iterable[Path], began: float) -> str:
-    """Return why a process that began at `began` (Unix time) may have loaded other bytes than `files` now have; "" if
-    it cannot have.
+    """Return a sentence if a process that began at `began` (Unix time, in seconds) may have loaded other bytes than
+    `files` have now. Return "" if it cannot have.
 
     vLLM copies weights, so later changes of a file do not matter. Files in a Hugging Face cache are named by their
     content, and as old as their download.
@@ -321,13 +328,13 @@ def loaded_others(files: Iterable[Path], began: float) -> str:
 
 
 def combined_digest(files: Iterable[Path], memory: Path | None = None) -> str:
-    """Return a digest of files, by name and content; "" for no files."""
+    """Return a digest of `files`, by name and content, or "" for no files. The file `memory` remembers digests."""
     lines = [f"{file.name}:{_file_digest(file, memory)}" for file in files]
     return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest() if lines else ""
 
 
 def default_memory() -> Path:
-    """Return the path of `weights.json` in the cache directory."""
+    """Return the path of the file that remembers digests of weights: `weights.json` in the cache directory."""
     return cache_directory() / "weights.json"
 
 

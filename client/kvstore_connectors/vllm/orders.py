@@ -14,9 +14,10 @@ Place = int | tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class RequestPrefix:
-    """The leading tokens of a request in whole blocks, as packed little-endian int32, and digests of its other inputs.
+    """The leading whole blocks of a request: their tokens, packed as little-endian int32, and digests of its other
+    inputs.
 
-    `digests[i]` covers everything except the tokens of blocks 0 to i; empty for a plain text request.
+    `digests[i]` covers everything except tokens that blocks 0 to i depend on. It is empty for a plain text request.
     """
 
     tokens: bytes
@@ -25,8 +26,8 @@ class RequestPrefix:
 
 @dataclass(frozen=True, slots=True)
 class LoadOrder:
-    """An order to restore blocks first_block, first_block + 1, … of the prefix's layer group into pool blocks
-    `block_ids`. Blocks that have not come after `deadline_s` count as failed.
+    """An order to restore blocks of a request's prefix: block `first_block` + i goes to the pool block (or blocks)
+    `block_ids[i]`. Blocks that are not loaded after `deadline_s` seconds count as failed.
     """
 
     request_id: str
@@ -39,9 +40,9 @@ class LoadOrder:
 
 @dataclass(frozen=True, slots=True)
 class SaveOrder:
-    """An order to store blocks first_block and later; the step fills the last of them. `block_ids`: the ids of the
-    whole prefix. `stays`: its blocks stay in the pool until their request has ended, or `StepOrders.released` names
-    them.
+    """An order to store blocks of a request's prefix from `first_block` on; the step fills the last of them.
+    `block_ids` has the pool block (or blocks) of each block of the whole prefix. If `stays` is True, these stay in
+    the pool until the request has ended, otherwise until `StepOrders.released` names them.
     """
 
     request_id: str
@@ -54,10 +55,10 @@ class SaveOrder:
 
 @dataclass(frozen=True, slots=True)
 class StepOrders:
-    """All orders of one step. `loads` are for requests that this step computes, layer by layer; `beside` are for
-    requests that wait until their load has ended. `ended`: requests whose pool blocks this step may already give to
-    others; `released`: pool blocks that running requests gave up before it. The step computes `tokens` tokens, which
-    attend to `attended` others; `decodes` requests continue their answers in it.
+    """All orders for one step of the engine. `loads` are for requests that this step computes; `beside` are for
+    requests that wait until their load has ended. `ended` names requests whose pool blocks this step may give to
+    others, and `released` pool blocks that running requests gave up before it. The step computes `tokens` tokens,
+    which attend to `attended` other tokens in all; `decodes` requests continue their answers in it.
     """
 
     loads: tuple[LoadOrder, ...] = ()
@@ -72,7 +73,7 @@ class StepOrders:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """A load that has ended: `blocks` blocks came, and the request was delayed by `seconds`."""
+    """A report on a load that has ended: `blocks` blocks were loaded, and the request was delayed by `seconds`."""
 
     request_id: str
     blocks: int
@@ -81,8 +82,9 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """The time that a step took apart from waiting for loads (0 tokens: nothing was measured), and the loads that ended
-    since the last report. On a device the step is an earlier one.
+    """A report on the time `compute_s` that a step of `tokens` tokens took, without waiting for loads, and on the loads
+    that ended since the last report. 0 tokens mean that nothing was measured. On a device the step is an earlier
+    one.
     """
 
     loads: tuple[LoadReport, ...] = ()
@@ -91,8 +93,8 @@ class StepReport:
     compute_s: float = 0.0
 
     def joined(self, other: StepReport) -> StepReport:
-        """Return the report of two ranks together: the slower one counts. A step that one of them could not measure is
-        left out.
+        """Return this report of one rank combined with the report `other` of another rank. The slower rank counts, and
+        a step that one of them could not measure is left out.
         """
         loads = {load.request_id: load for load in self.loads}
         for load in other.loads:

@@ -18,60 +18,64 @@ from kvstore_connectors.vllm.orders import Place
 
 
 class PageLoad(Protocol):
-    """Blocks on their way into the pool. They count only if their leases are valid after `finish`."""
+    """A load of blocks into vLLM's pool that is under way. The blocks count only if their leases are valid after
+    `finish`.
+    """
 
     def wait(self, layer: int) -> None:
-        """Make the calling thread's further engine work run after this layer has come, or after the load has failed.
-        Raises nothing.
+        """Make the calling thread's further engine work run after layer number `layer` is loaded, or after the load has
+        failed. It raises nothing.
         """
         ...
 
     def finish(self) -> None:
-        """Wait until the load no longer reads or writes. Raises the load's error. Another thread may call `wait` at
-        that time.
+        """Wait until all copies of the load have ended. Raises the load's error. Another thread may call `wait` at that
+        time.
         """
         ...
 
 
 class Pages(Protocol):
-    """The pages of one layer group in vLLM's pool, which blocks are copied to and from. `block_bytes`: the bytes of one
-    block, all layers. `is_on_device`: a step has only been queued when vLLM says that it has run, and the device's
-    stream waits for a layer.
+    """The part of vLLM's KV pool that belongs to one layer group, for copies of whole blocks. `block_bytes` is the size
+    of one block in all layers. If `is_on_device`, a step has only been queued when vLLM says that it has run.
     """
 
     block_bytes: int
     is_on_device: bool
 
     def of(self, group: int) -> Pages:
-        """Return the pool of a layer group, in the same memory; this is the first one's."""
+        """Return the part of the pool that belongs to the layer group number `group`."""
         ...
 
     def now(self) -> Moment:
-        """Return the present moment of the engine. Called by the engine's thread."""
+        """Return the moment when all work that the engine has begun so far is finished. The engine's thread calls
+        it.
+        """
         ...
 
     def load(self, sources: Sequence[tuple[Lease, Sequence[Place]]], after: Any) -> PageLoad:
-        """Copy leading blocks of leases into pool blocks that the engine does not use after the moment `after`. Raises
+        """Start to copy blocks of leases into pool blocks, and return the load. Each of `sources` is a lease and the
+        pool blocks of its leading blocks, which the engine does not use after the moment `after`. Raises
         KVStoreError for blocks of another size.
         """
         ...
 
     def gather(self, block_id: Place, destination: Bytes) -> None:
-        """Copy a block of all layers to uint8[block_bytes] in the daemon's memory. The step that filled it has
-        ended.
+        """Copy the block at the place `block_id`, all layers, to `destination`, uint8[block_bytes] in shared memory.
+        The step that filled the block has ended.
         """
         ...
 
     def decoding(self, is_decoding: bool) -> None:
-        """Say before each step whether it continues answers. If it does, copies out of the pool leave the device's link
-        to it.
+        """Note, before each step, whether it continues answers. Copies out of the pool then use only a part of the
+        device's link.
         """
         ...
 
     def hurried(self) -> AbstractContextManager[None]:
-        """Return a context manager; inside it copies run at full speed, since the engine waits for them."""
+        """Return a context manager inside which copies run at full speed, because the engine waits for them."""
         ...
 
     def close(self) -> None:
-        """Wait for copies; later ones are refused. Idempotent."""
+        """Wait for the copies under way, and refuse later ones. A second call does nothing."""
         ...

@@ -75,7 +75,9 @@ class _Job:
 
 
 class Saver:
-    """The thread that stores. `say` gets at most one sentence for each kind of trouble."""
+    """A thread that stores vLLM's filled blocks while the engine goes on. A put takes at most `deadline_s` seconds.
+    `say` gets at most one sentence for each kind of trouble.
+    """
 
     def __init__(
         self,
@@ -102,8 +104,8 @@ class Saver:
         self.dropped_blocks = 0
 
     def submit(self, order: SaveOrder, after: Moment) -> None:
-        """Queue an order, and return at once. The order begins with blocks that an earlier order of the request could
-        not store. The blocks are filled at the moment `after`, and not read before.
+        """Queue `order`, and return at once. Blocks that an earlier order of the request could not store are tried
+        again. The blocks are filled at the moment `after`, and not read before.
         """
         with self._wake:
             first = min(order.first_block, self._gaps.pop((order.request_id, order.group), order.first_block))
@@ -119,8 +121,8 @@ class Saver:
             self._wake.notify()
 
     def let_go(self, request_ids: Collection[str], patience_s: float, released: Collection[int] = ()) -> None:
-        """Stop reading the pool blocks of these requests, and `released` pool blocks of others, after waiting up to
-        `patience_s` in all for their copies.
+        """Stop reading the pool blocks of the requests `request_ids`, and the pool blocks `released` of other requests,
+        because vLLM gives them to others. Wait for their copies first, at most `patience_s` seconds in all.
         """
         with self._wake:
             jobs = [job for request_id in request_ids for job in self._open.get(request_id, ())]
@@ -146,12 +148,12 @@ class Saver:
                 job.cut()
 
     def drain(self, patience_s: float) -> bool:
-        """Wait until no order waits any more; return False if that took too long."""
+        """Wait until every order is done. Return False if `patience_s` seconds did not suffice."""
         with self._wake:
             return self._wake.wait_for(lambda: not self._open, patience_s)
 
     def close(self, patience_s: float) -> None:
-        """Store the waiting blocks, as far as the time reaches, and end the thread."""
+        """Store the waiting blocks for at most `patience_s` seconds, drop the others, and end the thread."""
         self.drain(patience_s)
         with self._wake:
             self._closing = True

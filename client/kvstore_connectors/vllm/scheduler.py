@@ -39,8 +39,9 @@ DescribeExtras = Callable[[Any], Extras | str]
 
 @dataclass(frozen=True, slots=True)
 class LoadRules:
-    """The rules for loads. `choice`: None loads all that is found. A load that is expected to wait for slower tiers
-    longer than `beside_s` goes on beside the steps.
+    """The rules by which hits are loaded. `choice` decides how much; with None all that is found is loaded. A block has
+    `block_bytes` bytes. A load takes at most `deadline_s` seconds. One that is expected to wait longer than
+    `beside_s` for slower tiers goes on beside the steps, for at most `beside_deadline_s`.
     """
 
     choice: LoadChoice | None
@@ -73,8 +74,9 @@ class _Tracked:
 
 
 class SchedulerSide:
-    """The scheduler side of the connector. `sessions`: one for each rank's shard; a block counts as stored if every
-    rank has it. `on_answer` receives each answer that has ended.
+    """The part of the vLLM connector in the scheduler's process. It decides what to load and to store, and makes the
+    orders for the workers. `sessions` has one session for each rank's shard; a block counts as stored if every rank
+    has it. `on_answer` receives each answer that has ended.
     """
 
     def __init__(
@@ -102,13 +104,14 @@ class SchedulerSide:
         self._ended: list[str] = []
 
     def use_rule(self, skipped: Skipped) -> None:
-        """Take vLLM's rule for what its groups need, once it has made its managers: see `groups`."""
+        """Set vLLM's rule of which tokens a group does not need (see `groups`). vLLM's managers, once made, give it."""
         if not self._groups.is_plain:
             self._group_orders = GroupOrders(self._groups, skipped)
 
     def matched_tokens(self, request: Any, computed_tokens: int) -> tuple[int, bool]:
-        """Return how many tokens are worth loading beyond the `computed_tokens` in vLLM's own prefix cache, and whether
-        they are loaded beside the steps.
+        """Return how many tokens of `request` to load beyond the `computed_tokens` in vLLM's own prefix cache, because
+        loading is expected to be faster than computing; and True if they are loaded while the engine goes on with
+        other requests.
         """
         tracked = self._track(request)
         most = restorable_at_most(request.num_tokens, self._block_tokens)
@@ -149,8 +152,8 @@ class SchedulerSide:
         return max((local + chosen.blocks) * self._block_tokens - tracked.local_tokens, 0), tracked.is_beside
 
     def admitted(self, request: Any, external_tokens: int, tables: Sequence[Sequence[int]]) -> None:
-        """Note that vLLM gave the request its pool blocks, `tables` of each of its groups. The first step loads
-        `external_tokens` into them, or a load beside the steps begins now.
+        """Note that vLLM gave `request` its pool blocks; `tables` are the block tables of its groups. The first step
+        loads `external_tokens` tokens into them, or a load beside the steps begins now.
         """
         tracked = self._track(request)
         tracked.external_tokens = external_tokens
@@ -174,7 +177,7 @@ class SchedulerSide:
             tracked.reached_tokens = last * self._block_tokens
 
     def learn(self, report: StepReport) -> None:
-        """Learn from a step's time and from the loads that ended in it."""
+        """Learn the cost of computing and loading from `report`, on a step's time and on the loads that ended in it."""
         choice = self._rules.choice
         for load in report.loads:
             tracked = self._requests.get(load.request_id)
@@ -190,16 +193,16 @@ class SchedulerSide:
             choice.observe_compute(first, report.tokens, report.compute_s)
 
     def tiers(self, request_id: str, blocks: int) -> tuple[str, ...]:
-        """Return the tiers of the blocks of a request's load, for statistics."""
+        """Return the tiers of the first `blocks` blocks that the request `request_id` loads, for statistics."""
         tracked = self._requests.get(request_id)
         return tracked.tiers[tracked.local_blocks :][:blocks] if tracked else ()
 
     def stop(self) -> None:
-        """Load and store nothing from now on."""
+        """Load and store nothing from now on. There is no way to start again."""
         self._loads = self._saves = False
 
     def finished(self, request: Any) -> None:
-        """Note that vLLM frees the request's pool blocks after this call."""
+        """Note that `request` has ended and that vLLM frees its pool blocks after this call."""
         tracked = self._requests.pop(request.request_id, None)
         if tracked is None:
             return
@@ -218,7 +221,7 @@ class SchedulerSide:
             self._on_answer(EndedAnswer(self._prefix(tracked, blocks), blocks, tokens, hints))
 
     def orders(self, output: Any) -> StepOrders:
-        """Return the worker side's orders around the step that `output` (a SchedulerOutput) describes."""
+        """Return the orders for the workers around the step that `output`, a SchedulerOutput of vLLM, describes."""
         loads: list[LoadOrder] = []
         fills: list[tuple[_Tracked, int]] = []
         attended, step_tokens, decodes = 0.0, 0, 0

@@ -22,11 +22,11 @@ Record = TypeVar("Record", bound="DataclassInstance")
 
 @dataclass(frozen=True, slots=True)
 class VllmConnectorSettings:
-    """The connector's settings. `socket`: the daemon's socket directory (default: $KVSTORED_SOCKET_DIR, else
-    /run/kvstored). `read_only`: restore, never store. `lookup_deadline_ms` and `load_deadline_ms` bound the time
-    that one question and one restore may add to a step. A restore that is expected to wait for slower tiers longer
-    than `beside_ms` goes on beside the steps, for at most `beside_deadline_ms`. Storing is bounded by
-    `save_deadline_ms` and delays a step by at most `reuse_wait_ms`. `always_load`: load even if computing is
+    """The settings of the vLLM connector. `socket`: the daemon's socket directory (default: $KVSTORED_SOCKET_DIR, else
+    /run/kvstored). `read_only`: restore, never store. `lookup_deadline_ms` and `load_deadline_ms` are the most
+    milliseconds that a lookup and a restore may add to a step. A restore that is expected to wait for slower tiers
+    longer than `beside_ms` goes on beside the steps, for at most `beside_deadline_ms`. A put takes at most
+    `save_deadline_ms`, and delays a step by at most `reuse_wait_ms`. `always_load`: load even if computing is
     expected to be faster. While a GPU decodes, storing keeps to `store_rate`, and a restore beside the steps to
     `load_rate`: `auto`, `off` or bytes a second such as `2GiB`. `weights_digest` names the weights if they cannot be
     read as files. `accepts_lossy`: see `kvstore_client.connect(exact=False)`.
@@ -50,7 +50,9 @@ class VllmConnectorSettings:
 
 
 def parse_settings(extra_config: Mapping[str, Any]) -> VllmConnectorSettings:
-    """Return the settings. Raises ValueError with a sentence that names the wrong key."""
+    """Return the connector's settings in `extra_config`, checked, with defaults for missing keys. Raises ValueError
+    with a sentence that names the wrong key.
+    """
     settings = parse(VllmConnectorSettings, extra_config, _WHERE)
     for name in ("store_rate", "load_rate"):
         try:
@@ -61,8 +63,8 @@ def parse_settings(extra_config: Mapping[str, Any]) -> VllmConnectorSettings:
 
 
 def parse(record: type[Record], given: Mapping[str, Any], where: str) -> Record:
-    """Return a record of strings, flags and positive numbers, from the settings in `where`. Raises as
-    `parse_settings`.
+    """Return a dataclass `record` made from the settings `given`, whose values are strings, flags and positive numbers.
+    `where` names their place in messages. Raises ValueError with a sentence that names the wrong key.
     """
     known = {item.name: str(item.type) for item in fields(record)}
     for name, value in given.items():
@@ -80,12 +82,12 @@ def parse(record: type[Record], given: Mapping[str, Any], where: str) -> Record:
 
 @dataclass(frozen=True, slots=True)
 class VllmTierSettings:
-    """The tier's settings. `socket`: the daemon's socket directory (default: $KVSTORED_SOCKET_DIR, else /run/kvstored).
-    `read_only`: load, never store. The deadlines bound one question, one load and one store of a part of a job.
-    Waiting stores may hold `store_queue_mib` of vLLM's CPU tier; further ones are dropped. `keep_after_reset`: go on
-    using stored blocks after vLLM's caches were reset, which is right only if weights are never changed in place.
-    `weights_digest` names model and weights for vLLM's plain OffloadingConnector, which says neither. `accepts_lossy`:
-    see `kvstore_client.connect(exact=False)`.
+    """The settings of vLLM's secondary tier on kvstored. `socket`: the daemon's socket directory (default:
+    $KVSTORED_SOCKET_DIR, else /run/kvstored). `read_only`: load, never store. The deadlines bound one lookup, one load
+    and one store of a part of a job. Waiting stores may hold `store_queue_mib` of vLLM's CPU tier; further ones are
+    dropped. `keep_after_reset`: go on using stored blocks after vLLM's caches were reset, which is right only if
+    weights are never changed in place. `weights_digest` names model and weights for vLLM's plain OffloadingConnector,
+    which says neither. `accepts_lossy`: see `kvstore_client.connect(exact=False)`.
     """
 
     socket: str = ""
@@ -104,5 +106,7 @@ class VllmTierSettings:
 
 
 def parse_tier_settings(given: Mapping[str, Any]) -> VllmTierSettings:
-    """Return the tier's settings. Raises ValueError with a sentence that names the wrong key."""
+    """Return the tier's settings in `given`, checked, with defaults for missing keys. Raises ValueError with a sentence
+    that names the wrong key.
+    """
     return parse(VllmTierSettings, given, "secondary_tiers")

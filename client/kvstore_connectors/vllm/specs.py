@@ -33,14 +33,16 @@ _OTHER_INPUT = ("CrossAttentionSpec", "EncoderOnlyAttentionSpec")
 
 
 def specs_in(spec: Any) -> list[Any]:
-    """Return the specifications of a group's layers: one, or all in a UniformTypeKVCacheSpecs."""
+    """Return the specifications in `spec`, a KV cache specification of vLLM: itself, or those for each layer that it
+    contains.
+    """
     inside = getattr(spec, "kv_cache_specs", None)
     return list(inside.values()) if isinstance(inside, dict) else [spec]
 
 
 def unserved_spec(kv_cache_config: Any) -> str:
-    """Return why the connector, which divides the state of layers into blocks itself, cannot serve an engine; "" if it
-    can.
+    """Return a sentence if the connector cannot divide the state of some layers into blocks, given vLLM's
+    KVCacheConfig. Return "" if it can.
     """
     if unknown := unknown_spec(kv_cache_config):
         return unknown
@@ -52,19 +54,23 @@ def unserved_spec(kv_cache_config: Any) -> str:
 
 
 def all_specs(kv_cache_config: Any) -> Iterator[Any]:
-    """Yield the specifications of all groups."""
+    """Yield the specifications of all groups of layers in vLLM's KVCacheConfig."""
     for group in kv_cache_config.kv_cache_groups:
         yield from specs_in(group.kv_cache_spec)
 
 
 def kind_of(spec: Any) -> SpecKind | None:
-    """Return the kind of state that a group keeps; None if some of its layers are unknown, or of several kinds."""
+    """Return the kind of state that layers with the specification `spec` keep. Return None if some layers are unknown,
+    or of several kinds.
+    """
     kinds = {_KINDS.get(type(each).__name__) for each in specs_in(spec)}
     return kinds.pop() if len(kinds) == 1 else None
 
 
 def unknown_spec(kv_cache_config: Any) -> str:
-    """Return why the state of some layers cannot be stored, and its kind; "" if all of it can."""
+    """Return a sentence that names a layer whose state cannot be stored, given vLLM's KVCacheConfig. Return "" if all
+    can.
+    """
     groups = kv_cache_config.kv_cache_groups
     if not groups:
         return "its layers keep no KV cache at all"
@@ -79,8 +85,8 @@ def unknown_spec(kv_cache_config: Any) -> str:
 
 
 def packing(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
-    """Return the name of the order of bytes. On CPUs: the instruction sets that the kernels of the attention layers are
-    for (amx, vec, vec16, neon, …); elsewhere the device and the attention settings.
+    """Return a name for the order of bytes inside vLLM's KV blocks. On a CPU it lists the instruction sets of the
+    attention kernels (amx, vec, neon, …), elsewhere the device and the attention settings.
     """
     if vllm_config.device_config.device_type != "cpu":
         from vllm.platforms import current_platform

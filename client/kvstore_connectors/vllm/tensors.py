@@ -58,8 +58,8 @@ _AXES = 4  # block, head, token, content
 
 @dataclass(frozen=True, slots=True)
 class KVTensors:
-    """vLLM's KV caches as tensors that blocks are copied to and from. `device`: the CUDA device, as this process
-    counts, to open the session with; None: host memory.
+    """The result of examining vLLM's KV caches. `device` is the CUDA device, as this process counts, to open the
+    session with, or None for host memory. `pages(session)` returns the pool that blocks are copied to and from.
     """
 
     device: int | None
@@ -67,7 +67,7 @@ class KVTensors:
 
 
 def current_stream(device: int) -> int:
-    """Return the address of the CUstream on which this thread's work on a device runs."""
+    """Return the address of the CUstream on which this thread's work on the CUDA device number `device` runs."""
     import torch
 
     return int(torch.cuda.current_stream(device).cuda_stream)
@@ -82,8 +82,9 @@ def kv_tensors(
     stream_of: Callable[[int], int] = current_stream,
     budget: LinkBudget | None = None,
 ) -> KVTensors:
-    """Return the caches of all groups' layers, in their order; `groups`: None if vLLM has one group. `budget` limits
-    copies on a device. Raises ValueError with a sentence.
+    """Examine vLLM's KV caches, tensors by layer name, and return how to copy blocks to and from them. `groups` is None
+    if vLLM has one group of layers. `stream_of(device)` returns a CUstream's address, and `budget` limits copies on
+    a device. Raises ValueError with a sentence for caches that cannot be copied.
     """
     group, blocks = kv_cache_config.kv_cache_groups[0], kv_cache_config.num_blocks
     if groups is not None and not groups.is_plain:
@@ -147,9 +148,9 @@ def _byte_view(tensor: torch.Tensor, blocks: int, page_bytes: int) -> Any:
 
 
 class PagedLayers:
-    """The pool in host memory. `layers`: uint8[num_blocks, page_bytes] views of vLLM's tensors, all of one shape. Where
-    a block of the store takes several pool blocks, `slots` has for each of `layers` which id of a place it takes, and
-    one layer may come several times. Implements `Pages`.
+    """The KV pool of an engine in host memory. `layers` are uint8[num_blocks, page_bytes] views of vLLM's tensors, of
+    one shape. If a block of the store takes several pool blocks, `slots` says for each of `layers` which of their
+    ids it uses, and one layer may come several times. It implements `Pages`.
     """
 
     is_on_device = False
@@ -172,7 +173,9 @@ class PagedLayers:
         return HostLoad(self, sources)
 
     def gather(self, block_id: Place, destination: Bytes) -> None:
-        """Copy a block of all layers to uint8[block_bytes]; a pool block that is not there is zeros."""
+        """Copy all layers of the pool block `block_id` to `destination`, uint8[block_bytes]. A pool block with the id 0
+        in a group of several is copied as zeros.
+        """
         start = 0
         for number, layer in enumerate(self._layers):
             source = self._id(block_id, number)
@@ -180,7 +183,7 @@ class PagedLayers:
             start += self._page_bytes
 
     def scatter(self, source: Bytes, block_id: Place, layer: int) -> None:
-        """Copy one layer of `source` into a pool block, if it is there."""
+        """Copy layer number `layer` of the payload `source` into the pool block `block_id`, if it exists."""
         start, target = layer * self._page_bytes, self._id(block_id, layer)
         if target is not None:
             np.copyto(self._layers[layer][target], source[start : start + self._page_bytes])
@@ -193,7 +196,7 @@ class PagedLayers:
         return place[self._slots[layer]] or None
 
     def decoding(self, is_decoding: bool) -> None:
-        """Do nothing: copies in host memory use no link."""
+        """Do nothing, because copies in host memory use no link to a device."""
 
     def hurried(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -207,8 +210,8 @@ class PagedLayers:
 
 
 class HostLoad:
-    """A load into host memory. The thread that calls `finish` copies; other threads wait for the layer that they will
-    read. Implements `BlockLoad`.
+    """A load of blocks into a pool in host memory. The thread that calls `finish` copies; other threads wait for the
+    layer that they will read. It implements `PageLoad`.
     """
 
     def __init__(self, pool: PagedLayers, sources: Sequence[tuple[Lease, Sequence[Place]]]) -> None:
@@ -231,7 +234,9 @@ class HostLoad:
 
 @dataclass(frozen=True, slots=True)
 class CacheMemory:
-    """A layer's cache: `shape` and `strides`, in bytes, of its axes, and `item_bytes` for one element."""
+    """The place of one layer's KV cache in memory: the `shape` of its axes, their `strides` in bytes, and `item_bytes`
+    for one element.
+    """
 
     address: int
     shape: tuple[int, ...]
@@ -240,15 +245,15 @@ class CacheMemory:
 
     @classmethod
     def of(cls, tensor: Any) -> CacheMemory:
-        """Return the cache of a torch tensor on any device."""
+        """Return the place of the torch tensor `tensor`, on any device."""
         item_bytes = int(tensor.element_size())
         strides = tuple(int(stride) * item_bytes for stride in tensor.stride())
         return cls(int(tensor.data_ptr()), tuple(map(int, tensor.shape)), strides, item_bytes)
 
 
 def device_pool(caches: Sequence[CacheMemory], *, blocks: int, page_bytes: int) -> DevicePool:
-    """Return the pool of `blocks` blocks, `page_bytes` in each layer, in the order of the layers. Raises ValueError
-    with a sentence that says what is unsupported.
+    """Return the pool of `blocks` pages on a device, with `page_bytes` bytes in each of the layers `caches`. Raises
+    ValueError with a sentence that says what is not supported.
     """
     if len({cache.address for cache in caches}) != len(caches):
         raise ValueError("layers share KV memory, which is not supported")
@@ -292,8 +297,9 @@ def _check_no_overlap(cache: CacheMemory, axes: Sequence[tuple[int, int]]) -> No
 
 
 class VllmDevicePages:
-    """The pool on a device. `device` is the session's; `stream()` is the address of the CUstream that the calling
-    thread computes on. `budget` is closed with the pool. Implements `Pages`. Raises DeviceError.
+    """The KV pool of an engine on a CUDA device. `device` is the session's, and `stream()` returns the address of the
+    CUstream that the calling thread computes on. `budget` is closed with the pool. It implements `Pages`. Raises
+    DeviceError.
     """
 
     is_on_device = True
@@ -338,7 +344,9 @@ def _one(place: Place) -> int:
 
 
 class DeviceLoad:
-    """A load into a pool on a device. Implements `BlockLoad`."""
+    """A load of blocks into a pool on a CUDA device. `stream()` returns the address of the CUstream that shall wait for
+    it. It implements `PageLoad`.
+    """
 
     def __init__(self, load: LayerLoad, stream: Callable[[], int]) -> None:
         self._load, self._stream = load, stream

@@ -35,8 +35,8 @@ STEPS_LATER = 2  # on a device: the step before may still run; the same for all 
 
 @dataclass(slots=True)
 class LoadCounts:
-    """Counts since the start, for the log. `load_s` is the time by which steps were delayed; on a device, an upper
-    bound.
+    """Counts of loaded and failed blocks since the start, for the log. `load_s` is the time in seconds by which steps
+    were delayed; on a device it is an upper bound.
     """
 
     loaded_blocks: int = 0
@@ -55,8 +55,8 @@ class _Ran:
 
 
 class VllmWorkerSide:
-    """The worker side of the connector, made when vLLM registers its KV memory. `saver` is None for an engine that only
-    reads.
+    """The part of the vLLM connector in a worker's process, made when vLLM registers its KV memory. It carries out the
+    orders to load and to store blocks of `pages`. `saver` is None for an engine that only reads.
     """
 
     def __init__(
@@ -77,30 +77,38 @@ class VllmWorkerSide:
         self.counts = LoadCounts()
 
     def before_step(self, orders: StepOrders) -> None:
-        """Prepare a step before it writes anything into the pool."""
+        """Prepare the step with `orders` before it writes anything into the pool. It may wait `reuse_wait_s` seconds
+        for copies out of blocks that the step reuses.
+        """
         self._pages.decoding(bool(orders.decodes))
         if self._saver is not None and (orders.ended or orders.released):
             self._saver.let_go(orders.ended, self._reuse_wait_s, orders.released)
         self._step = (orders, self._pages.now())
 
     def load(self, loads: Sequence[LoadOrder]) -> None:
-        """Begin to restore the blocks that this step's attention will read."""
+        """Begin to restore the blocks in `loads`, which this step's attention will read."""
         self._load = Load(self._session, self._pages, loads, say=self._say).start()
 
     def wait_layer(self, layer: int) -> None:
-        """Make the engine's further work run after this layer is restored. Failed blocks are kept for `take_failed`."""
+        """Make the engine's further work run after layer number `layer` of this step's loads is restored. Blocks that
+        fail are kept for `take_failed`.
+        """
         if self._load is not None:
             self._load.wait_layer(layer)
 
     def load_beside(self, orders: Sequence[LoadOrder]) -> None:
-        """Begin to restore blocks for requests that wait; `take_ended` names the requests whose load has ended."""
+        """Begin to restore blocks for requests that wait for them, beside the steps. `take_ended` names the requests
+        whose load has ended.
+        """
         for _, of_request in groupby(orders, lambda order: order.request_id):
             with self._changed:
                 self._beside += 1
             Load(self._session, self._pages, list(of_request), say=self._say, on_end=self._beside_ended).start()
 
     def save(self, saves: Sequence[SaveOrder]) -> None:
-        """Let the filled blocks of a step be stored, after its forward."""
+        """Hand the orders `saves` for blocks that this step filled to the saver, after the step's forward. Blocks that
+        rest on a failed load are left out.
+        """
         load = self._end_load()
         now = self._pages.now()
         is_measured = load is None or not self._pages.is_on_device
@@ -114,8 +122,8 @@ class VllmWorkerSide:
                 self._saver.submit(order, now)
 
     def take_ended(self) -> set[str]:
-        """Return the requests whose load beside the steps has ended, with success or not. Call it before
-        `take_failed`.
+        """Return the ids of requests whose load beside the steps has ended since the last call, with success or not.
+        Call it before `take_failed`.
         """
         is_idle = self._step is not None and not self._step[0].tokens
         with self._changed:
@@ -127,20 +135,22 @@ class VllmWorkerSide:
         return {load.orders[0].request_id for load in ended}
 
     def take_failed(self) -> set[int]:
-        """Return the pool blocks whose load failed; vLLM computes them, and the tokens behind them, again."""
+        """Return the ids of pool blocks whose load failed since the last call. vLLM computes them, and the tokens
+        behind them, again.
+        """
         self._end_load()
         failed, self._failed = self._failed, set()
         return {block for block in failed if isinstance(block, int)}
 
     def take_failed_requests(self) -> set[str]:
-        """Return the requests whose load failed, of models in which vLLM takes all of a load back. Call it after
-        `take_ended`.
+        """Return the ids of requests whose load failed since the last call, for models in which vLLM takes all of a
+        load back. Call it after `take_ended`.
         """
         failed, self._failed_requests = self._failed_requests, set()
         return failed
 
     def take_report(self) -> StepReport | None:
-        """Return the time of a step and the loads that have ended; None if there is nothing to report."""
+        """Return a report on a step's time and on the loads that have ended, or None if there is nothing to report."""
         loads, self._reports = tuple(self._reports), []
         self._step = None
         is_due = len(self._ran) > (STEPS_LATER if self._pages.is_on_device else 0)
@@ -151,8 +161,8 @@ class VllmWorkerSide:
         return StepReport(loads, ran.orders.tokens, ran.orders.attended, max(took_s - ran.waited_s, 0.0))
 
     def close(self, patience_s: float) -> str:
-        """Store the waiting blocks, as far as the time reaches, and return a line for the log: the counts since the
-        start.
+        """Store the waiting blocks for at most `patience_s` seconds, and return a line for the log with the counts
+        since the start.
         """
         counts = self.counts
         self._pages.decoding(False)
@@ -205,8 +215,9 @@ def open_worker(
     say: Callable[[str], None],
     refuse: Callable[[str], None],
 ) -> VllmWorkerSide | None:
-    """Return the worker side for a pool. If its copies cannot be prepared, call `refuse` with the reason and return
-    None. `save_deadline_s`: None for an engine that only reads.
+    """Return the worker side for the pool that `open_pages(session)` opens. If that fails, call `refuse` with the
+    reason and return None. `save_deadline_s` is the time for a put in seconds, or None for an engine that only
+    reads.
     """
     try:
         pages = open_pages(session)
@@ -218,8 +229,9 @@ def open_worker(
 
 
 class Load:
-    """Orders to load, in a thread of their own from `start` on. The engine's thread makes the object: copies into pool
-    blocks begin behind the work that thread has begun by then. `on_end` is called in the load's thread, at the end.
+    """A load of the blocks in `orders`, in a thread that begins with `start`. The engine's thread makes the object, and
+    copies into pool blocks begin behind the work that it has begun by then. `on_end` is called in the load's thread,
+    at the end.
     """
 
     def __init__(
@@ -246,7 +258,9 @@ class Load:
         return self
 
     def wait_layer(self, layer: int) -> None:
-        """Block until `layer` is in the pool, or the load has failed."""
+        """Make the engine's further work run after layer number `layer` is in the pool, or return when the load has
+        failed.
+        """
         started = time.perf_counter()
         with self._changed:
             self._changed.wait_for(lambda: self._copies is not None or self._has_ended)
@@ -255,7 +269,7 @@ class Load:
         self.waited_s += time.perf_counter() - started
 
     def join(self) -> list[int]:
-        """Wait for the end; return how many leading blocks of each order were loaded."""
+        """Wait for the end of the load, and return for each order the number of leading blocks that were loaded."""
         started = time.perf_counter()
         with self._changed:
             self._changed.wait_for(lambda: self._has_ended)
@@ -263,7 +277,7 @@ class Load:
         return self._loaded
 
     def failed(self) -> set[Place]:
-        """Return the places that were not loaded. Call it after the load has ended."""
+        """Return the pool blocks that were not loaded. Call it after the load has ended."""
         ends = zip(self.orders, self._loaded, strict=True)
         return {block for order, loaded in ends for block in order.block_ids[loaded:]}
 

@@ -21,8 +21,9 @@ _GROUP_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class ChunkRun:
-    """A run of chunks: `keys` of one group, in rows `rows` of the CPU tier, behind the chunk `before` (None: behind
-    none). `adapter`: the digest of the adapter that they were computed with.
+    """Consecutive chunks of vLLM's CPU tier in one KV cache group. `keys` are vLLM's keys of the chunks, and `rows`
+    their rows in the CPU tier. The chunks follow the chunk `before`, or begin a chain if it is None. `adapter` is
+    the digest of the adapter that they were computed with.
     """
 
     group: int
@@ -35,7 +36,7 @@ class ChunkRun:
         return len(self.keys)
 
     def parts(self, most: int) -> list[ChunkRun]:
-        """Return this run in parts of at most `most` chunks, each behind the one before it."""
+        """Split this run into runs of at most `most` chunks, each behind the run before it, and return them."""
         return [
             replace(
                 self,
@@ -52,20 +53,20 @@ def group_of(key: bytes) -> int:
 
 
 def is_named_well(key: bytes) -> bool:
-    """Return whether the hash in a key is long enough to identify a chunk alone."""
+    """Return whether the hash in vLLM's `key` is long enough that it alone identifies a chunk."""
     return len(key) - _GROUP_BYTES >= MIN_HASH_BYTES
 
 
 def names(session: Session, keys: Sequence[bytes], group: int, adapter: str) -> BlockKeys | None:
-    """Return the store's keys of chunks of one group; None while there is no daemon, which holds a part of the
-    secret.
+    """Return the store's keys of the chunks with vLLM's `keys`, in the KV cache group `group`, computed with the
+    adapter `adapter`. Return None while there is no daemon, which has a part of the secret.
     """
     secret = session.keys([0] * session.block_tokens, group=group)
     return None if secret is None else PageKeys(secret[0]).of([key.hex() for key in keys], f"vllm tier/{adapter}")
 
 
 def by_group(keys: Sequence[bytes]) -> dict[int, list[int]]:
-    """Return the places in `keys`, by group."""
+    """Return, for each KV cache group, the positions in `keys` of its chunks."""
     places: dict[int, list[int]] = defaultdict(list)
     for place, key in enumerate(keys):
         places[group_of(key)].append(place)
@@ -73,7 +74,9 @@ def by_group(keys: Sequence[bytes]) -> dict[int, list[int]]:
 
 
 def runs_to_load(keys: Sequence[bytes], rows: Sequence[int], adapter: str) -> list[ChunkRun]:
-    """Return one run for each group, in the given order: vLLM asks first for the chunks it needs first."""
+    """Return one run of chunks for each KV cache group. `keys[i]` is loaded into row `rows[i]`. The order of `keys` is
+    kept, because vLLM asks first for the chunks that it needs first.
+    """
     return [
         ChunkRun(group, tuple(keys[at] for at in places), tuple(rows[at] for at in places), adapter=adapter)
         for group, places in by_group(keys).items()
@@ -87,7 +90,9 @@ def runs_to_store(
     kinds: Mapping[int, GroupKind],
     adapter: str,
 ) -> list[ChunkRun]:
-    """Return the runs to store. `positions`: the end of each chunk of the request, in tokens, as far as known."""
+    """Return the runs of chunks to store. `keys[i]` is in row `rows[i]`. `positions` has the end, in tokens, of each
+    chunk of the request as far as it is known, and `kinds` the kind of state of each KV cache group.
+    """
     runs = []
     row_of = dict(zip(keys, rows, strict=True))
     for group, places in by_group(keys).items():
@@ -107,7 +112,9 @@ def runs_to_store(
 
 
 def chain_of(positions: Mapping[bytes, int], group: int) -> list[bytes]:
-    """Return the chunks of one group of a request, in the order of its tokens."""
+    """Return the chunks in `positions` that belong to the KV cache group `group`, in the order of the request's
+    tokens.
+    """
     return sorted((key for key in positions if group_of(key) == group), key=positions.__getitem__)
 
 

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 class KVStoreOffloadingConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is not typed where this is checked
-    """vLLM's OffloadingConnector for a `KVStoreTier`; set it up with `"spec_name": "TieringOffloadingSpec"`.
-    docs/vllm-tier.md is the manual.
+    """vLLM's OffloadingConnector, extended to describe the engine and its requests to `KVStoreTier`. Set it up with
+    `"spec_name": "TieringOffloadingSpec"`; docs/vllm-tier.md is the manual.
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:

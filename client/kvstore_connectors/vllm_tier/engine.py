@@ -24,8 +24,9 @@ MIN_HASH_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class EngineName:
-    """The properties of an engine that `OffloadingConfig` lacks. `kinds`: the kind of state of each KV cache group; a
-    missing group is "unknown". `describes_requests`: the connector also describes the inputs of each request.
+    """A description of an engine's weights and settings, which vLLM does not give to a tier. `kinds` has the kind of
+    state of each KV cache group; a missing group is "unknown". If `describes_requests` is True, the connector also
+    describes the inputs of each request.
     """
 
     weights: str
@@ -39,18 +40,20 @@ class EngineName:
 
 
 def unpacked(name: str) -> EngineName:
-    """Return the engine name whose `EngineName.packed` is `name`."""
+    """Return the engine name that `EngineName.packed` wrote as the text `name`."""
     fields = json.loads(name)
     return EngineName(**(fields | {"kinds": {int(group): kind for group, kind in fields["kinds"].items()}}))
 
 
 def stated(weights_digest: str) -> EngineName:
-    """Return the name of an engine that says nothing but the digest that its user stated."""
+    """Return the name of an engine about which only `weights_digest` is known, a text that its user stated."""
     return EngineName(f"stated {weights_digest}", "stated", "stated", {}, False)
 
 
 def refusal(vllm_config: Any, kv_cache_config: Any) -> str:
-    """Return why the tier cannot serve this engine, and what to do about it; "" if it can."""
+    """Return a sentence if the tier cannot serve an engine with this configuration, and what to do about it. Return ""
+    if it can.
+    """
     cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
     if getattr(cache, "calculate_kv_scales", False):
         return (
@@ -70,8 +73,9 @@ def refusal(vllm_config: Any, kv_cache_config: Any) -> str:
 def engine_name(
     vllm_config: Any, kv_cache_config: Any, *, stated_weights: str, packing: str, version: str
 ) -> EngineName:
-    """Return the engine's name. `packing`: the kernels' name for the order of bytes in a block. Raises ValueError, with
-    a sentence, if the weights cannot be named.
+    """Return the name of an engine, from vLLM's configuration. `stated_weights` names the weights, or is "" to read
+    their files. `packing` is the kernels' name for the order of bytes in a block, and `version` is vLLM's. Raises
+    ValueError, with a sentence, if the weights cannot be named.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     groups = kv_cache_config.kv_cache_groups
@@ -98,7 +102,8 @@ def engine_name(
 
 
 def tier_fingerprint(name: EngineName, config: Any, row_bytes: int) -> Fingerprint:
-    """Return the tier's fingerprint. `config`: vLLM's OffloadingConfig; `row_bytes`: the size of a row of its CPU tier.
+    """Return the fingerprint of the tier for the engine `name`. `config` is vLLM's OffloadingConfig, and `row_bytes`
+    the size of a row of its CPU tier.
 
     Every group is "full" to the daemon, which then gives the leading blocks of just the requested chunks: vLLM itself
     decides which chunks of a window or a recurrent state it needs.

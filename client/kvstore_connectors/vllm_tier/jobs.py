@@ -41,7 +41,9 @@ KEPT = frozenset({STORED, PRESENT})
 
 @dataclass(frozen=True, slots=True)
 class EndedJob:
-    """A job that has ended: the outcome of each of its chunks."""
+    """A load or store job of vLLM that has ended. `outcomes` has a word for each chunk, such as "loaded" or "stored",
+    and `seconds` is the time from start to end.
+    """
 
     job_id: int
     is_load: bool
@@ -62,8 +64,9 @@ class _Job:
 
 
 class Jobs:
-    """The load and store jobs that vLLM has submitted and that have not ended. `load` and `store` move one part, of at
-    most `part_chunks` chunks, and return the outcome of each chunk. `say` gets each kind of trouble once.
+    """The load and store jobs that vLLM has submitted, and the threads that carry them out. `load` and `store` move one
+    part, of at most `part_chunks` chunks, and return the outcome of each chunk. At most `most_waiting_chunks` chunks
+    wait to be stored. `say` gets each kind of trouble once.
     """
 
     def __init__(
@@ -91,7 +94,7 @@ class Jobs:
         self._gives_up = False  # stores that have not begun
 
     def load(self, job_id: int, runs: Sequence[ChunkRun]) -> None:
-        """Start to load a job, and return at once."""
+        """Start to load the chunks of `runs` as the job `job_id`, and return at once."""
         parts = [part for run in runs for part in run.parts(self._part_chunks)]
         if not parts:
             self.refuse(job_id, (), is_load=True, outcome=FAILED)
@@ -103,8 +106,8 @@ class Jobs:
             self._loaders.submit(self._load_part, job, part)
 
     def store(self, job_id: int, keys: Sequence[bytes], cut: Callable[[], Sequence[ChunkRun]]) -> None:
-        """Start to store a job, and return at once. `cut` returns the runs of these chunks and is called in the thread
-        that stores. The job is dropped if too much waits already.
+        """Start to store the chunks `keys` as the job `job_id`, and return at once. `cut()` returns their runs, in the
+        thread that stores. The job is dropped if too many chunks wait already.
         """
         with self._changed:
             is_full = self._waiting_chunks and self._waiting_chunks + len(keys) > self._most_waiting
@@ -117,13 +120,13 @@ class Jobs:
             self._storer.submit(self._store_job, job, keys, cut)
 
     def refuse(self, job_id: int, keys: Sequence[bytes], *, is_load: bool, outcome: str) -> None:
-        """End a job without a move."""
+        """End the job `job_id` at once, with `outcome` for each of its chunks `keys`. Nothing is moved."""
         with self._changed:
             self._ended.append(EndedJob(job_id, is_load, dict.fromkeys(keys, outcome), 0.0))
 
     def notify(self, work: Callable[[], object]) -> None:
-        """Run `work`, a short call, behind the stores that wait now; it is dropped if many such calls wait. After a
-        failure only a hint is lost.
+        """Call `work`, a short call to the daemon, behind the stores that wait now. It is dropped if many such calls
+        wait, and its errors are only logged.
         """
         with self._changed:
             if self._gives_up or self._notices >= _MOST_NOTICES:
@@ -137,14 +140,14 @@ class Jobs:
         return ended
 
     def drain(self) -> None:
-        """Wait until no job is open; stores that have not begun are given up."""
+        """Wait until no job is open. Stores that have not begun are dropped."""
         with self._changed:
             self._gives_up = True
             self._changed.wait_for(lambda: not self._open)
             self._gives_up = False
 
     def close(self) -> None:
-        """Wait as `drain` does, and end the threads; no job may be given afterwards."""
+        """Wait until no job is open, as `drain` does, and end the threads. No job may be given afterwards."""
         self.drain()
         with self._changed:
             self._gives_up = True
@@ -197,8 +200,8 @@ class Jobs:
 
 
 def present(session: Session, keys: BlockKeys, group: int, deadline_s: float) -> list[bool]:
-    """Return whether each chunk is stored: by the index in shared memory, or by the daemon if the index is not
-    certain.
+    """Return for each of `keys` whether its chunk is stored in the layer group `group`. The index in shared memory
+    answers, or the daemon, within `deadline_s` seconds, if the index is not certain.
     """
     found = session.probe(keys=keys, group=group)
     if UNKNOWN_TIER in found.tiers:
@@ -208,9 +211,10 @@ def present(session: Session, keys: BlockKeys, group: int, deadline_s: float) ->
 
 
 def load(session: Session, run: ChunkRun, memory: Bytes, deadline_s: float) -> list[str]:
-    """Return the outcome of each chunk: "loaded", or why it is not in its row, whose bytes are then undefined.
+    """Copy the chunks of `run` from the store into their rows of `memory`, uint8[rows, row_bytes]. Return the outcome
+    of each chunk: "loaded", or why it is not in its row, whose bytes are then undefined.
 
-    `memory`: uint8[rows, row_bytes]. A gap ends the run: vLLM computes from there on.
+    The first missing chunk ends the run, because vLLM computes from there on.
     """
     outcomes = ["missing"] * len(run)
     keys = names(session, run.keys, run.group, run.adapter)
@@ -231,9 +235,10 @@ def load(session: Session, run: ChunkRun, memory: Bytes, deadline_s: float) -> l
 
 
 def store(session: Session, run: ChunkRun, memory: Bytes, deadline_s: float) -> list[str]:
-    """Return the status of each chunk in the store's words: "stored", "present", "declined", "no_room", "failed", …
+    """Copy the chunks of `run` from their rows of `memory`, uint8[rows, row_bytes], into the store. Return the status
+    of each chunk: "stored", "present", "declined", "no_room", "failed", …
 
-    A chunk whose predecessor is not stored begins a chain of its own.
+    A chunk whose predecessor is not stored begins a chain.
     """
     chain = run.keys if run.before is None else (run.before, *run.keys)
     keys = names(session, chain, run.group, run.adapter)

@@ -81,8 +81,10 @@ class _Request:
 
 
 class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typed where this is checked
-    """The tier that vLLM loads. `settings`: the fields of `VllmTierSettings`. `engine`: a packed `EngineName` from
-    `KVStoreOffloadingConnector`; vLLM's own connector gives none, and then `weights_digest` must be set."""
+    """A secondary tier of vLLM's tiered offloading that keeps chunks in the daemon. `settings` are the fields of
+    `VllmTierSettings`. `engine` is a packed `EngineName` from `KVStoreOffloadingConnector`, or "" with
+    `weights_digest`.
+    """
 
     medium: ClassVar[Medium] = Medium.STORAGE
 
@@ -114,12 +116,13 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ty
     # What the connector says
 
     def describe(self, req_id: str, adapter: str | None) -> None:
-        """Set the digest of a request's adapter, before `on_new_request`: "" for no adapter; None if its chunks depend
-        on something that cannot be named."""
+        """Set the digest of the adapter of the request `req_id`, before `on_new_request`: "" for none. None means that
+        its chunks depend on something that cannot be named, so none is loaded or stored.
+        """
         self._described[req_id] = adapter
 
     def stop(self) -> None:
-        """Load and store nothing any more: the weights may have changed, and there is no name for the new ones."""
+        """Load and store nothing any more, because the weights may have changed."""
         if not self._is_stopped:
             self._is_stopped = True
             logger.warning("kvstored is not used any more by this engine, since its caches were reset")
@@ -137,8 +140,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ty
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """Report to the daemon, behind the request's stores, which of its chunks were used without being read here, and
-        the orchestrator's expectations."""
+        """Report the end of a request to the daemon, with its hints and the chunks used without being read here."""
         self._lookups.cleanup(req_context.req_id)
         request = self._request(req_context)
         if request.adapter is None or not self._is_used():
@@ -163,7 +165,9 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ty
         return LookupResult.HIT if found else LookupResult.MISS
 
     def present(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool]:
-        """Return whether each chunk is stored. It waits for the daemon, so only the look-ups' own thread calls it."""
+        """Return for each chunk in `keys` whether it is stored. It waits for the daemon, so only the thread of look-ups
+        calls it.
+        """
         found = [False] * len(keys)
         adapter = self._request(req_context).adapter
         if self._session is None or adapter is None:
@@ -213,8 +217,9 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not ty
         return events or ()
 
     def drain_jobs(self) -> None:
-        """Wait until no job is open. vLLM calls it when its caches are reset, as they are when weights are changed in
-        place."""
+        """Wait until no job is open. vLLM calls it when its caches are reset, so the tier then stops, unless
+        `keep_after_reset` is set.
+        """
         self._jobs.drain()
         if not self._settings.keep_after_reset:
             self.stop()
@@ -371,7 +376,7 @@ def definitions() -> dict[str, OffloadingMetricMetadata]:
 
 
 class ChunkCounts:
-    """The counts of chunks since the last report."""
+    """The counts of loaded and stored chunks by outcome, since the last report."""
 
     def __init__(self) -> None:
         self._chunks: Counter[tuple[str, str]] = Counter()
@@ -383,7 +388,7 @@ class ChunkCounts:
             self._chunks[metric, outcome] += chunks
 
     def take(self, *, is_connected: bool) -> OffloadingConnectorStats | None:
-        """Return the statistics since the last call; None if nothing has changed."""
+        """Return the statistics since the last call, for vLLM, or None if nothing has changed."""
         if not self._chunks and self._connected == float(is_connected):
             return None
         stats = OffloadingConnectorStats()

@@ -26,7 +26,9 @@ Floats = npt.NDArray[np.float32]
 
 
 class TextSource(Protocol):
-    """The part of a tokenizer that answers need."""
+    """The part of a tokenizer that an answer needs: the ids of tokens that end a text, and a decoder from tokens to
+    text.
+    """
 
     @property
     def end_ids(self) -> frozenset[int]: ...
@@ -34,10 +36,9 @@ class TextSource(Protocol):
 
 
 class StopStrings:
-    """The stop strings of one answer. The first complete one ends it; of several complete at once the longest.
-
-    Owns the text that could still become one. What `push` returns contains no stop string and does not end in the
-    beginning of one, however the text was cut into pieces.
+    """A search for stop strings in the text of one answer, as the text arrives in pieces. The first complete stop
+    string ends the answer; if several are complete at once, the longest counts. Text that may be the beginning of a
+    stop string is held back.
     """
 
     def __init__(self, stops: tuple[str, ...]) -> None:
@@ -45,7 +46,9 @@ class StopStrings:
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
-        """Return the text that can be shown after `text`, and whether a stop string is complete."""
+        """Add `text` to the answer. Return the text that can be shown now, and True if a stop string is complete. The
+        shown text never contains a stop string or a part of one.
+        """
         if not self._stops:
             return text, False
         buffer = self._held + text
@@ -58,7 +61,7 @@ class StopStrings:
         return buffer[: len(buffer) - keep], False
 
     def finish(self) -> str:
-        """Return the text that was held back, once the answer has ended."""
+        """Return the text that was held back, for an answer that has ended without a stop string."""
         held, self._held = self._held, ""
         return held
 
@@ -70,9 +73,9 @@ class StopStrings:
 
 
 class Answer:
-    """Answer `index` of a request. Raises UsageError if its constraint cannot be made.
-
-    is_plain: its next token is the likeliest one.
+    """One answer to a request, while it grows: its sampler, constraint, text and stop strings. `index` numbers the
+    answers of a request from 0. `is_plain` is True if the next token is always the likeliest one. Raises UsageError if
+    the request's constraint cannot be made.
     """
 
     def __init__(self, settings: RequestSettings, index: int, tokenizer: TextSource) -> None:
@@ -87,8 +90,9 @@ class Answer:
         self._tokens: list[int] = []  # where `next_step` needs them
 
     def push(self, token: int) -> tuple[str, bool]:
-        """Return the text that can be shown after `token`, and whether the answer ends with it by a stop string or by
-        its constraint. Raises the errors of a constraint, or of a tokenizer that does not know the token.
+        """Add the id `token` to the answer. Return the text that can be shown now, and True if a stop string or the
+        constraint ends the answer here. Raises the errors of the constraint, and of a tokenizer that does not know the
+        id.
         """
         if self._next_step is not None:
             self._tokens.append(token)
@@ -100,13 +104,15 @@ class Answer:
 
     @property
     def next_step(self) -> Callable[[], NextStep | None] | None:
-        """A function that says what follows the answer, which has ended by itself; None if its request has no such
-        function.
+        """A function that tells which step of the conversation follows this answer, for an answer that ended by itself.
+        It is None if the request does not say.
         """
         return None if self._next_step is None else partial(self._next_step, self._tokens)
 
     def finish(self) -> str:
-        """Return the rest of the text. Nothing follows a stop string, not even the bytes of half a character."""
+        """Return the last text to show, after the last token. It is empty if a stop string or the constraint ended the
+        answer.
+        """
         if self._is_stopped:
             return ""
         shown, stopped = self._stops.push(self._stream.finish())
@@ -131,8 +137,8 @@ def _own_seed(sampling: SamplingSettings, index: int) -> SamplingSettings:
 
 @dataclass(frozen=True, slots=True)
 class ChosenToken:
-    """A chosen token, or the reason why there is none (`failure`). `is_unsound`: the logits are no numbers, so the K/V
-    that they were computed from cannot be trusted.
+    """The id of the token that was chosen next, or the reason why none could be chosen (`failure`). `is_unsound` is
+    True if the logits were not finite, so that the K/V they were computed from must not be shared.
     """
 
     token: int
@@ -141,8 +147,9 @@ class ChosenToken:
 
 
 def choose(logits: StepLogits, answers: Mapping[int, Answer], whole: Mapping[int, Floats]) -> dict[int, ChosenToken]:
-    """Return the choice for each row of `answers`. `whole`: rows of `logits`, among them all rows that are not
-    plain.
+    """Choose the next token of each answer. `answers` maps the number of a row of `logits` to its answer, and so does
+    the result to the chosen token. `whole` has the logits, float32 [vocabulary], of at least each row whose answer is
+    not plain.
     """
     choices: dict[int, ChosenToken] = {}
     plain = [row for row, answer in answers.items() if answer.is_plain]
@@ -153,8 +160,8 @@ def choose(logits: StepLogits, answers: Mapping[int, Answer], whole: Mapping[int
 
 
 def log_probabilities(logits: Floats, token: int, count: int) -> tuple[float, tuple[tuple[int, float], ...]]:
-    """Return the log probability of `token`, and the `count` likeliest tokens with theirs, likeliest first, ties by
-    id.
+    """Return the log probability of the id `token` under `logits`, float32 [vocabulary], and the `count` likeliest
+    tokens as pairs of id and log probability, likeliest first, equal ones by id.
     """
     row = logits.astype(np.float64) - _log_of_sum(logits)
     top: list[int] = []
@@ -178,7 +185,9 @@ def _unsound(value: float) -> ChosenToken:
 
 
 def choose_one(row: Floats, answer: Answer) -> ChosenToken:
-    """Return the choice for a row of logits, float32 [vocabulary]."""
+    """Choose the next token of `answer` from its logits `row`, float32 [vocabulary]: the constraint removes tokens,
+    then the sampler draws one. An error is returned as the token's `failure`.
+    """
     most = float(row.max())  # NaN if there is one anywhere
     if not math.isfinite(most):
         return _unsound(most)

@@ -12,8 +12,9 @@ from kvstore_engine.graph import SequenceSlice
 
 @dataclass(slots=True)
 class BatchPart:
-    """One sequence's rows: [begin, end) of its tokens. `borrowed` replaces the block of `begin`, `borrowed_window` the
-    block of windowed layers.
+    """The share of one sequence in a step: its tokens from `begin` up to `end`. `is_decode` marks the next token of an
+    answer. If set, `borrowed` is the number of a block that stands in for the sequence's own block at `begin`, and
+    `borrowed_window` likewise for layers with a sliding window.
     """
 
     sequence: Sequence
@@ -25,11 +26,15 @@ class BatchPart:
 
     @property
     def has_output(self) -> bool:
-        """True if the logits of its last token are wanted."""
+        """True if the step must return logits for the part's last token, because it is the sequence's last known
+        token.
+        """
         return self.end == self.sequence.length
 
     def slice(self, block_tokens: int) -> SequenceSlice:
-        """Return the part in the form that `Compute.step` takes."""
+        """Return this part as the argument of `Compute.step`. `block_tokens` is the number of tokens in a block of the
+        pool.
+        """
         ids = self.sequence.held.ids
         if self.borrowed is not None:
             ids = ids.copy()
@@ -43,14 +48,16 @@ class BatchPart:
 
 @dataclass(slots=True)
 class Batch:
-    """The parts of a step, in the order of its rows. `budget_tokens`: prompt tokens that it had room for."""
+    """The parts of sequences that one step computes together, in the order of their rows. `budget_tokens` is the number
+    of prompt tokens that the step had room for.
+    """
 
     parts: list[BatchPart] = field(default_factory=list)
     budget_tokens: int = 0
 
     @property
     def decodes(self) -> list[tuple[int, int]]:
-        """The decoding sequences, each as (tokens, position)."""
+        """One pair (1, position of the token) for each sequence that computes the next token of its answer."""
         return [(1, part.begin) for part in self.parts if part.is_decode]
 
     @property
@@ -58,7 +65,7 @@ class Batch:
         return sum(part.end - part.begin for part in self.parts if not part.is_decode)
 
     def record(self) -> tuple[SequencePart, ...]:
-        """Return one entry for each answer, for observers."""
+        """Return one entry for each part, in the form that observers get."""
         return tuple(
             SequencePart(
                 part.sequence.request.id,

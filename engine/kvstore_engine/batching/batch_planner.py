@@ -33,9 +33,9 @@ _ROW_GROUP = 4  # see above
 
 
 class BatchPlanner:
-    """The planner of batches over one space.
-
-    `make_room(sequence)` preempts a sequence, perhaps `sequence`, and returns False if no other one runs.
+    """A planner that chooses the tokens of each step: the next token of each answer, and as many prompt tokens as
+    `budget` allows, at most `most_tokens` in all. `make_room(sequence)` is called when blocks are short; it preempts a
+    sequence, perhaps that one, and returns False if no other one runs.
     """
 
     def __init__(
@@ -58,7 +58,9 @@ class BatchPlanner:
         self._clock = clock
 
     def skip_ready(self, sequence: Sequence) -> None:
-        """Advance `sequence` past the blocks that other sequences have filled."""
+        """Advance `sequence` past the blocks of its prompt that other sequences have computed already, so that they are
+        not computed again.
+        """
         last = (sequence.length - 1) // _ROW_GROUP * _ROW_GROUP
         ready = self._space.resume(sequence.held, sequence.computed, last)
         if ready > sequence.computed:
@@ -71,14 +73,13 @@ class BatchPlanner:
                 self._space.unshare(sequence.held, sequence.computed // self._space.block_tokens)
 
     def is_requested(self, sequence: Sequence) -> bool:
-        """Return whether the next block was requested from the daemon already; then it is being restored, or has to be
-        computed.
-        """
+        """Return True if the daemon was asked before for the next block that `sequence` has to compute."""
         node = self._next_node(sequence)
         return node is not None and node.requested
 
     def plan(self, decoding: Series[Sequence], prompts: Series[Sequence]) -> Batch:
-        """Return the next step. `decoding`: in yielding order, the sequence that yields last is first; `prompts`: in
+        """Return the batch of the next step. `decoding` are the sequences with the next token of an answer to compute;
+        the one that may be preempted last comes first. `prompts` are the sequences with prompt tokens to compute, in
         the order in which they are served.
         """
         decodes = [part for sequence in decoding if (part := self._decode(sequence)) is not None]
@@ -110,7 +111,7 @@ class BatchPlanner:
         return Batch(parts, budget)
 
     def release_borrowed(self, batch: Batch) -> None:
-        """Free the borrowed copies once the step is over."""
+        """Free the blocks that `batch` borrowed as copies for its step, which is over."""
         for part in batch.parts:
             self._return_borrowed(part)
 

@@ -16,9 +16,9 @@ from kvstore_engine.worker.remote import StepFailed
 
 
 class Compute(Protocol):
-    """The caller guarantees that the K/V before each slice is in the pool, and that no two slices write to the same
-    place. The implementation MUST have written the slices' K/V to the pool when `step` returns. After `step` has
-    raised, the engine MAY call it again with the same slices: nothing of the failed call counts.
+    """An object that computes steps of the model over a pool of K/V blocks. The caller guarantees that the K/V of all
+    tokens before each slice are in the pool, and that no two slices write to one place. When `step` returns, the K/V of
+    the slices MUST be in the pool. After `step` has raised, the engine MAY call it again with the same slices.
     """
 
     @property
@@ -27,17 +27,17 @@ class Compute(Protocol):
     def pool(self) -> BlockPool: ...
 
     def step(self, slices: Sequence[SequenceSlice], whole: Sequence[int] | None = None, /) -> StepLogits:
-        """Return the logits of the wanted tokens, in the order of `slices`, for use before the next call. `whole`: the
-        rows of them that will be asked for whole; None: all.
-
-        StepFailed names slices that cannot be computed; the others can be tried again.
+        """Compute all `slices` and return the logits that they ask for, in the order of the slices; they are valid
+        until the next call. `whole` lists the rows of the logits that will be read completely, None for all. Raises
+        StepFailed, which names the slices that cannot be computed; the others can be tried again.
         """
         ...
 
 
 class VerifiedCompute:
-    """A `compute` with `check` called after each step, as `FileWatch.check`: an error that it raises ends the step, and
-    if it returns False the step is computed again.
+    """A wrapper around `compute` that checks after each step that the model's file is unchanged. `check` (see
+    `FileWatch.check`) raises if the file has changed, which ends the step, and returns False if the step must be
+    computed again.
     """
 
     def __init__(self, compute: Compute, check: Callable[[], bool]) -> None:
@@ -45,7 +45,9 @@ class VerifiedCompute:
         self.limits, self.pool = compute.limits, compute.pool
 
     def step(self, slices: Sequence[SequenceSlice], whole: Sequence[int] | None = None, /) -> StepLogits:
-        """Compute a step as `Compute.step` does, and check the file after it."""
+        """Compute `slices` as `Compute.step` does, and check the model's file afterwards. The step is computed again
+        until the check accepts it.
+        """
         while True:
             try:
                 logits = self._compute.step(slices, whole)

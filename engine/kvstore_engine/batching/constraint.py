@@ -10,24 +10,22 @@ import numpy.typing as npt
 
 
 class Constraint(Protocol):
-    """The implementation MUST allow at least one token while it is not `finished`. An exception fails its answer alone.
-
-    The engine calls `mask` before it chooses a token, and `accept` exactly once for each token that it chose; never
-    `accept` for a token that ended the answer.
+    """A rule, such as a grammar or a JSON schema, that says which tokens one answer may have next. While it is not
+    `finished` it MUST allow at least one token. The engine calls `mask` before each choice and `accept` once after it,
+    except for a token that ended the answer. An exception fails that answer alone.
     """
 
     @property
     def finished(self) -> bool:
-        """True if no token may follow: the answer ends here."""
+        """True if no token may follow, so that the answer ends here."""
         ...
 
     def mask(self) -> npt.NDArray[np.uint32] | None:
-        """Return the allowed tokens as bits, token t in bit t % 32 of word t
-
-        32; None if all are allowed. The caller reads the result at once.
+        """Return the tokens that may come next, as an array of 32-bit words: the token with the id t is allowed if bit
+        t % 32 of word t // 32 is 1. None allows all tokens. The array may change at the next call.
         """
         ...
 
     def accept(self, token: int) -> None:
-        """Note that `token` was chosen."""
+        """Note that the token with the id `token` was chosen, so that the rule moves on."""
         ...

@@ -37,11 +37,10 @@ _IDLE_WAIT_S = 0.05  # for the daemon, with nothing to compute
 
 
 class BatchEngine:
-    """The engine that computes many requests at once. It answers requests with `compute`, over its pool.
-    `sessions(tenant)` is the tenant's session with the daemon, or None. `copies` move blocks between sessions and the
-    pool: by default with the processor.
-
-    A prompt and its answer have at most `context` tokens: as many as the settings, `compute` and the pool allow.
+    """An inference engine that answers many requests at once, one step of `compute` after another. `sessions(tenant)`
+    returns the tenant's session with the daemon, or None. `copies` moves blocks between sessions and the pool; by
+    default the processor does. `context` is the most tokens that a prompt and its answer may have. One thread may use
+    it.
     """
 
     def __init__(
@@ -107,21 +106,23 @@ class BatchEngine:
 
     @property
     def has_work(self) -> bool:
-        """True if `step` has something to compute or to report."""
+        """True if a request is unfinished or an event was not returned yet, so that `step` must be called again."""
         return bool(self._pending) or self._run_queue.has_sequences
 
     @property
     def waiting(self) -> int:
-        """The number of sequences that wait for a place or for blocks."""
+        """The number of sequences that wait to be admitted."""
         return len(self._run_queue.waiting)
 
     @property
     def running(self) -> int:
-        """The number of sequences that hold blocks."""
+        """The number of sequences that hold blocks of the pool."""
         return len(self._run_queue.running)
 
     def add(self, request: Request) -> None:
-        """Accept `request`. Raises UsageError if it can never be answered, Overloaded if too many wait."""
+        """Accept `request`, which the next steps will answer. Raises UsageError if it can never be answered, and
+        Overloaded if too many requests wait.
+        """
         if self._is_closed:
             raise RuntimeError("the engine is closed")
         if any(event.request_id == request.id for event in self._pending):
@@ -129,13 +130,16 @@ class BatchEngine:
         self._new.append(self._intake.accept(request))
 
     def cancel(self, request_id: str) -> None:
-        """End all answers of a request; the next `step` reports their ends. Unknown ids are ignored."""
+        """End all answers of the request `request_id`; the next `step` returns their `Finished` events. An unknown id
+        is ignored.
+        """
         for sequence in self._run_queue.of(request_id):
             self._pending += self._outputs.end_request(sequence, "cancelled")
 
     def step(self) -> list[Event]:
-        """Do one step: admit, restore, compute, choose, store. If all sequences wait for the daemon and nothing can be
-        computed, wait for it a little.
+        """Compute one step of all running sequences, and return its events. The step also admits waiting sequences,
+        restores blocks from the daemon and stores new ones. If nothing can be computed yet, it waits for the daemon for
+        at most about 50 ms.
         """
         begin = self._clock()
         self.storer.settle(0.0)
@@ -180,8 +184,8 @@ class BatchEngine:
         return events
 
     def drain(self) -> None:
-        """Answer all accepted requests, then wait until all offered blocks are stored or given up. Each put has a
-        deadline.
+        """Run steps until every accepted request is answered, then wait until the daemon has stored or refused all
+        offered blocks. The events are dropped.
         """
         while self.has_work:
             self.step()
@@ -190,7 +194,9 @@ class BatchEngine:
             self.storer.wait(_IDLE_WAIT_S)
 
     def close(self) -> None:
-        """Cancel all requests, store the offered blocks, stop the threads. Pool and sessions stay open."""
+        """Cancel all requests, let the offered blocks be stored, and stop the engine's threads. The pool and the
+        sessions stay open.
+        """
         if not self._is_closed:
             self._is_closed = True
             self._copies.decoding(False)

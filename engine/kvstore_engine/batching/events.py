@@ -12,15 +12,11 @@ Reason = Literal["end", "length", "context", "stop", "cancelled", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """The cost of one answer. Prompt tokens are counted by the source of their K/V.
-
-    local_tokens:    in blocks that another request of this engine computed, perhaps while it still ran.
-    daemon_tokens:   restored from the daemon.
-    computed_tokens: computed for this answer. Each prompt token is counted in one of the three; the further answers of
-                     a request with n > 1 count all of the prompt as local.
-    recomputed_tokens: computed again after a preemption.
-    generated_tokens: with the tokens of a stop string, which are not shown, and without the end token.
-    queued_s, ttft_s: from `add` to admission, and to the first token. tpot_s: per further token.
+    """The figures of one answer: token counts and times in seconds. Each prompt token counts once by the source of its
+    K/V: `local_tokens` came from blocks of another request (for the further answers of n > 1, the whole prompt),
+    `daemon_tokens` from the daemon, `computed_tokens` were computed. `recomputed_tokens` were computed again after a
+    preemption. `generated_tokens` includes a stop string and excludes the end token. `queued_s` is the time from `add`
+    to admission, `ttft_s` to the first token, `tpot_s` the time for each further token.
     """
 
     prompt_tokens: int = 0
@@ -39,9 +35,9 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """The next token of answer `index`. `text` is the text that can be shown now: whole characters, and nothing that
-    could still become a stop string. `logprob` and `top` (id, log probability; likeliest first) if the request asks
-    for them.
+    """An event: the next token of answer `index` of a request. `text` can be shown now; it has only whole characters
+    and no part of a stop string. `logprob` is the token's log probability and `top` the likeliest tokens as (id, log
+    probability), if the request asked for them.
     """
 
     request_id: str
@@ -54,10 +50,9 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The end of answer `index`. `text` is the rest of it that had been held back, mostly empty.
-
-    reason: the model ended it ("end"), `max_tokens` ("length"), the context is full ("context"), a stop string or the
-    constraint ended it ("stop"), "cancelled", or "failed", which `message` explains.
+    """An event: the end of answer `index` of a request. `reason` is "end" (the model ended it), "length" (`max_tokens`
+    reached), "context" (the context is full), "stop" (a stop string or the constraint), "cancelled" or "failed", which
+    `message` explains. `text` is text that was held back until now, and usually empty.
     """
 
     request_id: str

@@ -22,7 +22,7 @@ _LEAST_RETRY_S = 1.0
 
 
 class Overloaded(RuntimeError):
-    """The request was not accepted; a retry after `retry_after_s` may be."""
+    """An error: a request was not accepted because too many wait. It may be accepted after `retry_after_s` seconds."""
 
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)
@@ -30,8 +30,9 @@ class Overloaded(RuntimeError):
 
 
 class RequestIntake:
-    """The intake of requests for `scheduler`, within `settings`. `context`: most tokens of a prompt and its answer.
-    `vocabulary`: token ids are below it. `sessions(tenant)` is the tenant's session with the daemon, or None.
+    """The part of the engine that checks requests and makes sequences of them. `context` is the most tokens of a prompt
+    and its answer, and token ids must be below `vocabulary`. `sessions(tenant)` returns the tenant's session with the
+    daemon, or None.
     """
 
     def __init__(
@@ -52,8 +53,8 @@ class RequestIntake:
         self._order = 0
 
     def accept(self, request: Request) -> Sequence:
-        """Let `request` wait, and return its sequence. Raises UsageError if it can never be answered, Overloaded if too
-        many wait.
+        """Check `request`, put its first sequence into the queue of `scheduler`, and return it. Raises UsageError if
+        the request can never be answered, Overloaded if too many wait.
         """
         self._check(request)
         self._check_load(request.tenant)
@@ -65,8 +66,9 @@ class RequestIntake:
         return sequence
 
     def fork(self, sequence: Sequence) -> tuple[list[Sequence], dict[int, str]]:
-        """Begin the further answers of a request with n > 1, as `sequence` chooses its first token: they share all
-        blocks of its prompt. Return them, and by number the reasons why others cannot begin.
+        """Begin the further answers of a request with n > 1, when `sequence`, its first answer, chooses its first
+        token. They share the blocks of the prompt. Return their sequences, and a dictionary from the number of each
+        answer that cannot begin to the reason.
         """
         run_queue = self._scheduler.run_queue
         sequence.is_forked = True

@@ -18,7 +18,9 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SequencePart:
-    """One sequence's rows of a step: `tokens` rows from `position` on. `kind` "prefill": they belong to its prompt."""
+    """The share of one answer in a step: `tokens` tokens from `position` on. `kind` is "prefill" for tokens of the
+    prompt and "decode" for the next token of the answer.
+    """
 
     request_id: str
     index: int
@@ -29,11 +31,11 @@ class SequencePart:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """The record of one step for observers. `begin_s` to `end_s` is the whole step, `compute_s` the forward pass alone.
-
-    used_blocks: engine blocks that running sequences hold (shared ones once). cached_blocks: further blocks that only
-    the prefix trie holds. budget_tokens: prompt tokens that the step had room for beside the decodes. parts: makes one
-    entry for each answer; call it while the record is passed on.
+    """The record of one step for observers. The whole step took from `begin_s` to `end_s`, its computing alone
+    `compute_s` seconds. `used_blocks` counts pool blocks that running sequences hold, each once; `cached_blocks` counts
+    blocks that only the prefix trie (the index of shared prefixes) holds. `budget_tokens` is the number of prompt
+    tokens that had room. `parts()` lists the shares of answers, and may be called only while an observer has the
+    record.
     """
 
     number: int
@@ -52,49 +54,59 @@ class StepRecord:
 
 
 class Observer:
-    """An observer that does nothing. Override the methods of interest."""
+    """A listener that is told what the engine does, and that ignores all of it. Subclasses override the methods of
+    interest. Times `t`, `begin_s`, `end_s` are seconds of the engine's clock; `index` numbers the answers of a request.
+    """
 
     def queued(self, request_id: str, t: float) -> None:
-        """Note that `add` accepted a request."""
+        """Note that the engine accepted the request `request_id` at the time `t` (seconds)."""
 
     def admitted(self, request_id: str, index: int, t: float) -> None:
-        """Note that a sequence got its blocks, for the first time or after a preemption."""
+        """Note that answer `index` of the request got its blocks at the time `t`, for the first time or after a
+        preemption.
+        """
 
     def restored(self, request_id: str, index: int, source: Literal["local", "daemon"], tokens: int, t: float) -> None:
-        """Note that `tokens` of the prompt need not be computed. Local: at admission, or when another sequence computes
-        them.
+        """Note that `tokens` prompt tokens of an answer need not be computed: their K/V came from another sequence
+        ("local") or from the daemon.
         """
 
     def store_answered(self, request_id: str, index: int, report: RestoreReport, t: float) -> None:
-        """Note that the daemon has answered and its blocks of the prompt are restored; called once for each request to
-        the daemon.
+        """Note that the daemon has answered a request for the blocks of a prompt and that they are restored, as
+        `report` says.
         """
 
     def restoration(self, record: RestorationRecord) -> None:
-        """Note that a restoration has ended: `record` has its plan and its result."""
+        """Note that the restoration of a prompt has ended; `record` has its plan and its result."""
 
     def step(self, record: StepRecord) -> None:
-        """Note that a step has been done."""
+        """Note that the engine has done a step, which `record` describes."""
 
     def preempted(self, request_id: str, index: int, how: Literal["swap", "recompute"], t: float) -> None:
-        """Note that a running sequence lost its blocks."""
+        """Note that a running answer lost its blocks: they were copied to the host ("swap"), or will be computed again
+        ("recompute").
+        """
 
     def swapped_out(self, request_id: str, index: int, nbytes: int, runs: int, begin_s: float, end_s: float) -> None:
-        """Note that a victim's blocks were copied to the host pool, in `runs` contiguous pieces."""
+        """Note that `nbytes` bytes of a preempted answer's blocks, in `runs` contiguous pieces of the pool, were copied
+        to the host.
+        """
 
     def swapped_in(self, request_id: str, index: int, nbytes: int, runs: int, begin_s: float, end_s: float) -> None:
-        """Note that a swapped sequence's blocks were copied back to the pool."""
+        """Note that `nbytes` bytes of a preempted answer's blocks were copied back from the host to the pool, in `runs`
+        contiguous pieces.
+        """
 
     def stored(self, request_id: str, index: int, tokens: int, reason: str, begin_s: float, end_s: float) -> None:
-        """Note that a put of `tokens` has ended. Empty `reason`: the daemon has them; otherwise why it does not. One
-        put at a time.
+        """Note that one put of `tokens` tokens to the daemon has ended. An empty `reason` means that the daemon stored
+        them; otherwise it says why not.
         """
 
     def token(self, request_id: str, index: int, t: float) -> None:
-        """Note that a token was chosen."""
+        """Note that the next token of an answer was chosen at the time `t`."""
 
     def finished(self, request_id: str, index: int, reason: Reason, usage: Usage, t: float) -> None:
-        """Note that an answer has ended."""
+        """Note that answer `index` of a request has ended for `reason`, with the figures `usage`."""
 
 
 def _forwarded(name: str) -> Callable[..., None]:
@@ -105,13 +117,15 @@ def _forwarded(name: str) -> Callable[..., None]:
 
 
 class FanOut(Observer):
-    """Notifies each of `observers`, in this order. An observer that raises is logged and dropped."""
+    """An observer that passes every event to each of `observers` in order. One that raises is logged and gets no
+    further events.
+    """
 
     def __init__(self, *observers: Observer) -> None:
         self._observers = observers
 
     def replace(self, old: Observer, new: Observer) -> None:
-        """Replace `old` by `new`, from the next event on."""
+        """Pass later events to `new` instead of `old`."""
         self._observers = tuple(new if observer is old else observer for observer in self._observers)
 
     queued = _forwarded("queued")

@@ -18,7 +18,7 @@ from kvstore_engine.executors.logits import StepLogits
 
 
 class OutputProcessor:
-    """The output of one engine: it continues and ends answers."""
+    """The part of the engine that turns a step's logits into tokens and events, and ends answers."""
 
     def __init__(
         self,
@@ -32,12 +32,16 @@ class OutputProcessor:
         self._observer, self._clock = observer, clock
 
     def rows_needed(self, batch: Batch) -> list[int]:
-        """Return the rows of a step's logits that `apply` will ask for whole."""
+        """Return the numbers of the logits rows that `apply` will read completely, to sample, to report log
+        probabilities or to begin further answers. Of the other rows it needs only the likeliest token.
+        """
         outputs = (part.sequence for part in batch.parts if part.has_output)
         return [row for row, sequence in enumerate(outputs) if _needs_row(sequence)]
 
     def apply(self, batch: Batch, logits: StepLogits, whole: Collection[int]) -> list[Event]:
-        """Count the computed tokens and choose the next ones. `whole`: the result of `rows_needed`."""
+        """Record that the tokens of `batch` are computed, choose the next token of each answer that got `logits`, and
+        return the events. `whole` is the result of `rows_needed(batch)`.
+        """
         events: list[Event] = []
         tenants = self._scheduler.statistics.tenants
         for part in batch.parts:
@@ -100,7 +104,9 @@ class OutputProcessor:
         return events
 
     def end_request(self, sequence: Sequence, reason: Reason, message: str = "") -> list[Event]:
-        """End `sequence`, and the further answers that have not begun."""
+        """End `sequence` for `reason`. If it is the first answer of its request, end the further answers that have not
+        begun, too. Return the `Finished` events.
+        """
         ends: list[Event] = [self.finish(sequence, reason, message)]
         if sequence.index == 0 and not sequence.is_forked:
             further = range(1, sequence.request.settings.n)
@@ -116,7 +122,9 @@ class OutputProcessor:
         return Finished(name, index, reason, usage, message)
 
     def finish(self, sequence: Sequence, reason: Reason, message: str = "", *, is_sound: bool = True) -> Finished:
-        """End `sequence`. Unless `is_sound`, its computed blocks are not shared."""
+        """End `sequence` for `reason`, release its blocks and return its `Finished` event. With `is_sound` False its
+        computed blocks are not shared with other sequences.
+        """
         now = self._clock()
         scheduler, request = self._scheduler, sequence.request
         is_whole = reason in ("end", "length", "context", "stop")

@@ -14,11 +14,9 @@ _AHEAD = 0.25
 
 @dataclass(frozen=True, slots=True)
 class SchedulingCandidate:
-    """A sequence as a policy sees it.
-
-    order: number of its arrival. since_s: the time when its present wait began. level: its priority when it was last
-    admitted, raised by waiting; before that, its plain priority. remaining_s: predicted seconds until it ends, once it
-    runs. served: the tokens that its tenant has been served so far (`VirtualTokens`).
+    """The facts about one sequence that a scheduling policy may use. `order` numbers arrivals. `since_s` is the time at
+    which its present wait began. `level` is its priority, raised by waiting, when it was last admitted. `remaining_s`
+    is the predicted number of seconds that it still has to run. `served` counts the tokens its tenant has been served.
     """
 
     order: int
@@ -31,30 +29,37 @@ class SchedulingCandidate:
 
 
 class SchedulingPolicy(Protocol):
-    """An order of sequences. The smallest rank is first."""
+    """A rule for the order in which sequences are served and preempted. Ranks are tuples that are compared; the
+    smallest is first. `now_s` is the present time in seconds.
+    """
 
     def turn(self, candidate: SchedulingCandidate, now_s: float) -> Rank:
-        """Return the rank of a sequence that waits for admission, or for prompt tokens in a step."""
+        """Return the rank of a sequence that waits to be admitted, or for prompt tokens in a step. The smallest rank is
+        served first.
+        """
         ...
 
     def yields(self, candidate: SchedulingCandidate, now_s: float) -> Rank:
-        """Return the rank of a running sequence: when blocks are short, the largest rank yields first."""
+        """Return the rank of a running sequence for the case that blocks are short: the sequence with the largest rank
+        is preempted first.
+        """
         ...
 
     def level(self, candidate: SchedulingCandidate, now_s: float) -> float:
-        """Return the level of a sequence that is admitted now."""
+        """Return the priority level that `candidate` keeps if it is admitted now."""
         ...
 
     def displaces(self, waiting: SchedulingCandidate, running: SchedulingCandidate, now_s: float) -> bool:
-        """Return whether `waiting` shall run instead of `running`, if not both can."""
+        """Return True if the sequence `waiting` shall run and `running` be preempted for it, when there is no room for
+        both.
+        """
         ...
 
 
 class FirstCome:
-    """A policy that serves requests in the order of arrival, within a tenant; the tenants take turns by the tokens they
-    were served.
-
-    No sequence is displaced; when blocks are short, the latest yields, so the oldest always finishes.
+    """A policy that serves a tenant's requests in the order of arrival; the tenant that was served the fewest tokens
+    goes first. No sequence is displaced by a waiting one. When blocks are short, the latest arrival is preempted, so
+    the oldest always finishes.
     """
 
     def turn(self, candidate: SchedulingCandidate, now_s: float) -> Rank:
@@ -71,13 +76,9 @@ class FirstCome:
 
 
 class ShortestRemaining:
-    """A policy that serves the shortest remaining time first, with ageing.
-
-    Schrage (1968) proved the rule best for the mean latency of one server; output lengths are predicted here, not
-    known. Each second of waiting counts as `ageing` seconds less work, so that a long request eventually passes short
-    ones: one of r seconds is ahead of all that arrive r / ageing seconds after it. A running sequence is displaced only
-    by one that is ahead by more than a quarter of its remaining time, since displacing has a cost and predictions have
-    errors.
+    """A policy that serves the sequence with the shortest predicted remaining time first. Each second since its arrival
+    counts as `ageing` seconds less remaining time, so that long requests are not delayed for ever. A running sequence
+    is displaced only by one that is ahead by more than a quarter of the running one's remaining time.
     """
 
     def __init__(self, ageing: float) -> None:
@@ -101,12 +102,9 @@ class ShortestRemaining:
 
 
 class PriorityFirst:
-    """A policy that serves a higher level first, and displaces a lower one for it. Within a level tenants take turns,
-    then the first arrival is first.
-
-    A waiting sequence rises by one level every `level_s` seconds, and keeps the level at which it is admitted. So
-    arrivals of a higher priority do not overtake it for ever, and a displaced sequence does not displace another before
-    it has waited.
+    """A policy that serves the highest priority level first, and displaces running sequences of lower levels. Within a
+    level the least served tenant, then the first arrival, goes first. A waiting sequence rises by one level every
+    `level_s` seconds and keeps the level at which it is admitted.
     """
 
     def __init__(self, level_s: float) -> None:
@@ -126,7 +124,9 @@ class PriorityFirst:
 
 
 def choose_policy(name: str, *, ageing: float, level_s: float) -> SchedulingPolicy:
-    """Return the policy `name`: "fcfs", "shortest" (with `ageing`) or "priority" (with `level_s`)."""
+    """Return the policy `name`: "fcfs", "shortest" (with `ageing`) or "priority" (with `level_s` seconds a level).
+    Raises ValueError for another name.
+    """
     match name:
         case "fcfs":
             return FirstCome()

@@ -18,7 +18,9 @@ _MEMORY = 0.05
 
 
 class Preemption:
-    """The preemption of sequences of one space, and the return of swapped ones."""
+    """The part of the engine that takes a running sequence's blocks and gives them back later. Blocks are either
+    swapped (copied to the memory `host` and back) or dropped and computed again, by the estimated cost of each.
+    """
 
     def __init__(
         self,
@@ -41,17 +43,19 @@ class Preemption:
 
     @property
     def expected_transfers(self) -> float:
-        """An estimate of how often a sequence's blocks will be copied from their present place, from ended sequences:
-        at most once, when it is swapped. Swapped in, they get new places, together if there is room.
+        """The estimated number of times, at most 1, that a sequence will be swapped before it ends, averaged over ended
+        sequences.
         """
         return min(self._swaps_a_sequence, 1.0)
 
     def ended(self, sequence: Sequence) -> None:
-        """Take the blocks of `sequence`, and return how."""
+        """Note that `sequence` has ended, so that its number of swaps counts in the average `expected_transfers`."""
         self._swaps_a_sequence += _MEMORY * (sequence.accounts.swaps - self._swaps_a_sequence)
 
     def preempt(self, sequence: Sequence) -> Literal["swap", "recompute"]:
-        """Take the blocks of `sequence`."""
+        """Take the blocks of the running `sequence`. Return "swap" if they were copied to host memory, "recompute" if
+        they were dropped.
+        """
         sequence.accounts.preemptions += 1
         how: Literal["swap", "recompute"] = "recompute"
         if self._swap_pays(sequence):
@@ -66,8 +70,8 @@ class Preemption:
         return how
 
     def resume(self, sequence: Sequence) -> None:
-        """Give a new or preempted sequence its blocks; swapped ones are copied back. If it raises PoolExhausted,
-        nothing has changed.
+        """Give a new or preempted `sequence` the blocks it needs to run; swapped blocks are copied back. Raises
+        PoolExhausted, with nothing changed, if the pool has too few.
         """
         if sequence.swapped is not None:
             self._swap_in(sequence, sequence.swapped)
@@ -75,13 +79,13 @@ class Preemption:
             sequence.block_table = self._space.claim(sequence.request.tenant, sequence.tokens[: sequence.length])
 
     def price(self, sequence: Sequence) -> int:
-        """Return by how much `resume` would lower the available blocks."""
+        """Return by how many blocks `resume(sequence)` would lower the number of available blocks in the pool."""
         if sequence.swapped is not None:
             return self._space.price_again(sequence.length, sequence.swapped.path)
         return self._space.price(sequence.request.tenant, sequence.tokens[: sequence.length])
 
     def forget(self, sequence: Sequence) -> None:
-        """Free the host memory of a swapped sequence that has ended."""
+        """Free the host memory of `sequence`, which was swapped out and has ended."""
         if sequence.swapped is not None:
             self._host.free(sequence.swapped.places)
             sequence.swapped = None

@@ -18,16 +18,11 @@ MAX_LOGPROBS = 64
 
 @dataclass(frozen=True, slots=True)
 class RequestSettings:
-    """Says how to answer. `max_tokens` applies to each of the `n` answers, which differ only by their random numbers.
-
-    stop:       strings that end an answer; no part of them is ever shown.
-    ignore_end: do not stop at an end-of-text token; for measurements of a fixed length.
-    logprobs:   None for none; k for the chosen token's and the k likeliest tokens' log probabilities, of the
-                distribution as the model gave it (before temperature, top-k, top-p and constraint).
-    store:      put computed blocks into the daemon, if there is one.
-    next_step:  returns what follows an answer that has ended by itself, from its tokens; None if that is not known.
-                It is a hint for the daemon, and is called in the thread that sends it.
-    constraint: makes one constraint for each answer.
+    """The settings of one request: how its answers are sampled and when they end. max_tokens: the most tokens of each
+    of the `n` answers. stop: strings that end an answer and are never shown. ignore_end: go on after an end-of-text
+    token. logprobs: None, or k to report the log probabilities of the chosen and the k likeliest tokens, before
+    sampling settings apply. store: put computed blocks into the daemon. next_step: returns what follows an answer,
+    given its token ids; a hint for the daemon. constraint: makes one constraint for each answer.
     """
 
     max_tokens: int = 256
@@ -53,9 +48,9 @@ class RequestSettings:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """`id` is the caller's and unique among the requests under way; `tokens` int32 [n] is the prompt.
-
-    Requests of different tenants never share a block and are served in turns; a higher `priority` goes first.
+    """A prompt to be answered. `id` is the caller's, unique among unfinished requests; `tokens` are the prompt's token
+    ids, int32 [n]. Requests of different tenants never share a block. A higher `priority` goes first under the policy
+    "priority".
     """
 
     id: str

@@ -31,8 +31,9 @@ from kvstore_restore.pointers import ChunkState, Pointers
 
 @dataclass(frozen=True, slots=True)
 class Arriving:
-    """The blocks `portion`, which come beside a step. Before, the sequence was computed up to `computed`, and at one
-    time up to `furthest`; `new` prompt tokens were counted as restored since.
+    """The storage blocks `portion` (a range of block numbers) that are being copied while a step computes. `computed`
+    and `furthest` are the sequence's values before the copy, and `new` the prompt tokens counted as restored, for
+    undoing it.
     """
 
     load: PoolLoad
@@ -44,7 +45,9 @@ class Arriving:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Restoration(RestoreProgress):
-    """A restoration of `sequence`. `tokens`: the tokens of the blocks for which it can be of use."""
+    """The state of restoring the stored K/V blocks of one `sequence` from the daemon. `tokens` are the tokens of the
+    blocks that may be restored. A chunk is one storage block; chunk 0 is the block `first`.
+    """
 
     sequence: Sequence
     session: KvSession
@@ -69,11 +72,15 @@ class Restoration(RestoreProgress):
 
     @property
     def is_all_mapped(self) -> bool:
-        """True if, once answered, there are blocks to copy and no others to plan for."""
+        """True if mapped blocks remain to be copied and every found block is mapped, so that none must be loaded from a
+        slower tier.
+        """
         return self.next_mapped < self.mapped_end >= min(self.resident, len(self.lookup.tiers))
 
     def make_plan(self, tiers: tuple[str, ...], restoring: Restoring, step_tokens: int) -> None:
-        """Plan the loading of the blocks from `first` on, which are in `tiers`."""
+        """Decide which blocks, from block `first` on, are loaded and which are computed. `tiers` names the tier of each
+        of them, `restoring` may force loading, and `step_tokens` is the most prompt tokens in a step.
+        """
         self.tiers, size = tiers, self.chunk_tokens
         known = self.learned.costs(*tiers)
         # A step of several chunks pays its fixed cost once.
@@ -89,7 +96,9 @@ class Restoration(RestoreProgress):
             self.pointers, self.is_meeting = Pointers(len(tiers), overtakes=self._overtakes), True
 
     def computable(self) -> int:
-        """Return the position up to which a step may compute now."""
+        """Return the token position up to which the next step may compute the sequence. It equals the sequence's
+        `computed` position if the step must wait.
+        """
         computed = self.sequence.computed
         if self.arriving is not None:
             return self.sequence.length
@@ -99,19 +108,21 @@ class Restoration(RestoreProgress):
         return max(computed, (self.first + chunks.stop) * self.chunk_tokens) if chunks else computed
 
     def note_computed(self) -> None:
-        """Note that chunks before the sequence's `computed` are present."""
+        """Note that the chunks before the sequence's `computed` position have been computed and need not be loaded."""
         pointers, computed = self.pointers, self.sequence.computed // self.chunk_tokens
         while not pointers.is_done and self.first + pointers.head + 1 <= computed:
             pointers.computed_chunk(pointers.head)
 
     def note_copied(self, blocks: Iterable[int]) -> None:
-        """Note that the K/V of `blocks` are in place."""
+        """Note that the K/V of the storage blocks with the numbers `blocks` are in the pool."""
         for block in blocks:
             if not self.is_meeting or self.pointers.loaded_chunk(block - self.first):
                 self.copied.add(block)
 
     def is_wanted(self, block: int) -> bool:
-        """Return whether a chunk of `block` that has arrived is of use; it counts as wasted if not."""
+        """Return True if the storage block number `block`, which has arrived, is still needed. If it was computed
+        meanwhile, return False and count it as loaded in vain.
+        """
         if not self.is_meeting or block < self.first:
             return False
         if self.pointers.state(block - self.first) is ChunkState.PRESENT:
@@ -120,12 +131,12 @@ class Restoration(RestoreProgress):
         return True
 
     def lose(self) -> None:
-        """Give up blocks that have not arrived."""
+        """Give up the chunks that have not arrived; they will be computed."""
         self.lost += len(self.pointers.stored())
         self.pointers.lose_all()
 
     def report(self, now_s: float) -> RestoreReport:
-        """Return the report of what was restored until `now_s`."""
+        """Return the figures of what was restored until the time `now_s` (seconds)."""
         copied = len(self.copied) if self.resumes_at is None or self.resumed else 0
         load_s, compute_s = self.alone
         return RestoreReport(
@@ -140,7 +151,7 @@ class Restoration(RestoreProgress):
         )
 
     def record(self, now_s: float) -> RestorationRecord:
-        """Return the record of the plan and its result until `now_s`."""
+        """Return the record of the plan and of its result until the time `now_s` (seconds), for observers."""
         is_whole = self.is_meeting and not self.pointers.left
         request_id = self.sequence.request.id
         record = self.recorded(request_id, now_s, now_s - self.planned_s if is_whole else None, self._reason())
@@ -171,15 +182,17 @@ class Restoration(RestoreProgress):
 
 
 class Filler:
-    """A filler of blocks of `space` from leases, by `copies`: before the next step, or beside it. For one thread."""
+    """A copier of leased blocks from the daemon's memory into the blocks of `space`, by `copies`, before a step or
+    while it computes. It is for one thread.
+    """
 
     def __init__(self, space: BlockSpace, copies: PoolCopies) -> None:
         self._space, self._copies = space, copies
         self.steps_wait = copies.waits_by_layer  # for what they read: `begin` may be used
 
     def fill(self, restoration: Restoration, lease: KvLease, base: int, portion: range) -> bool:
-        """Copy the blocks `portion` of a prefix; the first block of `lease` is block `base`. Return whether the lease
-        was valid throughout.
+        """Copy the storage blocks with the numbers `portion` of a prefix into the pool; the first block of `lease` has
+        the number `base`. Return False, with none of them counted, if the lease ended before the copies did.
         """
         if not self._load(restoration, lease, base, portion).finish():
             return False
@@ -188,8 +201,8 @@ class Filler:
         return True
 
     def begin(self, restoration: Restoration, lease: KvLease) -> None:
-        """Begin to copy all blocks that are mapped. Steps may compute behind them from now on; before their results are
-        used, `end` says whether they were right.
+        """Start to copy all mapped blocks of `restoration` while a step computes. The sequence counts as restored at
+        once. Before the step's results are used, `end` must confirm the copies.
         """
         sequence, portion = restoration.sequence, range(restoration.next_mapped, restoration.mapped_end)
         computed, furthest = sequence.computed, sequence.furthest
@@ -199,8 +212,8 @@ class Filler:
         restoration.arriving = Arriving(load, portion, computed, furthest, new)
 
     def end(self, restoration: Restoration) -> bool:
-        """Wait for the copies that `begin` started. Return whether the blocks have come; if not, the sequence is as it
-        was before.
+        """Wait for the copies that `begin` started. Return True if all blocks have come; otherwise return False with
+        the sequence as it was before `begin`.
         """
         arriving, restoration.arriving = restoration.arriving, None
         assert arriving is not None
@@ -216,7 +229,7 @@ class Filler:
         return True
 
     def pass_copied(self, restoration: Restoration) -> None:
-        """Advance the sequence past the copied blocks before which all others are present."""
+        """Advance the sequence of `restoration` past the copied blocks that directly follow its computed tokens."""
         sequence, size = restoration.sequence, restoration.chunk_tokens
         begin = end = sequence.computed
         while end // size in restoration.copied:

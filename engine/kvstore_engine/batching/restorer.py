@@ -38,8 +38,9 @@ Ended = tuple[Sequence, RestoreReport, RestorationRecord]
 
 
 class Restorer:
-    """The restorer of blocks of `space`, by `copies`. `costs` estimates which loads pay, and learns from each
-    restoration. `step_tokens`: most prompt tokens in a step.
+    """The part of the engine that restores stored prefixes from the daemon into blocks of `space`, several sequences at
+    a time. `copies` copies blocks. `costs` estimates which loads save time, and learns from each one. `step_tokens` is
+    the most prompt tokens in a step.
     """
 
     def __init__(
@@ -66,21 +67,21 @@ class Restorer:
 
     @property
     def is_busy(self) -> bool:
-        """True while some sequence is being restored."""
+        """True while the blocks of at least one sequence are being restored."""
         return bool(self._under_way)
 
     @property
     def is_loading(self) -> bool:
-        """True while blocks are on their way from a slower tier."""
+        """True while blocks are being loaded from a tier that is slower than mapped memory."""
         return self._loading is not None and self._loading.stream is not None and not self._loading.stream.done
 
     def close(self) -> None:
-        """Stop the threads."""
+        """Stop the threads that ask the daemon."""
         self.fetcher.close()
 
     def begin(self, sequence: Sequence) -> bool:
-        """Request the daemon's blocks of `sequence`, if that could save anything; return whether it was done. `advance`
-        reports the end.
+        """Ask the daemon for the stored blocks of `sequence`, and return True. Return False if no session is connected
+        or no block could be saved. Later calls of `advance` continue the restoration and report its end.
         """
         session = sequence.session
         if session is None or session.state != "connected" or self._restoring == "compute":
@@ -114,7 +115,7 @@ class Restorer:
         return True
 
     def drop(self, sequence: Sequence) -> None:
-        """End the restoration of a sequence that loses its blocks or has ended."""
+        """End the restoration of `sequence`, which has ended or loses its blocks. It does nothing if there is none."""
         restoration = self._under_way.get(sequence)
         if restoration is not None:
             self._leave(restoration)
@@ -122,8 +123,8 @@ class Restorer:
                 node.requested = False  # the answer was not used
 
     def wait(self, timeout_s: float, *, is_quick: bool = False) -> None:
-        """Wait until the daemon has answered, or for `timeout_s` seconds. `is_quick`: do not wait for loads, which take
-        long.
+        """Wait until the daemon has answered something, at most `timeout_s` seconds. With `is_quick` it waits only for
+        lookups, and not for blocks being loaded.
         """
         under_way = self._under_way.values()
         lookups = [each.lookup for each in under_way if not each.is_answered]
@@ -132,15 +133,14 @@ class Restorer:
             self.fetcher.wait([*lookups, *streams], timeout_s)
 
     def computable(self, sequence: Sequence) -> int:
-        """Return the position up to which a step may compute `sequence`, which is being restored; its `computed`:
-        nothing now.
+        """Return the token position up to which the next step may compute `sequence`, which is being restored. If it
+        equals `sequence.computed`, the step must leave it out.
         """
         return self._under_way[sequence].computable()
 
     def settle(self) -> tuple[bool, list[Ended]]:
-        """Wait, after a step was computed and before its results are used, for the blocks that it may have read while
-        they came. Return False if some of them are lost, so that the step must have no effect; and the restorations
-        that are done now.
+        """Wait for the blocks that were copied while a step computed; call it before the step's results are used.
+        Return False if some were lost, so that the step must have no effect, and the list of restorations that ended.
         """
         done, is_sound = [], True
         for restoration in [each for each in self._under_way.values() if each.arriving is not None]:
@@ -149,7 +149,9 @@ class Restorer:
         return is_sound, done
 
     def stepped(self, batch: Batch, begin_s: float, seconds: float) -> None:
-        """Note that a step of `batch` took `seconds`."""
+        """Note that the step of `batch` began at `begin_s` and took `seconds` seconds, so that later plans know the
+        speed of computing.
+        """
         self._is_decoding = bool(batch.decodes)
         prompts = [(part.end - part.begin, part.begin) for part in batch.parts if not part.is_decode]
         alone_s = self._costs.batch_s(prompts)
@@ -161,8 +163,8 @@ class Restorer:
                 restoration.note_step(part.begin, part.end - part.begin, begin_s, begin_s + seconds)
 
     def advance(self, budget_s: float) -> list[Ended]:
-        """Continue all restorations, copying for about `budget_s` seconds. Return the restorations that are done, with
-        their results.
+        """Continue all restorations, copying for about `budget_s` seconds. Return the ended ones: sequence, report and
+        record.
         """
         done = []
         now = self._clock()

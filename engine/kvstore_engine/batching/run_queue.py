@@ -21,7 +21,9 @@ _BLOCKS_A_STEP = 2  # that a decoding sequence takes at most: a new one, a copy 
 
 
 class RunQueue:
-    """The sequences of one engine; at most `places` of them run."""
+    """The lists of the sequences that wait and that run; at most `places` run at once. It admits, displaces and
+    preempts them in the order of `policy`.
+    """
 
     def __init__(
         self,
@@ -49,21 +51,21 @@ class RunQueue:
 
     @property
     def has_sequences(self) -> bool:
-        """True if some sequence waits or runs."""
+        """True if at least one sequence waits or runs."""
         return bool(self.waiting or self.running)
 
     def enter(self, sequence: Sequence) -> None:
-        """Note that `sequence` is new: call `wait` or `run` next."""
+        """Count the new `sequence` for its tenant. The caller calls `wait` or `run` next."""
         self._statistics.tenants.enter(sequence.request.tenant)
 
     def wait(self, sequence: Sequence) -> None:
-        """Let `sequence` wait for admission."""
+        """Put `sequence` into the list of the sequences that wait to be admitted."""
         sequence.since_s = self._clock()
         self.waiting.append(sequence)
         self._look_again_s = 0.0
 
     def run(self, sequence: Sequence) -> None:
-        """Note that `sequence` has got its blocks and runs."""
+        """Put `sequence`, which has got its blocks, into the list of the sequences that run."""
         now = self._clock()
         self.running.append(sequence)
         if sequence.accounts.admitted_s is None:
@@ -71,8 +73,8 @@ class RunQueue:
         self._observer.admitted(sequence.request.id, sequence.index, now)
 
     def leave(self, sequence: Sequence, *, is_sound: bool = True) -> None:
-        """Remove `sequence`, which has ended, and release its blocks. Unless `is_sound`, their K/V are not shared any
-        longer.
+        """Remove `sequence`, which has ended, and release its blocks. With `is_sound` False, its computed blocks are no
+        longer shared with later sequences.
         """
         if sequence.block_table is not None:
             self._restorer.drop(sequence)
@@ -89,7 +91,9 @@ class RunQueue:
         self._look_again_s = 0.0
 
     def admit(self) -> None:
-        """Admit sequences in the policy's order, as far as places, blocks and displacements allow."""
+        """Move waiting sequences to the running ones, in the policy's order, while places and blocks are free. Running
+        ones may be displaced.
+        """
         now = self._clock()
         # A sequence that cannot be admitted now can be once another ends or arrives, or, by displacement, after a
         # while.
@@ -100,7 +104,9 @@ class RunQueue:
                 return
 
     def make_room(self, sequence: Sequence) -> bool:
-        """Preempt the running sequence that yields first, perhaps `sequence`. Return False if that one runs alone."""
+        """Preempt the running sequence that the policy gives up first, perhaps `sequence` itself, to free blocks.
+        Return False, with nothing preempted, if only one sequence runs.
+        """
         order = self._yielding_order()
         if len(order) < 2:
             return False
@@ -108,40 +114,40 @@ class RunQueue:
         return True
 
     def next_to_yield(self) -> Sequence | None:
-        """Return the sequence that a shortage of blocks would preempt now."""
+        """Return the running sequence that a shortage of blocks would preempt first, or None if none runs."""
         order = self._yielding_order()
         return order[-1] if order else None
 
     def decoding(self) -> list[Sequence]:
-        """Return the running sequences with one token to compute; if blocks may be short, in yielding order."""
+        """Return the running sequences that have one token to compute next. If blocks are short, the one that is
+        preempted last comes first.
+        """
         is_short = self._space.available_blocks < _BLOCKS_A_STEP * len(self.running)
         return [each for each in (self._yielding_order() if is_short else self.running) if each.is_decoding]
 
     def prompts(self) -> list[Sequence]:
-        """Return the running sequences with prompt tokens to compute, in the order in which they are served."""
+        """Return the running sequences that have prompt tokens to compute, in the order in which they are served."""
         now = self._clock()
         prompts = [sequence for sequence in self.running if not sequence.is_decoding]
         return sorted(prompts, key=lambda sequence: self._policy.turn(self._statistics.of(sequence), now))
 
     def ahead(self, tenant: str) -> int:
-        """Return the number of waiting sequences that go before one more of `tenant`. Tenants take turns, so that one
-        with a long queue does not keep the others out.
-        """
+        """Return how many waiting sequences would be served before one more of `tenant`, if the tenants take turns."""
         waiting = Counter([tenant, *(sequence.request.tenant for sequence in self.waiting)])
         return min(len(self.waiting), waiting[tenant] * len(waiting) - 1)
 
     def of(self, request_id: str) -> list[Sequence]:
-        """Return the unfinished answers of a request."""
+        """Return the sequences of the request `request_id` that have not ended."""
         return [sequence for sequence in self.sequences if sequence.request.id == request_id]
 
     @property
     def sequences(self) -> list[Sequence]:
-        """All sequences that wait or run."""
+        """All sequences that wait or run, the waiting ones first."""
         return [*self.waiting, *self.running]
 
     @property
     def free_places(self) -> int:
-        """The number of sequences that may still be admitted."""
+        """The number of further sequences that may run now."""
         return self.places - len(self.running)
 
     def _yielding_order(self) -> list[Sequence]:

@@ -27,7 +27,9 @@ _TIDY_STEPS = 8
 
 
 class Scheduler:
-    """The scheduler of one engine, over the blocks of `space`."""
+    """The part of the engine that decides what each step computes. It joins the run queue, the planner of batches,
+    preemption, compaction and the statistics of one engine.
+    """
 
     def __init__(
         self,
@@ -78,19 +80,21 @@ class Scheduler:
         self._compactor = Compactor(space, self.preemption.transfers, clock) if settings.compaction else None
 
     def next_batch(self) -> Batch:
-        """Return the next batch; without parts if nothing can be computed now."""
+        """Return the batch that the next step computes. It has no parts if nothing can be computed now."""
         return self.planner.plan(self.run_queue.decoding(), self.run_queue.prompts())
 
     def observe(self, batch: Batch, seconds: float, *, beside_loading: bool) -> None:
-        """Note that computing `batch` took `seconds`."""
+        """Learn that computing `batch` took `seconds`. `beside_loading` is True if blocks were loaded meanwhile, which
+        slows a step.
+        """
         pieces = [(part.end - part.begin, part.begin) for part in batch.parts]
         self._costs.observe_batch(pieces, seconds, beside_loading=beside_loading)
         self._budget.observe(batch.decodes, batch.prefill_tokens, seconds)
         self.statistics.stepped(seconds, len(batch.decodes))
 
     def tidy(self, steps: int) -> None:
-        """Tidy up after each of `steps` steps. Now and then, return unused host memory to the system, and move the
-        blocks of the next victim together if its expected swaps make that pay.
+        """Do small repairs after step number `steps`. Every eighth step may return unused host memory, and move the
+        blocks together that would be swapped next.
         """
         if steps % _TIDY_STEPS == 0:
             self.host.trim_if_unused()

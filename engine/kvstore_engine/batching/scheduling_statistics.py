@@ -26,10 +26,12 @@ _Key = tuple[str, int] | str | None
 
 
 class SchedulingStatistics:
-    """The statistics of one engine. `costs` predicts computing times; ended answers predict lengths."""
+    """The predictions and counts of an engine's sequences that scheduling policies use. `costs` predicts computing
+    times; ended answers predict lengths. `prefill_tokens` is the most prompt tokens in a step.
+    """
 
     def __init__(self, costs: LearnedCosts, prefill_tokens: int, *, predicts: bool) -> None:
-        """Make statistics. `predicts`: the policy reads remaining times."""
+        """Make the statistics. With `predicts` False the remaining times are not computed and are 0."""
         self._costs = costs
         self._prefill_tokens = prefill_tokens
         self._predicts = predicts
@@ -40,7 +42,7 @@ class SchedulingStatistics:
         self._ended = 0
 
     def of(self, sequence: Sequence) -> SchedulingCandidate:
-        """Return the present view of `sequence` for a policy."""
+        """Return the facts about `sequence` as a scheduling policy gets them."""
         return SchedulingCandidate(
             order=sequence.order,
             arrived_s=sequence.arrived_s,
@@ -52,7 +54,7 @@ class SchedulingStatistics:
         )
 
     def remaining_s(self, sequence: Sequence) -> float:
-        """Return the seconds until `sequence` ends, once it runs."""
+        """Return the predicted seconds from now to the end of `sequence`, if it ran all the time."""
         # Read of every waiting sequence at every admission, while predictions change slowly.
         at = self._ended // _REFRESH_ENDED, sequence.generated // _REFRESH_TOKENS, sequence.computed
         if sequence.forecast_at != at:
@@ -71,23 +73,23 @@ class SchedulingStatistics:
 
     @property
     def step_s(self) -> float:
-        """The seconds that recent steps with decodes took."""
+        """The average seconds of recent steps that computed next tokens of answers."""
         return self._costs.batch_s([(1, 0)]) if self._step_s is None else self._step_s
 
     def wait_s(self, waiting: int, places: int) -> float:
-        """Return the seconds until `waiting` sequences are admitted, at the speed so far; 0 until an answer has
-        ended.
+        """Return the predicted seconds until `waiting` sequences have been admitted to `places` places. It is 0 until a
+        first answer has ended.
         """
         return waiting * (self._service_s or 0.0) / places
 
     def stepped(self, seconds: float, decodes: int) -> None:
-        """Note that a step took `seconds`."""
+        """Learn that a step with `decodes` next tokens of answers took `seconds`."""
         if decodes:
             old = seconds if self._step_s is None else self._step_s
             self._step_s = _SPEED_MEMORY * old + (1 - _SPEED_MEMORY) * seconds
 
     def ended(self, sequence: Sequence, now_s: float) -> None:
-        """Note that an answer ended by itself or at its limit."""
+        """Learn from `sequence`, whose answer ended by itself or at its limit at the time `now_s` (seconds)."""
         self._ended += 1
         self.lengths.observe(sequence.request.tenant, sequence.prompt_tokens, sequence.generated)
         admitted_s = sequence.accounts.admitted_s
@@ -97,12 +99,9 @@ class SchedulingStatistics:
 
 
 class VirtualTokens:
-    """Counts of the tokens that each tenant has been served, so that the tenants take turns.
-
-    Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024): the tenant that has been served least is
-    next. An idle tenant that becomes active is raised to the least of the active ones, so that none saves up turns. A
-    prompt token counts 1, a generated one 2 (it holds a place for a whole step), as in the paper. A tenant is active
-    from its first request's `enter` to its last one's `leave`.
+    """Counts of the tokens that each tenant was served, so that tenants can take turns: the one with the lowest count
+    is next. A prompt token counts 1, a generated one 2. A tenant that was idle starts at the lowest count of the active
+    ones, so that it saves up no turns (Sheng et al., OSDI 2024).
     """
 
     def __init__(self) -> None:
@@ -128,28 +127,26 @@ class VirtualTokens:
                 del self._served[idle]
 
     def charge(self, tenant: str, *, prompt_tokens: int = 0, output_tokens: int = 0) -> None:
-        """Note that tokens were computed for `tenant`."""
+        """Add `prompt_tokens` and `output_tokens`, which were computed, to the count of `tenant`."""
         if tenant in self._active:
             self._served[tenant] += PROMPT_WEIGHT * prompt_tokens + OUTPUT_WEIGHT * output_tokens
 
     def served(self, tenant: str) -> float:
-        """Return the tenant's counter; only differences between tenants have a meaning."""
+        """Return the count of `tenant`. Only differences between tenants have a meaning."""
         return self._served.get(tenant, 0.0)
 
 
 class LengthPredictor:
-    """Predicts how many tokens an answer will have from answers that have ended: the tenant's answers to prompts
-    of similar length; if they are too few, all answers of the tenant; otherwise all answers.
-
-    Older answers count less. For an answer that is running, the prediction is the expected number of further tokens
-    given its length so far, so an unusually long answer is not expected to end at every next token.
+    """A predictor of the number of tokens of an answer, from answers that have ended: of the tenant's to prompts of
+    similar length, or all of the tenant's, or all, whichever is the first with enough of them. Older answers count
+    less.
     """
 
     def __init__(self) -> None:
         self._seen: OrderedDict[_Key, npt.NDArray[np.float64]] = OrderedDict()
 
     def observe(self, tenant: str, prompt_tokens: int, generated: int) -> None:
-        """Note that an answer ended by itself or at its limit, after `generated` tokens."""
+        """Learn that an answer to a prompt of `prompt_tokens` tokens ended after `generated` tokens."""
         bucket = int(np.searchsorted(_EDGES, generated, side="right")) - 1
         for key in _keys(tenant, prompt_tokens):
             counts = self._seen.setdefault(key, np.zeros(len(_MIDDLES)))
@@ -160,8 +157,8 @@ class LengthPredictor:
             self._seen.popitem(last=False)
 
     def remaining(self, tenant: str, prompt_tokens: int, generated: int, limit: int) -> float:
-        """Return the expected number of further tokens of an answer that has `generated` and may have `limit`; at least
-        1.
+        """Return the expected number of further tokens, at least 1, of an answer that has `generated` tokens and may
+        have at most `limit`.
         """
         most = max(limit - generated, 1)
         for key in _keys(tenant, prompt_tokens):

@@ -20,7 +20,10 @@ from kvstore_engine.restore.session import KvSession
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """The sequence of answer `index` of `request`. `order` numbers arrivals."""
+    """One answer (number `index`) of `request` while it is computed: its tokens, the number of them that are computed,
+    and the blocks it holds. `order` numbers arrivals; `length` is the number of known tokens; `furthest` is the most
+    tokens that were ever computed.
+    """
 
     request: Request
     index: int
@@ -49,23 +52,23 @@ class Sequence:
 
     @property
     def left(self) -> int:
-        """The number of known tokens that are not computed."""
+        """The number of known tokens whose K/V are not computed yet."""
         return self.length - self.computed
 
     @property
     def is_decoding(self) -> bool:
-        """True if only its last generated token is left to compute."""
+        """True if only the last generated token is left to compute."""
         return self.generated > 0 and self.left == 1
 
     @property
     def held(self) -> BlockTable:
-        """The block table of a running sequence."""
+        """The block table of a sequence that runs. A waiting sequence has none, and this fails."""
         assert self.block_table is not None, "the sequence holds no blocks"
         return self.block_table
 
     def advance_to(self, end: int, source: str) -> int:
-        """Record that K/V up to `end` are ready, from "local", "daemon" or "computed". Return how many prompt tokens
-        are new.
+        """Record that the K/V of the first `end` tokens are ready, where the new ones come from `source`: "local",
+        "daemon" or "computed". Return how many prompt tokens became ready for the first time.
         """
         accounts = self.accounts
         new = max(0, min(end, self.prompt_tokens) - max(self.computed, min(self.furthest, self.prompt_tokens)))
@@ -81,14 +84,14 @@ class Sequence:
         return new
 
     def retreat_to(self, computed: int, furthest: int, new: int) -> None:
-        """Record that K/V from `computed` on have not come from the daemon; `new` prompt tokens were counted for
-        them.
+        """Undo an `advance_to` from "daemon" whose blocks did not come: set back `computed` and `furthest`, and
+        subtract the `new` prompt tokens.
         """
         self.accounts.daemon -= new
         self.computed, self.furthest = computed, furthest
 
     def usage(self, now_s: float) -> Usage:
-        """Return the accounts as of `now_s`."""
+        """Return the figures of this answer at the time `now_s` (seconds)."""
         accounts = self.accounts
         first_s, last_s = accounts.first_s, accounts.last_s
         return Usage(
@@ -109,7 +112,9 @@ class Sequence:
 
 @dataclass(slots=True)
 class Accounts:
-    """The accounts of a sequence, for `Usage`: the sources of its prompt tokens and the times of its events."""
+    """The counts of a sequence from which `Usage` is made: prompt tokens by their source, and times of its events in
+    seconds.
+    """
 
     local: int = 0
     daemon: int = 0

@@ -71,8 +71,8 @@ class EngineSettings:
             raise UsageError(f"step_most_stretch must be at least step_stretch, got {self.step_most_stretch}")
 
     def step_tokens(self, limits: StepLimits) -> int:
-        """Return the most prompt tokens in a step, in whole blocks. Raises ValueError if `limits` leave too few for one
-        block.
+        """Return the most prompt tokens in one step, rounded down to whole blocks. Raises ValueError if `limits` allow
+        fewer than one block.
         """
         tokens = min(self.prefill_tokens, limits.max_tokens) // limits.block_tokens * limits.block_tokens
         if not tokens:

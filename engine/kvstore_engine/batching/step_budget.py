@@ -23,16 +23,10 @@ Pieces = Sequence[tuple[int, int]]
 
 
 class StepBudget:
-    """The limit on a step beside decodes, in seconds: the longest of
-
-    - `stretch` times what the decodes alone would take;
-    - `stretch` times the median of the last steps that had decodes;
-    - `floor_s`.
-
-    The first two are at most `most_stretch` times what a step would take in which all running sequences decode. If no
-    recent step had decodes, that alone is the limit.
-
-    The measured times of steps correct the cost model by a factor.
+    """A limit on the prompt tokens of a step, so that answers in progress do not stutter. A step may take the longest
+    of three times: `stretch` times what the next tokens alone take, `stretch` times the median of recent steps, and
+    `floor_s` seconds. The first two are capped at `most_stretch` times a step in which all running sequences compute a
+    next token.
     """
 
     def __init__(
@@ -56,9 +50,9 @@ class StepBudget:
         self._target_s = floor_s
 
     def tokens(self, decodes: Pieces, prompts: Pieces) -> int:
-        """Return how many prompt tokens fit beside `decodes`: a multiple of the block, at least one block.
-
-        `prompts`: the other running sequences, each as (tokens, position) if it decoded; the first one gets the tokens.
+        """Return how many prompt tokens fit into a step beside `decodes`: whole blocks, at least one. Both parameters
+        are pairs of tokens and position; `prompts` are the running sequences with prompt tokens left, of which the
+        first is computed.
         """
         if not decodes:
             self._recent_s.clear()
@@ -74,7 +68,7 @@ class StepBudget:
         return few * self._block
 
     def observe(self, decodes: Pieces, prefill_tokens: int, seconds: float) -> None:
-        """Note that the step of the last call of `tokens`, or one without prompts, took `seconds`."""
+        """Learn that the step that was planned last, with `prefill_tokens` prompt tokens, took `seconds`."""
         if not decodes:
             return
         self._recent_s.append(seconds)

@@ -30,7 +30,9 @@ class _SequencePut(QueuedPut):
 
 
 class Storer:
-    """The storer of blocks of `space`, through one queue, copied by `copies`."""
+    """The part of the engine that puts computed blocks of `space` into the daemon, each once, and sends it hints.
+    `copies` reads the blocks. A thread of its own talks to the daemon.
+    """
 
     def __init__(self, space: BlockSpace, copies: BlockSender, observer: Observer, clock: Callable[[], float]) -> None:
         self._space = space
@@ -40,11 +42,13 @@ class Storer:
 
     @property
     def outstanding(self) -> int:
-        """The number of puts that are not finished."""
+        """The number of puts that have not ended."""
         return self._queue.outstanding
 
     def offer(self, sequence: Sequence, *, is_last: bool = False) -> None:
-        """Queue the whole storage blocks that `sequence` has computed since the last time. `is_last`: it has ended."""
+        """Queue a put of the whole storage blocks that `sequence` has computed since the last call. `is_last` says that
+        it has ended.
+        """
         session = sequence.session
         if session is None or not sequence.request.settings.store or sequence.offered_blocks == _GIVEN_UP:
             return
@@ -69,9 +73,8 @@ class Storer:
         sequence.offered_blocks = first
 
     def hint_end(self, sequence: Sequence, *, by_itself: bool) -> None:
-        """Send hints for the daemon's eviction about an answer that has ended, all of which was offered: its length
-        and, if it ended by itself, what follows it. An answer that was cut off at its greatest length does not show
-        that.
+        """Tell the daemon that the answer of `sequence` has ended, with its length and, if it ended `by_itself`, what
+        follows it. The daemon uses that for eviction.
         """
         is_first = not sequence.index  # one of several answers to a prompt
         if is_first and sequence.generated and sequence.request.settings.store:
@@ -79,7 +82,7 @@ class Storer:
             self._hint(sequence, sequence.computed, answer_tokens=sequence.generated, next_step=next_step)
 
     def hint_due(self, sequence: Sequence, wait_s: float) -> None:
-        """Hint that `sequence` will run in about `wait_s` seconds, so that the daemon keeps the stored blocks of its
+        """Tell the daemon that `sequence` will run in about `wait_s` seconds, so that it keeps the stored blocks of the
         prompt.
         """
         self._hint(sequence, sequence.prompt_tokens, due_in_s=wait_s)
@@ -99,18 +102,20 @@ class Storer:
             self._queue.hint(QueuedHint(session, whole, answer_tokens, due_in_s, next_step))
 
     def settle(self, patience_s: float, *, everything: bool = False) -> None:
-        """Unpin stored blocks, and hand over the next put, waiting up to `patience_s` seconds for that."""
+        """Unpin the blocks whose put has ended, and hand over the next put (with `everything`, all puts), waiting up to
+        `patience_s` seconds for it.
+        """
         self._collect(self._queue.finished())
         self._queue.settle(patience_s, everything=everything)
         self._collect(self._queue.finished())
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until the puts under way are finished, or for `timeout_s` seconds."""
+        """Wait until the puts that were handed over have ended, at most `timeout_s` seconds."""
         self._queue.wait(timeout_s)
         self._collect(self._queue.finished())
 
     def close(self) -> None:
-        """Store the offered blocks, and stop the thread. Each put has a deadline."""
+        """Finish the queued puts, each of which has a deadline, and stop the thread."""
         self._queue.settle(0.0, everything=True)
         self._collect(self._queue.close())
 

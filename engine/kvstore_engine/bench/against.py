@@ -37,7 +37,9 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The settings of a comparison. `program`: a stock llama-server; None takes the one in the wheel `xllamacpp`."""
+    """The settings of a comparison of this engine with llama.cpp. `program` is a stock llama-server; None takes the one
+    in the wheel `xllamacpp`. `concurrency` lists numbers of clients; each figure is the median of `rounds` turns.
+    """
 
     model: Path
     threads: int
@@ -51,7 +53,9 @@ class Comparison:
 
 
 def compare(wanted: Comparison, progress: Progress, *, server: bool = True, decode: bool = True) -> dict[str, Any]:
-    """Return all rows, and the facts that make them comparable."""
+    """Measure this engine and llama.cpp in turns, and return one row of figures for each number of clients, with the
+    facts that make the sides comparable. `progress` gets a line after each row.
+    """
     builds = _Builds()
     with llama_server(wanted.model, LlamaServerSettings(wanted.threads), wanted.program) as probe:
         builds.see(probe)
@@ -130,13 +134,15 @@ def _server_row(wanted: Comparison, count: int, builds: _Builds, progress: Progr
 
 
 def turn_loads(wanted: Comparison, sizes: LoadSettings) -> list[Workload]:
-    """Return a load for each turn, with other prompts: no side may find blocks from an earlier turn."""
+    """Return a load for each turn, with prompts that differ from turn to turn, so that no side finds blocks of an
+    earlier turn.
+    """
     seeds = [sizes.seed + 100 * turn for turn in range(wanted.rounds)]
     return [make_load(wanted.load_name, replace(sizes, seed=seed)) for seed in seeds]
 
 
 def context_for(turns: Sequence[Workload]) -> int:
-    """Return the tokens of the longest request of any turn."""
+    """Return the context in tokens that the longest request of `turns` needs, rounded up to 256."""
     return -(-(max(load.longest_tokens for load in turns) + 1) // _PAD_TOKENS) * _PAD_TOKENS
 
 
@@ -173,10 +179,9 @@ def _ratios(figures: dict[str, dict[str, float]], builds: _Builds) -> dict[str, 
 
 @dataclass(frozen=True, slots=True)
 class DecodeSpeeds:
-    """Tokens a second of each side at one number of sequences, the median of its turns; and this engine's step times.
-
-    `core_wait`: the share of a side's step time in which its threads stood ready without a core. Over some 0.05 the
-    machine was not quiet, and the figures say little.
+    """The decode speeds of the sides of a comparison at one number of sequences: `per_s` is tokens a second by side,
+    the median of its turns. `core_wait` is the share of a side's time in which its threads waited for a core; above
+    about 0.05 the machine was too busy for the figures to mean much.
     """
 
     per_s: dict[str, float]
@@ -184,13 +189,13 @@ class DecodeSpeeds:
 
     @property
     def best(self) -> float:
-        """llama.cpp's speed at the better of its settings without the unified cache."""
+        """Tokens a second of llama.cpp at the faster of its two settings without a unified cache."""
         return max(self.per_s[_PLAIN], self.per_s[_FLASH])
 
 
 @contextlib.contextmanager
 def decoders(model: Path, threads: int, environment: dict[str, str]) -> Iterator[dict[str, ServerChild]]:
-    """Yield a process for each side, with nothing loaded yet."""
+    """Return a context manager that starts a process for each side of a comparison and gives them by name."""
     module, arguments = "kvstore_engine.bench.decoding", [str(model), str(threads)]
     with (
         contextlib.closing(ServerChild(module, [OURS, *arguments], {**_LIBGOMP_SPINS, **environment})) as ours,
@@ -203,8 +208,8 @@ def decoders(model: Path, threads: int, environment: dict[str, str]) -> Iterator
 def decode_speeds(
     sides: dict[str, ServerChild], count: int, *, prompt_tokens: int, steps: int, rounds: int, **ours: object
 ) -> DecodeSpeeds:
-    """Decode with `count` sequences on every side, in turns, and return the speeds. `ours`: further questions to this
-    engine's side.
+    """Decode with `count` sequences on each side, in `rounds` turns of `steps` steps, and return the speeds. `ours` are
+    further settings for this engine.
     """
     settings: dict[str, dict[str, object]] = {
         OURS: ours,

@@ -21,7 +21,9 @@ _END_S = 30.0
 
 
 class ServerChild:
-    """The process `python -m module arguments...`, from its message that it is ready until `close`."""
+    """A child process `python -m module arguments...` that answers questions, from its report that it is ready until
+    `close`.
+    """
 
     def __init__(
         self, module: str, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None
@@ -46,7 +48,7 @@ class ServerChild:
         return self._process.pid
 
     def ask(self, question: Mapping[str, object]) -> Any:
-        """Return the child's answer. Raises OperationError if it has ended."""
+        """Send `question` as a line of JSON and return the answer. Raises OperationError if the child has ended."""
         assert self._process.stdin is not None
         try:
             print(json.dumps(question), file=self._process.stdin, flush=True)
@@ -55,7 +57,7 @@ class ServerChild:
         return self._read()
 
     def close(self) -> None:
-        """Let the child end; kill it if it does not."""
+        """Let the child process end, and kill it if it has not after 30 seconds."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
         try:
@@ -77,7 +79,9 @@ class ServerChild:
 
 
 def answer_questions(respond: Callable[[dict[str, Any]], object]) -> None:
-    """Run the child's side: say ready, then answer until the parent is done."""
+    """Run a child process: report that it is ready, then call `respond` with each question and send the answer, until
+    the parent closes its end.
+    """
     out = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library prints must not be taken for an answer
     print(json.dumps(_READY), file=out, flush=True)

@@ -29,7 +29,9 @@ _FIRST_WORD = 300
 
 
 def core_wait_s() -> float:
-    """Return the seconds that the present threads waited for a core, summed over them; 0 if the kernel does not say."""
+    """Return the seconds that all threads of this process have waited for a free core, in sum; 0 if the kernel does not
+    say.
+    """
     waited_ns = 0
     with contextlib.suppress(OSError):
         for task in _TASKS.iterdir():
@@ -39,7 +41,7 @@ def core_wait_s() -> float:
 
 
 def prompts(question: dict[str, Any], vocabulary: int) -> list[Int32Array]:
-    """Return prompts, equal for both sides: one for each sequence, of lengths that differ by up to a quarter."""
+    """Return one random prompt of token ids for each sequence of `question`, equal on both sides of a comparison."""
     random = np.random.Generator(np.random.PCG64(question["seed"]))
     most = question["prompt_tokens"]
     lengths = random.integers(max(1, most - most // 4), most + 1, question["sequences"])
@@ -48,7 +50,7 @@ def prompts(question: dict[str, Any], vocabulary: int) -> list[Int32Array]:
 
 
 def context_tokens(question: dict[str, Any]) -> int:
-    """Return the tokens of context that one sequence needs."""
+    """Return the context in tokens that one sequence of `question` needs."""
     needed = question["prompt_tokens"] + question["steps"] + _WARM_STEPS + 1
     return int(-(-needed // _ROUND_TOKENS) * _ROUND_TOKENS)
 

@@ -25,7 +25,7 @@ _TIMEOUT_S = 60.0
 
 
 def mapped_libraries(pids: Iterable[int]) -> frozenset[Path]:
-    """Return the files of ggml that these processes have mapped."""
+    """Return the paths of the ggml libraries that the processes `pids` have loaded."""
     found = set()
     for pid in pids:
         try:
@@ -38,7 +38,7 @@ def mapped_libraries(pids: Iterable[int]) -> frozenset[Path]:
 
 
 def family(pid: int) -> list[int]:
-    """Return the process and all its descendants."""
+    """Return the process number `pid` and the numbers of all its descendants."""
     parents: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -59,13 +59,17 @@ def digest(path: Path) -> str:
 
 
 def same_build(ours: Iterable[Path], theirs: Iterable[Path]) -> bool:
-    """Return whether every ggml file of `ours` equals, byte for byte, one of `theirs`. False if either is not known."""
+    """Return True if every ggml file of `ours` equals, byte for byte, one of `theirs`. Return False if either list is
+    empty.
+    """
     our_digests = {digest(path) for path in ours if "llama" not in path.name or "xllamacpp" in path.name}
     return bool(our_digests) and our_digests <= {digest(path) for path in theirs}
 
 
 def cpu_features(library: Path) -> list[str]:
-    """Return the CPU features of the ggml in this file or folder, as a process of its own reports them."""
+    """Return the names of the CPU features for which the ggml library in this file or folder was built. Raises
+    OperationError if it does not say.
+    """
     command = [sys.executable, "-m", __name__, str(library)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     if done.returncode:
@@ -76,7 +80,7 @@ def cpu_features(library: Path) -> list[str]:
 
 
 def kernel_environment(features: Iterable[str]) -> dict[str, str]:
-    """Return the environment that limits this engine's kernels to the instructions that the ggml uses."""
+    """Return the environment variables that limit this engine's kernels to the CPU `features` that ggml uses."""
     features = set(features)
     if "avx512" in features or "avx2" not in features:
         return {}

@@ -34,7 +34,9 @@ from kvstore_engine.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class BenchEngine:
-    """The settings of an engine. `pool_tokens` None: `sequences` times the whole context."""
+    """The settings of an engine for a measurement. `pool_tokens` None gives a pool for `sequences` sequences of the
+    whole context.
+    """
 
     model: Path
     context: int
@@ -49,7 +51,9 @@ class BenchEngine:
 
 @contextlib.contextmanager
 def opened(wanted: BenchEngine, observer: Observer | None = None) -> Iterator[BatchEngine]:
-    """The engine until the block ends. UsageError and OperationError as loading a model raises them."""
+    """Return a context manager that gives a batch engine with these settings. Raises UsageError or OperationError if
+    the model cannot be loaded.
+    """
     from kvstore_engine.model.config import ModelConfig
 
     with contextlib.ExitStack() as stack:
@@ -93,7 +97,9 @@ class _Feeding:
 
 
 class EndsAfter:
-    """A constraint that allows everything and ends the answer after `tokens` tokens, unknown to the scheduler."""
+    """A constraint that allows every token and ends the answer after `tokens` tokens, which the scheduler cannot
+    know.
+    """
 
     def __init__(self, tokens: int) -> None:
         self._left = tokens
@@ -117,7 +123,9 @@ def run_in_process(
     clock: Callable[[], float] = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
 ) -> BenchmarkRun:
-    """Send all of `workload` and wait for all answers; return the outcomes."""
+    """Send the requests of `workload` to `engine` as `arrivals` says, wait for all answers, and return the outcomes
+    with their times.
+    """
     if isinstance(arrivals, ClosedLoop):
         feeding = _Feeding(deque((None, request) for request in workload.requests), arrivals.concurrency)
     else:

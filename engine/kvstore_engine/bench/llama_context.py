@@ -33,7 +33,7 @@ _SINKS: list[object] = []  # llama.cpp calls the last one at any time, also afte
 
 
 class LlamaError(OperationError):
-    """This llama.cpp cannot be driven: it failed, or its structs have an unknown layout."""
+    """An error: llama.cpp failed, or its structures have an unknown layout, so that it cannot be measured."""
 
 
 class _Blob(ct.Structure):
@@ -58,8 +58,8 @@ class _Batch(ct.Structure):
 
 @dataclass(frozen=True, slots=True)
 class LlamaContextSettings:
-    """The settings of a context. `unified`: one K/V buffer for all sequences (`-kvu`); otherwise one each of `context /
-    sequences` tokens.
+    """The settings of a llama.cpp context. `unified` gives all sequences one K/V buffer; otherwise each has one of
+    `context / sequences` tokens.
     """
 
     context: int
@@ -72,7 +72,7 @@ class LlamaContextSettings:
 
 
 class LlamaContext:
-    """One model and one context with `settings.sequences` sequences."""
+    """A model loaded by llama.cpp with a context for `settings.sequences` sequences."""
 
     def __init__(self, model: Path, settings: LlamaContextSettings) -> None:
         os.environ.setdefault("GGML_NO_BACKTRACE", "1")
@@ -106,7 +106,7 @@ class LlamaContext:
             self._context = 0
 
     def prefill(self, sequence: int, tokens: Int32Array) -> int:
-        """Compute a prompt, `batch` tokens a call; return its likeliest next token."""
+        """Compute the prompt `tokens` for sequence number `sequence`, and return the likeliest next token."""
         size = min(self.settings.batch, self.settings.context)
         for first in range(0, len(tokens), size):
             part = tokens[first : first + size]
@@ -116,7 +116,9 @@ class LlamaContext:
         return self._best(len(part) - 1)
 
     def step(self, tokens: Sequence[int], positions: Sequence[int]) -> list[int]:
-        """Compute one token of each of the first `len(tokens)` sequences; return the likeliest next token of each."""
+        """Compute one token for each of the first `len(tokens)` sequences at `positions`, and return the likeliest next
+        token of each.
+        """
         count = len(tokens)
         sequences = np.arange(count, dtype=np.int32)
         self._run(np.array(tokens, np.int32), np.array(positions, np.int32), sequences, logits_from=0)
@@ -176,9 +178,7 @@ class LlamaContext:
 
 
 def llama_library(ggml: Path) -> Path:
-    """Return the library with llama.cpp in it: `ggml` itself in an all-in-one build, libllama beside a split build's
-    ggml.
-    """
+    """Return the path of the library that contains llama.cpp, given the path of ggml."""
     folder = ggml if ggml.is_dir() else ggml.parent
     beside = sorted(folder.glob("libllama.so*")) + sorted(folder.glob("libllama.dylib"))
     return beside[0] if beside else ggml

@@ -27,7 +27,7 @@ _SILENCE_S = 600.0  # a loaded server may take long for a long prompt
 
 @dataclass(frozen=True, slots=True)
 class MeasuredServer:
-    """A server to measure. `url` may end in `/v1`. `model`: the name to ask for; None lets the server choose."""
+    """An HTTP server to measure. `model` is the name to ask for; None lets the server choose."""
 
     url: str
     model: str | None = None
@@ -35,8 +35,8 @@ class MeasuredServer:
 
 
 def run_over_http(endpoint: MeasuredServer, workload: Workload, arrivals: Arrivals) -> BenchmarkRun:
-    """Send all of `workload` and wait for all answers; return the outcomes. Raises OperationError if the server cannot
-    be reached.
+    """Send the requests of `workload` to the server `endpoint` as `arrivals` says, wait for all answers, and return the
+    outcomes with their times. Raises OperationError if the server cannot be reached.
     """
     return asyncio.run(_Clients(endpoint).run(workload, arrivals))
 

@@ -36,12 +36,12 @@ Get = Callable[[Case], float]
 
 
 def as_json(about: Mapping[str, object], cases: Sequence[Case]) -> dict[str, object]:
-    """Return everything as one object."""
+    """Return the facts `about` a benchmark and all its cases as one dictionary."""
     return {**about, "cases": [case.as_json() for case in cases]}
 
 
 def as_csv(cases: Sequence[Case]) -> str:
-    """Return one line a case, with the columns `COLUMNS`; empty for an unknown figure."""
+    """Return the cases as CSV text: a heading with `COLUMNS`, then a line for each case."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)

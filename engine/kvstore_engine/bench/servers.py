@@ -33,8 +33,9 @@ _END_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class LlamaServerSettings:
-    """The settings of llama.cpp's server. `flash` None: if it can. `context` None: the model's. `cache_ram_mib`: its
-    host-memory prompt cache.
+    """The settings of llama.cpp's server. `flash` turns flash attention on or off; None uses it if possible. `context`
+    None is the model's own. `unified` gives all sequences one K/V buffer. `cache_ram_mib` is the size of its prompt
+    cache in DRAM.
     """
 
     threads: int
@@ -45,7 +46,9 @@ class LlamaServerSettings:
     cache_ram_mib: int = 8192  # its default
 
     def command(self) -> list[str]:
-        """Return the options of the program `llama-server`; settings at their default are left out."""
+        """Return these settings as command-line options of the program `llama-server`. Settings at their default are
+        left out.
+        """
         options = ["-t", str(self.threads)]
         if self == LlamaServerSettings(self.threads):
             return options
@@ -56,19 +59,19 @@ class LlamaServerSettings:
 
 
 def best_on_cpus(threads: int, sequences: int, context: int) -> LlamaServerSettings:
-    """Return the best settings on CPUs. `context`: tokens of one sequence."""
+    """Return the fastest settings of llama.cpp's server on processors. `context` is the tokens of one sequence."""
     return LlamaServerSettings(threads, sequences, context * sequences, False, False)
 
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A server that answers at `url`; `pid` is its first process."""
+    """A server process that answers at `url`. `pid` is its process number."""
 
     url: str
     pid: int
 
     def libraries(self) -> frozenset[Path]:
-        """Return the ggml files that it has mapped."""
+        """Return the paths of the ggml libraries that the server's processes have loaded."""
         return mapped_libraries(family(self.pid))
 
 
@@ -76,7 +79,7 @@ class Running:
 def our_server(
     model: Path, threads: int, options: Sequence[str] = (), environment: Mapping[str, str] | None = None
 ) -> Iterator[Running]:
-    """Yield `kvengine serve` on a free port."""
+    """Return a context manager that runs `kvengine serve` with `model` on a free port and gives its address."""
     port = free_port()
     command = [sys.executable, "-m", "kvstore_engine.cli", "serve", "--model", str(model), "--port", str(port)]
     with _program([*command, "--threads", str(threads), *options], port, environment) as running:
@@ -85,7 +88,9 @@ def our_server(
 
 @contextlib.contextmanager
 def llama_server(model: Path, settings: LlamaServerSettings, program: Path | None = None) -> Iterator[Running]:
-    """Yield llama.cpp's server: `program`, or the one in the wheel `xllamacpp`."""
+    """Return a context manager that runs llama.cpp's server with `model` and gives its address: the program at
+    `program`, or the one in the wheel `xllamacpp`.
+    """
     if program is None:
         child = ServerChild("kvstore_engine.bench.llama_wheel", [str(model), json.dumps(asdict(settings))])
         with contextlib.closing(child):

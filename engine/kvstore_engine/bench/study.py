@@ -32,7 +32,9 @@ _LEAST_CONTEXT = 512
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One measurement of a benchmark. `ideal_tokens`: prompt tokens if each distinct block is computed once."""
+    """One measurement of a benchmark: a load, its arrivals and the figures. `ideal_tokens` is the number of prompt
+    tokens to compute if each distinct block is computed once.
+    """
 
     load: str
     about: str
@@ -49,7 +51,7 @@ class Case:
 
     @property
     def evaluated_ratio(self) -> float | None:
-        """The prompt tokens computed, divided by the ideal; None if the server does not say."""
+        """The number of prompt tokens that were computed, divided by the ideal; None if the server does not say."""
         computed = self.summary.computed_tokens
         return None if computed is None or not self.ideal_tokens else computed / self.ideal_tokens
 
@@ -76,7 +78,9 @@ Progress = Callable[[str], None]
 def study_engine(
     base: BenchEngine, wanted: StudySettings, progress: Progress, observer: Observer | None = None
 ) -> Iterator[Case]:
-    """Yield every case of an engine in this process. `observer` sees them all, for a trace."""
+    """Measure each load, block size and arrival with an engine in this process, and yield the cases. `observer` is told
+    of the engine's events.
+    """
     for name in wanted.loads:
         workload = make_load(name, wanted.load)
         context = max(_LEAST_CONTEXT, -(-workload.longest_tokens // 256) * 256)
@@ -97,7 +101,7 @@ def study_engine(
 
 
 def study_server(endpoint: MeasuredServer, wanted: StudySettings, progress: Progress) -> Iterator[Case]:
-    """Yield every case of a server. Each has prompts of its own, so that none finds blocks of another."""
+    """Measure each load and arrival at the server `endpoint`, and yield the cases. Every case has new prompts."""
     run_over_http(endpoint, _warm_up(wanted), ClosedLoop(1))
     # A seed for each load, too: of one seed, the shared prefixes of two loads begin alike.
     for number, (arrivals, name) in enumerate(product(wanted.arrivals, wanted.loads)):
@@ -113,7 +117,9 @@ def _warm_up(wanted: StudySettings) -> Workload:
 def case_of(
     workload: Workload, arrivals: Arrivals, run: BenchmarkRun, block_tokens: int | None, progress: Progress
 ) -> Case:
-    """Return the figures of one measurement, from the outcomes of its requests."""
+    """Return the case (the figures of one measurement) for the outcomes `run` of `workload`. `progress` gets one line
+    about it.
+    """
     done = [outcome for outcome in run.outcomes if outcome.ok]
     answered = {outcome.id for outcome in done}  # what failed was not computed either
     prompts = (request.tokens for request in workload.requests if request.id in answered)

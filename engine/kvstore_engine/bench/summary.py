@@ -15,10 +15,9 @@ from kvstore_engine.profiler.histogram import Histogram
 
 @dataclass(slots=True)
 class RequestOutcome:
-    """The outcome of a request. `token_s`: the time of each piece of the answer; `generated` tokens may have come in
-    fewer pieces.
-
-    reused_tokens: tokens of the prompt that were not computed (None: the server does not say). message: why it failed.
+    """The times and counts of one request of a benchmark. `due_s` is when it should be sent, `token_s` the time of each
+    piece of the answer, `reused_tokens` the prompt tokens that were not computed (None: unknown), `message` the reason
+    of a failure.
     """
 
     id: str
@@ -42,7 +41,7 @@ class RequestOutcome:
 
     @property
     def tpot_s(self) -> float | None:
-        """The seconds for each token after the first; None for an answer of one token."""
+        """The average seconds for each token after the first; None for an answer of one token."""
         if self.generated < 2 or len(self.token_s) < 2:
             return None
         return (self.token_s[-1] - self.token_s[0]) / (self.generated - 1)
@@ -54,7 +53,9 @@ class RequestOutcome:
 
 @dataclass(frozen=True, slots=True)
 class BenchmarkRun:
-    """All outcomes of a run, its length in seconds, and the engine's profile (empty for a remote server)."""
+    """The outcomes of all requests of a run, its length in seconds, and the engine's profile (empty for a remote
+    server).
+    """
 
     outcomes: list[RequestOutcome]
     seconds: float
@@ -63,8 +64,8 @@ class BenchmarkRun:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The figures of a run. `computed_tokens` is None if the server does not say how many tokens it reused. Latencies
-    hold count, mean, p50...max.
+    """The figures of a benchmark run: counts, rates a second, and latencies, each with count, mean, quantiles and
+    extremes in seconds. `computed_tokens` is None if the server does not say how many prompt tokens it reused.
     """
 
     seconds: float
@@ -87,7 +88,7 @@ class Summary:
 
 
 def summarise(run: BenchmarkRun, kind: str | None = None) -> Summary:
-    """Return the figures of all requests, or of the requests of one kind."""
+    """Return the figures of all requests of `run`, or only of requests of the kind `kind`."""
     chosen = [outcome for outcome in run.outcomes if kind is None or outcome.kind == kind]
     done = [outcome for outcome in chosen if outcome.ok]
     generated = sum(outcome.generated for outcome in done)
@@ -113,7 +114,7 @@ def summarise(run: BenchmarkRun, kind: str | None = None) -> Summary:
 
 
 def kinds(outcomes: Sequence[RequestOutcome]) -> list[str]:
-    """Return the kinds of requests, if there is more than one."""
+    """Return the kinds of requests among `outcomes`; an empty list if there is only one."""
     found = sorted({outcome.kind for outcome in outcomes})
     return found if len(found) > 1 else []
 
@@ -124,5 +125,5 @@ def durations(values: Iterable[float]) -> Histogram:
 
 
 def inter_token(done: Sequence[RequestOutcome]) -> Histogram:
-    """Return the distribution of times between two pieces of an answer, of the answers `done`."""
+    """Return the histogram of the seconds between two pieces of an answer, over all answers `done`."""
     return durations(later - earlier for outcome in done for earlier, later in pairwise(outcome.token_s))

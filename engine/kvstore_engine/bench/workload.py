@@ -21,7 +21,9 @@ _FIRST_WORD = 300
 
 @dataclass(frozen=True, slots=True)
 class ClosedLoop:
-    """Arrivals from `concurrency` clients, each with one request at a time."""
+    """A way to send requests: `concurrency` clients, each of which waits for its answer before it sends the next
+    request.
+    """
 
     concurrency: int
 
@@ -35,7 +37,7 @@ class ClosedLoop:
 
 @dataclass(frozen=True, slots=True)
 class OpenLoop:
-    """Arrivals at random times, `rate` a second on average."""
+    """A way to send requests: at random times, `rate` a second on average, whether or not earlier ones are answered."""
 
     rate: float
     seed: int = 1
@@ -45,7 +47,9 @@ class OpenLoop:
             raise UsageError(f"the rate must be over 0 requests a second, got {self.rate}")
 
     def due_s(self, count: int) -> list[float]:
-        """Return the seconds from the start for each request; equal seeds give equal times."""
+        """Return the times in seconds from the start at which `count` requests are sent. Equal seeds give equal
+        times.
+        """
         gaps = np.random.Generator(np.random.PCG64(self.seed)).exponential(1 / self.rate, count)
         due: list[float] = np.cumsum(gaps).tolist()
         return due
@@ -59,10 +63,9 @@ Arrivals = ClosedLoop | OpenLoop
 
 @dataclass(frozen=True, slots=True)
 class BenchRequest:
-    """A request of a benchmark. `kind` groups requests whose latencies are reported apart, such as "short" and "long".
-
-    `limit`: the requested number of tokens, if the answer ends by itself after `max_tokens`, unknown to the scheduler;
-    0: `max_tokens` is requested.
+    """One request of a benchmark. `tokens` are the prompt's ids. `kind` groups requests whose latencies are reported
+    apart. The answer has `max_tokens` tokens; if `limit` is not 0, the request asks for `limit` tokens and its answer
+    ends earlier by itself.
     """
 
     id: str
@@ -74,7 +77,7 @@ class BenchRequest:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests in the order in which they are sent. `about`: one line for people."""
+    """The requests of a measurement, in the order in which they are sent. `about` describes them in one line."""
 
     name: str
     about: str
@@ -91,10 +94,8 @@ class Workload:
 
 
 def ideal_tokens(prompts: Iterable[Int32Array], block_tokens: int) -> int:
-    """Return the prompt tokens that must be computed if each distinct block is computed once, for any request.
-
-    A block is known by all the tokens up to its end. A part that does not fill a block is not shared, and if a prompt
-    is known to its end its last token is computed again, for its logits.
+    """Return how many tokens of all `prompts` must be computed if each distinct block of `block_tokens` tokens is
+    computed once. At least the last token of each prompt is computed.
     """
     seen: set[bytes] = set()
     needed = 0
@@ -112,8 +113,8 @@ def ideal_tokens(prompts: Iterable[Int32Array], block_tokens: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LoadSettings:
-    """The sizes of a load. `prompt_tokens` and `generate_tokens` are for an ordinary request; each load says how it
-    uses them.
+    """The sizes from which a benchmark's requests are made: their number, the prompt and answer tokens of an ordinary
+    one, the number of token ids, and the seed.
     """
 
     requests: int = 32
@@ -143,7 +144,7 @@ class _Words:
 
 
 def decode_only(settings: LoadSettings) -> Workload:
-    """Return a load of the shortest possible prompts, which measures decoding."""
+    """Return a load with prompts of at most 16 tokens, which measures the generation of tokens."""
     words = _Words(settings)
     prompt = min(16, settings.prompt_tokens)
     requests = [
@@ -154,7 +155,7 @@ def decode_only(settings: LoadSettings) -> Workload:
 
 
 def independent(settings: LoadSettings) -> Workload:
-    """Return prompts with nothing in common, of lengths around the requested one."""
+    """Return a load of unrelated prompts, of lengths around `settings.prompt_tokens`."""
     words = _Words(settings)
     requests = [
         BenchRequest(f"chat-{number}", words.some(words.about(settings.prompt_tokens)), settings.generate_tokens)
@@ -165,7 +166,9 @@ def independent(settings: LoadSettings) -> Workload:
 
 
 def shared_prefix(settings: LoadSettings, share: float, groups: int = 2) -> Workload:
-    """Return prompts of which a part, `share`, is one of `groups` system prompts; the rest is different in each."""
+    """Return a load whose prompts begin with one of `groups` common prefixes; `share`, from 0 to 1, is the common part
+    of each prompt.
+    """
     words = _Words(settings)
     common = round(settings.prompt_tokens * share)
     prefixes = [words.some(common) for _ in range(groups)]
@@ -179,10 +182,8 @@ def shared_prefix(settings: LoadSettings, share: float, groups: int = 2) -> Work
 
 
 def multi_turn(settings: LoadSettings) -> Workload:
-    """Return conversations that come back after all the others have had their turn, in another order each time.
-
-    The answers in a conversation's history are the load's own, not the engine's: so every engine gets equal requests,
-    and none finds its own answers again.
+    """Return a load of conversations of three turns, each of which continues after all others had their turn. The
+    answers in the history are the load's own, so that every engine gets equal requests.
     """
     words, turns = _Words(settings), 3
     sessions = max(1, settings.requests // turns)
@@ -200,7 +201,7 @@ def multi_turn(settings: LoadSettings) -> Workload:
 
 
 def long_beside_short(settings: LoadSettings) -> Workload:
-    """Return chats, and one in eight requests with a prompt many times as long, which must not make the chats wait."""
+    """Return a load of ordinary prompts, in which one request in eight has a prompt eight times as long."""
     words, times_longer, one_in = _Words(settings), 8, 8
     requests = []
     for number in range(settings.requests):
@@ -226,12 +227,8 @@ _KINDS = (_Kind("short", 9, 1.0, 1.0), _Kind("long", 1, 8.0, 16.0))
 
 
 def mixed_answers(settings: LoadSettings) -> Workload:
-    """Return answers of very unequal lengths: nine in ten requests are short, one in ten has a long prompt and a long
-    answer.
-
-    Lengths vary log-normally within a kind. All requests may generate as much as the longest, so that a scheduler has
-    to find out by itself which are short. Over HTTP an answer cannot be made to end early, so there the limit is the
-    length.
+    """Return a load with very unequal answers: one request in ten has a long prompt and a long answer. All requests ask
+    for the greatest length, so that a scheduler cannot know which are short.
     """
     words, sigma = _Words(settings), 0.5
     weights = [kind.weight / sum(kind.weight for kind in _KINDS) for kind in _KINDS]
@@ -261,7 +258,7 @@ LOADS: dict[str, Callable[[LoadSettings], Workload]] = {
 
 
 def make_load(name: str, settings: LoadSettings) -> Workload:
-    """Return the load of this name. Raises UsageError if there is none."""
+    """Return the load called `name` in the sizes of `settings`. Raises UsageError for an unknown name."""
     if name not in LOADS:
         raise UsageError(f"load {name!r} is unknown; known: {', '.join(LOADS)}")
     return LOADS[name](settings)

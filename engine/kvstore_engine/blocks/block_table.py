@@ -16,7 +16,9 @@ _FIRST_CAPACITY = 16
 
 
 class BlockTable:
-    """The blocks that a sequence of `tenant` holds."""
+    """The list of pool blocks that one sequence of `tenant` holds, in token order. Its first blocks are shared through
+    `nodes` of the prefix trie. `windows` maps block numbers to blocks of layers with a sliding window.
+    """
 
     __slots__ = ("_table", "count", "nodes", "tenant", "window_first", "windows")
 
@@ -30,12 +32,14 @@ class BlockTable:
 
     @property
     def ids(self) -> npt.NDArray[np.int32]:
-        """Engine block ids, int32 [count]; a view that is valid until the next change of the table."""
+        """The numbers of the pool's blocks, int32 [count]. The array is a view that is valid until the table
+        changes.
+        """
         return self._table[: self.count]
 
     @property
     def blocks(self) -> list[int]:
-        """The block ids as a list."""
+        """The numbers of the pool's blocks, as a list."""
         ids: list[int] = self.ids.tolist()
         return ids
 
@@ -49,11 +53,11 @@ class BlockTable:
         self.count = needed
 
     def replace(self, index: int, block: int) -> None:
-        """Make `block` the block number `index`."""
+        """Put the pool block `block` at place `index` of the table."""
         self.ids[index] = block
 
     def window_ids(self) -> npt.NDArray[np.int32]:
-        """Return the block ids of windowed layers, int32 [count]; 0 where there is none."""
+        """Return the pool blocks of layers with a sliding window, int32 [count]; 0 at places without one."""
         ids = np.zeros(self.count, np.int32)
         ids[list(self.windows)] = list(self.windows.values())
         return ids

@@ -39,8 +39,8 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class TableMove:
-    """A move of table entries [first, first + count), which are in `sources` pieces, to the free blocks [target, target
-    + count). Afterwards the sequence has `runs` pieces fewer.
+    """A move of the sequence's blocks number `first` to `first + count`, which are `sources` contiguous pieces of the
+    pool, to the free pool blocks from `target` on. Afterwards the sequence has `runs` pieces fewer.
     """
 
     first: int
@@ -51,14 +51,14 @@ class TableMove:
 
     @property
     def pieces(self) -> int:
-        """The number of pieces that the move reads and writes."""
+        """The number of contiguous pieces that the move reads and writes."""
         return self.sources + 1
 
 
 @dataclass(frozen=True, slots=True)
 class Compaction:
-    """The result for one sequence. `gain_s`: expected saving less expected cost, in seconds. Runs are counted only if
-    blocks were moved.
+    """The result of compacting one sequence: blocks moved, contiguous pieces before and after (0 if nothing was moved),
+    and seconds. `gain_s` is the expected saving less the expected cost, `move_s` the time that the moves took.
     """
 
     moved_blocks: int = 0
@@ -72,7 +72,9 @@ _NOTHING = Compaction()
 
 
 class Compactor:
-    """The compactor of tables of one space."""
+    """A part of the engine that moves a sequence's scattered blocks together in the pool, if that saves more time in
+    later copies than it takes.
+    """
 
     def __init__(self, space: BlockSpace, costs: TransferCosts, clock: Callable[[], float] = time.perf_counter) -> None:
         self._space = space
@@ -83,7 +85,9 @@ class Compactor:
         self._calls = 0
 
     def compact(self, table: BlockTable, transfers: float) -> Compaction:
-        """Make the moves that pay if the whole sequence is copied `transfers` more times; return the result."""
+        """Make those moves of the blocks in `table` that pay off if the whole sequence will be copied `transfers` more
+        times (a fraction is allowed). Return the result.
+        """
         if self._calls % _REFRESH_CALLS == 0:
             run_s = self._costs.run_s
             self._least_runs = self._cost_s(1, 2) / run_s if run_s else math.inf

@@ -27,12 +27,9 @@ _PATIENCE = 32
 
 
 class Slabs:
-    """Memory for blocks of `block_bytes`, `limit_bytes` in all, in slabs of about `slab_bytes` that are made as needed.
-    Raises ValueError for sizes below 1.
-
-    It has address space for as many blocks as the limit allows. A slab is a run of neighbouring blocks (Bonwick, 1994).
-    It gets memory when one of its blocks is first allocated; `trim` returns the memory of empty slabs to the system.
-    Invariants: backed memory never exceeds the limit; a slab without memory has no allocated block.
+    """An allocator of blocks of `block_bytes` in host memory, at most `limit_bytes` in all. It takes memory from the
+    system in slabs of about `slab_bytes`, when a block of a slab is first allocated; `trim` returns empty slabs. Raises
+    ValueError for sizes below 1.
     """
 
     def __init__(self, block_bytes: int, limit_bytes: int, slab_bytes: int = SLAB_BYTES) -> None:
@@ -64,11 +61,13 @@ class Slabs:
 
     @property
     def backed_bytes(self) -> int:
-        """The bytes of slabs that have memory."""
+        """The bytes of the slabs that now take memory from the system."""
         return int(np.count_nonzero(self._backed)) * self.slab_bytes
 
     def allocate(self, count: int) -> list[int]:
-        """Return `count` blocks, as `FreeList.allocate` does. If it raises PoolExhausted, nothing has changed."""
+        """Return the numbers of `count` free blocks, as close together as possible. Raises PoolExhausted, with nothing
+        changed, if there are too few.
+        """
         if count > self.available:
             raise PoolExhausted(f"{count} blocks wanted, {self.available} are available")
         while self._free.count < count:
@@ -80,12 +79,12 @@ class Slabs:
         return blocks
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Free blocks. Raises RuntimeError as `FreeList.free` does."""
+        """Free the blocks with these numbers. Raises RuntimeError if one is free already."""
         self._free.free(blocks)
         np.add.at(self._allocated, np.array(blocks, np.int64) // self._slab_blocks, -1)
 
     def trim(self) -> None:
-        """Return the memory of all empty slabs to the system."""
+        """Return the memory of all slabs without an allocated block to the system."""
         page = mmap.PAGESIZE
         for slab in np.flatnonzero(self._backed & (self._allocated == 0)).tolist():
             self._backed[slab] = False
@@ -100,11 +99,11 @@ class Slabs:
 
 
 class HostPoolFull(RuntimeError):
-    """The host pool has no room for the sequence."""
+    """An error: the host pool has too little room for the sequence that should be swapped out."""
 
 
 class HostPool:
-    """A pool with room for `limit_bytes` of engine blocks' payloads of `pool`'s shape."""
+    """Host memory of at most `limit_bytes` to which blocks of `pool` are copied when a sequence is swapped out."""
 
     def __init__(self, pool: BlockPool, limit_bytes: int) -> None:
         self._pool = pool
@@ -114,22 +113,22 @@ class HostPool:
 
     @property
     def free_blocks(self) -> int:
-        """The number of engine blocks that still fit."""
+        """The number of pool blocks for which there is still room."""
         return self._slabs.available
 
     @property
     def resident_bytes(self) -> int:
-        """The bytes that this pool has got from the system."""
+        """The bytes that this pool now takes from the system."""
         return self._slabs.backed_bytes
 
     @property
     def used_blocks(self) -> int:
-        """The number of engine blocks that are saved here."""
+        """The number of pool blocks that are saved here."""
         return self._slabs.used
 
     def save(self, blocks: list[int]) -> list[int]:
-        """Copy pool blocks to places of this pool, and return the places. If it raises HostPoolFull, nothing is
-        copied.
+        """Copy the pool blocks with the numbers `blocks` to host memory, and return their places there. Raises
+        HostPoolFull, with nothing copied, if there is too little room.
         """
         try:
             places = self._slabs.allocate(len(blocks))
@@ -143,7 +142,9 @@ class HostPool:
         return places
 
     def load(self, places: list[int], skip: int, blocks: list[int]) -> None:
-        """Copy the saved blocks, without the first `skip`, back to pool blocks."""
+        """Copy the blocks saved in `places`, without the first `skip` of them, to the pool blocks `blocks`. The places
+        stay taken.
+        """
         # A run of places was written as one payload, plane by plane, so it is read as one, without its head.
         done = 0
         for first, count in split_runs(places):
@@ -154,11 +155,11 @@ class HostPool:
             done += count
 
     def free(self, places: list[int]) -> None:
-        """Discard the blocks saved in `places`."""
+        """Free `places`, and so discard the blocks saved there."""
         self._slabs.free(places)
 
     def trim_if_unused(self) -> None:
-        """Return empty memory if nothing was saved for 32 calls. Call this now and then."""
+        """Return empty memory to the system if nothing was saved during the last 32 calls of this method."""
         self._unused_calls += 1
         if self._unused_calls >= _PATIENCE:
             self.trim()
@@ -173,7 +174,9 @@ class HostPool:
 
 @dataclass(frozen=True, slots=True)
 class SwappedBlocks:
-    """The K/V of positions [0, computed) in `places` of the host pool. `path` was the part in the trie."""
+    """A record of a sequence that was swapped out: the K/V of its first `computed` tokens are in `places` of the host
+    pool. `path` are the nodes of the prefix trie that it held; `runs` counts the contiguous pieces that were copied.
+    """
 
     tenant: str
     computed: int
@@ -184,8 +187,8 @@ class SwappedBlocks:
 
 
 def swap_out(space: BlockSpace, host: HostPool, table: BlockTable, computed: int) -> SwappedBlocks:
-    """Copy positions [0, computed) of `table` to the host, release the table, and return the record. If it raises
-    HostPoolFull, nothing has changed.
+    """Copy the blocks with the first `computed` tokens of `table` to `host`, release the table, and return a record for
+    `swap_in`. Raises HostPoolFull with nothing changed.
     """
     blocks, path = table.blocks[: space.blocks_for(computed)], table.nodes[: computed // space.block_tokens]
     places = host.save(blocks)
@@ -194,10 +197,9 @@ def swap_out(space: BlockSpace, host: HostPool, table: BlockTable, computed: int
 
 
 def swap_in(space: BlockSpace, host: HostPool, swapped: SwappedBlocks, tokens: Int32Array) -> tuple[BlockTable, int]:
-    """Bring back a sequence of `tokens`, and free its places on the host.
-
-    Return its block table, filled up to the last swapped position, and the number of blocks copied for it. If it raises
-    PoolExhausted, nothing has changed.
+    """Give the swapped-out sequence, whose tokens are `tokens`, blocks of the pool again, copy its K/V back and free
+    its places on the host. Return its new block table and the number of copied blocks; those still in the trie are not
+    copied. Raises PoolExhausted with nothing changed.
     """
     block_table, kept = space.reclaim(swapped.tenant, tokens, swapped.path, swapped.computed)
     targets = block_table.blocks[kept : len(swapped.places)]

@@ -8,9 +8,8 @@ from kvstore_engine.pool import BlockPool
 
 
 class BlockReferences:
-    """The counts of holders of each block of one pool, which the class does not know. All allocation goes through here.
-
-    Invariant: a block is free in the pool exactly while its count is 0.
+    """Counts of the holders of each block of `pool`. Blocks are allocated and freed through it alone: a block is free
+    exactly while it has no holder.
     """
 
     def __init__(self, pool: BlockPool) -> None:
@@ -19,14 +18,16 @@ class BlockReferences:
         self.free_blocks = pool.free_blocks  # without a holder
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
-        """Return `count` blocks with one holder each. Raises PoolExhausted if there are too few; then none is taken."""
+        """Allocate `count` blocks with one holder each, if possible right after block `after`, and return their
+        numbers. Raises PoolExhausted, with none taken, if there are too few.
+        """
         blocks = self.pool.allocate(count, after)
         self._counts[blocks] = 1
         self.free_blocks -= len(blocks)
         return blocks
 
     def take(self, blocks: Sequence[int]) -> list[int]:
-        """Return exactly these blocks, which are free, with one holder each."""
+        """Allocate exactly these free blocks with one holder each, and return their numbers."""
         taken = self.pool.take(blocks)
         self._counts[taken] = 1
         self.free_blocks -= len(taken)
@@ -37,14 +38,14 @@ class BlockReferences:
         return int(self._counts[block])
 
     def share(self, block: int) -> None:
-        """Add a holder of an allocated block."""
+        """Add a holder to the allocated `block`. Raises RuntimeError if it is free."""
         if self._counts[block] < 1:
             raise RuntimeError(f"share: block {block} is free")
         self._counts[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Remove one holder of each; a block without holders becomes free. Raises RuntimeError if one is free
-        already.
+        """Remove one holder of each of `blocks`; a block without a holder becomes free. Raises RuntimeError if one is
+        free already.
         """
         freed = []
         for block in blocks:

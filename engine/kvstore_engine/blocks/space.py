@@ -27,7 +27,9 @@ Int32Array = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class SpaceStatistics:
-    """Blocks by holder: used (by a sequence), cached (by the trie alone), free. The last three fields count events."""
+    """Counts of a pool's blocks: used by a sequence, cached by the prefix trie alone, free. `evicted`, `copied` and
+    `deduplicated` count events since the start.
+    """
 
     blocks: int
     used: int
@@ -39,7 +41,9 @@ class SpaceStatistics:
 
 
 class BlockSpace:
-    """The allocator of the blocks of `pool`. Not for use by two threads."""
+    """The allocator of the K/V blocks of `pool`: it gives sequences their blocks and, with `sharing`, lets equal
+    prefixes of one tenant share them. It is for one thread.
+    """
 
     def __init__(self, pool: BlockPool, *, sharing: bool = True) -> None:
         self.pool = pool
@@ -52,34 +56,34 @@ class BlockSpace:
 
     @property
     def available_blocks(self) -> int:
-        """The number of blocks that are free, or would be if all unused prefixes were evicted."""
+        """The number of blocks that are free, or can be freed by evicting cached prefixes that no sequence uses."""
         return self.references.free_blocks + self.trie.unused
 
     def blocks_for(self, tokens: int) -> int:
-        """Return the number of blocks that hold `tokens` tokens."""
+        """Return the number of blocks that `tokens` tokens need."""
         return -(-tokens // self.block_tokens)
 
     def keys(self, tokens: Int32Array) -> list[bytes]:
-        """Return the trie keys of the whole blocks of `tokens`."""
+        """Return the key in the prefix trie of each whole block of `tokens`: the bytes of its token ids."""
         width = 4 * self.block_tokens
         data = pack_tokens(tokens)
         return [data[first : first + width] for first in range(0, len(data) - width + 1, width)]
 
     def price(self, tenant: str, tokens: Int32Array) -> int:
-        """Return by how much `claim` would lower `available_blocks`."""
+        """Return by how many blocks `claim(tenant, tokens)` would lower `available_blocks`."""
         matched = self.trie.match(tenant, self.keys(tokens) if self.is_sharing else [])
         return self.blocks_for(len(tokens)) - sum(1 for node in matched if node.users)
 
     def price_again(self, tokens: int, path: list[TrieNode]) -> int:
-        """Return by how much `reclaim` would lower `available_blocks`."""
+        """Return by how many blocks `reclaim` for `tokens` tokens (a count) and the nodes `path` would lower
+        `available_blocks`.
+        """
         return self.blocks_for(tokens) - sum(1 for node in path if node.users and node.is_attached)
 
     def claim(self, tenant: str, tokens: Int32Array) -> BlockTable:
-        """Return a table with blocks for `tokens`: the blocks of the longest known prefix, and new ones. If it raises
-        PoolExhausted, nothing has changed.
-
-        The whole blocks are shared with later claims from now on: the caller computes the blocks that are not `ready`,
-        or waits for another sequence that does.
+        """Return a new table with blocks for `tokens`: shared ones for the longest prefix that is known of this tenant,
+        new ones for the other tokens. The new whole blocks are shared from now on; the caller must compute blocks that
+        are not `ready`, unless another sequence does. Raises PoolExhausted with nothing changed.
         """
         table = BlockTable(tenant)
         keys = self.keys(tokens) if self.is_sharing else []
@@ -100,9 +104,9 @@ class BlockSpace:
         return table
 
     def reclaim(self, tenant: str, tokens: Int32Array, path: list[TrieNode], computed: int) -> tuple[BlockTable, int]:
-        """Claim blocks for `tokens` again, for a sequence that held `path` before. Return a table, and the number of
-        its leading blocks that are the very ones of `path`. The others are new: the caller fills the ones of [0,
-        computed), and whole ones of these are shared. Raises PoolExhausted as `claim`.
+        """Return a table with blocks for `tokens`, for a sequence that held the trie nodes `path` before, and how many
+        of its first blocks are still the blocks of `path`. The caller fills the other blocks of the first `computed`
+        tokens. Raises PoolExhausted with nothing changed.
         """
         table = BlockTable(tenant)
         for node in path:
@@ -127,15 +131,17 @@ class BlockSpace:
         return table, kept
 
     def extend(self, table: BlockTable, tokens: int) -> None:
-        """Make room for `tokens` tokens in all. If it raises PoolExhausted, nothing has changed."""
+        """Add blocks to `table` until it has room for `tokens` tokens in all. Raises PoolExhausted with nothing
+        changed.
+        """
         missing = self.blocks_for(tokens) - table.count
         if missing > 0:
             after = int(table.ids[-1]) if table.count else None
             table.append(self.allocate(missing, after))
 
     def ready_tokens(self, table: BlockTable, computed: int) -> int:
-        """Return how many positions have ready K/V, given that [0, computed) are: other sequences may have filled
-        blocks after them.
+        """Return how many first tokens of `table` have K/V. `computed` of them are known to; blocks that follow may
+        have been filled by other sequences.
         """
         if computed % self.block_tokens:
             return computed
@@ -145,8 +151,9 @@ class BlockSpace:
         return index * self.block_tokens
 
     def resume(self, table: BlockTable, computed: int, most: int) -> int:
-        """Return the position up to `most` from which the sequence can go on, given that K/V of [0, computed) are
-        ready, and hold the window before it.
+        """Return the position, at most `most`, from which the sequence of `table` can go on computing, when its first
+        `computed` tokens are ready. For layers with a sliding window it also takes the blocks of the window before that
+        position.
         """
         ready = min(self.ready_tokens(table, computed), most)
         if self.windows is None or ready <= computed:
@@ -157,8 +164,8 @@ class BlockSpace:
         return ready
 
     def unshare(self, table: BlockTable, index: int) -> None:
-        """Replace the shared blocks from number `index` on by blocks of the sequence's own, which it will compute:
-        their windows are gone. If it raises PoolExhausted, nothing has changed.
+        """Replace the shared blocks of `table` from number `index` on by new ones, which the sequence must compute
+        itself. Raises PoolExhausted with nothing changed.
         """
         path = table.nodes[index:]
         shared = [node for node in path if node.users > 1]  # a leading part
@@ -172,7 +179,9 @@ class BlockSpace:
             table.replace(index + offset, block)
 
     def seal(self, table: BlockTable, tokens: Int32Array, begin: int, end: int) -> None:
-        """Share the blocks that are whole now that positions [begin, end) of `tokens` have been computed."""
+        """Share the blocks of `table` that have become whole because positions `begin` to `end` of `tokens` were
+        computed.
+        """
         if not self.is_sharing:
             return
         for index in range(begin // self.block_tokens, end // self.block_tokens):
@@ -183,10 +192,8 @@ class BlockSpace:
                 self._attach(table, tokens, index)
 
     def make_writable(self, table: BlockTable, position: int) -> None:
-        """Copy the block of `position`, which is about to be written, if another table has it, too. Raises
-        PoolExhausted as `extend`.
-
-        Only for blocks outside the trie; to compute into a ready block, use `borrow_copy`.
+        """Make sure that only `table` has the block of token `position`, which is about to be written: a shared block
+        is copied first. The block must lie behind the part in the trie. Raises PoolExhausted.
         """
         index = position // self.block_tokens
         assert index >= len(table.nodes), "a shared prefix is not written again"
@@ -197,14 +204,16 @@ class BlockSpace:
             self.references.release([block])
 
     def borrow_copy(self, block: int) -> int:
-        """Return a new block with a copy of the bytes, for the caller to release. Raises PoolExhausted as `extend`."""
+        """Copy `block` to a new block and return its number; the caller releases it. Raises PoolExhausted."""
         (copy,) = self.allocate(1)
         self.pool.copy_blocks([block], [copy])
         self._copied += 1
         return copy
 
     def fork(self, table: BlockTable) -> BlockTable:
-        """Return another table of these blocks; the first of the two to write gets a copy."""
+        """Return a second table with all blocks of `table`. `make_writable` copies a block before one of the two
+        sequences writes to it.
+        """
         child = BlockTable(table.tenant)
         child.nodes = list(table.nodes)
         for node in child.nodes:
@@ -216,7 +225,7 @@ class BlockSpace:
         return child
 
     def release(self, table: BlockTable) -> None:
-        """Release the blocks; whole computed ones stay in the trie until their room is needed."""
+        """Release all blocks of `table`. Whole computed blocks stay cached until their room is needed."""
         blocks = table.blocks
         if self.windows is not None:
             self.windows.release(table)
@@ -225,14 +234,16 @@ class BlockSpace:
         self.references.release([*blocks, *dropped])
 
     def discard(self, table: BlockTable) -> None:
-        """Release a table whose K/V cannot be trusted: blocks without another user leave the trie, with all below."""
+        """Release all blocks of `table`, whose K/V may be wrong. Blocks that no other sequence uses, and blocks that
+        follow them, are no longer cached.
+        """
         own = next((node for node in table.nodes if node.users == 1), None)
         self.release(table)
         if own is not None and own.is_attached:
             self.references.release(self.trie.prune(own))
 
     def pin(self, blocks: Iterable[int]) -> None:
-        """Keep `blocks` allocated until `unpin`."""
+        """Keep `blocks` allocated until `unpin` is called for them."""
         for block in blocks:
             self.references.share(block)
 
@@ -240,7 +251,9 @@ class BlockSpace:
         self.references.release(blocks)
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
-        """Return `count` blocks with one holder, the caller. Cached prefixes are evicted for them."""
+        """Allocate `count` blocks, if possible right after block `after`, with the caller as their holder, and return
+        their numbers. Cached prefixes are evicted if needed. Raises PoolExhausted.
+        """
         if count > self.available_blocks:
             raise PoolExhausted(f"{count} blocks wanted, {self.available_blocks} of {self.pool.blocks} are available")
         while self.references.free_blocks < count:
@@ -252,7 +265,9 @@ class BlockSpace:
         return self.references.allocate(count, after)
 
     def relocate(self, table: BlockTable, index: int, block: int) -> None:
-        """Replace block `index`, which has no holder but this table and its node, by `block`, its copy."""
+        """Replace block number `index` of `table` by `block`, which has a copy of its bytes, and free the old one. Only
+        this table and its trie node may hold it.
+        """
         old = int(table.ids[index])
         if index < len(table.nodes):
             table.nodes[index].block = block
@@ -262,7 +277,7 @@ class BlockSpace:
         self.references.release([old])
 
     def is_alone(self, table: BlockTable, index: int) -> bool:
-        """Return whether no other holder names block `index` of `table`."""
+        """Return True if only `table` and its trie node hold the block number `index`."""
         if index < len(table.nodes):
             return table.nodes[index].users == 1 and self.references.count(int(table.ids[index])) == 2
         return self.references.count(int(table.ids[index])) == 1

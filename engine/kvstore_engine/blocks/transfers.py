@@ -23,15 +23,15 @@ _FORGET = 1e-3  # with each transfer: a factor learnt from an interrupted move f
 
 
 def count_runs(blocks: Sequence[int] | npt.NDArray[np.int32]) -> int:
-    """Return the number of contiguous pieces of `blocks`, in the order of the transfer: 1 is best, len(blocks)
-    worst.
+    """Return the number of contiguous pieces that the pool blocks `blocks`, in this order, consist of: from 1 to
+    len(blocks).
     """
     ids = np.asarray(blocks, np.int64)
     return int(np.count_nonzero(np.diff(ids) != 1)) + 1 if len(ids) else 0
 
 
 def split_runs(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield the first block and the length of each piece of `blocks`, in the order of the transfer."""
+    """Yield the first block and the number of blocks of each contiguous piece of `blocks`, in this order."""
     first = 0
     for index in range(1, len(blocks) + 1):
         if index == len(blocks) or blocks[index] != blocks[index - 1] + 1:
@@ -40,33 +40,35 @@ def split_runs(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 class TransferCosts:
-    """Costs of copies between the pool and other memory, or within it. Not safe for use by two threads at once."""
+    """A model of the seconds that copies of pool blocks take, by bytes and by contiguous pieces. It learns from each
+    copy. It is for one thread.
+    """
 
     def __init__(self) -> None:
         self.copy = Fit(_PRIOR, uncertainty=1.0, memory=0.98, patience=4)
         self._move_factor = _MOVE_PRIOR
 
     def copy_s(self, nbytes: int, runs: int) -> float:
-        """Return the seconds to copy `nbytes` in `runs` contiguous pieces of the pool."""
+        """Return the predicted seconds to copy `nbytes` bytes that are `runs` contiguous pieces of the pool."""
         return self.copy.predict((1.0, nbytes / _BYTES, runs / _RUNS)) if nbytes else 0.0
 
     def move_s(self, nbytes: int, runs: int) -> float:
-        """Return the seconds to move `nbytes` within the pool."""
+        """Return the predicted seconds to move `nbytes` bytes in `runs` pieces within the pool."""
         return self._move_factor * self.copy_s(nbytes, runs)
 
     @property
     def run_s(self) -> float:
-        """The seconds that one more piece adds to a transfer of equal size; never negative."""
+        """The predicted seconds that one more contiguous piece adds to a copy of equal size; at least 0."""
         return max(0.0, self.copy.coefficients[-1]) / _RUNS
 
     def observe(self, nbytes: int, runs: int, seconds: float) -> None:
-        """Note that a transfer took `seconds`."""
+        """Learn that a copy of `nbytes` bytes in `runs` pieces took `seconds`."""
         if nbytes > 0:
             self.copy.observe((1.0, nbytes / _BYTES, runs / _RUNS), seconds)
             self._move_factor += _FORGET * (_MOVE_PRIOR - self._move_factor)
 
     def observe_move(self, nbytes: int, runs: int, seconds: float) -> None:
-        """Note that a move within the pool took `seconds`."""
+        """Learn that a move of `nbytes` bytes in `runs` pieces within the pool took `seconds`."""
         expected = self.copy_s(nbytes, runs)
         if expected > 0.0 and math.isfinite(seconds):
             factor = min(max(seconds / expected, 1.0), _MOST_FACTOR)

@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 
 class TrieNode:
-    """One block of tokens in its place.
-
-    loader: the sequence that restores its K/V from the daemon, or None. requested: a sequence has requested it there.
-    stored: the daemon has it, or will. window: the block of windowed layers, -1 if there is none.
+    """A node of the prefix trie: one whole block of tokens that follows the blocks above it. `key` are its token ids as
+    bytes, `block` the pool block with its K/V, `users` the number of sequences that use it. `ready`: its K/V are
+    computed. `loader`: the sequence that restores it from the daemon, which `requested` it there. `stored`: the daemon
+    has it or soon will. `window`: the block for layers with a sliding window, or -1.
     """
 
     __slots__ = (
@@ -51,12 +51,14 @@ class TrieNode:
 
     @property
     def is_attached(self) -> bool:
-        """True while the node is in the trie: its block was not evicted."""
+        """True while the node is in the trie; False once its block was evicted."""
         return self.parent is not None and self.parent.children.get(self.key) is self
 
 
 class PrefixTrie:
-    """The nodes of all tenants. Not for use by two threads. `on_drop` is called with each node that leaves."""
+    """An index of the prefixes that have K/V blocks: a tree for each tenant, whose nodes are whole blocks of tokens.
+    `on_drop` is called with each node that is removed. It is for one thread.
+    """
 
     def __init__(self, on_drop: Callable[[TrieNode], None] | None = None) -> None:
         self._roots: dict[str, TrieNode] = {}
@@ -69,7 +71,9 @@ class PrefixTrie:
         self._on_drop = on_drop
 
     def match(self, tenant: str, keys: Sequence[bytes]) -> list[TrieNode]:
-        """Return the nodes of the longest prefix of `keys`, ready or not. Their users do not change."""
+        """Return the nodes of the longest known prefix of `keys` (a block's token bytes each), computed or not. Their
+        users are not counted.
+        """
         node, path = self._roots.get(tenant), []
         for key in keys:
             node = node.children.get(key) if node is not None else None
@@ -79,18 +83,20 @@ class PrefixTrie:
         return path
 
     def child(self, tenant: str, parent: TrieNode | None, key: bytes) -> TrieNode | None:
-        """Return the node for `key` below `parent` (None: the tenant's root)."""
+        """Return the node for `key` below `parent` (None: at the tenant's root), or None if it does not exist."""
         above = parent if parent is not None else self._roots.get(tenant)
         return above.children.get(key) if above is not None else None
 
     def use(self, node: TrieNode) -> None:
-        """Add a user of `node`, which uses all nodes above it already."""
+        """Count one more user of `node`. The caller must use all nodes above it already."""
         if not node.users:
             self.unused -= 1
         node.users += 1
 
     def add(self, tenant: str, parent: TrieNode | None, key: bytes, block: int) -> TrieNode:
-        """Return a new node below `parent` (None: the tenant's root), with one user and no K/V yet."""
+        """Add a node for `key` with the pool block `block` below `parent` (None: at the tenant's root), and return it.
+        It has one user and is not ready.
+        """
         above = parent if parent is not None else self._roots.setdefault(tenant, TrieNode(None, b"", -1))
         assert key not in above.children, "the node is there already"
         node = above.children[key] = TrieNode(above, key, block)
@@ -99,8 +105,8 @@ class PrefixTrie:
         return node
 
     def release(self, path: Sequence[TrieNode]) -> list[int]:
-        """Remove one user of each node of `path`, a path from the root. Return the blocks of nodes that were dropped
-        because no user is left to compute them.
+        """Count one user less of each node of `path`, which begins at the root. Nodes that lose their last user before
+        they were computed are removed; return their blocks.
         """
         dropped = []
         self._clock += 1
@@ -118,7 +124,7 @@ class PrefixTrie:
         return dropped
 
     def evict(self) -> int | None:
-        """Drop the least recently used leaf without users. Return its block, or None if every node is used."""
+        """Remove the least recently used leaf without users, and return its block; None if every node has a user."""
         while self._leaves:
             last_used, _, node = heapq.heappop(self._leaves)
             if node.is_attached and not node.users and not node.children and node.last_used == last_used:
@@ -126,7 +132,7 @@ class PrefixTrie:
         return None
 
     def prune(self, node: TrieNode) -> list[int]:
-        """Drop `node`, which has no user, and all below it. Return their blocks."""
+        """Remove `node`, which has no user, and all nodes below it. Return their blocks."""
         below = [node]
         for each in below:
             below.extend(each.children.values())

@@ -19,7 +19,9 @@ _MOST_PINNED = 0.25  # of the pool, for sequences that run: a store that is slow
 
 
 class WindowBlocks:
-    """The allocator of the blocks of `pool`, for layers that see `window_tokens` tokens, the present one included."""
+    """The allocator of the blocks of `pool` for layers with a sliding window, which see `window_tokens` tokens, the
+    present one included. A block that has left a sequence's window stays until its room is needed.
+    """
 
     def __init__(self, pool: BlockPool, window_tokens: int) -> None:
         self.pool = pool
@@ -30,24 +32,27 @@ class WindowBlocks:
 
     @property
     def is_pinned(self) -> bool:
-        """True if running sequences should pin no more."""
+        """True if too many blocks are pinned for storing already: running sequences should pin no more."""
         return self._pinned > _MOST_PINNED * self.pool.blocks
 
     def may_lose(self, tokens: int) -> bool:
-        """Return whether a prompt of `tokens` tokens may lose blocks while it is computed."""
+        """Return True if a prompt of `tokens` tokens is so long that blocks may be given up before it is computed to
+        its end.
+        """
         return 2 * tokens > self.pool.blocks * self._size
 
     def blocks_for(self, step_tokens: int) -> int:
-        """Return the number of blocks with which one sequence can compute steps of `step_tokens` tokens."""
+        """Return the number of blocks that one sequence needs to compute steps of `step_tokens` tokens."""
         return -(-self._before // self._size) + -(-step_tokens // self._size) + 3
 
     def needed(self, position: int) -> range:
-        """Return the numbers of the blocks that a sequence needs to go on at `position`."""
+        """Return the range of block numbers that a sequence needs to go on computing at `position`."""
         return range(max(0, position - self._before) // self._size, -(-position // self._size))
 
     def longest(self, table: BlockTable, least: int, most: int) -> int:
-        """Return the last position in [least, most], `most` or a block's end, whose window is there; `least` if there
-        is none after it.
+        """Return the last position from `least` to `most` at which the sequence of `table` can go on, because the
+        blocks of the window before it are there. Only `most` and block ends are tried; `least` is returned if none
+        fits.
         """
         while most > least:
             missing = next((index for index in reversed(self.needed(most)) if self.block(table, index) is None), None)
@@ -57,13 +62,15 @@ class WindowBlocks:
         return least
 
     def block(self, table: BlockTable, index: int) -> int | None:
-        """Return block number `index` of the sequence, None if it was given up."""
+        """Return the pool block at number `index` of the sequence, or None if it was given up."""
         if (block := table.windows.get(index)) is None and index < len(table.nodes):
             block = table.nodes[index].window
         return None if block is None or block < 0 else block
 
     def take(self, table: BlockTable, position: int) -> None:
-        """Hold the blocks with which the sequence goes on at `position`; all of them are there."""
+        """Let `table` hold the blocks that the sequence needs to go on at `position`, all of which are there, and let
+        earlier ones go.
+        """
         self._leave(table, self.needed(position).start)
         for index in self.needed(position):
             if index not in table.windows:
@@ -71,9 +78,9 @@ class WindowBlocks:
                 self.references.share(table.windows[index])
 
     def prepare(self, table: BlockTable, begin: int, end: int) -> list[int]:
-        """Get blocks for positions [begin, end), which are written next, and let those go that have left the window.
-        Return the numbers of the new ones. A block that another table holds is copied. Raises PoolExhausted; then only
-        blocks that nobody holds may have gone.
+        """Give `table` blocks for the positions `begin` to `end`, which are written next, and let the blocks go that
+        have left the window. A shared block is copied first. Return the numbers of the new blocks. Raises
+        PoolExhausted.
         """
         self._leave(table, self.needed(begin).start)
         first = begin // self._size
@@ -86,20 +93,22 @@ class WindowBlocks:
         return new
 
     def prepare_restored(self, table: BlockTable, position: int) -> dict[int, int]:
-        """Return the blocks that the sequence lacks to go on at `position`, new ones by number, for the caller to fill
-        and then to give to `add_restored`, or to release. The table does not change. Raises PoolExhausted.
+        """Allocate the blocks that `table` lacks to go on at `position`, and return them by block number. The caller
+        fills them and passes them to `add_restored`, or releases them. Raises PoolExhausted.
         """
         missing = [index for index in self.needed(position) if index not in table.windows]
         return dict(zip(missing, self.allocate(len(missing)), strict=True))
 
     def add_restored(self, table: BlockTable, position: int, blocks: dict[int, int]) -> None:
-        """Let the sequence have `blocks` of `prepare_restored`, which are filled, and go on at `position`."""
+        """Add the filled `blocks` from `prepare_restored` to `table`, and let blocks go that the sequence does not need
+        at `position`.
+        """
         self._leave(table, self.needed(position).start)
         table.windows.update(blocks)
 
     def copy(self, block: int | None) -> int:
-        """Return a new block with a copy of `block`'s bytes, if one is given, for the caller to release. Raises
-        PoolExhausted.
+        """Allocate a block, copy the bytes of `block` to it unless that is None, and return its number; the caller
+        releases it. Raises PoolExhausted.
         """
         (copy,) = self.allocate(1)
         if block is not None:
@@ -107,21 +116,21 @@ class WindowBlocks:
         return copy
 
     def keep(self, table: BlockTable, index: int) -> None:
-        """Let the trie's node of block `index`, which is whole, have it, too."""
+        """Let the trie node of block number `index` of `table` hold the block as well, now that the block is whole."""
         node, block = table.nodes[index], table.windows.get(index)
         if node.window < 0 and block is not None:
             node.window = block
             self.references.share(block)
 
     def fork(self, table: BlockTable, child: BlockTable) -> None:
-        """Let `child`, a fork of `table`, hold its window, too."""
+        """Let `child`, a fork of `table`, hold the blocks of its window as well."""
         child.window_first = table.window_first
         child.windows = {index: block for index, block in table.windows.items() if index >= table.window_first}
         for block in child.windows.values():
             self.references.share(block)
 
     def release(self, table: BlockTable) -> None:
-        """Release the blocks of `table`; the trie's stay until their room is needed."""
+        """Release the blocks of `table`. Those in the trie stay until their room is needed."""
         for index, block in table.windows.items():
             self._left.pop((table, index), None)
             if index < len(table.nodes):
@@ -130,14 +139,14 @@ class WindowBlocks:
         table.windows, table.window_first = {}, 0
 
     def forget(self, node: TrieNode) -> None:
-        """Release the block of a node that has left the trie."""
+        """Release the block of `node`, which was removed from the trie."""
         self._left.pop(node, None)
         if node.window >= 0:
             self.references.release([node.window])
             node.window = -1
 
     def pin(self, blocks: list[int]) -> None:
-        """Keep `blocks` allocated until `unpin`."""
+        """Keep `blocks` allocated until `unpin` is called for them."""
         self._pinned += len(blocks)
         for block in blocks:
             self.references.share(block)
@@ -148,8 +157,8 @@ class WindowBlocks:
         self.references.release(released)
 
     def allocate(self, count: int) -> list[int]:
-        """Return `count` blocks with one holder, the caller; blocks that have left their windows are given up for them.
-        Raises PoolExhausted if they are too few.
+        """Allocate `count` blocks with the caller as their holder, and return their numbers. Blocks that have left
+        their windows are given up if needed. Raises PoolExhausted.
         """
         for _ in range(len(self._left)):
             if self.references.free_blocks >= count:

@@ -59,7 +59,7 @@ _AGAINST = """--against llama-server:
 
 
 def parser() -> Parser:
-    """Return the parser; `namespace.command` names the command."""
+    """Return the argument parser of `kvengine`. In its result, `command` names the chosen subcommand."""
     top = Parser(
         prog="kvengine",
         description="Run GGUF models with their KV cache kept in kvstored, on the CPU or with torch.",

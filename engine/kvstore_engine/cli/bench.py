@@ -41,7 +41,9 @@ _ROUNDS, _QUICK_ROUNDS = 3, 1
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure as `options` say; return 0, or raise an error that `main` turns into an exit code."""
+    """Run `kvengine bench` as `options` say and return exit code 0. Raises an error that `main` turns into another
+    code.
+    """
     _check(options)
     if options.against:
         return _run_against(options)
@@ -147,7 +149,9 @@ def _text(cases: Sequence[Case]) -> str:
 
 
 def load_settings(options: argparse.Namespace, vocabulary: int) -> LoadSettings:
-    """Return the load's sizes: the given ones, otherwise the sizes of --quick or the defaults."""
+    """Return the sizes of the load: those given in `options`, otherwise the sizes of --quick, otherwise the
+    defaults.
+    """
     base = _QUICK if options.quick else LoadSettings()
     return LoadSettings(
         requests=base.requests if options.requests is None else options.requests,
@@ -159,14 +163,14 @@ def load_settings(options: argparse.Namespace, vocabulary: int) -> LoadSettings:
 
 
 def vocabulary_of(path: Path) -> int:
-    """Return how many ids the model knows."""
+    """Return the number of token ids that the model in the file `path` knows."""
     with GGUFFile.open(path) as file:
         tokens = file.metadata.get("tokenizer.ggml.tokens")
     return len(tokens) if isinstance(tokens, list | tuple) else UNKNOWN_VOCABULARY
 
 
 def progress(options: argparse.Namespace) -> Callable[[str], None]:
-    """Return a function that shows progress, or does nothing."""
+    """Return a function that prints a line of progress, or one that does nothing, as `options` say."""
     return (lambda text: None) if options.quiet else (lambda text: print(text, file=sys.stderr, flush=True))
 
 

@@ -7,6 +7,8 @@ from kvstore_engine.models.terms import agree, ask_on_terminal
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the model's path; return 0, or raise an error that `main` turns into an exit code."""
+    """Run `kvengine fetch`: print the path of the model file and return exit code 0. Raises an error that `main` turns
+    into another code.
+    """
     print(locate(options.model, options.quant, agree if options.accept_terms else ask_on_terminal))
     return 0

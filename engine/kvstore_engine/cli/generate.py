@@ -20,7 +20,9 @@ from kvstore_engine.sampler import SamplingSettings
 
 
 def run(options: argparse.Namespace) -> int:
-    """Answer the prompt that `options` describe; return 0, or raise an error that `main` turns into an exit code."""
+    """Run `kvengine generate`: answer the prompt in `options` and return exit code 0. Raises an error that `main` turns
+    into another code.
+    """
     begin = time.perf_counter()
     # The user's own inputs first: a misspelt file must not wait for a model to load.
     text = _read(options.prompt, options.prompt_file)

@@ -24,7 +24,9 @@ _F16_BYTES = 2
 
 
 def run(options: argparse.Namespace) -> int:
-    """Describe the model; return 0, also for a sound but unsupported model, which the output then says."""
+    """Run `kvengine info`: print facts about the model file and return exit code 0, also if this engine cannot run the
+    model, which is printed.
+    """
     device = DeviceName.parse(options.device)
     path = locate(options.model)
     with GGUFFile.open(path) as file:
@@ -37,7 +39,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def describe(path: Path, file: GGUFFile, device: DeviceName) -> dict[str, object]:
-    """Return the facts about `file`, in the order in which they are shown; the last is whether `device` runs it."""
+    """Return the facts about the model in `file` by name, in the order in which they are shown. The last one says if
+    `device` can run it.
+    """
     types = Counter(info.type_name for info in file.tensors.values())
     size = path.stat().st_size
     facts: dict[str, object] = {

@@ -18,7 +18,9 @@ _OURS = ("kvstore_console", "kvstore_proto", "kvstore_client", "kvstore_engine")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `kvengine` with `argv` (default: the process's); return the exit code."""
+    """Run the command `kvengine` with the arguments `argv`, by default the arguments of the process, and return the
+    exit code.
+    """
     return run_program("kvengine", lambda: _run(parse(arguments.parser(), argv)))
 
 

@@ -22,7 +22,9 @@ _STAGES_LEGEND = "loaded, computed: blocks of the stage's layers; states: blocks
 
 
 def run(options: argparse.Namespace) -> int:
-    """Show the restorations. Raises OperationError if the server does not answer."""
+    """Run `kvengine restorations`: print the server's last restorations of prompts. Raises OperationError if it does
+    not answer.
+    """
     if options.last < 1:
         raise UsageError(f"--last must be at least 1, got {options.last}")
     records = _ask(options.url, options.last, _key(options.api_key_file))
@@ -36,9 +38,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def restorations_table(records: Sequence[Mapping[str, Any]]) -> str:
-    """Return a line for each of `records`, as `RestorationRecord.as_json` gives them, with one more column for
-    stages.
-    """
+    """Return a text table with a line for each of `records`, which are in the form of `RestorationRecord.as_json`."""
     has_stages = any(record.get("stage") is not None for record in records)
     headings = [*_HEADINGS, ">states"] if has_stages else _HEADINGS
     rows = [[*_cells(record), str(record["inputs"])] if has_stages else _cells(record) for record in records]

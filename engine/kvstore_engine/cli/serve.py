@@ -15,7 +15,9 @@ from kvstore_engine.server.server_process import run_server as run_server
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serve until a signal; return the exit code, or raise an error that `main` turns into one."""
+    """Run `kvengine serve` until a signal ends it, and return the exit code. Raises an error that `main` turns into
+    another code.
+    """
     if options.stages > 1:
         raise UsageError(
             f"--stages {options.stages}: a server computes in one stage, since its ggml runs in a process of its own "

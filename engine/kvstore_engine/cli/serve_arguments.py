@@ -38,7 +38,9 @@ Ctrl-C twice ends at once.
 
 
 def add_serve(commands: Commands, *, models: str, exit_codes: str) -> None:
-    """Add the command; `models` and `exit_codes` are the paragraphs that all commands share."""
+    """Add the subcommand `serve` to `commands`. `models` and `exit_codes` are paragraphs of help that all subcommands
+    share.
+    """
     command = commands.add_parser(
         "serve",
         help="serve a model over HTTP with OpenAI's API",

@@ -18,7 +18,9 @@ from kvstore_engine.pool import BlockPool
 
 
 class StepExecutor(ABC):
-    """One implementation's executor, of a model of `config`. `threads`: of the processor; may be set between steps."""
+    """An object that computes forward steps of a model on one device, over a pool of K/V blocks. `threads` is the
+    number of processor threads; it may be changed between steps.
+    """
 
     config: ModelConfig
     pool: BlockPool
@@ -27,22 +29,20 @@ class StepExecutor(ABC):
 
     @abstractmethod
     def forward(self, slices: Sequence[SequenceSlice], out: FloatArray | None = None) -> FloatArray:
-        """Compute one step; its K and V are in the pool afterwards.
-
-        Return the logits, float32 [outputs, vocabulary], of the wanted tokens in the order of `slices`: a copy, in the
-        leading rows of `out` if that is given. Raises ValueError for a request that breaks a limit, RuntimeError if
-        computing fails, OperationError if nothing can be computed any more in this process.
+        """Compute one step of `slices` and write its K and V to the pool. Return a copy of the logits that the slices
+        ask for, float32 [outputs, vocabulary], in `out` if given. Raises ValueError if a limit is broken, RuntimeError
+        if this step fails, OperationError if no later step can succeed.
         """
 
     def step(self, slices: Sequence[SequenceSlice], whole: Sequence[int] | None = None) -> StepLogits:
-        """Compute one step, as `forward` does, but leave the logits on the device that computed them. `whole`: the rows
-        that are wanted whole in host memory; None: all.
+        """Compute one step of `slices` as `forward` does, and return the logits where they were computed. `whole` lists
+        the rows that will be read completely, None for all.
         """
         return HostLogits(self.forward(slices))
 
     @abstractmethod
     def close(self) -> None:
-        """Free the executor's reserved memory; model and pool stay open. A later `forward` raises RuntimeError."""
+        """Free the executor's memory. Model and pool stay open; a later `forward` raises RuntimeError."""
 
     def __enter__(self) -> Self:
         return self

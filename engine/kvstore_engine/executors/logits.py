@@ -16,21 +16,23 @@ FloatArray = npt.NDArray[np.float32]
 
 
 class StepLogits(ABC):
-    """The logits of the wanted tokens of a step, in the order of its slices. For use before the next step."""
+    """The logits of a step, one row for each token that needs them. They are valid until the next step."""
 
     @abstractmethod
     def likeliest(self, rows: Sequence[int]) -> tuple[list[int], list[float]]:
-        """Return for each of these rows the token with the largest logit, the first of equal ones, and that logit. If a
-        logit of the row is NaN, the result is any token and NaN.
+        """Return, for each row number in `rows`, the token with the largest logit (the first of equal ones), and that
+        logit. A row with NaN gives any token and NaN.
         """
 
     @abstractmethod
     def rows(self, rows: Sequence[int]) -> FloatArray:
-        """Return these rows, float32 [len(rows), vocabulary], which the step was asked for whole."""
+        """Return the logits of the row numbers `rows`, float32 [len(rows), vocabulary]. The step must have been asked
+        for them.
+        """
 
 
 class HostLogits(StepLogits):
-    """Logits in host memory: `logits`, float32 [outputs, vocabulary]."""
+    """The logits of a step in host memory, float32 [outputs, vocabulary]."""
 
     def __init__(self, logits: FloatArray) -> None:
         self._logits = logits

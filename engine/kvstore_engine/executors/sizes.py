@@ -10,7 +10,7 @@ from kvstore_engine.pool import BlockPool
 
 @dataclass(frozen=True, slots=True)
 class PoolSetup:
-    """The arguments of a `BlockPool`."""
+    """The sizes of a K/V pool, which `BlockPool` explains."""
 
     blocks: int
     block_tokens: int
@@ -20,7 +20,7 @@ class PoolSetup:
 
 @dataclass(frozen=True, slots=True)
 class StepSizes:
-    """The arguments of an executor: the limits of a step, and the processor's threads that compute it."""
+    """The limits of the steps of an executor, and the number of processor threads that compute them."""
 
     threads: int = 2
     max_tokens_per_step: int = 512
@@ -28,7 +28,7 @@ class StepSizes:
     max_context: int = 8192
 
     def limits(self, vocabulary: int, pool: BlockPool) -> StepLimits:
-        """Return the limits of steps over `pool`, with tokens below `vocabulary`."""
+        """Return the limits of steps over `pool` for a model with `vocabulary` tokens."""
         most = self.max_tokens_per_step, self.max_sequences, self.max_context
         window_blocks = 0 if pool.window is None else pool.window.blocks
         return StepLimits(vocabulary, pool.blocks, pool.block_tokens, *most, window_blocks)

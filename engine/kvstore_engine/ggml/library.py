@@ -116,7 +116,7 @@ _BARRIER_SPINS = "1000"
 
 
 class GGMLError(OperationError):
-    """There is no usable ggml library; the message says what was tried and what to install."""
+    """An error: no usable ggml library was found. The message says what was tried and what to install."""
 
 
 def _forward_log(level: int, text: bytes, _: int | None) -> None:
@@ -130,7 +130,7 @@ _LOG_CALLBACK = _LogCallback(_forward_log)  # ggml keeps the pointer: it must li
 
 
 class Library:
-    """The bound functions of one loaded ggml: `library.mul_mat(context, a, b)` is `ggml_mul_mat`."""
+    """The functions of one loaded ggml library: `library.mul_mat(context, a, b)` calls `ggml_mul_mat`."""
 
     def __init__(self, path: Path) -> None:
         """Load and check `path`, a shared library or a directory of them. Raises GGMLError."""
@@ -185,8 +185,8 @@ class Library:
             raise GGMLError(f"{self.path}: struct ggml_tensor is laid out otherwise; this ggml is not supported")
 
     def extra_buffer_types(self) -> dict[str, int]:
-        """Return the CPU's repacking buffer types by name: the types that llama.cpp's loader would use, in its
-        order.
+        """Return by name the addresses of the CPU's buffer types that repack weights, in the order in which llama.cpp
+        tries them.
         """
         registry = self.backend_cpu_reg()
         address = self.backend_reg_get_proc_address(registry, b"ggml_backend_dev_get_extra_bufts")
@@ -202,7 +202,7 @@ class Library:
         return found
 
     def describe(self) -> dict[str, str]:
-        """Return path, version and the CPU features that this ggml was built with (not the CPU's own)."""
+        """Return the library's path, its version, and the CPU features that it was built with."""
         features = [f for f in _CPU_FEATURES if (has := self._symbol(f"ggml_cpu_has_{f}")) is not None and has()]
         return {
             "path": str(self.path),
@@ -213,8 +213,8 @@ class Library:
 
 
 def find_library() -> Path:
-    """Return the path of ggml: $KVENGINE_GGML, otherwise the wheel `xllamacpp`, otherwise `ggml-python`. Raises
-    GGMLError.
+    """Return the path of the ggml library: the one in $KVENGINE_GGML, otherwise in the wheel `xllamacpp`, otherwise in
+    `ggml-python`. Raises GGMLError if there is none.
     """
     if named := os.environ.get(LIBRARY_VARIABLE):
         path = Path(named)
@@ -233,7 +233,9 @@ def find_library() -> Path:
 
 @cache
 def load_library(path: Path | None = None) -> Library:
-    """Return the process's ggml, loaded once. Raises GGMLError."""
+    """Return ggml, loaded from `path` or from where `find_library` finds it. A process loads it once. Raises
+    GGMLError.
+    """
     return Library(path or find_library())
 
 

@@ -11,7 +11,7 @@ MAX_SOURCES = 10
 
 
 class Tensor(ct.Structure):
-    """`struct ggml_tensor` (ggml.h), unchanged from ggml 0.15 to 0.26: 336 bytes on 64-bit machines."""
+    """The C structure `ggml_tensor`, unchanged from ggml 0.15 to 0.26."""
 
     _fields_ = (
         ("type", ct.c_int),
@@ -32,13 +32,15 @@ class Tensor(ct.Structure):
 
 
 class InitParams(ct.Structure):
-    """`struct ggml_init_params`, passed by value to `ggml_init`."""
+    """The C structure `ggml_init_params`, the argument of `ggml_init`."""
 
     _fields_ = (("mem_size", ct.c_size_t), ("mem_buffer", ct.c_void_p), ("no_alloc", ct.c_bool))
 
 
 class CpuTypeTraits(ct.Structure):
-    """`struct ggml_type_traits_cpu` (ggml-cpu.h): how the CPU multiplies with a type; null: it does not."""
+    """The C structure `ggml_type_traits_cpu`: the functions by which the CPU multiplies with a tensor type, null if it
+    cannot.
+    """
 
     _fields_ = (
         ("from_float", ct.c_void_p),
@@ -54,5 +56,7 @@ EXTENTS_OFFSET_BYTES: int = Tensor.ne.offset
 
 
 def tensor_at(address: int) -> Tensor:
-    """Return the tensor struct at `address`, in place: writing a field writes ggml's memory."""
+    """Return the C structure of the ggml tensor at `address`. It is ggml's own memory: writing a field changes the
+    tensor.
+    """
     return Tensor.from_address(address)

@@ -28,8 +28,8 @@ class _TypeTraits(ct.Structure):
 
 
 def dequantised(library: Library, ggml_type: int, raw: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
-    """Return the values, float32 1-d, of whole blocks `raw`, contiguous uint8. GGMLError for a type that ggml cannot
-    read.
+    """Return the numbers that `raw`, contiguous uint8 in whole blocks of the type `ggml_type`, stands for, as float32
+    1-d. Raises GGMLError for a type that ggml cannot read.
     """
     if ggml_type == F32:
         return raw.view(np.float32)
@@ -43,7 +43,9 @@ def dequantised(library: Library, ggml_type: int, raw: npt.NDArray[np.uint8]) ->
 
 
 def quantised(library: Library, ggml_type: int, values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
-    """Return `values`, float32 1-d, as whole blocks of a type that needs no table of what matters."""
+    """Return `values`, float32 1-d, stored as whole blocks of the type `ggml_type`, which must be one that needs no
+    importance table.
+    """
     kind, values = TENSOR_TYPES[ggml_type], np.ascontiguousarray(values, np.float32)
     blocks = np.empty(kind.row_bytes(values.size), np.uint8)
     library.quantize_chunk(ggml_type, values.ctypes.data, blocks.ctypes.data, 0, 1, values.size, None)

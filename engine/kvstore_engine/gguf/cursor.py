@@ -37,11 +37,11 @@ _U64 = struct.Struct("<Q")
 
 
 class GGUFError(UsageError):
-    """The file is not a usable GGUF file; the message is one line and names the file."""
+    """An error: a file is not a usable GGUF file. The message is one line and names the file."""
 
 
 class Cursor:
-    """A position in `buffer` that only moves forward; errors carry the file's name and the byte offset."""
+    """A reader of a GGUF header in `buffer` that moves forward and never past the end. Its methods raise GGUFError."""
 
     def __init__(self, buffer: memoryview, file_name: str) -> None:
         self.buffer = buffer
@@ -49,11 +49,11 @@ class Cursor:
         self.position = 0
 
     def error(self, what: str) -> GGUFError:
-        """Return a GGUFError with the mistake `what`, the place and the file."""
+        """Return a GGUFError that says `what` is wrong, at which byte, in which file."""
         return GGUFError(f"{self.file_name}: {what} (at byte {self.position} of {len(self.buffer)})")
 
     def take(self, count_bytes: int, what: str) -> memoryview:
-        """Return the next `count_bytes` bytes, in place."""
+        """Return the next `count_bytes` bytes without a copy. `what` names them in an error."""
         end = self.position + count_bytes
         if end > len(self.buffer):
             raise self.error(f"truncated: the file ends inside {what}")
@@ -62,15 +62,17 @@ class Cursor:
         return view
 
     def u32(self, what: str) -> int:
-        """Return the next unsigned 32-bit integer."""
+        """Return the next unsigned 32-bit integer. `what` names it in an error."""
         return int.from_bytes(self.take(4, what), "little")
 
     def u64(self, what: str) -> int:
-        """Return the next unsigned 64-bit integer."""
+        """Return the next unsigned 64-bit integer. `what` names it in an error."""
         return int.from_bytes(self.take(8, what), "little")
 
     def count(self, what: str, item_bytes: int) -> int:
-        """Return the next 64-bit count of items that take at least `item_bytes` each; refuse one that cannot fit."""
+        """Return the next 64-bit count of items of at least `item_bytes` bytes each. Raises GGUFError if the file is
+        too short for them.
+        """
         count = self.u64(what)
         left = len(self.buffer) - self.position
         if count * item_bytes > left:
@@ -78,7 +80,7 @@ class Cursor:
         return count
 
     def string(self, what: str, max_bytes: int = MAX_STRING_BYTES) -> str:
-        """Return the next length-prefixed UTF-8 string."""
+        """Return the next UTF-8 string, which follows its length. Raises GGUFError if it is longer than `max_bytes`."""
         length = self.u64(what)
         if length > max_bytes:
             raise self.error(f"damaged: {what} claims {length} bytes, the limit is {max_bytes}")
@@ -88,7 +90,9 @@ class Cursor:
             raise self.error(f"damaged: {what} is not UTF-8") from None
 
     def value(self, key: str) -> object:
-        """Return the next typed metadata value: bool, int, float, str, list[str], or a numpy array of numbers."""
+        """Return the next metadata value, which belongs to `key`: a bool, int, float, str, list of str, or array of
+        numbers.
+        """
         kind = self.u32(f"the type of {key!r}")
         if kind == _STRING:
             return self.string(f"the value of {key!r}")

@@ -18,11 +18,8 @@ _ATTEMPTS = 5  # to read a file that is touched while it is read
 
 
 class FileWatch:
-    """A watch of `file`, which the caller closes. `expected` is the digest that another process of this engine computed
-    from the descriptor. Without one the first `digest` counts, if the file was not touched since it was opened.
-
-    `digest` is for any thread, `check` for the one that computes. A change is final: every later call raises
-    FileChanged, too.
+    """A watch that notices if the model's `file` is changed while it is in use. `expected` is the digest that its
+    content must have, if another process computed it. After a change every call raises FileChanged.
     """
 
     def __init__(self, file: GGUFFile, expected: FileDigest | None = None) -> None:
@@ -33,8 +30,8 @@ class FileWatch:
         self._is_final, self._is_touched = False, False
 
     def digest(self) -> FileDigest:
-        """Return the digest; the whole file is read for it the first time. Raises FileChanged if the file is not the
-        one that was opened.
+        """Return the digest of the file's content, for which the whole file is read the first time. Raises FileChanged
+        if it was changed.
         """
         with self._lock:
             if self._digest is not None and self._is_as_known():
@@ -58,8 +55,8 @@ class FileWatch:
             raise self._changed()
 
     def check(self) -> bool:
-        """Return whether the file was left alone since the last `check`, or since it was opened. False: it was touched,
-        and holds equal bytes now, but reads in between may be wrong. Raises FileChanged if its bytes differ.
+        """Return True if the file was not touched since the last call. Return False if it was touched but has equal
+        content, so that results read in between may be wrong. Raises FileChanged if its content differs.
         """
         if self._is_final:
             raise self._changed()
@@ -70,7 +67,7 @@ class FileWatch:
         return False
 
     def require_untouched(self) -> None:
-        """Raise FileChanged unless `check` is True: for content that is read once, and cannot be read again."""
+        """Raise FileChanged unless the file was left untouched since the last `check`."""
         if not self.check():
             raise self._changed()
 
@@ -83,5 +80,5 @@ class FileWatch:
 
 
 def changed(path: Path) -> FileChanged:
-    """Return the error for the model's file `path`, whose content has changed."""
+    """Return the error that says that the content of the model's file `path` has changed while it was in use."""
     return FileChanged(f"the model file {path} was changed while it was in use: start again to use what it holds now")

@@ -25,11 +25,13 @@ _MOST_STEPS = 10  # to wait for a file that is written to
 
 
 class FileChanged(OperationError):
-    """A file in use no longer has the content that was read from it; the message names it."""
+    """An error: a file in use no longer has the content that was read from it. The message names it."""
 
 
 class FileIdentity(NamedTuple):
-    """The identity that `fstat` gives a file. `changed_ns` also moves with its names, its owner and its mode."""
+    """The device, inode, size and times of a file, by which a change of the file is noticed. `changed_ns` also moves
+    when its name, owner or mode changes.
+    """
 
     device: int
     inode: int
@@ -38,22 +40,24 @@ class FileIdentity(NamedTuple):
     changed_ns: int
 
     def may_hold_the_same(self, other: FileIdentity) -> bool:
-        """Return whether the two differ in no more than `changed_ns`. Otherwise the file was written to, and a write
-        that has begun may not have ended: reading the file again proves nothing.
+        """Return True if this identity differs from `other` in `changed_ns` at most, so that the content may be
+        unchanged.
         """
         return self[:-1] == other[:-1]
 
 
 class OpenFile:
-    """A regular file open for reading. `path` is its name in messages. `identity`: its identity when it was opened."""
+    """A regular file that is open for reading. `path` is its name in messages, `identity` its size and times when it
+    was opened.
+    """
 
     def __init__(self, path: Path, descriptor: int, identity: FileIdentity) -> None:
         self.path, self.descriptor, self.identity = path, descriptor, identity
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Self:
-        """Open `path`. Raises GGUFError if that fails, or if it is no regular file; FileChanged for a file that is
-        being written to.
+        """Open the file `path` for reading. Raises GGUFError if that fails or it is no regular file, FileChanged if
+        another program is writing to it.
         """
         path = Path(path)
         try:
@@ -74,18 +78,18 @@ class OpenFile:
 
     @classmethod
     def inherited(cls, path: str | os.PathLike[str], descriptor: int) -> Self:
-        """Take over `descriptor` from the parent process, which opened `path`."""
+        """Return an object over `descriptor`, which the parent process opened for the file `path`."""
         return cls(Path(path), descriptor, _identity(Path(path), descriptor))
 
     def current_identity(self) -> FileIdentity:
-        """Return the present identity of the open file, in about a microsecond. Raises OperationError if the file
-        system does not say: a network's server may have lost the file.
+        """Return the present size and times of the open file, by which a change is noticed. Raises OperationError if
+        the file system does not answer.
         """
         return _identity(self.path, self.descriptor)
 
     def settled_identity(self) -> FileIdentity:
-        """Return the present identity, such that every later write leads to another one. Raises FileChanged if the file
-        keeps changing.
+        """Return the file's present identity, waiting until every later write must change it. Raises FileChanged if the
+        file keeps changing.
         """
         for _ in range(_MOST_STEPS):
             found = self.current_identity()
@@ -100,7 +104,7 @@ class OpenFile:
         raise FileChanged(f"{self.path}: another program is writing to this file: wait until it is complete")
 
     def close(self) -> None:
-        """Close the descriptor; mapped parts stay mapped."""
+        """Close the descriptor. Parts of the file that are mapped stay mapped."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1

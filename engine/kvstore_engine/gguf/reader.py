@@ -42,7 +42,7 @@ _CHUNK_BYTES = 1 << 20  # read and hashed at a time: it stays in the processor's
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """The place of one tensor. `shape` is in ggml's order: the contiguous dimension first."""
+    """The place and form of one tensor in a GGUF file. `shape` has the contiguous dimension first, as in ggml."""
 
     name: str
     ggml_type: int
@@ -53,8 +53,8 @@ class TensorInfo:
 
 
 class FileDigest(NamedTuple):
-    """The digests of a file's content. `weights`: see `GGUFFile.weights_digest`. `header`: 32 hex digits over
-    everything before the tensors, with the tokenizer and the chat template.
+    """The digests of a model file's content, 32 hex digits each: `weights` covers everything that K and V depend on,
+    `header` everything before the tensors, with tokenizer and chat template.
     """
 
     weights: str
@@ -86,8 +86,8 @@ class GGUFFile:
 
     @classmethod
     def open(cls, file: str | os.PathLike[str] | OpenFile) -> Self:
-        """Map and parse a path, or an open file that stays the caller's. Raises GGUFError with a one-line reason if it
-        is not a usable file.
+        """Map and parse the GGUF file `file`, a path or an open file that the caller closes. Raises GGUFError, in one
+        line, if it cannot be used.
         """
         if isinstance(file, OpenFile):
             return cls._parsed(file, owns_source=False)
@@ -115,17 +115,16 @@ class GGUFFile:
         return cls(source, data, metadata, tensors, owns_source=owns_source)
 
     def tensor_bytes(self, name: str) -> npt.NDArray[np.uint8]:
-        """Return the stored bytes of tensor `name`, uint8 [nbytes], in place. Raises KeyError if there is none."""
+        """Return the stored bytes of the tensor `name`, uint8 [nbytes], without a copy. Raises KeyError if the file has
+        no such tensor.
+        """
         info = self.tensors[name]
         return self.data[info.offset_bytes : info.offset_bytes + info.nbytes]
 
     def weights_digest(self) -> str:
-        """Return 32 hex digits over everything that K and V depend on.
-
-        These are the architecture, its hyperparameters, the tensor table and the tensors' bytes. Tokenizer and
-        descriptive keys are left out: renaming a model must not orphan its cache. xxh3_128 runs at memory speed, and
-        loading reads the pages too; so nothing is cached next to the file, where it could become stale. It guards
-        against mix-ups, not against forgery: the key's root keeps tenants apart, not this digest.
+        """Return a digest, 32 hex digits, of everything that K and V depend on: the architecture, its hyperparameters,
+        the tensor table and the tensors' bytes. Tokenizer and description are left out, so that a renamed model keeps
+        its stored blocks. It guards against mix-ups and not against forgery.
         """
         architecture = self.metadata.get("general.architecture", "")
         relevant = {k: _plain(v) for k, v in self.metadata.items() if k.startswith(f"{architecture}.")}
@@ -136,8 +135,8 @@ class GGUFFile:
         return digest.hexdigest()
 
     def digest(self) -> FileDigest:
-        """Return the digests of everything that the engine depends on. Raises FileChanged if the file has become too
-        short for its tensors.
+        """Read the whole file and return the digests of its content. Raises FileChanged if it has become too short for
+        its tensors.
         """
         header = xxhash.xxh3_128()
         self._hash(header, 0, min((info.offset_bytes for info in self.tensors.values()), default=self.data.size))
@@ -160,12 +159,14 @@ class GGUFFile:
             start += got
 
     def release(self) -> None:
-        """Drop the file's pages from this process's resident memory. They stay mapped, and in the system's cache."""
+        """Let the system drop the file's pages from this process's memory. They stay mapped."""
         if isinstance(self.data.base, mmap.mmap):
             self.data.base.madvise(mmap.MADV_DONTNEED)
 
     def close(self) -> None:
-        """Release the map. It is unmapped when the last array that views it is gone."""
+        """Drop the memory map; it ends when the last array over it is gone. The file is closed too if this object owns
+        it.
+        """
         self.data = np.empty(0, np.uint8)
         if self._owns_source:
             self.source.close()

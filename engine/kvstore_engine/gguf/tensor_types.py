@@ -8,14 +8,16 @@ from typing import NamedTuple
 
 
 class TensorType(NamedTuple):
-    """One ggml type: `block_elements` values are stored in `block_bytes` bytes."""
+    """A type of ggml's in which numbers are stored: blocks of `block_elements` numbers that take `block_bytes` bytes
+    each.
+    """
 
     name: str
     block_elements: int
     block_bytes: int
 
     def row_bytes(self, elements: int) -> int:
-        """Return the bytes of a row of `elements` values; `elements` is a multiple of `block_elements`."""
+        """Return the bytes of a row of `elements` numbers, which must be a multiple of `block_elements`."""
         return elements // self.block_elements * self.block_bytes
 
 

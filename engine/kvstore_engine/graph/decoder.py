@@ -26,9 +26,8 @@ _F32_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class StepGraph:
-    """A graph for `tokens` rows, `outputs` of which get logits. ggml handles; 0: not present.
-
-    It begins with tokens or with hidden states, [width, tokens], and ends with logits or with hidden states.
+    """A ggml graph that computes a step of `tokens` rows, of which `outputs` get logits. Its fields are addresses of
+    ggml objects, 0 if absent. It starts from tokens or hidden states and ends in logits or hidden states.
     """
 
     context: int
@@ -47,8 +46,8 @@ class StepGraph:
 
 @dataclass(frozen=True, slots=True)
 class PoolTensors:
-    """The pool as ggml tensors: for each layer of the graph K and V as [slots, kv_heads * head_dim]. `own_blocks`: the
-    layers of the graph that have slots of their own.
+    """The K/V pool as ggml tensors, for each layer [slots, kv_heads * head_dim]. `own_blocks` are the layers with a
+    pool of their own.
     """
 
     keys: tuple[int, ...]
@@ -58,14 +57,14 @@ class PoolTensors:
 
 @dataclass(frozen=True, slots=True)
 class AttentionOperation:
-    """The native callback, and for each layer of the graph the address of its user data."""
+    """The address of the native attention function, and of its data for each layer."""
 
     function: int
     layers: tuple[int, ...]
 
 
 class GraphBuilder:
-    """A builder of the graph of a step of `tokens` rows, `outputs` of which get logits, through the layers `layers`."""
+    """A builder of the ggml graph for a step of `tokens` rows through `layers`, of which `outputs` rows get logits."""
 
     def __init__(
         self,
@@ -90,7 +89,7 @@ class GraphBuilder:
         self.window_slots = self._input(I64, tokens) if cache.own_blocks else 0
 
     def build(self) -> StepGraph:
-        """Return a new graph in a context of its own, which the caller frees. Its tensors have no memory yet."""
+        """Build and return the graph, in a ggml context that the caller frees. Its tensors have no memory yet."""
         ggml, config = self.ggml, self.model.config
         is_last = self.layers.stop == config.layers
         token_input = hidden_input = output_input = logits = hidden = 0

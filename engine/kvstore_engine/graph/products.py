@@ -11,12 +11,16 @@ from kvstore_engine.model.weights import Linear
 
 @dataclass(frozen=True, slots=True)
 class ProductOperations:
-    """The native callbacks for interleaved matrices (0: none), and the address of their user data."""
+    """The addresses of the engine's native functions for products with interleaved matrices (0: none) and of their
+    data.
+    """
 
     q4_0: int
     q8_0: int
     userdata: int
 
     def operation(self, linear: Linear) -> int:
-        """Return the callback that multiplies with the weights; 0: ggml's own product."""
+        """Return the address of the function that multiplies with the matrix `linear`; 0 if ggml's own product is
+        used.
+        """
         return {Q4_0: self.q4_0, Q8_0: self.q8_0}[tensor_at(linear.weight).type] if linear.interleaved else 0

@@ -33,8 +33,9 @@ class SequenceSlice:
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """The inputs of a step's graph. `sequences` int32 [s, 4]: first row, rows, context; `outputs` are row numbers;
-    `window_slots`: the slots in the pool of windowed layers, if there is one.
+    """The inputs of a step as flat arrays: token ids, positions, the place of each token in the pool (`slots`), and the
+    numbers of the rows that get logits (`outputs`). `sequences` is int32 [s, 4]: first row, rows, context, unused.
+    `window_slots` are the places in the pool of layers with a sliding window, if they have one.
     """
 
     tokens: Int32Array
@@ -47,7 +48,9 @@ class StepInputs:
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """The limits for which an executor was built."""
+    """The limits that an executor was built for: the size of its vocabulary and pool, and the most tokens, sequences
+    and context of a step.
+    """
 
     vocabulary: int
     pool_blocks: int
@@ -59,7 +62,9 @@ class StepLimits:
 
 
 def plan_step(slices: Sequence[SequenceSlice], limits: StepLimits) -> StepInputs:
-    """Check `slices` and lay them out one after another. Raises ValueError with the mistake."""
+    """Check the `slices` of a step against `limits`, and return them as flat arrays. Raises ValueError that names the
+    mistake.
+    """
     if not 0 < len(slices) <= limits.max_sequences:
         raise ValueError(f"a step takes 1 to {limits.max_sequences} sequences, not {len(slices)}")
     counts = np.array([len(piece.tokens) for piece in slices], np.int64)

@@ -17,29 +17,27 @@ Int32Array = npt.NDArray[np.int32]
 
 
 class Kernels(ABC):
-    """One implementation of the engine's own CPU kernels."""
+    """The engine's own processor kernels: attention, products with interleaved matrices, and copies of pool blocks."""
 
     name: str
 
     @property
     @abstractmethod
     def attention_address(self) -> int:
-        """The address of a `ggml_custom_op_t`; its user data is a `layout.Layer`."""
+        """The address of the native attention function, a `ggml_custom_op_t` whose data is a `layout.Layer`."""
 
     @property
     def q4_product_address(self) -> int:
-        """The address of a `ggml_custom_op_t` that multiplies rows with an interleaved q4_0 matrix, or 0: use ggml's.
-
-        Its sources are the rows and the matrix, its user data is a `layout.Product`. It MUST give ggml's bits.
+        """The address of a native function (`ggml_custom_op_t`) that multiplies rows with an interleaved q4_0 matrix,
+        or 0 to use ggml's. Its data is a `layout.Product`. It MUST give the same bits as ggml.
         """
         return 0
 
     @property
     def q8_product_address(self) -> int:
-        """The address of a `ggml_custom_op_t` that multiplies rows with an interleaved q8_0 matrix
-        (`interleaving.interleave_q8_0`), with an order of sums of its own.
-
-        The sums MUST NOT depend on the numbers of rows or threads. 0: do not interleave q8_0 matrices.
+        """The address of a native function (`ggml_custom_op_t`) that multiplies rows with an interleaved q8_0 matrix,
+        or 0 if such matrices should not be interleaved. A row's result MUST NOT depend on the other rows or the number
+        of threads.
         """
         return 0
 
@@ -47,12 +45,13 @@ class Kernels(ABC):
     def copy_blocks(
         self, planes: Bytes, payloads: Sequence[Bytes], tables: Int32Array, *, into_pool: bool, threads: int = 1
     ) -> None:
-        """Copy storage blocks into the pool, or out of it.
-
-        planes: uint8 [planes, blocks, block_bytes], the pool. payloads: one uint8 [planes * blocks_per_payload *
-        block_bytes] for each storage block. tables: int32 [storage blocks, blocks_per_payload], engine block ids.
+        """Copy storage blocks into the pool, or out of it, by `into_pool`. planes: the pool, uint8 [planes, blocks,
+        block_bytes]. payloads: uint8 [planes * blocks_per_payload * block_bytes] for each storage block. tables: the
+        pool blocks of each, int32 [storage blocks, blocks_per_payload].
         """
 
     @abstractmethod
     def move_blocks(self, planes: Bytes, sources: Int32Array, targets: Int32Array, *, threads: int = 1) -> None:
-        """Copy block sources[i] of every plane over block targets[i]. No block is both a source and a target."""
+        """Copy block sources[i] over block targets[i] in every plane of `planes`. No block may be both a source and a
+        target.
+        """

@@ -26,8 +26,8 @@ _WIDEST_LANES = 16  # kLanes of simd.h with AVX-512
 
 
 class WorkPlan(NamedTuple):
-    """The work items of a step: `items` int32 [n, ITEM_FIELDS] (struct Item), the costliest first; the other fields are
-    for split items.
+    """The pieces of work into which a step's attention is divided, the costliest first: `items` int32 [n, ITEM_FIELDS].
+    The other fields count the partial results of items that are split.
     """
 
     items: Int32Array
@@ -36,11 +36,9 @@ class WorkPlan(NamedTuple):
 
 
 def plan_work(sequences: Int32Array, *, kv_heads: int, group: int, threads: int) -> WorkPlan:
-    """Return items for `sequences`, int32 [n, 4]: first row, rows, context after them, unused.
-
-    A tile of queries sees the context up to its last query. One tile and K/V head is one item, unless it is so large a
-    part of the step that threads would wait for it: then its spans are shared out. Costliest first keeps the threads
-    level at the end of a layer.
+    """Divide the attention of a step into items for `threads` threads. `sequences` is int32 [n, 4]: first row, rows,
+    context after them, unused. `group` is the number of query heads for each K/V head. Large items are split, so that
+    no thread waits long.
     """
     per_tile = max(1, ROWS_PER_ITEM // group)
     tiles = [
@@ -74,7 +72,7 @@ def plan_work(sequences: Int32Array, *, kv_heads: int, group: int, threads: int)
 
 
 class KernelStep(ct.Structure):
-    """`struct Step` of layout.h: constant for all layers of one step."""
+    """The C structure `Step` of layout.h: the facts that all layers of one step share."""
 
     _fields_ = (
         ("query_heads", ct.c_int64),
@@ -96,7 +94,7 @@ class KernelStep(ct.Structure):
 
 
 class Layer(ct.Structure):
-    """`struct Layer` of layout.h: the addresses of one layer's K and V, and its work counter."""
+    """The C structure `Layer` of layout.h: the addresses of one layer's K and V, and its work counter."""
 
     _fields_ = (
         ("keys", ct.c_void_p),
@@ -111,7 +109,9 @@ class Layer(ct.Structure):
 
 
 class Product(ct.Structure):
-    """`struct Product` of layout.h: offsets of a product's operands in tensors, and its work counters."""
+    """The C structure `Product` of layout.h: where the operands of a matrix product are in ggml's tensors, and counters
+    that share out the work.
+    """
 
     _fields_ = (
         ("data_offset", ct.c_int64),
@@ -143,7 +143,9 @@ class LayerAttention:
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """The facts of model and pool that the kernels need. `kv_type` is ggml's number of the stored K and V's type."""
+    """The shape of a K/V cache for the processor's attention kernel. `kv_type` is ggml's number of the type in which K
+    and V are stored.
+    """
 
     query_heads: int
     kv_heads: int
@@ -158,15 +160,14 @@ class AttentionShape:
 
     @property
     def row_bytes(self) -> int:
-        """The bytes of one token's K, or V, of one layer."""
+        """The bytes of the K (or the V) of one token in one layer."""
         return TENSOR_TYPES[self.kv_type].row_bytes(self.kv_heads * self.head_dim)
 
 
 class StepMemory:
-    """The step's arrays at fixed addresses, and one `Layer` record per layer.
-
-    `sequences` int32 [max_sequences, 4], `tables` int32 [max_sequences, max_blocks]; work items are derived.
-    `window_tables`: the tables of layers that have blocks of their own.
+    """The arrays that the attention kernel reads, at fixed addresses: `sequences` int32 [max_sequences, 4], the block
+    tables int32 [max_sequences, max_blocks], and a record for each layer. `window_tables` serve layers with blocks of
+    their own.
     """
 
     def __init__(
@@ -232,13 +233,14 @@ class StepMemory:
         )
 
     def layer_address(self, index: int) -> int:
-        """Return the address of layer `index`'s record: the custom operation's user data."""
+        """Return the address of the record of layer number `index`, which is the data of its native attention
+        function.
+        """
         return ct.addressof(self.layers[index])
 
     def begin(self, count: int, threads: int = 1) -> None:
-        """Make the first `count` rows of `sequences` (and `tables`) the work of a step on `threads` threads.
-
-        Steps of equal shape share a plan: decoding makes a new one only when a context enters its next span.
+        """Plan the attention of the first `count` rows of `sequences` for `threads` threads. Steps of equal shape share
+        a plan.
         """
         self._counters[:] = 0
         rows, context = self.sequences[:count, 1], self.sequences[:count, 2]

@@ -49,7 +49,7 @@ def paged_attention(
 
 
 class ReferenceKernels(Kernels):
-    """Kernels that use `paged_attention` for attention and numpy for copies."""
+    """Kernels in plain NumPy, slow, with which the native ones are compared."""
 
     name = "reference"
 

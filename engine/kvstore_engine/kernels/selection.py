@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 
 class NativeKernels(Kernels):
-    """The compiled kernels: paged_attention.cpp, the products and block_copy.cpp, as built by `build.build_kernels`."""
+    """The compiled processor kernels for attention, products and block copies."""
 
     name = "cpp"
 
@@ -112,11 +112,13 @@ def _plane_addresses(planes: Bytes) -> npt.NDArray[np.int64]:
 
 
 class KernelError(OperationError):
-    """The requested kernels cannot be used here; the message says why."""
+    """An error: the requested processor kernels cannot be used here. The message says why."""
 
 
 def select_kernels(name: str | None = None) -> Kernels:
-    """Return the kernels `name`, or the ones in $KVENGINE_KERNEL, or the fastest that work. Raises KernelError."""
+    """Return the processor kernels called `name`, or the ones that $KVENGINE_KERNEL names, or the fastest that work
+    here. Raises KernelError.
+    """
     name = name or os.environ.get(KERNEL_VARIABLE) or ("cpp" if ISA_VARIABLE in os.environ else None)
     if name is None:
         return _fastest()

@@ -59,7 +59,7 @@ class ModelConfig:
 
     @property
     def family(self) -> Architecture:
-        """The description of this model's architecture."""
+        """The description of the architecture that this model belongs to."""
         return ARCHITECTURES[self.architecture]
 
     @property
@@ -68,29 +68,29 @@ class ModelConfig:
         return self.kv_heads * self.head_dim
 
     def window(self, layer: int) -> int:
-        """Return how many tokens `layer` sees, the present one included; 0: all."""
+        """Return how many tokens `layer` sees, the present one included; 0 means all."""
         return self.windows[layer] if self.windows else 0
 
     @property
     def windowed_layers(self) -> tuple[int, ...]:
-        """The layers with a window, if others see everything; none where all layers are alike."""
+        """The numbers of the layers with a sliding window, if other layers see everything; empty if all layers are
+        alike.
+        """
         windowed = tuple(layer for layer, window in enumerate(self.windows) if window)
         return windowed if len(windowed) < self.layers else ()
 
     @property
     def window_tokens(self) -> int:
-        """The window of `windowed_layers`, in tokens; 0 if there are none."""
+        """The number of tokens that the layers with a sliding window see; 0 if there are no such layers."""
         return max((self.window(layer) for layer in self.windowed_layers), default=0)
 
     def layer_rope(self, layer: int) -> RopeConfig:
-        """Return the rotation of queries and keys in `layer`."""
+        """Return the settings of the rotary position embedding of queries and keys in `layer`."""
         return self.local_rope if self.local_rope and self.window(layer) else self.rope
 
     def describe_attention(self) -> str:
-        """Return one line that differs whenever the keys and values of two models with equal weights differ.
-
-        The line has the rotation of the keys, and everything else that changes a layer's output, the input of the next
-        layer.
+        """Return one line of text that differs whenever two models with equal weights compute different keys and
+        values, for example by rotation or window.
         """
         parts = [self.rope.describe()]
         windowed = {window for window in self.windows if window}
@@ -107,10 +107,8 @@ class ModelConfig:
 
     @classmethod
     def from_gguf(cls, file: GGUFFile, context: int | None = None) -> Self:
-        """Return the checked hyperparameters of `file`. Raises UnsupportedModel.
-
-        `context`: the greatest length of sequences. It matters only to models with LongRoPE, which rotate differently
-        in a context longer than the one they were first trained on; None: sequences are not longer.
+        """Read and check the hyperparameters of `file`. `context` is the longest sequence in tokens, which matters to
+        models with LongRoPE. Raises UnsupportedModel.
         """
         keys = Hyperparameters(file.metadata)
         family = _family(keys)

@@ -15,7 +15,9 @@ FloatArray = npt.NDArray[np.float64]
 
 
 def rotation(rope: RopeConfig, factors: npt.NDArray[np.float32] | None) -> tuple[FloatArray, float]:
-    """Return radians a token, float64 [dimensions / 2], and the magnitude. `factors`: a divisor for each angle."""
+    """Return the angles by which a token's position rotates each pair of channels, radians a token, float64 [dimensions
+    / 2], and the factor of the rotated pair. `factors` divides each angle.
+    """
     pairs = np.arange(rope.dimensions // 2, dtype=np.float64)
     plain = rope.frequency_base ** (-2.0 * pairs / rope.dimensions)
     if factors is not None:

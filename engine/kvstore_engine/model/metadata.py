@@ -11,29 +11,33 @@ from kvstore_engine.errors import UsageError
 
 
 class UnsupportedModel(UsageError):
-    """A sound GGUF file whose model this engine cannot run; the message names what is unsupported."""
+    """An error: a valid GGUF file has a model that this engine cannot run. The message names what is unsupported."""
 
 
 class Hyperparameters:
-    """The `{architecture}.*` keys of a file, read by the part after the first dot."""
+    """The metadata of a GGUF file whose keys begin with the name of its architecture, read by the rest of the key."""
 
     def __init__(self, metadata: Mapping[str, object]) -> None:
         self._metadata = metadata
         self.architecture = str(metadata.get("general.architecture", ""))
 
     def get(self, key: str) -> object:
-        """Return the value as it is stored, or None."""
+        """Return the value of `key` as it is stored, or None."""
         return self._metadata.get(f"{self.architecture}.{key}")
 
     def count(self, key: str, default: int | None = None) -> int:
-        """Return a positive integer. Raises UnsupportedModel."""
+        """Return the value of `key`, or `default` if it is missing, as a positive integer. Raises UnsupportedModel for
+        anything else.
+        """
         value = self._or(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 31:
             raise UnsupportedModel(f"metadata {self.architecture}.{key} must be a positive integer, is {value!r}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Return a finite number. Raises UnsupportedModel."""
+        """Return the value of `key`, or `default` if it is missing, as a finite number. Raises UnsupportedModel for
+        anything else.
+        """
         value = self._or(key, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
             raise UnsupportedModel(f"metadata {self.architecture}.{key} must be a number, is {value!r}")

@@ -13,26 +13,27 @@ _EMBEDDING, _OUTPUT = "token_embd.weight", "output.weight"
 
 
 def can_interleave(info: TensorInfo) -> bool:
-    """Return whether a tensor is a q8_0 matrix whose rows can be interleaved."""
+    """Return True if the tensor `info` is a q8_0 matrix whose rows can be interleaved in groups of eight."""
     return info.ggml_type == Q8_0 and len(info.shape) == 2 and info.shape[1] % ROWS_TOGETHER == 0
 
 
 def interleaves_q8_0(file: GGUFFile) -> bool:
-    """Return whether the file has q8_0 matrices that this machine's kernels multiply themselves. Raises KernelError."""
+    """Return True if `file` has q8_0 matrices that this engine's kernels multiply faster than ggml on this machine.
+    Raises KernelError.
+    """
     return any(map(can_interleave, file.tensors.values())) and bool(select_kernels().q8_product_address)
 
 
 def order_of_sums(file: GGUFFile) -> str:
-    """Return a name for the order of sums in products whose last bits differ from ggml's, or "".
-
-    Blocks are shared only under one name: quantising a layer's output amplifies differences in a last bit.
+    """Return a name for the way this engine sums the products of the model in `file`, if results differ from ggml's in
+    the last bits; otherwise "". K/V blocks are shared only between engines with an equal name.
     """
     before_output = (info for name, info in file.tensors.items() if name not in (_EMBEDDING, _OUTPUT))
     return _BY_COLUMNS if any(map(can_interleave, before_output)) and interleaves_q8_0(file) else ""
 
 
 def copied_bytes(file: GGUFFile) -> int:
-    """Return the most bytes of copies of matrices, without the mapped file, which the system can drop."""
+    """Return the most bytes of memory that copies of matrices of `file` can take, without the mapped file itself."""
     tensors, types = file.tensors, {Q4_0, Q8_0} if interleaves_q8_0(file) else {Q4_0}
     is_tied = _OUTPUT not in tensors  # else rows of the embeddings are only looked up
     return sum(

@@ -14,12 +14,14 @@ from kvstore_engine.model.metadata import UnsupportedModel
 
 @cache
 def multipliable_types(library: Library) -> frozenset[int]:
-    """Return the types whose matrices the CPU backend of `library` multiplies with activations in f32."""
+    """Return the numbers of the tensor types whose matrices ggml's processor code in `library` can multiply."""
     return frozenset(number for number in TENSOR_TYPES if _knows(library, number) and _multiplies(library, number))
 
 
 def check_quantisation(file: GGUFFile, library: Library) -> None:
-    """Raise UnsupportedModel for the first matrix that `library` cannot multiply with."""
+    """Raise UnsupportedModel if `file` has a matrix of a type that ggml's `library` cannot multiply. The message names
+    the first.
+    """
     supported = multipliable_types(library)
     for tensor in file.tensors.values():
         if len(tensor.shape) > 1 and tensor.ggml_type not in supported:

@@ -43,7 +43,9 @@ class RopeConfig:
     factors: str = ""
 
     def describe(self) -> str:
-        """Return one line that differs whenever rotated keys would differ; part of the cache fingerprint."""
+        """Return one line of text that differs whenever two settings rotate keys differently. It is a part of the
+        fingerprint.
+        """
         line = f"{'neox' if self.neox else 'norm'}/{self.dimensions}"
         line += f"/base={_exact(self.frequency_base)}/scale={_exact(self.frequency_scale)}"
         if self.yarn_extrapolation:
@@ -58,10 +60,9 @@ class RopeConfig:
 def read_rope(
     keys: Hyperparameters, family: Architecture, tensors: Collection[str], head_dim: int, context: int | None
 ) -> tuple[RopeConfig, RopeConfig]:
-    """Return the rotations of layers that see everything, and of windowed layers. Raises UnsupportedModel.
-
-    `context` is the greatest length of sequences, None: no longer than the model was first trained on. LongRoPE has one
-    set of factors up to that length and another for longer contexts, for every sequence.
+    """Return the rotation of layers that see everything, and of layers with a sliding window, as the metadata `keys`
+    say. `tensors` are the names of the file's tensors; `context` is the longest sequence in tokens. Raises
+    UnsupportedModel.
     """
     scaling = keys.get("rope.scaling.type")
     if scaling is not None and scaling not in _SCALINGS:

@@ -19,13 +19,17 @@ _FACTOR_TENSORS = {"freqs": (FREQUENCY_FACTORS,), "long_short": (SHORT_FACTORS, 
 
 
 def layer_parts(config: ModelConfig, layer: int, tensors: Collection[str]) -> Iterator[Part]:
-    """Yield the weights of `layer`: all that its architecture lists, with q, k and v in one or apart."""
+    """Yield the weights of `layer` that the architecture lists and the file's `tensors` contain: q, k and v in one
+    matrix or three.
+    """
     absent = _APART if f"blk.{layer}.{_FUSED}.weight" in tensors else (_FUSED,)
     return (part for part in config.family.parts if part.name not in absent)
 
 
 def check_tensors(file: GGUFFile, config: ModelConfig) -> None:
-    """Check names, shapes, types and alignment. Raises UnsupportedModel with the first difference."""
+    """Raise UnsupportedModel unless `file` has exactly the tensors of the model `config`, in the right shapes, types
+    and alignment.
+    """
     expected = dict(_expected(config, file.tensors.keys()))
     for name, shape in expected.items():
         info = file.tensors.get(name)

@@ -48,7 +48,9 @@ _JOINT = {"attn_qkv": ("attn_q", "attn_k", "attn_v"), "ffn_up": ("ffn_gate", "ff
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One transformer layer; norms as ggml tensor handles. A part that its architecture does not have is 0."""
+    """The weights of one transformer layer, norms as addresses of ggml tensors. A part that the architecture does not
+    have is 0.
+    """
 
     attn_norm: int
     attn_output: Linear
@@ -67,10 +69,8 @@ class LayerWeights:
 
 
 class Model:
-    """Configuration plus weights as ggml tensors. Immutable; several executors may share it.
-
-    `file` stays open for the model's life: weights that are not copied are read in place. `interleaves_q8_0`: the
-    engine's own kernels multiply q8_0 matrices.
+    """A model's configuration and its weights as ggml tensors. Several executors may share it. `file` stays open,
+    because weights that are not copied are read in place.
     """
 
     def __init__(self, file: GGUFFile, library: Library, *, repack: bool = True, context: int | None = None) -> None:
@@ -239,8 +239,7 @@ class Model:
 def load_model(
     file: GGUFFile, library: Library | None = None, *, repack: bool = True, context: int | None = None
 ) -> Model:
-    """Return the model in `file`, ready to run; it takes over `file`. Raises UnsupportedModel, GGMLError, KernelError.
-
-    `context`: the greatest length of sequences, see `ModelConfig.from_gguf`.
+    """Load the model in `file`, which the model closes later. `context` is the longest sequence in tokens. Raises
+    UnsupportedModel, GGMLError or KernelError.
     """
     return Model(file, library or load_library(), repack=repack, context=context)

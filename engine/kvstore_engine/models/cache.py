@@ -17,7 +17,7 @@ from kvstore_proto.replaced_file import replaced_file
 
 
 def cache_root() -> Path:
-    """Return `$XDG_CACHE_HOME/kvstored`, or `~/.cache/kvstored`; it may not exist yet."""
+    """Return the folder for cached files, `$XDG_CACHE_HOME/kvstored` or `~/.cache/kvstored`. It need not exist yet."""
     home = os.environ.get("XDG_CACHE_HOME", "")
     # The XDG specification: a relative path is invalid and must be ignored.
     base = Path(home) if os.path.isabs(home) else Path.home() / ".cache"
@@ -25,7 +25,9 @@ def cache_root() -> Path:
 
 
 def models_directory() -> Path:
-    """Return the models' folder, created if needed. Raises OperationError if that fails."""
+    """Return the folder in which fetched models are kept, which is made if needed. Raises OperationError if that
+    fails.
+    """
     directory = cache_root() / "models"
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -38,9 +40,8 @@ def models_directory() -> Path:
 
 @contextlib.contextmanager
 def exclusive(target: Path) -> Iterator[None]:
-    """Hold the lock for producing `target`, so that a second process waits and then finds it done.
-
-    The lock file stays: deleting it would let two processes hold locks on two different files of one name.
+    """Return a context manager that holds a lock on making the file `target`, so that a second process waits and then
+    finds it made. The lock file stays.
     """
     lock = target.with_name(f".{target.name}.lock")
     with open(lock, "a") as handle:
@@ -54,7 +55,9 @@ def exclusive(target: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def appearing(target: Path) -> Iterator[BinaryIO]:
-    """Yield a file that becomes `target` if the block ends without an error, and is removed otherwise."""
+    """Return a context manager that gives a file to write. It becomes `target` if the block ends without an error, and
+    is deleted otherwise.
+    """
     try:
         with replaced_file(target, mode=0o644, is_shared=True) as file:
             yield file

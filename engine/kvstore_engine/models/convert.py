@@ -63,7 +63,9 @@ def convert(source: Path, target_type: str, folder: Path | None = None, digest: 
 
 
 def converted_path(source: Path, target_type: str, folder: Path, digest: str) -> Path:
-    """Return the path of `convert`'s result for a source of this digest."""
+    """Return the path in `folder` of the converted file for `source` with the digest `digest` and matrices of
+    `target_type`.
+    """
     return folder / f"{source.stem}.{target_type}-{digest[:12]}.gguf"
 
 

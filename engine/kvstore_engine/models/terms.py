@@ -16,9 +16,7 @@ _HIDDEN, _BREAKING = ("script", "style"), ("p", "li", "h1", "h2", "h3", "h4", "d
 
 
 def plain_text(page: str) -> str:
-    """Return the text of the article in an HTML page: from its first heading to the article's end; all of it if it has
-    none.
-    """
+    """Return the text of the article in the HTML `page`, from its first heading on; all text if there is no heading."""
     start = max(page.find("<h1"), 0)
     end = page.find("</article>", start)
     reader = _Text()
@@ -28,7 +26,9 @@ def plain_text(page: str) -> str:
 
 
 def ask_on_terminal(model: KnownModel, text: str) -> None:
-    """Show the terms on stderr and ask. Raises UsageError unless the answer is yes; also where there is no terminal."""
+    """Print the terms `text` of `model` and ask the user. Raises UsageError unless the answer is yes, and if there is
+    no terminal.
+    """
     print(text, file=sys.stderr)
     if not (sys.stdin is not None and sys.stdin.isatty()):
         raise UsageError(
@@ -41,7 +41,7 @@ def ask_on_terminal(model: KnownModel, text: str) -> None:
 
 
 def agree(model: KnownModel, text: str) -> None:
-    """Show the terms on stderr, to which the user has agreed on the command line."""
+    """Print the terms `text` of `model`, to which the user has agreed by an option."""
     print(text, file=sys.stderr)
     print(f"{model.name}: you agreed to these terms with --accept-terms", file=sys.stderr)
 

@@ -18,7 +18,9 @@ QUANTILES = (0.5, 0.9, 0.95, 0.99, 0.999)
 
 
 class Histogram:
-    """A histogram of values of 0 and more. Some 1,400 buckets hold everything from a microsecond to a second."""
+    """A histogram of numbers of 0 and more, whose buckets grow with the value, so that quantiles are off by a fixed
+    small share.
+    """
 
     def __init__(self, values: Iterable[float] = ()) -> None:
         self.count, self.sum = 0, 0.0
@@ -29,7 +31,7 @@ class Histogram:
             self.add(value)
 
     def add(self, value: float) -> None:
-        """Count `value`. Raises ValueError where it is below 0 or not finite: the caller has a bug then."""
+        """Count `value`. Raises ValueError if it is negative or not finite."""
         if not 0 <= value < math.inf:
             raise ValueError(f"{value} is no duration")
         self.count += 1
@@ -46,7 +48,7 @@ class Histogram:
         return self.sum / self.count if self.count else 0.0
 
     def quantile(self, share: float) -> float:
-        """Return the least value that at least `share` of all values do not exceed (nearest rank); 0 without values."""
+        """Return the least value that a `share` (0 to 1) of all values do not exceed; 0 if there are none."""
         if not 0 <= share <= 1:
             raise ValueError(f"{share} is no share: 0 to 1")
         if not self.count:
@@ -67,7 +69,7 @@ class Histogram:
         raise AssertionError("the buckets hold fewer values than were counted")
 
     def cumulative(self) -> list[tuple[float, float]]:
-        """Return points (value, share of all values up to it), for a curve."""
+        """Return the points of the cumulative curve: a value, and the share of all values up to it."""
         if not self.count:
             return []
         seen = self._zeros
@@ -78,7 +80,7 @@ class Histogram:
         return points
 
     def as_json(self) -> dict[str, float]:
-        """Return count, mean, quantiles by name ("p50", "p99.9") and the extremes."""
+        """Return the count, the mean, the extremes and the quantiles by name, such as "p50", as a dictionary."""
         named = {f"p{share * 100:g}": self.quantile(share) for share in QUANTILES}
         return {
             "count": self.count,

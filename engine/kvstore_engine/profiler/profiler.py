@@ -40,7 +40,7 @@ class _Blocks:
 
 
 class Profiler(Observer):
-    """An observer that counts. Pass it to the engine; call `as_json` at any time."""
+    """An observer that counts and sums an engine's events."""
 
     def __init__(self) -> None:
         self.latency = {name: Histogram() for name in _LATENCIES}
@@ -120,7 +120,7 @@ class Profiler(Observer):
         return max(0.0, self._end_s - self._begin_s) if self._begin_s is not None else 0.0
 
     def as_json(self) -> dict[str, object]:
-        """Return everything, in seconds and tokens, without rounding."""
+        """Return all figures so far as a dictionary, in seconds and tokens."""
         seconds, blocks = self.seconds, self._blocks
         per_second = (lambda count: count / seconds) if seconds else (lambda count: 0.0)
         mean_used = blocks.weighted_used / blocks.seconds if blocks.seconds else 0.0

@@ -30,7 +30,9 @@ Key = tuple[str, int]
 
 
 class TraceFile:
-    """A trace file for a profile viewer. Times are seconds of any one clock; the first one written becomes 0."""
+    """A writer of a trace file in Chrome's format. Times are seconds of any one clock; the first one written
+    becomes 0.
+    """
 
     def __init__(self, path: Path) -> None:
         """Create `path`. Raises OperationError if that fails."""
@@ -45,16 +47,14 @@ class TraceFile:
         self._groups: dict[str, int] = {}
 
     def group(self, name: str) -> int:
-        """Return the number of a group of tracks ("process" in the format), made on first use."""
+        """Return the number of the group of tracks called `name`, which is made on first use."""
         if name not in self._groups:
             number = self._groups[name] = len(self._groups) + 1
             self._name("process", number, 0, name, number)
         return self._groups[name]
 
     def track(self, group: str, name: str) -> tuple[int, int]:
-        """Return the numbers of a track ("thread"), made on first use; tracks are shown in the order of their
-        making.
-        """
+        """Return the numbers of the group and of the track `name` in it, which are made on first use."""
         pid = self.group(group)
         key = (pid, name)
         if key not in self._tracks:
@@ -63,25 +63,25 @@ class TraceFile:
         return pid, self._tracks[key]
 
     def span(self, track: tuple[int, int], name: str, begin_s: float, end_s: float, **details: object) -> None:
-        """Write an event that has a duration."""
+        """Write an event on `track` that lasted from `begin_s` to `end_s`. `details` are shown with it."""
         length = max(0.0, end_s - begin_s)
         self._write(
             {"ph": "X", "name": name, **self._at(track, begin_s), "dur": round(length * _US, 3), "args": details}
         )
 
     def instant(self, track: tuple[int, int], name: str, at_s: float, **details: object) -> None:
-        """Write an event at one moment."""
+        """Write an event on `track` at the time `at_s`. `details` are shown with it."""
         self._write({"ph": "i", "s": "t", "name": name, **self._at(track, at_s), "args": details})
 
     def counter(self, group: str, name: str, at_s: float, **values: float) -> None:
-        """Write the values that some quantities have from now on."""
+        """Write the new values of quantities, given by name in `values`, at the time `at_s`."""
         self._write({"ph": "C", "name": name, **self._at((self.group(group), 0), at_s), "args": values})
 
     def flush(self) -> None:
         self._file.flush()
 
     def close(self) -> None:
-        """Complete the file. Idempotent."""
+        """Write the end of the file and close it. A second call does nothing."""
         if not self._file.closed:
             self._file.write("\n]}\n")
             self._file.close()
@@ -114,7 +114,9 @@ class _Drawn:
 
 
 class TracingObserver(Observer):
-    """An observer that writes to `path` until `close`. Raises OperationError if the file cannot be written."""
+    """An observer that writes an engine's events to the trace file `path` until `close`. Raises OperationError if the
+    file cannot be written.
+    """
 
     def __init__(self, path: Path) -> None:
         self._file = TraceFile(path)

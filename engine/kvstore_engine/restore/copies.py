@@ -21,23 +21,24 @@ if TYPE_CHECKING:
 
 
 class PoolLoad(Protocol):
-    """Blocks on their way into the pool."""
+    """A copy of stored blocks into the pool that has begun. The lease on the blocks must last until `finish`."""
 
     def finish(self) -> bool:
-        """Wait for all copies. Return whether the blocks are there, which is so if their lease was valid at the end.
-        Never raises; may be called again.
+        """Wait for all copies. Return True if the blocks are in the pool and the lease was valid to the end. It does
+        not raise and may be called again.
         """
         ...
 
     @property
     def seconds(self) -> float | None:
-        """The seconds that the copies took, once the load is finished; None if the caller must time them."""
+        """The seconds that the copies took, once the load is finished; None if the caller must measure them."""
         ...
 
 
 class PoolCopies(Protocol):
-    """The copies of one pool. `waits_by_layer`: a step that begins before a load is finished waits for each layer by
-    itself, and counts only if the load turns out to be good. `device`: the device to connect sessions with.
+    """The way to copy blocks between the daemon's memory and one pool. If `waits_by_layer`, a step may begin before a
+    load is finished and waits for each layer itself. `device` is the device memory with which to open sessions, or
+    None.
     """
 
     @property
@@ -46,15 +47,19 @@ class PoolCopies(Protocol):
     def device(self) -> DeviceMemory | None: ...
 
     def load(self, lease: KvLease, blocks: Sequence[tuple[int, list[int]]]) -> PoolLoad:
-        """Begin to copy the lease's blocks; each is given with the engine blocks that it fills, in token order."""
+        """Begin to copy blocks of `lease` into the pool, and return the load. Each entry of `blocks` is a block's
+        number in the lease with the pool blocks that it fills, in token order.
+        """
         ...
 
     def payload(self, table: list[int]) -> Payload:
-        """Return a function that writes the storage block in the engine blocks `table` to a put's slot."""
+        """Return a function that writes the storage block in the pool blocks `table` into the slot of a put."""
         ...
 
     def decoding(self, is_decoding: bool) -> None:
-        """Note before each step whether it continues answers. Copies that no request waits for leave the link to it."""
+        """Note before each step whether it computes next tokens of answers. Copies that no request waits for then leave
+        the link to the device free.
+        """
         ...
 
 
@@ -68,8 +73,8 @@ class _Copied:
 
 
 class HostPoolCopies:
-    """Copies that read leases and fill slots as arrays in host memory, through the pool's own copies. A load ends in
-    `load`.
+    """Copies between the daemon's shared memory and a pool in host memory, by the processor. A load is finished when
+    `load` returns.
     """
 
     waits_by_layer, device = False, None
@@ -85,4 +90,4 @@ class HostPoolCopies:
         return partial(self._pool.gather_block, table)
 
     def decoding(self, is_decoding: bool) -> None:
-        """Do nothing: copies in host memory use no link."""
+        """Do nothing, because copies in host memory use no link to a device."""

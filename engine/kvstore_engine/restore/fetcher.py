@@ -21,11 +21,10 @@ Order = Literal["front", "back"]
 
 @dataclass(slots=True, eq=False)
 class Fetch:
-    """One lookup with the lease that it got. Once `done`, `lease` is on the leading blocks that are mapped, for the
-    engine to release, or None with the `failure`. If some are not mapped, `tiers` has the tier of each resident block,
-    and `estimated_load_s` the daemon's estimate for mapping them, in seconds. `due_s`: when the answer is due, unless
-    it waits for a thread. Where windowed layers have blocks of their own, `lease` ends where both can resume, `window`
-    is on their blocks there, from number `window_first` on, and without both there is the `reason`.
+    """The answer to one lookup of a prefix. Once `done`, `lease` covers the first blocks that are mapped, or is None
+    with the `failure`. If later blocks are in slower tiers, `tiers` names the tier of each block, and
+    `estimated_load_s` is the daemon's estimate in seconds. `due_s` is when the answer is due. For layers with a sliding
+    window, `window` is the lease on their blocks from number `window_first` on; without it, `reason` says why.
     """
 
     begun_s: float
@@ -46,13 +45,13 @@ class Fetch:
         return self.done
 
     def release(self) -> None:
-        """End the lease, if there is one; the one of windows goes on."""
+        """End `lease`, if there is one. The lease `window` goes on."""
         lease, self.lease = self.lease, None
         if lease is not None:
             lease.__exit__(None, None, None)
 
     def close(self) -> None:
-        """End all leases."""
+        """End both leases, if there are any."""
         self.release()
         window, self.window = self.window, None
         if window is not None:
@@ -61,8 +60,8 @@ class Fetch:
 
 @dataclass(slots=True)
 class ArrivedBlocks:
-    """Blocks first, first + 1, … of a prefix, readable since `at_s`. `copied`: the number of leading ones that need no
-    more work.
+    """Blocks of a prefix, from number `first` on, that a stream has made readable at the time `at_s` (seconds). The
+    first `copied` of them need no more work.
     """
 
     first: int
@@ -73,9 +72,9 @@ class ArrivedBlocks:
 
 @dataclass(slots=True, eq=False)
 class BlockStream:
-    """Blocks of one prefix on their way, in some order. `arrived`: the blocks that the engine has not taken yet.
-    `tiers`: where each block was, known once the daemon has answered. Once `done`, no more arrive; `reason` says
-    why.
+    """Blocks of one prefix that the daemon loads from slower tiers, one after another. `arrived` has the blocks that
+    the engine has not taken yet, `tiers` the tier of each block once the daemon has answered. Once `done`, no more
+    arrive, and `reason` says why.
     """
 
     begun_s: float
@@ -92,14 +91,18 @@ class BlockStream:
 
 
 class Awaited(Protocol):
-    """An answer that `Fetcher.wait` waits for."""
+    """An answer from the daemon for which `Fetcher.wait` can wait. `has_news` is True if something has arrived or it
+    has ended.
+    """
 
     @property
     def has_news(self) -> bool: ...
 
 
 class Fetcher:
-    """The threads that wait for the daemon, for up to `threads` answers at a time; further requests are queued."""
+    """A pool of `threads` threads that ask the daemon for stored blocks and wait for its answers; further requests are
+    queued.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter, threads: int = _THREADS) -> None:
         self._clock = clock
@@ -110,8 +113,9 @@ class Fetcher:
     def request(
         self, session: KvSession, tokens: Tokens, *, max_blocks: int, deadline_s: float, window_tokens: int = 0
     ) -> Fetch:
-        """Start a lookup of the first `max_blocks` blocks of `tokens`, which must not change afterwards.
-        `window_tokens`: of windowed layers that have blocks of their own.
+        """Start to look up the first `max_blocks` blocks of `tokens` in `session`, and return the answer to come.
+        `deadline_s` is in seconds. `window_tokens` is the window of layers whose blocks are stored apart, 0 if there
+        are none. The tokens must not change afterwards.
         """
         now = self._clock()
         fetch = Fetch(now, now + deadline_s)
@@ -121,19 +125,21 @@ class Fetcher:
     def stream(
         self, session: KvSession, tokens: Tokens, *, max_blocks: int, deadline_s: float, order: Order = "back"
     ) -> BlockStream:
-        """Start to load the first `max_blocks` blocks of `tokens`, by default from the last one down."""
+        """Start to load the first `max_blocks` blocks of `tokens` from slower tiers, and return the stream. `order`
+        "back" begins with the last block.
+        """
         stream = BlockStream(self._clock())
         self._pool().submit(self._load, stream, session, tokens, max_blocks, deadline_s, order)
         return stream
 
     def take(self, stream: BlockStream) -> list[ArrivedBlocks]:
-        """Return the blocks that have arrived since the last call."""
+        """Return the blocks of `stream` that have arrived since the last call."""
         with self._changed:
             arrived, stream.arrived = stream.arrived, []
         return arrived
 
     def drop(self, dropped: Fetch | BlockStream) -> None:
-        """Discard the answers, and release their leases, also of later answers."""
+        """Discard the answer or stream `dropped`, and release its leases, also leases that arrive later."""
         with self._changed:
             dropped.is_dropped = True
             source = dropped.source if isinstance(dropped, BlockStream) else None
@@ -144,20 +150,18 @@ class Fetcher:
             dropped.close()
 
     def wait(self, awaited: Iterable[Awaited], timeout_s: float) -> None:
-        """Wait until one of `awaited` has news, or for `timeout_s` seconds. The caller can also end the wait with
-        `notify`.
-        """
+        """Wait until one of `awaited` has news or `notify` is called, at most `timeout_s` seconds."""
         known = list(awaited)
         with self._changed:
             self._changed.wait_for(lambda: any(each.has_news for each in known), timeout_s)
 
     def notify(self) -> None:
-        """Wake waiting threads."""
+        """Wake the threads that are in `wait`, so that they look again."""
         with self._changed:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Wait for the threads; each request has a deadline."""
+        """Wait until the threads have ended; each request has a deadline. Queued requests are dropped."""
         if self._threads is not None:
             self._threads.shutdown(wait=True, cancel_futures=True)
             self._threads = None
@@ -224,8 +228,9 @@ class Fetcher:
 
 
 def look_up_prefix(fetch: Fetch, session: KvSession, tokens: Tokens, max_blocks: int, deadline_s: float) -> None:
-    """Let `fetch` have the lease on the leading blocks that are mapped, and the tiers of the others. One that has a
-    window needs all `max_blocks` blocks.
+    """Look up the first `max_blocks` blocks of `tokens`. `fetch` gets the lease on the mapped ones and the tiers of the
+    others. If `fetch` has a lease on a window already, all `max_blocks` blocks must be stored; otherwise its leases are
+    ended with a reason.
     """
     size = session.block_tokens
     lease = session.get(tokens, max_blocks=max_blocks, deadline_s=deadline_s, promote=False).__enter__()
@@ -241,8 +246,9 @@ def look_up_prefix(fetch: Fetch, session: KvSession, tokens: Tokens, max_blocks:
 def look_up_window(
     fetch: Fetch, session: KvSession, tokens: Tokens, max_blocks: int, deadline_s: float, window_tokens: int
 ) -> int:
-    """Let `fetch` have the lease on the blocks of windowed layers with which the longest prefix that is stored can be
-    resumed. Return the number of blocks of that prefix.
+    """Find the longest stored prefix of `tokens` that layers with a window of `window_tokens` can resume, and lease
+    their blocks for `fetch`. Return the number of blocks of that prefix; 0 if there is none, with the reason in
+    `fetch`.
     """
     point, size = session.resume_point(tokens, max_blocks=max_blocks, deadline_s=deadline_s), session.block_tokens
     fetch.reason = str(point.reason)

@@ -26,12 +26,10 @@ def model_fingerprint(
     block_tokens: int = STORAGE_BLOCK_TOKENS,
     divided: bool = False,
 ) -> Fingerprint:
-    """Return the fingerprint for `config` with K/V kept as `kv_dtype` in `layout`, `kv_row_bytes` for one token's K.
-
-    `order_of_sums`: `model.order_of_sums` of the file; with the digest it identifies the products of the weights.
-
-    `divided`: windowed layers have a pool, and so a group, of their own; otherwise all layers form one group, and a
-    prefix is restored as a whole. Raises FingerprintError if `block_tokens` is no multiple of `engine_block_tokens`.
+    """Return the fingerprint of a model: everything that its K/V bytes depend on except the tokens. `kv_row_bytes` are
+    the bytes of one token's K in one layer, kept as `kv_dtype` in `layout`. `order_of_sums` names how products are
+    summed (`model.order_of_sums`). `divided` gives windowed layers a layer group of their own. Raises FingerprintError
+    if `block_tokens` is no multiple of `engine_block_tokens`.
     """
     windowed = config.windowed_layers if divided else ()
     full = LayerGroup(

@@ -9,8 +9,8 @@ from kvstore_engine.devices import CPU
 
 
 def profile_path(folder: Path, weights_digest: str, threads: int, device: str = CPU, part: str = "") -> Path:
-    """Return the file for the model `weights_digest`, run by `threads` threads and `device` on this machine, in the
-    cache folder `folder`. `part`: a part of the model that has costs of its own.
+    """Return the path below the cache `folder` of the file that keeps the measured costs of one model with `threads`
+    threads and `device` on this machine. `part` names a part of the model with costs of its own.
     """
     machine = hashlib.blake2b(_processor().encode(), digest_size=4).hexdigest()
     beside = "" if device == CPU else f"-{device.replace(':', '')}"

@@ -27,8 +27,8 @@ _FEW_CHUNKS = 2  # that the expectation counts for beside what a stream has show
 
 @dataclass(slots=True, eq=False)
 class StreamTimes:
-    """The observations of a stream. `seconds`: for each tier, the time after the opening at which its last chunk
-    came.
+    """The measured times of a stream of chunks (storage blocks) in seconds: when it opened, when the last chunk came,
+    and for each tier the time from the opening to its last chunk.
     """
 
     opened_s: float
@@ -40,8 +40,8 @@ class StreamTimes:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class RestoreProgress:
-    """The progress of one prefix. `tiers`: where each chunk is, from storage block `first` on. `learned` estimates
-    which loads pay, and learns.
+    """The progress of restoring one prefix whose chunks (storage blocks) are partly loaded and partly computed. `tiers`
+    names the tier of each chunk, from block `first` on. `learned` predicts times and learns from the measured ones.
     """
 
     chunk_tokens: int
@@ -65,7 +65,9 @@ class RestoreProgress:
     work: list[Work] = field(default_factory=list)
 
     def decide(self, prefix: StoredPrefix, costs: RestoreCosts, *, loads_all: bool = False) -> RestorePlan:
-        """Plan what to load of `prefix` and what to compute; all is loaded if `loads_all`."""
+        """Choose by `costs` which chunks of `prefix` to load and which to compute, and return that plan. With
+        `loads_all` everything is loaded.
+        """
         plans = plans_by_axis(prefix, costs)
         self.costs = costs
         self.alone = plans["load"].finish_s, plans["compute"].finish_s
@@ -73,13 +75,11 @@ class RestoreProgress:
         return self.plan
 
     def open(self, stream: BlockStream, now_s: float) -> None:
-        """Note that `stream` brings chunks from now on."""
+        """Note that `stream` began to bring chunks at the time `now_s`."""
         self.stream, self.stream_times = stream, StreamTimes(now_s, now_s)
 
     def note_arrival(self, first: int, tiers: tuple[str, ...], at_s: float) -> None:
-        """Note that storage blocks first, first + 1, … have arrived from `tiers`; mapped blocks do not show a stream's
-        speed.
-        """
+        """Note that the storage blocks from number `first` on arrived at the time `at_s`, one from each of `tiers`."""
         link = self.stream_times
         if link is None:
             return
@@ -92,17 +92,19 @@ class RestoreProgress:
         link.last_s = at_s
 
     def note_step(self, first: int, tokens: int, begin_s: float, end_s: float) -> None:
-        """Note that a step computed `tokens` tokens from position `first` on."""
+        """Note that a step computed `tokens` tokens from position `first` on, from `begin_s` to `end_s`."""
         self.compute_s += end_s - begin_s
         self.note("compute", first, tokens, begin_s, end_s)
 
     def note(self, kind: WorkKind, first: int, tokens: int, begin_s: float, end_s: float) -> None:
-        """Add a piece of work to the record."""
+        """Record a piece of work: `tokens` tokens from position `first` on, done from `begin_s` to `end_s`."""
         if len(self.work) < WORK_ITEMS:
             self.work.append(Work(kind, first, tokens, begin_s, end_s))
 
     def learn_link(self, end_s: float | None = None) -> None:
-        """Learn from the stream that has ended, at `end_s` or with its last chunk."""
+        """Learn the speed of each tier from the stream, which ended at `end_s`, or with its last chunk if that is
+        None.
+        """
         link, self.stream, self.stream_times = self.stream_times, None, None
         if link is None:
             return
@@ -113,8 +115,8 @@ class RestoreProgress:
             self.learned.observe_load(tier, self.chunk_bytes, seconds, beside_computing=beside)
 
     def left_s(self, chunk: int = 0) -> float:
-        """Return the predicted seconds until the links are done with `chunk` and all after it, once they work for this
-        prefix; infinity if the stream stalls.
+        """Return the predicted seconds until `chunk` and all stored chunks after it are loaded; infinity if the stream
+        has stalled.
         """
         left, link = Counter(self.tiers[each] for each in self.pointers.stored(chunk)), self.stream_times
         seconds = max((count * self._load_s(tier) for tier, count in left.items()), default=0.0)
@@ -129,8 +131,8 @@ class RestoreProgress:
         return max(0.0, seconds - silent_s)
 
     def is_overtaken(self, chunk: int, computing_s: float) -> bool:
-        """Return whether computing up to the end of `chunk`, which takes `computing_s` alone, is expected to end before
-        the links have loaded it.
+        """Return True if computing up to the end of `chunk`, which takes `computing_s` seconds alone, is expected to
+        end before that chunk is loaded.
         """
         assert self.costs is not None and self.plan is not None
         left_s = self.left_s(chunk)
@@ -141,7 +143,9 @@ class RestoreProgress:
         return computing_s * self.costs.contention.compute * _CAUTION <= left_s
 
     def recorded(self, request_id: str, ended_s: float, actual_s: float | None, reason: str) -> RestorationRecord:
-        """Return the record of a request's plan and result; all was present `actual_s` after the plan."""
+        """Return the record of the request's plan and result for observers. `actual_s` is the time from the plan until
+        everything was present, or None.
+        """
         return RestorationRecord(
             request_id=request_id,
             index=0,

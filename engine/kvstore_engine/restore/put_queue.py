@@ -27,15 +27,16 @@ _MOST_HINTS, _MOST_DUE = 256, 64  # hints that wait beside them; further ones ar
 
 
 class BlockSender(Protocol):
-    """The part of `BlockCopies` that reads blocks."""
+    """An object that can write a pool's blocks into the slot of a put; see `PoolCopies.payload`."""
 
     def payload(self, table: list[int]) -> Payload: ...
 
 
 @dataclass(slots=True, eq=False)
 class QueuedPut:
-    """Storage blocks from `first_block` on of the sequence `tokens`, each in the engine blocks of one of `tables`.
-    `windows`: the payloads of windowed layers by block, of the blocks that they still have.
+    """Storage blocks to put into the daemon: the blocks of the sequence `tokens` from number `first_block` on, each in
+    the pool blocks of one of `tables`. `windows` maps block numbers to payloads of layers with a sliding window.
+    `statuses` and `failure` are set when it has ended.
     """
 
     session: KvSession
@@ -50,7 +51,7 @@ class QueuedPut:
 
     @property
     def reason(self) -> str:
-        """The reason why not all of them were stored; "" if they were."""
+        """The reason why not all blocks were stored; "" if all were."""
         if self.failure:
             return self.failure
         if not self.statuses:
@@ -64,8 +65,9 @@ class QueuedPut:
 
 @dataclass(slots=True, eq=False)
 class QueuedHint:
-    """A hint for the chain `tokens`, whole blocks: an answer of `answer_tokens` has ended with it, or a waiting request
-    will need it in about `due_in_s` seconds. `next_step()`, called when it is sent, says what follows the answer.
+    """A hint for the daemon's eviction about the whole blocks of `tokens`: an answer of `answer_tokens` tokens has
+    ended with them, or a waiting request needs them in about `due_in_s` seconds. `next_step` is called when the hint is
+    sent and returns what follows the answer.
     """
 
     session: KvSession
@@ -76,7 +78,9 @@ class QueuedHint:
 
 
 class PutQueue:
-    """The queue of puts and hints, one after another. `copies` read the bytes."""
+    """A queue of puts and hints to the daemon, sent one after another by a thread. `copies` reads the blocks from the
+    pool.
+    """
 
     def __init__(self, copies: BlockSender, clock: Callable[[], float] = time.perf_counter) -> None:
         self._copies = copies
@@ -99,22 +103,22 @@ class PutQueue:
 
     @property
     def is_full(self) -> bool:
-        """True if the daemon is behind: offer further blocks later, or not at all."""
+        """True if too many puts wait: the caller should offer no more for now."""
         return self._puts >= _MOST_WAITING
 
     def offer(self, put: QueuedPut) -> None:
-        """Queue `put`; `settle` hands it to the thread."""
+        """Add `put` to the queue. `settle` passes it to the thread."""
         self._waiting.append(put)
         self._puts += 1
 
     def hint(self, hint: QueuedHint) -> None:
-        """Queue `hint`. It is sent after the puts offered before, since it is about their blocks."""
+        """Add `hint` to the queue, behind the puts of its blocks. It is dropped if too many hints wait."""
         if len(self._waiting) - self._puts < (_MOST_HINTS if hint.due_in_s is None else _MOST_DUE):
             self._waiting.append(hint)
 
     def settle(self, patience_s: float, *, everything: bool = False) -> None:
-        """Hand over the next put if the thread is idle, or all with `everything`, and wait for it up to `patience_s`
-        seconds.
+        """Pass the next put to the thread if that is idle, or all puts with `everything`, and wait up to `patience_s`
+        seconds for its end.
         """
         if not self._idle.is_set() and not everything:
             self._is_patient = False
@@ -139,7 +143,7 @@ class PutQueue:
             self._idle.wait(patience_s)
 
     def finished(self) -> list[QueuedPut]:
-        """Return the puts that have ended since the last call; their blocks may be freed."""
+        """Return the puts that have ended since the last call. The caller may free their blocks."""
         done = []
         while True:
             try:
@@ -152,12 +156,12 @@ class PutQueue:
         return done
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until the thread is idle, or for `timeout_s` seconds."""
+        """Wait until the thread has nothing to do, at most `timeout_s` seconds."""
         self._idle.wait(timeout_s)
 
     def close(self) -> list[QueuedPut]:
-        """Finish the puts that were handed over, give up the rest and stop. Return the puts whose blocks may be
-        freed.
+        """Finish the puts that the thread has, give up those still in the queue, and end the thread. Return all puts
+        whose blocks may be freed.
         """
         given_up = [each for each in self._waiting if isinstance(each, QueuedPut)]
         self._waiting.clear()

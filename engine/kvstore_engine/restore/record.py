@@ -24,10 +24,8 @@ PLAN_REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A piece of work: `tokens` tokens from position `first` on were computed in a step, or loaded: readable at
-    `end_s`.
-
-    kind "states": the loaded data are the hidden states from which a stage computes.
+    """A piece of work of a restoration: `tokens` tokens from position `first` on were computed, or loaded and readable
+    at `end_s`. The kind "states" means that hidden states for a pipeline stage were loaded.
     """
 
     kind: WorkKind
@@ -86,11 +84,11 @@ class RestorationRecord:
 
     @property
     def stored(self) -> int:
-        """The number of chunks that were found in some tier."""
+        """The number of chunks that some tier had."""
         return sum(self.tiers.values())
 
     def as_json(self) -> dict[str, object]:
-        """Return everything; the times of `work` count from the plan."""
+        """Return all fields as a dictionary for JSON. Times in `work` count from the plan, in seconds."""
         kept = asdict(self)
         kept["work"] = [
             {**asdict(each), "begin_s": each.begin_s - self.planned_s, "end_s": each.end_s - self.planned_s}
@@ -106,8 +104,8 @@ class RestorationRecord:
 
 @dataclass(slots=True)
 class RestorationTotals:
-    """The sums over all restorations since the start. The two times count restorations that were loaded at least in
-    part.
+    """Sums over all restorations since the start. `predicted_s` and `actual_s` count only restorations that loaded
+    something to the end.
     """
 
     by_plan: dict[str, int] = field(default_factory=lambda: {"load": 0, "compute": 0, "tokens": 0, "mapped": 0})
@@ -119,7 +117,7 @@ class RestorationTotals:
 
 
 class RestorationLog:
-    """The records of one engine."""
+    """The last 64 restoration records of an engine, and sums over all."""
 
     def __init__(self) -> None:
         self._records: deque[RestorationRecord] = deque(maxlen=RECORDS)
@@ -136,16 +134,15 @@ class RestorationLog:
             totals.actual_s += record.actual_s
 
     def last(self, count: int) -> list[RestorationRecord]:
-        """Return the last `count` records that are kept, the latest first."""
+        """Return the last `count` records, the latest first; at most 64 are kept."""
         return list(reversed(self._records))[: max(0, count)]
 
 
 @dataclass(frozen=True, slots=True)
 class RestoreReport:
-    """The restored part of a request. `reason` explains why no more was restored.
-
-    lookup_s: until the first answer; restore_s: the rest, promotion and copies. The two estimates are the compared ones
-    (see `plan`).
+    """The figures of one prompt's restoration. `lookup_s` is the time until the daemon's first answer, `restore_s` the
+    time after it. `estimated_load_s` and `estimated_compute_s` are the two predictions that were compared. `reason`
+    says why no more was restored.
     """
 
     tokens: int = 0
@@ -160,9 +157,8 @@ class RestoreReport:
 
 @dataclass(frozen=True, slots=True)
 class StoreReport:
-    """The stored part of a request, in blocks, by the statuses of a put.
-
-    store_s: the time in puts, for which generation did not wait.
+    """The numbers of blocks of one request by the status of their put. `store_s` is the time that puts took, in
+    seconds; generation did not wait for it.
     """
 
     stored: int = 0

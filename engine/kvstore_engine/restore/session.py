@@ -22,10 +22,9 @@ NextStep = Literal["tool_call", "end_of_turn", "closed"]
 
 
 class KvLease(Protocol):
-    """A right to read `len(lease)` leading storage blocks in place; empty on a miss, with the reason.
-
-    After a get without promotion: `resident_blocks` leading blocks are stored in some tier, and mapping all of them
-    would take about `estimated_load_s`.
+    """A right to read the first `len(lease)` of the requested storage blocks in the daemon's memory; if it is empty,
+    `reason` says why. After a get without promotion, the first `resident_blocks` blocks are stored in some tier, and
+    mapping them all would take about `estimated_load_s` seconds.
     """
 
     @property
@@ -45,8 +44,8 @@ class KvLease(Protocol):
 
 
 class KvResumePoint(Protocol):
-    """The longest boundary at which every group of layers can resume, behind `blocks` storage blocks; `reason`: why not
-    later.
+    """The longest stored prefix, of `blocks` storage blocks, after which every layer group can go on computing.
+    `reason` says why it is not longer.
     """
 
     @property
@@ -56,9 +55,9 @@ class KvResumePoint(Protocol):
 
 
 class KvLookup(Protocol):
-    """The stored part of a prefix: the tier of each requested block, "absent" if there is none. `load_s`: for each
-    resident leading block, the seconds that it adds to loading them all, as the daemon expects; empty if it does not
-    know.
+    """The tiers in which a prefix is stored: `tiers` names one for each requested block, "absent" if it is not stored.
+    `load_s` gives the seconds that each stored leading block adds to loading them all, as the daemon expects; it is
+    empty if the daemon does not know.
     """
 
     @property
@@ -68,10 +67,9 @@ class KvLookup(Protocol):
 
 
 class KvStream(Protocol):
-    """An iterator over leases on runs of blocks, (first block, lease), each time some have become readable. `tiers`
-    says, from the first run on, where each resident block was; in the end, `reason` says why a part was not leased.
-    `close` releases everything and may be called from another thread while this one waits for a run: then there is
-    none.
+    """An iterator over pairs (number of the first block, lease), one whenever further blocks have become readable.
+    `tiers` tells where each block was; at the end `reason` says why a part was not leased. Another thread may call
+    `close`, which releases everything and ends the iteration.
     """
 
     @property
@@ -83,8 +81,8 @@ class KvStream(Protocol):
 
 
 class KvReceipt(Protocol):
-    """The result of a put for each block: "stored", "present", or why it was not stored; and `reason`, in words, if
-    more is known.
+    """The result of a put: for each block "stored", "present", or why it was not stored. `reason` explains more in
+    words, if anything is known.
     """
 
     @property
@@ -94,7 +92,7 @@ class KvReceipt(Protocol):
 
 
 class KvSession(Protocol):
-    """A connection of one engine, for one model state, to the local daemon."""
+    """A connection of one engine, for one model, to the daemon on this machine."""
 
     @property
     def block_tokens(self) -> int: ...

@@ -10,7 +10,7 @@ from typing import Any
 
 
 class ApiError(Exception):
-    """An error that ends a request with `status` and a JSON body."""
+    """An error that ends an HTTP request with `status` and a JSON body in the form of OpenAI's API."""
 
     def __init__(
         self,

@@ -33,7 +33,7 @@ Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 
 
 def application(service: Service) -> Starlette:
-    """Return the ASGI application of one server."""
+    """Return the ASGI application of the HTTP server, with all its endpoints over `service`."""
     endpoints = _Endpoints(service)
     routes = [
         Route("/v1/completions", endpoints.answering(completions.plan), methods=["POST"]),

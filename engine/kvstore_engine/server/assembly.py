@@ -49,9 +49,8 @@ _log = logging.getLogger(__name__)
 
 
 class TenantSessions:
-    """The sessions with the daemon in `folder`, opened on first use.
-
-    At most `MAX_SESSIONS` are open; further tenants compute.
+    """The sessions with the daemon in `folder`, one for each tenant, opened on first use. At most 64 are open; prompts
+    of further tenants are computed without the daemon. `connect` opens a session.
     """
 
     def __init__(
@@ -68,11 +67,11 @@ class TenantSessions:
         self.answers: bool | None = None  # None: not pinged yet
 
     def watch(self) -> None:
-        """Check from now on whether the daemon answers."""
+        """Start a thread that checks every second if the daemon answers."""
         self._thread.start()
 
     def look(self) -> None:
-        """Ping once, by any session, and log a change."""
+        """Ping the daemon once, and log if it has stopped or begun to answer."""
         session = next(iter(list(self._sessions.values())), None)
         if session is None:
             return
@@ -88,7 +87,9 @@ class TenantSessions:
         self.answers = answers
 
     def __call__(self, tenant: str) -> KvSession | None:
-        """Return the tenant's session: degraded, not an error, while no daemon answers. None beyond the limit."""
+        """Return the session of `tenant`, which is degraded while no daemon answers. Return None if too many are
+        open.
+        """
         session = self._sessions.get(tenant)
         if session is None and len(self._sessions) < MAX_SESSIONS:
             name = f"kvengine:{tenant}" if tenant else "kvengine"
@@ -101,7 +102,9 @@ class TenantSessions:
         return session
 
     def state(self) -> str:
-        """Return "connected" if all are and the daemon answers, otherwise "degraded"; "none" before the first."""
+        """Return "connected" if every session is and the daemon answers, "none" if there is no session yet, otherwise
+        "degraded".
+        """
         states = {session.state for session in self._sessions.values()}
         if not states:
             return "none"
@@ -121,14 +124,14 @@ class TenantSessions:
 
 
 def fingerprint_for(fingerprint: Fingerprint, tenant: str) -> Fingerprint:
-    """Return `fingerprint` for `tenant`: the keys of two tenants are never equal."""
+    """Return `fingerprint` with the account `tenant`, so that the block keys of two tenants are never equal."""
     return replace(fingerprint, account=tenant)
 
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """The parts that the loop drives and reports on. `worker` is None if this process computes, `sessions` without a
-    daemon's folder. `digest`: the digest of the file that `watch` watches.
+    """The parts of a running scheduler process. `worker` is None if this process computes by itself, `sessions` is None
+    without a daemon. `digest` is the digest of the model's file that `watch` watches.
     """
 
     engine: BatchEngine
@@ -144,8 +147,9 @@ class Serving:
 def open_serving(
     options: EngineOptions, model: HandedFile, on_notice: Callable[[EngineWorkerNotice], None]
 ) -> Iterator[Serving]:
-    """Yield all parts, until the block ends. Raises UsageError and OperationError, in one line; FileChanged if the
-    model's file is not the one that was handed over.
+    """Open the model, the engine and everything they need, and yield them until the block ends. `on_notice` is told
+    when a worker process starts or dies. Raises UsageError or OperationError with one line, and FileChanged if the
+    model's file is not the one that `model` describes.
     """
     threads = default_threads() if options.threads is None else options.threads
     with contextlib.ExitStack() as stack:

@@ -54,7 +54,9 @@ Flag = Annotated[bool, Field(strict=True)]
 
 
 def unsupported(why: str, *neutral: object) -> AfterValidator:
-    """Return a validator for a field that this server does not have: it accepts only a value that changes nothing."""
+    """Return a validator for a request field that this server does not support. It accepts only the values `neutral`,
+    which change nothing; for others the error says `why`.
+    """
 
     def check(value: Any, info: ValidationInfo) -> Any:
         if value not in neutral:
@@ -69,7 +71,9 @@ def not_supported(name: str, why: str) -> ApiError:
 
 
 class BodyRoom:
-    """The memory for bodies that are arriving: at most `most_bytes` for each, `BODIES` times as much for all."""
+    """A limit on the memory for request bodies that are arriving: at most `most_bytes` for one, and 16 times as much
+    for all.
+    """
 
     BODIES = 16
 
@@ -78,7 +82,7 @@ class BodyRoom:
         self._used_bytes = 0
 
     def take(self, nbytes: int) -> None:
-        """Take memory. Raises ApiError 503 if there is no room now."""
+        """Reserve `nbytes` for an arriving body. Raises ApiError 503 if too much is reserved already."""
         if self._used_bytes + nbytes > self.BODIES * self.most_bytes:
             raise unavailable("too many large bodies are arriving at once")
         self._used_bytes += nbytes
@@ -88,8 +92,8 @@ class BodyRoom:
 
 
 async def read_fields(request: Request, room: BodyRoom) -> dict[str, Any]:
-    """Return the fields of the object in the body. Raises ApiError 400 for anything else, 413 if it is larger than
-    there is `room`, without reading the rest, 503 if others have the room, 408 if it takes too long to arrive.
+    """Read the body of `request` and return the fields of its JSON object. Raises ApiError: 400 for anything else, 413
+    if it is too large for `room`, 503 if other bodies take the room, 408 if it does not arrive in 120 s.
     """
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
@@ -130,7 +134,7 @@ async def _whole_body(request: Request, room: BodyRoom) -> bytes:
 
 
 def read(model: type[M], fields: dict[str, Any]) -> M:
-    """Return `fields` as an instance of `model`. Raises ApiError 400 for the first wrong one."""
+    """Return `fields` as an instance of the pydantic `model`. Raises ApiError 400 that names the first wrong field."""
     try:
         return model.model_validate(fields)
     except ValidationError as error:

@@ -80,8 +80,8 @@ class MadeCall(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """One message of a chat request. Templates may read fields that OpenAI's API does not have, such as
-    `reasoning_content`.
+    """One message of a chat request. Further fields, such as `reasoning_content`, are passed on to the chat
+    template.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True)
@@ -107,8 +107,8 @@ class ChatMessage(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """The choice of a tool. `names` None: all tools are meant, otherwise these. `shows_others`: the prompt has the
-    other tools, too.
+    """The meaning of a request's `tool_choice`. If `is_forced`, the model must call one of the tools `names` (None: any
+    tool). With `shows_others` the prompt also lists the other tools.
     """
 
     is_forced: bool = False
@@ -116,8 +116,8 @@ class ToolChoice:
     shows_others: bool = True
 
     def among(self, tools: list[Tool]) -> tuple[list[Tool], list[Tool]]:
-        """Return the tools that the model is shown, and the tools of which it must call one: none if it is free. Raises
-        ApiError for names without a tool.
+        """Return the tools that the model is shown, and the tools of which it must call one (an empty list if it need
+        not). Raises ApiError if a chosen name is not among `tools`.
         """
         chosen = tools
         if self.names is not None:
@@ -131,7 +131,7 @@ class ToolChoice:
 
 
 def read_choice(value: Any) -> ToolChoice:
-    """Return the choice that a `tool_choice` makes. Raises ApiError for another form."""
+    """Return the choice that the field `tool_choice` with `value` means. Raises ApiError for an unknown form."""
     match value:
         case ToolChoice():
             return value
@@ -213,7 +213,9 @@ class ChatBody(SharedBody):
 
 
 async def plan(fields: dict[str, Any], caller: KeyOwner, service: Service) -> CompletionPlan:
-    """Return the plan of a request's body. Raises ApiError for anything that cannot be done as asked."""
+    """Read the fields of a chat request and return what the engine must do for it and how the answer is written. Raises
+    ApiError if something cannot be done as asked.
+    """
     body = read(ChatBody, fields)
     service.model.check_name(body.model)
     grammar = await read_grammar(body.response_format, body.structured_outputs)

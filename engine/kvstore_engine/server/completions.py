@@ -26,7 +26,9 @@ _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 @dataclass(frozen=True, slots=True)
 class CompletionPlan:
-    """A request's plan: the engine's requests, and the way the answer is written."""
+    """The plan for one HTTP request: the requests to the engine, and the renderer that writes the answer, as a stream
+    or whole.
+    """
 
     asks: list[Ask]
     renderer: Renderer
@@ -35,7 +37,7 @@ class CompletionPlan:
 
 
 class CompletionBody(SharedBody):
-    """The body of a completion. `prompt`: a text, token ids, or a list of either."""
+    """The fields of a completion request. `prompt` is a text, a list of token ids, or a list of either."""
 
     prompt: Any
     logprobs: Annotated[Integer, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -50,7 +52,9 @@ class CompletionBody(SharedBody):
 
 
 async def plan(fields: dict[str, Any], caller: KeyOwner, service: Service) -> CompletionPlan:
-    """Return the plan of a request's body. Raises ApiError for anything that cannot be done as asked."""
+    """Read the fields of a completion request and return what the engine must do for it and how the answer is written.
+    Raises ApiError if something cannot be done as asked.
+    """
     body = read(CompletionBody, fields)
     service.model.check_name(body.model)
     grammar = await read_grammar(body.response_format, body.structured_outputs)
@@ -101,7 +105,9 @@ def _is_tokens(value: Any) -> bool:
 
 
 def token_array(value: list[int], service: Service, param: str) -> Int32Array:
-    """Return token ids as the engine takes them. Raises ApiError if one is outside the vocabulary."""
+    """Return the token ids `value` as int32 [n]. Raises ApiError, which names the field `param`, if one is outside the
+    vocabulary.
+    """
     known = len(service.model.tokenizer.vocabulary.tokens)
     if not all(0 <= token < known for token in value):
         raise invalid(f"token ids must be 0 to {known - 1}", param)

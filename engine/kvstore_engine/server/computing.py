@@ -52,7 +52,9 @@ def _end() -> None:
 
 
 class HangWatch:
-    """A watch of the steps of one thread until `close`. `end()` does not return, except in tests."""
+    """A thread that watches if steps of the model take longer than `patience` allows, and then calls `end`, which ends
+    this process.
+    """
 
     def __init__(self, patience: StepPatience, end: Callable[[], None] = _end) -> None:
         self._patience, self._end = patience, end
@@ -64,7 +66,7 @@ class HangWatch:
 
     @contextlib.contextmanager
     def watching(self, slices: Sequence[SequenceSlice]) -> Iterator[None]:
-        """Watch the step of `slices` that is computed inside the block."""
+        """Return a context manager that watches the step of `slices` computed inside it."""
         limit_s, begin_s = self._patience.limit_s(slices), time.monotonic()
         with self._changed:
             self._due_s = begin_s + limit_s
@@ -96,15 +98,15 @@ class HangWatch:
 
 
 class InProcess:
-    """The engine's `Compute` over `executor`; the caller closes both arguments."""
+    """A `Compute` that runs steps of `executor` in this process. The caller closes `executor` and `watch`."""
 
     def __init__(self, executor: StepExecutor, watch: HangWatch) -> None:
         self._executor, self._watch = executor, watch
         self.limits, self.pool = executor.limits, executor.pool
 
     def step(self, slices: Sequence[SequenceSlice], whole: Sequence[int] | None = None, /) -> StepLogits:
-        """Compute as `StepExecutor.step` does. A failed step raises StepFailed; OperationError means that no other step
-        can succeed.
+        """Compute `slices` as `StepExecutor.step` does. Raises StepFailed if this step failed, OperationError if no
+        later one can succeed either.
         """
         try:
             with self._watch.watching(slices):
@@ -115,8 +117,8 @@ class InProcess:
             raise StepFailed(f"the step failed: {error}", tuple(range(len(slices)))) from error
 
     def warm_up(self) -> None:
-        """Compute a short prompt and one token after it: this compiles kernels, and shows failures before anything is
-        served. Raises OperationError.
+        """Compute a short prompt and one more token, which compiles kernels and shows failures before the server
+        answers. Raises OperationError.
         """
         pool = self.pool
         count = min(_WARM_UP_TOKENS, self.limits.max_tokens, self.limits.max_context - 1)
@@ -132,8 +134,8 @@ class InProcess:
 
 @dataclass(frozen=True, slots=True)
 class Computing:
-    """The computing part of a server. `worker`: the process that computes; None: this one does. `open_copies`:
-    `opening.open_copies` for this pool.
+    """The part of a server that computes steps. `worker` is the process that does, or None if this one does.
+    `open_copies` opens the copies between its pool and the daemon.
     """
 
     compute: Compute
@@ -149,8 +151,8 @@ def open_computing(
     sizes: StepSizes,
     on_notice: Callable[[EngineWorkerNotice], None],
 ) -> Iterator[Computing]:
-    """Open the computing part on the device of `options`, until the block ends; the file of `watch` may be closed then.
-    Raises UsageError and OperationError, in one line, and FileChanged if the weights may differ from the file.
+    """Open the executor on the device that `options` name, and yield it until the block ends. Raises UsageError or
+    OperationError with one line, and FileChanged if the weights may differ from the file that `watch` watches.
     """
     device = DeviceName.parse(options.device)
     if device.is_torch:
@@ -193,10 +195,9 @@ def _on_device(
 def pool_blocks(
     config: ModelConfig, options: EngineOptions, context: int, available_bytes: int, *, divided: bool = False
 ) -> tuple[int, int]:
-    """Return the numbers of engine blocks of a pool of the requested size, or of the default one, and of its pool for
-    windowed layers (`divided`; 0: none); `available_bytes`: the memory that the weights leave free. Raises UsageError
-    if one answer does not fit the pool, or the pool not the memory: touching more memory than there is would end the
-    process without a message.
+    """Return the number of K/V blocks of the pool, and the number for layers with a sliding window (0 unless
+    `divided`). `available_bytes` is the memory that the weights leave free. Raises UsageError if one answer of
+    `context` tokens does not fit the pool, or the pool does not fit the memory.
     """
     try:
         row_bytes = kv_row_bytes(config, options.kv_dtype)

@@ -37,7 +37,9 @@ _KEEP_ALIVE_S = 75
 
 
 class HttpConnection(HttpToolsProtocol):
-    """An HTTP connection, made by uvicorn for each client."""
+    """One client's HTTP connection in uvicorn, with limits on the size and time of a request's head and on the time a
+    client may take to read.
+    """
 
     most = 1024  # at once
 
@@ -66,7 +68,7 @@ class HttpConnection(HttpToolsProtocol):
 
     @property
     def is_idle(self) -> bool:
-        """True if no request is under way that has come as a whole."""
+        """True if no request that has arrived completely is being answered on this connection."""
         cycle = self.cycle
         return not self.pipeline and (cycle is None or cycle.response_complete or cycle.more_body)
 
@@ -184,9 +186,9 @@ class HttpConnection(HttpToolsProtocol):
 
 
 class HttpListener(uvicorn.Server):
-    """A server of `application` on `bound`, a listening socket, until `should_exit` is set and running requests have
-    ended or were cut off after `drain_s` seconds. At most `connections` at once, and half of the possible
-    descriptors.
+    """An HTTP server of `application` on the listening socket `bound`. When `should_exit` is set, running requests may
+    still end within `drain_s` seconds. It has at most `connections` connections, and at most half as many as this
+    process may have descriptors.
     """
 
     def __init__(
@@ -215,7 +217,7 @@ class HttpListener(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave signals to `run`: uvicorn would end the process by the signal that stopped it, and not with status
-        0.
+        """Leave the signals to `run_server`. Uvicorn's own version would end the process by the signal instead of with
+        status 0.
         """
         yield

@@ -41,26 +41,28 @@ _log = logging.getLogger(__name__)
 
 
 class EventQueue:
-    """The events of requests that belong together: a list for each step that brought any."""
+    """A queue of the events of requests that one HTTP response answers, as one list for each engine step."""
 
     def __init__(self) -> None:
         self._queue: asyncio.Queue[_Item] = asyncio.Queue()
 
     @property
     def is_behind(self) -> bool:
-        """True if the client does not read the arriving events."""
+        """True if too many steps wait in the queue, so the client apparently does not read."""
         return self._queue.qsize() >= _MOST_BEHIND
 
     def put(self, item: _Item) -> None:
         self._queue.put_nowait(item)
 
     def abandon(self) -> None:
-        """Treat the client as gone; arrived events are dropped."""
+        """Drop all events, and let `next` return None, because the client is gone."""
         self._queue = asyncio.Queue()
         self.put(None)
 
     async def next(self) -> list[Event] | None:
-        """Return a step's events; None once the client has left. Raises ApiError if there will be no more."""
+        """Return the events of one step. Return None once the client has left. Raises ApiError if the request has
+        failed.
+        """
         item = await self._queue.get()
         if isinstance(item, ApiError):
             raise item
@@ -68,7 +70,9 @@ class EventQueue:
 
 
 class EngineClient:
-    """The client of the scheduler, made in the event loop's thread and used there only."""
+    """The HTTP process's connection to the scheduler process, which it starts, restarts and sends requests to. Only the
+    event loop's thread may use it.
+    """
 
     def __init__(self, options: EngineOptions) -> None:
         self._options = options
@@ -89,17 +93,17 @@ class EngineClient:
 
     @property
     def pid(self) -> int:
-        """The scheduler's process id; 0 while there is none."""
+        """The process number of the scheduler; 0 while there is none."""
         return self._process.pid if self._process else 0
 
     @property
     def requests(self) -> int:
-        """The number of requests that wait for events."""
+        """The number of requests whose answers have not ended."""
         return len(self._waiting)
 
     async def start(self, file: OpenFile) -> None:
-        """Start the scheduler; return when the engine is ready with the model in `file`, which stays open until the
-        end. Raises UsageError and OperationError if it cannot be.
+        """Start the scheduler process and wait until it is ready with the model in `file`, which stays open until
+        `close`. Raises UsageError or OperationError with the reason if it cannot start.
         """
         self._file = file
         try:
@@ -110,7 +114,9 @@ class EngineClient:
         self._task = asyncio.create_task(self._keep_alive())
 
     def submit(self, asks: Sequence[Ask]) -> EventQueue:
-        """Send requests that are answered together. Raises ApiError 503 while the engine is not ready."""
+        """Send `asks`, which one HTTP response answers, to the scheduler. Return the queue of their events. Raises
+        ApiError 503 while the engine is not ready.
+        """
         if self.state == "stopped":
             raise unavailable(self.trouble, _STOPPED_RETRY_S)
         if self.state != "ready" or self._writer is None:
@@ -122,19 +128,21 @@ class EngineClient:
         return queue
 
     def cancel(self, request_ids: Sequence[str]) -> None:
-        """Cancel requests whose client has left: nothing more is delivered, and the engine computes no more for
-        them.
+        """Tell the scheduler to stop the requests `request_ids`, whose client has left. No more events are delivered
+        for them.
         """
         for request_id in request_ids:
             if self._waiting.pop(request_id, None) is not None and self._writer is not None:
                 self._writer.write(encode({"op": "cancel", "id": request_id}))
 
     async def status(self) -> dict[str, Any] | None:
-        """Return the scheduler's report; None if it does not arrive in time."""
+        """Return the scheduler's report on itself; None if it does not arrive within a second."""
         return await self._ask({"op": "status"}, _STATUS_TIMEOUT_S)
 
     async def restorations(self, last: int) -> list[dict[str, Any]] | None:
-        """Return the records of the last restorations, the latest first; None if they do not arrive in time."""
+        """Return the records of the `last` restorations, the latest first; None if they do not arrive within five
+        seconds.
+        """
         answer = await self._ask({"op": "restorations", "last": last}, _RECORDS_TIMEOUT_S)
         return None if answer is None else answer["restorations"]
 
@@ -152,7 +160,7 @@ class EngineClient:
             self._statuses.pop(number, None)
 
     async def close(self) -> None:
-        """End the child: it exits when its socket closes."""
+        """Close the connection, at which the scheduler process exits, and wait for its end."""
         was_ready, self.state = self.state == "ready", "closed"
         if self._task is not None:
             self._task.cancel()
@@ -280,7 +288,7 @@ class EngineClient:
                 queue.put(share)
 
     def forget(self, event: Finished) -> None:
-        """Forget a request whose last answer has been delivered."""
+        """Remove the request of `event`, whose last answer was delivered."""
         self._waiting.pop(event.request_id, None)
 
     def _fail_all(self, error: ApiError) -> None:

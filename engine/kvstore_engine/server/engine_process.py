@@ -48,7 +48,7 @@ _SWITCH_INTERVAL_S = 0.0005  # the daemon session's threads must not wait for a 
 
 @dataclass(slots=True)
 class StepCounters:
-    """Counters since the process started. The HTTP process counts the figures of requests."""
+    """Counts of steps, their seconds, preemptions and swaps since the scheduler process started."""
 
     steps: int = 0
     step_s: float = 0.0
@@ -56,7 +56,7 @@ class StepCounters:
     swaps: int = 0
 
     def count(self, seconds: float, events: Sequence[Event]) -> None:
-        """Count a step that took `seconds` and brought `events`."""
+        """Count a step that took `seconds` and produced `events`."""
         self.steps += 1
         self.step_s += seconds
         for event in events:
@@ -66,7 +66,9 @@ class StepCounters:
 
 
 class EngineLoop:
-    """The loop of the process, made with the connection; call `run` once everything is open."""
+    """The main loop of the scheduler process. It takes requests from `connection`, runs engine steps, and sends their
+    events back.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -77,18 +79,18 @@ class EngineLoop:
         self._connection.sendall(encode(header))
 
     def notice(self, notice: EngineWorkerNotice) -> None:
-        """Notify the HTTP process at once: this process is about to wait for the new worker."""
+        """Tell the HTTP process at once that a worker process has started or died, as `notice` says."""
         self.send({"worker": asdict(notice)})
 
     def fail(self, error: Exception) -> None:
-        """Report why nothing is computed any more."""
+        """Tell the HTTP process that nothing more is computed, because of `error`."""
         is_operation = isinstance(error, OperationError)
         kind: Failure = "changed" if isinstance(error, FileChanged) else "operation" if is_operation else "usage"
         self.send({"fatal": {"kind": kind, "message": str(error)}})
 
     def run(self, serving: Serving) -> None:
-        """Drive `serving` until the HTTP process closes its end, or the model's file has changed. A change is reported
-        at once: blocks computed before it are still stored.
+        """Take requests and run steps of `serving` until the HTTP process closes the connection or the model's file has
+        changed, which is reported.
         """
         poll = select.poll()
         poll.register(self._connection, select.POLLIN)
@@ -163,7 +165,9 @@ class EngineLoop:
 
 
 def main(connection: socket.socket, options: EngineOptions, model: HandedFile) -> int:
-    """Serve until the other end closes."""
+    """Run the scheduler process until the HTTP process closes `connection`. Return the exit status: 0, or 1 if it could
+    not start, which is reported over the connection.
+    """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)

@@ -28,7 +28,7 @@ def _token_ids(values: list[Any]) -> list[Any]:
 
 
 class TokenizeBody(BaseModel):
-    """The body of `/tokenize`. The text is in `content` or in `prompt`."""
+    """The fields of a `/tokenize` request. Either `content` or `prompt` has the text."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     model: Text | None = None
@@ -57,7 +57,9 @@ def model(service: Service, name: str) -> dict[str, Any]:
 
 
 async def tokenize(fields: dict[str, Any], service: Service) -> dict[str, Any]:
-    """Return the token ids of a text."""
+    """Return the token ids and their count for the text in `fields`, as the JSON of `/tokenize`. Raises ApiError for
+    wrong fields.
+    """
     body = read(TokenizeBody, fields)
     service.model.check_name(body.model)
     if (body.content is None) == (body.prompt is None):
@@ -78,7 +80,9 @@ async def tokenize(fields: dict[str, Any], service: Service) -> dict[str, Any]:
 
 
 async def detokenize(fields: dict[str, Any], service: Service) -> dict[str, Any]:
-    """Return the text of token ids, control tokens included."""
+    """Return the text of the token ids in `fields`, control tokens included, as the JSON of `/detokenize`. Raises
+    ApiError for wrong fields.
+    """
     body = read(DetokenizeBody, fields)
     service.model.check_name(body.model)
     text = await service.model.decode(token_array(body.tokens, service, "tokens").tolist())
@@ -100,7 +104,9 @@ def _model(service: Service) -> dict[str, Any]:
 
 
 async def health(service: Service, *, in_detail: bool) -> tuple[int, dict[str, Any]]:
-    """Return HTTP status and body. The details are for callers with a key."""
+    """Return the HTTP status and the JSON of `/health`: 200 while requests are answered, otherwise 503. With
+    `in_detail` (for callers with a key) the parts of the server are described.
+    """
     engine = service.engine
     status = await engine.status()
     if service.is_draining.is_set():

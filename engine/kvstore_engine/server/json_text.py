@@ -21,11 +21,9 @@ _CLOSING = {"{": "}", "[": "]"}
 
 
 class JsonObject:
-    """One object, from a text that grows.
-
-    `state`: "open" while more may come, "whole" once the object is complete, "wrong" if it can become none. `end`: the
-    index at which a whole object ends. `names` and `values`: the names and values of its members, in order: a name as
-    it is written, with its quotes, and the range of each complete value.
+    """A reader of one JSON object from a text that grows. `state` is "open" while more text is needed, "whole" once the
+    object is complete (it ends at index `end`), "wrong" if it cannot become one. `names` has the names of its members
+    as written, `values` the index range of each value.
     """
 
     def __init__(self) -> None:
@@ -41,7 +39,9 @@ class JsonObject:
         self._inside: Literal["", "string", "word"] = ""
 
     def follow(self, text: str) -> State:
-        """Follow `text`, all text since the object's beginning, including white space before it; return the state."""
+        """Read on in `text`, which is all text since the object's beginning, and return the state. White space before
+        the object is allowed.
+        """
         while self.state == "open" and self._advance(text):
             pass
         return self.state
@@ -149,6 +149,8 @@ class JsonObject:
 
 
 def end_of(pattern: re.Pattern[str], text: str, at: int) -> int:
-    """Return the index at which a match of `pattern` that begins at `at` in `text` ends; `at` if there is none."""
+    """Return the index in `text` where a match of `pattern` that begins at index `at` ends; `at` if there is no
+    match.
+    """
     match = pattern.match(text, at)
     return at if match is None else match.end()

@@ -20,8 +20,8 @@ _LEAST_KEY_CHARACTERS = 8
 
 @dataclass(frozen=True, slots=True)
 class KeyOwner:
-    """The owner of an API key. `priority` is the priority of requests that name none; a request may name any priority
-    up to `most_priority`.
+    """The owner of an API key. Requests that name no priority get `priority`; a request may ask for at most
+    `most_priority`.
     """
 
     tenant: str
@@ -37,15 +37,15 @@ ANYBODY = KeyOwner("", 0, MAX_PRIORITY)
 
 
 class KeyRing:
-    """The keys of one server. `open` if there is no file: then every caller is `ANYBODY`."""
+    """The API keys of a server, kept as digests. With None instead of keys, every caller is accepted as `ANYBODY`."""
 
     def __init__(self, callers: dict[bytes, KeyOwner] | None) -> None:
         self._callers = callers
 
     @classmethod
     def read(cls, path: Path) -> KeyRing:
-        """Return the keys in a file: lines `KEY TENANT [PRIORITY]`; '#' begins a comment. UsageError names the line,
-        never the key.
+        """Return the keys in the file `path`, whose lines are `KEY TENANT [PRIORITY]`; "#" begins a comment. Raises
+        UsageError, which names the line and never the key.
         """
         try:
             lines = path.read_text("utf-8-sig").splitlines()
@@ -70,8 +70,8 @@ class KeyRing:
         return self._callers is None
 
     def caller(self, authorization: str | None) -> KeyOwner | None:
-        """Return the owner of the key in an Authorization header, whose bytes are read as Latin-1; None if there is
-        none.
+        """Return the owner of the key in the HTTP header `authorization` ("Bearer KEY"); None if the key is missing or
+        unknown.
         """
         if self._callers is None:
             return ANYBODY

@@ -39,7 +39,7 @@ _FRAME_EVENTS = 4096  # with the most log probabilities some 10 MB, of the 64 Mi
 
 
 class BrokenFrame(RuntimeError):
-    """The other end does not speak this protocol."""
+    """An error: the bytes that the other process sent are not a message of this protocol."""
 
 
 def encode(header: Header, blob: bytes = b"") -> bytes:
@@ -56,7 +56,9 @@ def unpack_tokens(blob: bytes) -> Int32Array:
 
 
 def lengths(raw: bytes) -> tuple[int, int]:
-    """Return the lengths of header and blob. Raises BrokenFrame if they are absurd."""
+    """Return the lengths in bytes of a frame's JSON header and of its raw bytes, from the eight bytes `raw` before
+    them. Raises BrokenFrame if they exceed 64 MiB together.
+    """
     header, blob = LENGTHS.unpack(raw)
     if header + blob > MAX_FRAME_BYTES:
         raise BrokenFrame(f"a frame of {header + blob} bytes")
@@ -64,15 +66,15 @@ def lengths(raw: bytes) -> tuple[int, int]:
 
 
 class FrameReader:
-    """A reader that joins frames from the bytes of a socket, without waiting for a whole one."""
+    """A reader that assembles frames from the bytes of the socket `connection`."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
         self._buffer = bytearray()
 
     def receive(self) -> list[tuple[Header, bytes]]:
-        """Return the frames that are complete after one read, which waits if the socket is empty. Raises EOFError at
-        its end.
+        """Read once from the socket, waiting if it is empty, and return the frames that are now complete as pairs of
+        header and raw bytes. Raises EOFError when the other end has closed.
         """
         chunk = self._socket.recv(_READ_BYTES)
         if not chunk:
@@ -98,11 +100,9 @@ class FrameReader:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request as the HTTP process describes it. It has the fields of `batching.RequestSettings` and two more.
-
-    one_call: the answer ends with its first tool call.
-    turn:     who speaks after the answer. "person": a person; "tool": a tool if the answer calls one, else a person;
-              "tool_after_thought": as "tool", for a prompt that has opened a thought.
+    """One request as the HTTP process sends it to the scheduler, with the settings of `batching.RequestSettings` and
+    two more. `one_call` ends the answer with its first tool call. `turn` says who speaks after the answer: "person",
+    "tool" (a tool if the answer calls one), or "tool_after_thought" (likewise, when the prompt has opened a thought).
     """
 
     id: str
@@ -129,7 +129,9 @@ class Ask:
 
 
 def request_of(header: Header, tokens: Int32Array, constrainer: Constrainer, tokenizer: Tokenizer) -> Request:
-    """Return the engine's request for an `Ask`'s header. Raises UsageError as its parts do."""
+    """Return the engine's request for the `header` of an `Ask` and its prompt `tokens`. Raises UsageError if its
+    settings or its grammar are wrong.
+    """
     grammar, turn = header["grammar"], header["turn"]
     constraint = constrainer.constraint(Grammar(**grammar)) if grammar else None
     if header["one_call"]:
@@ -148,7 +150,7 @@ def request_of(header: Header, tokens: Int32Array, constrainer: Constrainer, tok
 
 
 def events_headers(events: Sequence[Event]) -> list[Header]:
-    """Pack the events of a step: one frame, unless many answers begin or end at once."""
+    """Return messages with the `events` of a step: one message for up to 4096 events."""
     packed = [_pack(event) for event in events]
     return [{"events": packed[first : first + _FRAME_EVENTS]} for first in range(0, len(packed), _FRAME_EVENTS)]
 

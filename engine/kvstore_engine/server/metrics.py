@@ -22,7 +22,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Metrics:
-    """The figures, which the endpoints update."""
+    """The counters and histograms of the HTTP server for Prometheus."""
 
     def __init__(self) -> None:
         # Else each counter and histogram has a second series, with the time it began.
@@ -54,7 +54,7 @@ class Metrics:
         self._disconnects.inc()
 
     def answered(self, event: Finished) -> None:
-        """Count an answer that has ended."""
+        """Count the answer that `event` ends: its tokens, times and reason."""
         usage = event.usage
         self._answers.labels(event.reason).inc()
         self._tokens.labels("generated").inc(usage.generated_tokens)
@@ -70,7 +70,9 @@ class Metrics:
         self._queued.observe(usage.queued_s)
 
     def text(self, engine: EngineClient, status: Mapping[str, Any] | None) -> bytes:
-        """Return all figures; `status` is the scheduler's, None while it gives none."""
+        """Return all figures in Prometheus' text format. `status` is the scheduler's report, None if it does not
+        answer.
+        """
         now = CollectorRegistry()
         now.register(_Now(engine, status))
         return generate_latest(self._registry) + generate_latest(now)

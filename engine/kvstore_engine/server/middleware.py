@@ -25,9 +25,7 @@ CLIENT_LEFT = 499  # in the log and the metrics: the client left before the answ
 
 
 class RequestLog:
-    """The log and the count of requests, one line each. `paths` are the ones that the metrics name; others count as
-    "other".
-    """
+    """An ASGI middleware that logs and counts each request. Paths that are not in `paths` are counted as "other"."""
 
     def __init__(self, app: ASGIApp, service: Service, paths: Collection[str]) -> None:
         self._app, self._service, self._paths = app, service, paths
@@ -60,7 +58,9 @@ class RequestLog:
 
 
 class RequireKey:
-    """The check of keys; the caller is set as `state["caller"]`. `open_paths` need no key."""
+    """An ASGI middleware that refuses requests without a valid API key, except on `open_paths`. It stores the key's
+    owner in `state["caller"]`.
+    """
 
     def __init__(self, app: ASGIApp, keys: KeyRing, open_paths: Collection[str]) -> None:
         self._app, self._keys, self._open_paths = app, keys, open_paths
@@ -76,7 +76,9 @@ class RequireKey:
 
 
 def log_access(scope: Scope, status: int, seconds: float) -> None:
-    """Log the caller, the request, its status, its time, and its tokens."""
+    """Write one line to the access log: the caller's tenant, the request of `scope`, its `status`, its time in
+    `seconds`, and its tokens.
+    """
     state = scope.get("state", {})
     caller, answers = state.get("caller", ANYBODY), state.get("answers")
     tokens = answers.total_usage() if answers else None

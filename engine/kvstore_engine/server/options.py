@@ -59,8 +59,8 @@ class EngineOptions:
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """The options of the HTTP process. `api_keys`: a file; without one there is one tenant and only this machine is
-    served.
+    """The options of the HTTP process. `api_keys` is the path of a file with keys; without it there is one tenant, and
+    only this machine is served. `drain_s` is the time for running requests at the end.
     """
 
     engine: EngineOptions
@@ -77,10 +77,9 @@ class ServerOptions:
 
 @dataclass(frozen=True, slots=True)
 class HandedFile:
-    """The model's open file on its way to a scheduler; `path` is the name in messages for the file behind `descriptor`.
-
-    Without a digest the file must be unchanged since the HTTP process read its tokenizer and chat template; with the
-    digest of the first scheduler its content must be unchanged since then.
+    """The model's open file, as it is passed to a scheduler process; `path` is its name in messages. Without `digest`
+    the file must not have changed since the HTTP process opened it, by its identity; with it, the content must have
+    this digest.
     """
 
     path: str
@@ -102,7 +101,9 @@ class HandedFile:
 
     @contextlib.contextmanager
     def taken_over(self) -> Iterator[FileWatch]:
-        """Yield the file, parsed and watched, until the block ends. Raises FileChanged if its content has changed."""
+        """Return a context manager that gives the file, parsed and watched for changes. Raises FileChanged if its
+        content has changed.
+        """
         with OpenFile(Path(self.path), self.descriptor, self.identity) as source:
             try:
                 file = GGUFFile.open(source)

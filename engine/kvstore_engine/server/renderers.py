@@ -25,22 +25,20 @@ _FLOOR = -9999.0  # of a log probability: JSON has no infinity
 
 
 class UnseenMarks:
-    """Puts invisible marks of a call into an answer's text at the place where the model wrote them.
-
-    A text may come later than its tokens, since the engine holds back text that may become a stop string, while a mark
-    is known by its token at once.
+    """A filter that puts the invisible marks of a tool call back into an answer's text, where the model wrote them.
+    Text may come later than its tokens, because text that may become a stop string is held back.
     """
 
     def __init__(self, marks: Mapping[int, str], stream: StreamingDetokenizer) -> None:
-        """Make the object. `marks`: the text of each mark's token; `stream` shows the answer's tokens as the engine
-        does.
+        """Make the filter. `marks` maps the token of each invisible mark to its text; `stream` decodes the answer's
+        tokens as the engine does.
         """
         self._marks, self._stream = marks, stream
         self._written = self._shown = 0  # characters
         self._waiting: deque[tuple[int, str]] = deque()
 
     def put(self, token: int | None, text: str) -> str:
-        """Return `text`, which comes with `token` or with the answer's end, with the marks in it."""
+        """Return `text` with the marks inserted. It arrived with `token`, or at the answer's end if that is None."""
         if token is not None and self._marks:
             self._written += len(self._stream.push(token))
             if token in self._marks:
@@ -55,8 +53,8 @@ class UnseenMarks:
 
 
 class Renderer(ABC):
-    """A writer of answers. `chunks` turns a choice's event into the pieces of a stream; `choice` is the whole choice,
-    once it has ended.
+    """A writer of one HTTP response in OpenAI's JSON. For a stream, `chunks` turns each event into pieces; `choice`
+    gives a whole answer once it has ended.
     """
 
     kind: str
@@ -71,15 +69,15 @@ class Renderer(ABC):
 
     @abstractmethod
     def opening(self, index: int) -> Json | None:
-        """Return the first chunk's choice, before any token."""
+        """Return the JSON of the piece that comes before any token of answer `index`; None if there is none."""
 
     @abstractmethod
     def chunks(self, index: int, event: Event) -> list[Json]:
-        """Return the choices of the chunks that `event` brings."""
+        """Return the JSON pieces that `event` adds to answer `index`, and remember them for `choice`."""
 
     @abstractmethod
     def choice(self, index: int) -> Json:
-        """Return the whole of an ended choice."""
+        """Return the JSON of the whole answer `index`, which has ended."""
 
     def chunk(self, choices: list[Json], usage: Json | None = None) -> Json:
         return self._object(self.chunk_kind, choices) | ({} if usage is None else {"usage": usage})
@@ -102,7 +100,7 @@ class _Completion:
 
 
 class CompletionRenderer(Renderer):
-    """The renderer of completions. `echoes`: the text before each choice's answer, "" if nothing is echoed."""
+    """A writer of responses to completion requests. `echoes` has the text to show before each answer, "" for none."""
 
     kind = chunk_kind = "text_completion"
     prefix = "cmpl"
@@ -153,8 +151,8 @@ class _Message:
 
 
 class ChatRenderer(Renderer):
-    """The renderer of chats. `reads_calls`: the caller offered tools, and this model's way to call them is known.
-    `in_thought`: the prompt has opened a thought, in which the answer begins.
+    """A writer of responses to chat requests with `count` answers. `reads_calls` turns text in the model's format into
+    tool calls. `in_thought` says that the prompt has opened a thought, so that the answer begins in it.
     """
 
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
@@ -221,7 +219,7 @@ class ChatRenderer(Renderer):
 
 
 def chat_entry(tokenizer: Tokenizer, event: Token) -> dict[str, Any]:
-    """Return one token of a chat's `logprobs.content`."""
+    """Return the JSON of one token of a chat answer in `logprobs.content`."""
     return {
         **_entry(tokenizer, event.token, event.logprob),
         "top_logprobs": [_entry(tokenizer, token, value) for token, value in event.top],
@@ -229,8 +227,8 @@ def chat_entry(tokenizer: Tokenizer, event: Token) -> dict[str, Any]:
 
 
 def completion_entries(tokenizer: Tokenizer, events: Sequence[Token], offsets: list[int]) -> dict[str, Any]:
-    """Return a completion's `logprobs`; `offsets`: for each event the place in the text of the character it belongs
-    to.
+    """Return the JSON of `logprobs` for the tokens `events` of a completion. `offsets` has the index in the text at
+    which each token's characters begin.
     """
     return {
         "tokens": [_text(tokenizer, event.token) for event in events],

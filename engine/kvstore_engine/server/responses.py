@@ -34,11 +34,13 @@ _DONE = b"data: [DONE]\n\n"
 
 
 class Answers:
-    """The answers of one request. Choice i of the j-th of `asks` is numbered by its place in a list of all choices."""
+    """The answers that one HTTP request waits for. They are numbered from 0 through all `asks`, each of which has n of
+    them.
+    """
 
     def __init__(self, service: Service, asks: Sequence[Ask], receive: Receive) -> None:
-        """Submit the requests. Raises ApiError 503 while there is no engine. `receive` returns once the client has
-        left.
+        """Send `asks` to the engine. Raises ApiError 503 while it is not ready. `receive` is ASGI's function, which
+        tells when the client has left.
         """
         self._service = service
         self._events = service.engine.submit(asks)
@@ -54,10 +56,9 @@ class Answers:
         self._leaders = frozenset(self._first.values())
 
     async def events_by_step(self) -> AsyncGenerator[Step]:
-        """Yield the events of each step with their choices, until all have ended.
-
-        Raises ApiError if the request is refused, fails, or is cut off by the server's end; ClientDisconnect if the
-        client leaves. Choices that still run are cancelled.
+        """Yield the events of each engine step, as pairs of answer number and event, until all answers have ended.
+        Raises ApiError if the request is refused, fails or is cut off, ClientDisconnect if the client leaves. Answers
+        that still run are then cancelled.
         """
         watcher = asyncio.create_task(self._watch())
         try:
@@ -79,7 +80,7 @@ class Answers:
                 await watcher
 
     def total_usage(self) -> dict[str, Any]:
-        """Return OpenAI's usage. Each prompt counts once, however many answers it has."""
+        """Return the token counts of all answers in OpenAI's form. Each prompt counts once."""
         leaders = [self.usage[index] for index in self._leaders]
         prompt = sum(usage.prompt_tokens for usage in leaders)
         local = sum(usage.local_tokens for usage in leaders)
@@ -120,8 +121,8 @@ class Answers:
 
 
 def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """Return an answer with JSON in ASCII, unlike Starlette's: a request may hold half of a surrogate pair, and an
-    error repeats its fields.
+    """Return an HTTP response with `value` as JSON in ASCII, which can also hold half of a surrogate pair from the
+    request.
     """
     return Response(json.dumps(value), status, headers, "application/json")
 
@@ -131,8 +132,8 @@ def error_response(error: ApiError) -> Response:
 
 
 async def whole_response(renderer: Renderer, answers: Answers) -> Response:
-    """Return the response once all choices have ended. Raises ApiError if one fails, ClientDisconnect if the client
-    leaves.
+    """Wait until all `answers` have ended, and return the response with them. Raises ApiError if one fails,
+    ClientDisconnect if the client leaves.
     """
     async with contextlib.aclosing(answers.events_by_step()) as steps:
         async for step in steps:
@@ -142,8 +143,8 @@ async def whole_response(renderer: Renderer, answers: Answers) -> Response:
 
 
 async def stream_response(renderer: Renderer, answers: Answers, *, include_usage: bool) -> ServerSentEvents:
-    """Return the stream once there is a first step: until then a refusal is a status. Raises ApiError and
-    ClientDisconnect, as `whole_response`.
+    """Wait for the first step of `answers`, and return a response that streams them as server-sent events.
+    `include_usage` adds the token counts at the end. Raises ApiError or ClientDisconnect before the stream begins.
     """
     steps = answers.events_by_step()
     first = await anext(steps)
@@ -151,8 +152,8 @@ async def stream_response(renderer: Renderer, answers: Answers, *, include_usage
 
 
 class ServerSentEvents(StreamingResponse):
-    """A streaming response without Starlette's task that listens for the client's end: `Answers` has one, from before
-    the first token on. It also ends `steps`, and with them the request in the engine, if it is interrupted.
+    """A streaming HTTP response of `events`. When it ends or is interrupted it closes `steps`, which cancels the
+    request in the engine.
     """
 
     def __init__(self, steps: AsyncGenerator[Step], events: AsyncGenerator[bytes]) -> None:
@@ -160,8 +161,8 @@ class ServerSentEvents(StreamingResponse):
         self._steps = steps
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the stream. A client that is gone or reads too slowly gets no end of the body, so that uvicorn cuts the
-        connection: a clean end would make a cut answer look whole.
+        """Send the stream. If the client leaves or reads too slowly, the body gets no end, so that the cut answer does
+        not look complete.
         """
         async with contextlib.aclosing(self._steps):
             with contextlib.suppress(ClientDisconnect):

@@ -36,8 +36,8 @@ _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 
 def run_server(options: ServerOptions) -> int:
-    """Serve until a signal; return the exit code. Raises UsageError and OperationError, which say why nothing is
-    served.
+    """Run the HTTP server until a signal ends it, and return the exit status. Raises UsageError or OperationError if it
+    cannot start.
     """
     _check_installed()
     from kvstore_engine.server.middleware import access_log

@@ -29,7 +29,9 @@ _LONG_TEXT = 4096  # characters or tokens: what takes over a millisecond to toke
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """The model that the server answers with. `template` is None for a base model: it completes but does not chat."""
+    """The model that the server answers with, as the HTTP process needs it: names, tokenizer and chat template, without
+    weights. `template` is None for a model that cannot chat. `longest` is the most bytes of a token.
+    """
 
     name: str
     aliases: frozenset[str]
@@ -42,7 +44,9 @@ class ServedModel:
 
     @classmethod
     def open(cls, path: Path | OpenFile, name: str, aliases: tuple[str, ...]) -> ServedModel:
-        """Read the file's metadata. Raises GGUFError, UnsupportedModel and TokenizerError."""
+        """Read the tokenizer and the chat template from the model file `path`. `name` and `aliases` are its names for
+        clients. Raises GGUFError, UnsupportedModel or TokenizerError.
+        """
         with GGUFFile.open(path) as file:
             ModelConfig.from_gguf(file)  # raises for a model that cannot be run
             tokenizer = Tokenizer.from_metadata(file.metadata)
@@ -59,12 +63,14 @@ class ServedModel:
         return cls(name, others, tokenizer, template, calls_tools, tools.CallMarks.of(tokenizer), longest)
 
     def check_name(self, asked: str | None) -> None:
-        """Check the requested name. A request that names no model means this one."""
+        """Raise ApiError 404 unless `asked` is one of the model's names or None."""
         if asked is not None and asked not in self.aliases:
             raise unknown_model(asked, self.name)
 
     async def encode(self, text: str, *, add_special: bool, parse_special: bool) -> Int32Array:
-        """Return the token ids of `text`. Raises ApiError for text that is not Unicode."""
+        """Return the token ids of `text`, int32 [n]. `add_special` adds the model's begin and end tokens;
+        `parse_special` reads the names of control tokens in the text. Raises ApiError for text that is not Unicode.
+        """
         try:
             if len(text) < _LONG_TEXT:
                 return self.tokenizer.encode(text, add_special, parse_special)
@@ -73,17 +79,17 @@ class ServedModel:
             raise invalid(str(error)) from None
 
     async def decode(self, tokens: list[int]) -> str:
-        """Return the text of `tokens`, control tokens included."""
+        """Return the text of the token ids `tokens`, control tokens included."""
         if len(tokens) < _LONG_TEXT:
             return self.tokenizer.decode(tokens, special=True)
         return await asyncio.to_thread(self.tokenizer.decode, tokens, special=True)
 
     def least_tokens(self, text: str) -> int:
-        """Return a lower bound of the number of tokens in `text`."""
+        """Return a number of tokens that `text` certainly has, computed from its length alone."""
         return len(text) // self.longest
 
     def text_of(self, token: int) -> str:
-        """Return one token as a text by itself; half a character becomes U+FFFD."""
+        """Return the text of one token id; bytes that are no whole character become U+FFFD."""
         return self.tokenizer.piece(token).decode(errors="replace")
 
     def render(
@@ -93,10 +99,9 @@ class ServedModel:
         variables: Mapping[str, object],
         effort: object = None,
     ) -> str:
-        """Return the prompt of a conversation.
-
-        Raises ApiError if the model has no template, or one that refuses the messages, leaves out a part of them, or
-        does not read one of `variables`. `effort` is the request's `reasoning_effort`, for templates that read it.
+        """Return the prompt text that the chat template makes of `messages` and `tools`. `variables` are further values
+        for the template, `effort` the request's `reasoning_effort`. Raises ApiError if there is no template, or it
+        refuses or leaves out something.
         """
         if self.template is None:
             raise invalid("this model has no chat template: use /v1/completions", "messages")
@@ -114,7 +119,7 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """The parts of one server that the endpoints use."""
+    """The parts of one server that its HTTP endpoints use."""
 
     model: ServedModel
     engine: EngineClient

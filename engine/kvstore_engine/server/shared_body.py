@@ -32,8 +32,8 @@ _NO_PENALTIES = unsupported("this engine samples without penalties", 0)
 
 
 class NamedSchema(BaseModel):
-    """A named JSON schema of a request. It is always followed exactly, `strict` or not; the name and the description
-    are for people.
+    """A JSON schema in a request, which answers always follow exactly. Its name, its description and `strict` have no
+    effect.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -44,7 +44,7 @@ class NamedSchema(BaseModel):
 
 
 class ResponseFormat(BaseModel):
-    """A response format: `text`, or a schema beside the type `json_object`, as llama.cpp's server has it."""
+    """The field `response_format` of a request: free text, any JSON object, or JSON by a schema."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     type: Literal["text", "json_object", "json_schema"]
@@ -53,8 +53,8 @@ class ResponseFormat(BaseModel):
 
 
 async def read_grammar(response_format: ResponseFormat | None, structured_outputs: dict[str, Any]) -> Grammar | None:
-    """Return the grammar that one of the two asks for; None if neither does. Raises ApiError 400 if it cannot be
-    followed.
+    """Return the grammar that an answer must follow by one of the two request fields; None if neither asks for one.
+    Raises ApiError 400 if it cannot be followed, or both are given.
     """
     if response_format and structured_outputs:
         raise invalid("give response_format or structured_outputs, not both", "structured_outputs")
@@ -78,8 +78,8 @@ async def read_grammar(response_format: ResponseFormat | None, structured_output
 
 
 async def checked(grammar: Grammar, param: str) -> Grammar:
-    """Return `grammar`, if answers can follow it. Raises ApiError 400 if not. The check runs in a thread: a large
-    grammar takes its time.
+    """Return `grammar` if answers can follow it. Raises ApiError 400, which names the field `param`, if they cannot.
+    The check runs in another thread.
     """
     try:
         await asyncio.to_thread(check_grammar, grammar)
@@ -120,8 +120,8 @@ class StreamOptions(BaseModel):
 
 
 class SharedBody(BaseModel):
-    """The fields that completion and chat requests share. `max_tokens` absent: up to the end of the context, unless the
-    endpoint has a default.
+    """The fields that completion and chat requests have in common. Without `max_tokens` an answer may fill the context,
+    unless the endpoint has a default.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -180,7 +180,7 @@ class SharedBody(BaseModel):
         return bool(self.stream_options.include_usage)
 
     def check_grammar(self, grammar: Grammar | None) -> None:
-        """Raise ApiError 400 if an answer that follows `grammar` cannot satisfy the other fields."""
+        """Raise ApiError 400 if `grammar` cannot be combined with the other fields of this request."""
         if grammar is not None and self.ignore_eos:
             raise invalid("ignore_eos cannot be combined with a constrained answer", "ignore_eos")
 
@@ -196,8 +196,8 @@ class SharedBody(BaseModel):
         grammar: Grammar | None,
         default_max_tokens: int | None = None,
     ) -> Ask:
-        """Return the engine's request for one prompt, which is the field `param`. Raises ApiError if it does not fit
-        the context.
+        """Return the request to the engine for one prompt of `tokens`, which came in the field `param`. Raises ApiError
+        if the prompt is empty or does not fit the context.
         """
         context, count = service.engine.context, len(tokens)
         if not count:
@@ -228,8 +228,8 @@ class SharedBody(BaseModel):
 
 
 def check_length(text: str, service: Service, param: str) -> None:
-    """Raise ApiError for a text that is certainly too long, before it is tokenised: a whole library would take a
-    minute.
+    """Raise ApiError if `text`, the field `param`, has certainly more tokens than the context. It is not tokenised for
+    this.
     """
     least, context = service.model.least_tokens(text), service.engine.context
     if least >= context:

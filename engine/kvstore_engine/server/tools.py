@@ -46,7 +46,7 @@ _ANYTHING = f"(/(.|\\n)*/ & ~/(.|\\n)*{OPENING}(.|\\n)*/)"
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call of a tool. `arguments` is JSON text, as in OpenAI's API."""
+    """A tool call that was read from an answer. `arguments` is JSON text, as in OpenAI's API."""
 
     name: str
     arguments: str
@@ -59,10 +59,8 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class CallMarks:
-    """The marks around a call in a grammar: special tokens, if the vocabulary has them, or text.
-
-    `unseen`: the marks, also of a thought, that are invisible in an answer's text, with their texts. `thoughts`: the
-    marks of a thought that are special tokens, in the form for a grammar.
+    """The marks at the beginning and end of a tool call as they are written in a grammar. `unseen` maps tokens of
+    invisible marks, also of a thought, to their texts; `thoughts` has the marks of a thought that are special tokens.
     """
 
     opening: str
@@ -83,16 +81,16 @@ class CallMarks:
 
 
 def understands(template: str) -> bool:
-    """Return whether a model with this chat template writes calls that `ToolCallReader` reads."""
+    """Return True if a model with the chat template `template` (its source text) writes tool calls that
+    `ToolCallReader` can read.
+    """
     return OPENING in template and not any(mark in template for mark in _FOREIGN)
 
 
 class ToolCallReader:
-    """A reader of one answer as it comes, which holds back text that may still become a call or a mark.
-
-    Content is every character of the answer outside of calls. White space alone beside calls separates them and is
-    dropped. A mark that no call follows is content, and so is everything in a thought: one that the answer begins with,
-    or that the prompt has opened (`in_thought`).
+    """A reader that splits the text of one answer, as it arrives, into content and tool calls. White space alone beside
+    calls is dropped. A mark that no call follows is content, and so is a thought; `in_thought` says that the prompt has
+    opened one.
     """
 
     def __init__(self, in_thought: bool = False) -> None:
@@ -105,7 +103,7 @@ class ToolCallReader:
         self.calls = 0
 
     def push(self, text: str) -> list[str | ToolCall]:
-        """Return the parts that have become certain: content (never empty) and calls, in order."""
+        """Add `text` to the answer, and return the content and calls that have become certain, in order."""
         self._held += text
         while self._advance():
             pass
@@ -113,8 +111,8 @@ class ToolCallReader:
         return found
 
     def finish(self) -> list[str | ToolCall]:
-        """Return the rest, when no more text comes: a call that was cut off is content, unless only its end is
-        missing.
+        """Return the last content and calls, when no more text comes. A call that was cut off is content, unless only
+        its end mark is missing.
         """
         while self._place == "call":
             if self._object.state != "whole" or not self._take_call(len(self._held)):
@@ -193,7 +191,9 @@ class ToolCallReader:
 
 
 def next_step(tokenizer: Tokenizer, turn: Turn, answer: Sequence[int]) -> NextStep:
-    """Return what follows an answer that has ended by itself: a tool, if it has a readable call, otherwise a person."""
+    """Return what follows an answer (its token ids) that ended by itself: "tool_call" if it has a readable call,
+    otherwise "end_of_turn". `turn` says who may speak next.
+    """
     if turn != "person":
         reader = ToolCallReader(in_thought=turn == "tool_after_thought")
         reader.push(tokenizer.decode(answer, special=True))
@@ -237,15 +237,13 @@ def _overlap(text: str, mark: str) -> int:
 
 
 class OneCall:
-    """A constraint that ends an answer with its first tool call: until then every token is allowed, or the tokens of
-    another constraint.
-
-    Implements `batching.Constraint`, for requests with `parallel_tool_calls` false.
+    """A constraint that ends an answer with its first tool call, for requests with `parallel_tool_calls` false. Before
+    that, all tokens are allowed that another constraint, if there is one, allows.
     """
 
     def __init__(self, tokenizer: Tokenizer, turn: Turn, make_other: Callable[[], Constraint] | None) -> None:
-        """Make the constraint. `turn` says where the answer begins; `make_other` makes a constraint that holds as
-        well.
+        """Make the constraint. `turn` says if the answer begins inside a thought; `make_other`, unless None, makes a
+        constraint that must hold too.
         """
         self._reader = ToolCallReader(in_thought=turn == "tool_after_thought")
         self._stream = tokenizer.stream(special=True, continues=True)
@@ -265,7 +263,9 @@ class OneCall:
 
 
 def call_grammar(functions: Sequence[dict[str, Any]], marks: CallMarks) -> str:
-    """Return a grammar of exactly one call of one of `functions`, without optional white space."""
+    """Return a grammar (Lark's syntax) of exactly one call of one of `functions`, the tools' JSON objects, between
+    `marks`.
+    """
     rules = []
     for number, function in enumerate(functions):
         name = json.dumps(function["name"], ensure_ascii=False)
@@ -275,10 +275,8 @@ def call_grammar(functions: Sequence[dict[str, Any]], marks: CallMarks) -> str:
 
 
 def strict_grammar(functions: Sequence[dict[str, Any]], marks: CallMarks) -> str:
-    """Return a grammar of any text in which the mark of a call is followed by a call of one of `functions`.
-
-    Arguments of `strict` functions follow their schemas; the model chooses the space within a call, up to 8 characters
-    at a place.
+    """Return a grammar (Lark's syntax) of free text in which each call mark is followed by a call of one of
+    `functions`. Arguments of functions with `strict` follow their JSON schemas.
     """
     rules = [f"TEXT: {_ANYTHING}", _SPACE]
     before = f"TEXT? {marks.opening}"

@@ -30,7 +30,7 @@ Result = TypeVar("Result")
 
 
 class Stage:
-    """One range of layers: its executor, its pool, and the thread that does all of its work."""
+    """A range of a model's layers that one thread computes: its executor, its K/V pool and the thread."""
 
     def __init__(self, executor: Executor, number: int) -> None:
         self.executor, self.number = executor, number
@@ -38,21 +38,23 @@ class Stage:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"kvengine-stage-{number}")
 
     def submit(self, work: Callable[[], Result]) -> Future[Result]:
-        """Do `work` in the stage's thread, after all work submitted before."""
+        """Run `work` in the stage's thread after earlier work, and return a future of its result."""
         return self._thread.submit(work)
 
     def close(self) -> None:
-        """Wait for the submitted work, and free the executor."""
+        """Wait for the submitted work, and close the executor."""
         self._thread.shutdown(wait=True)
         self.executor.close()
 
 
 class Pipeline:
-    """The stages of one model. `pool` has all layers; the pools of the executors are parts of it."""
+    """A `Compute` that passes steps through stages, each of which computes a range of the model's layers. `pool` has
+    all layers.
+    """
 
     def __init__(self, executors: Sequence[Executor], pool: BlockPool) -> None:
-        """Make a pipeline. Raises ValueError unless the executors' layers follow one another, from the first to the
-        last.
+        """Make the pipeline. Raises ValueError unless the executors' layers follow one another from the model's first
+        to its last.
         """
         bounds = [(each.layers.start, each.layers.stop) for each in executors]
         starts, ends = [start for start, _ in bounds], [end for _, end in bounds]
@@ -62,7 +64,9 @@ class Pipeline:
         self.stages = tuple(Stage(each, number) for number, each in enumerate(executors))
 
     def forward(self, slices: Sequence[SequenceSlice], out: FloatArray | None = None) -> FloatArray:
-        """Compute one step, as `Executor.forward` does, with its prompts in pieces, so that all stages work at once."""
+        """Compute one step of `slices` as `Executor.forward` does, with long prompts in pieces, so that all stages work
+        at once.
+        """
         plan_step(slices, self.limits)
         pieces = [self.submit(each) for each in micro_batches(slices)]
         wait(pieces)  # all of them: none may still write to the pool when this one raises
@@ -74,17 +78,17 @@ class Pipeline:
         return rows
 
     def step(self, slices: Sequence[SequenceSlice], whole: Sequence[int] | None = None) -> StepLogits:
-        """Compute one step, as `StepExecutor.step` does."""
+        """Compute one step of `slices` and return its logits, as `StepExecutor.step` does."""
         return HostLogits(self.forward(slices))
 
     def submit(self, slices: Sequence[SequenceSlice]) -> Future[FloatArray]:
-        """Send `slices` through the stages, behind earlier ones. Return a future of the logits."""
+        """Send `slices` through the stages behind earlier ones, and return a future of the logits."""
         done: Future[FloatArray] = Future()
         self._enter(0, slices, None, done)
         return done
 
     def close(self) -> None:
-        """Wait for work under way and free the executors; model and pool stay open."""
+        """Wait for the work under way, and close the executors. Model and pool stay open."""
         for stage in self.stages:  # the first one first: it gives work to the next
             stage.close()
 
@@ -113,13 +117,8 @@ class Pipeline:
 
 
 def micro_batches(slices: Sequence[SequenceSlice], rows: int = BLOCK_TOKENS) -> list[list[SequenceSlice]]:
-    """Cut a step into pieces of `rows` rows, each of one sequence, that follow one another through the stages.
-
-    The last piece is the remainder: of each of `slices` `rows` to 2 * `rows` - 1 rows, or all of a shorter one and of
-    one whose logits are all wanted. No piece but the last has outputs. The pieces compute the bits of the step: ggml
-    multiplies the last rows of a product, and a single row, with other kernels (`graph.plan`); so whole storage blocks
-    are taken from the head of each prompt, and all rows whose logits are wanted remain in one piece, which has the
-    step's last rows and as many outputs.
+    """Cut a step into pieces of `rows` rows of one sequence each, which can follow one another through stages. The last
+    piece has all outputs and the rows that are left. The results have the bits of the whole step.
     """
     pieces, rest = [], []
     for each in slices:
@@ -132,14 +131,16 @@ def micro_batches(slices: Sequence[SequenceSlice], rows: int = BLOCK_TOKENS) -> 
 
 
 def stage_layers(layers: int, stages: int) -> list[range]:
-    """Return the layers of each stage, as even as they can be. Raises ValueError for more stages than layers."""
+    """Return the range of layers of each stage, as even as possible. Raises ValueError for more stages than layers."""
     if not 1 <= stages <= layers:
         raise ValueError(f"a model of {layers} layers has 1 to {layers} stages, not {stages}")
     return [range(*pair) for pair in pairwise(layers * number // stages for number in range(stages + 1))]
 
 
 def open_pipeline(model: Model, pool: BlockPool, stages: int, sizes: StepSizes | None = None) -> Pipeline:
-    """A pipeline of `stages` even stages with `sizes.threads` threads each, one by default; otherwise as `Executor`."""
+    """Return a pipeline of `stages` even stages for `model` over `pool`, with `sizes.threads` threads each, by default
+    one.
+    """
     sizes = sizes or StepSizes(threads=1)
     with ExitStack() as stack:
         executors = [

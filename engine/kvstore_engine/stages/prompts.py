@@ -40,9 +40,8 @@ _STAGING_BLOCKS = 4  # of a session: the daemon copies some while the stage writ
 
 @dataclass(frozen=True, slots=True)
 class RestoredPrompt:
-    """The result of restoring a prompt. `report`: its `tokens` count tokens that every stage loaded, or more; its
-    `bytes` are the sum over stages, hidden states included. `records`: one for each stage. `computing_s`: the
-    seconds that stages computed; all of the time if none loaded.
+    """The result of restoring a prompt in all stages: the summed report, a record for each stage, and the seconds that
+    stages computed.
     """
 
     report: RestoreReport
@@ -51,9 +50,9 @@ class RestoredPrompt:
 
 
 class StagedPrompts:
-    """The prompts of one generator. `stores`, `costs`: one for each stage of `pipeline`. `keeps_inputs`: hidden states
-    at boundaries are stored, too. `check`: a function like `FileWatch.check`, called after the stages have computed;
-    False: they compute again.
+    """The restoring and storing of prompts for a model computed in stages. `stores` and `costs` have an entry for each
+    stage. `keeps_inputs` also stores the hidden states between stages. `check` is called after computing; False makes
+    the stages compute again.
     """
 
     def __init__(
@@ -73,23 +72,24 @@ class StagedPrompts:
 
     @property
     def is_connected(self) -> bool:
-        """True if some stage's K/V can be asked for."""
+        """True if a session with the daemon is connected in at least one stage."""
         return any(store.kv is not None and store.kv.state == "connected" for store in self._stores)
 
     def wake(self) -> None:
-        """Wake the sessions: a prompt is about to come."""
+        """Tell all sessions with the daemon that a prompt is about to come."""
         for session in self._sessions():
             session.wake()
 
     def warm_up(self, table: npt.NDArray[np.int32]) -> None:
-        """Ping the daemon, and compute a chunk into the blocks of `table`, which teaches the stages' costs."""
+        """Ping the daemon, and compute one block of tokens into the pool blocks `table`, to learn the stages' speed."""
         for session in self._sessions():
             session.ping()
         self._restorer.warm_up(table)
 
     def restore(self, space: BlockSpace, tokens: Tokens, request_id: str, *, is_stored: bool) -> RestoredPrompt:
-        """Bring the K/V of all whole storage blocks before the last of `tokens` to blocks of `space`, for the next
-        admitted request with these tokens. `is_stored`: `store` follows. Raises the errors of computing.
+        """Load or compute the K/V of all whole storage blocks before the last of `tokens`, so that the next request
+        with these tokens finds them in `space`. `is_stored` says that `store` will be called, which needs hidden
+        states. Raises the errors of computing.
         """
         whole = (len(tokens) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
         table = space.claim(_TENANT, tokens[:whole])
@@ -105,8 +105,8 @@ class StagedPrompts:
         return _of(restored)
 
     def store(self, space: BlockSpace, tokens: Tokens, answer_tokens: int) -> StoreReport:
-        """Store the blocks of `tokens` in `space`, a prompt and its answer of `answer_tokens`, and the hidden states
-        that `restore` kept. The daemon is sent the length of the answer.
+        """Put the blocks of `tokens`, a prompt and its answer of `answer_tokens` tokens, into the daemon, with the
+        hidden states that `restore` kept. Return the counts.
         """
         begin_s = self._clock()
         table = space.claim(_TENANT, tokens[: len(tokens) // BLOCK_TOKENS * BLOCK_TOKENS])
@@ -123,18 +123,16 @@ class StagedPrompts:
         return StoreReport(**counts, store_s=self._clock() - begin_s, reason=reason)
 
     def forget(self, space: BlockSpace, tokens: Tokens) -> None:
-        """Discard the blocks of `tokens`, and the hidden states that `restore` kept: the next prompt restores from the
-        store.
-        """
+        """Drop the blocks of `tokens` from the pool and the hidden states that `restore` kept."""
         self._inputs = ()
         space.discard(space.claim(_TENANT, tokens[: len(tokens) // space.block_tokens * space.block_tokens]))
 
     def announce(self, tokens: Tokens, due_in_s: float) -> None:
-        """Inform the daemon that the conversation of `tokens` goes on in about `due_in_s` seconds."""
+        """Tell the daemon that the conversation of `tokens` goes on in about `due_in_s` seconds."""
         self._hint(tokens, due_in_s=due_in_s, next_step="end_of_turn")
 
     def close(self) -> None:
-        """Stop the threads; pipeline and sessions stay open."""
+        """Stop the threads. The pipeline and the sessions stay open."""
         self._restorer.close()
 
     def __enter__(self) -> Self:
@@ -197,11 +195,8 @@ def open_staged_prompts(
     keeps_inputs: bool = True,
     check: Callable[[], bool] = lambda: True,
 ) -> Iterator[StagedPrompts]:
-    """Yield the prompts of `pipeline`, whose model in one piece has the fingerprint `whole`.
-
-    `profiles`: the file of each stage's costs. `check`: see `StagedPrompts`. A stage has two sessions, the first stage
-    one. Each may fill a few blocks of its own size at a time, so a daemon with memory for one engine has memory for all
-    of them.
+    """Return a context manager that connects the stages of `pipeline` with the daemon and gives their prompts. `whole`
+    is the fingerprint of the whole model, `connect` opens a session, `profiles` are the files of each stage's costs.
     """
     layers = [stage.layers for stage in pipeline.stages]
     with ExitStack() as stack:

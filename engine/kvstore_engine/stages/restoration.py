@@ -23,7 +23,9 @@ from kvstore_restore.stages import Stages
 
 @dataclass(slots=True, eq=False)
 class ChunkStep:
-    """A chunk that a stage computes."""
+    """A chunk (storage block) that stage number `stage` is computing since `begun_s`. `done` is the future of its
+    hidden states.
+    """
 
     stage: int
     chunk: int
@@ -37,8 +39,8 @@ class ChunkStep:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class StageSide(RestoreProgress):
-    """The progress of one stage. `input_bytes`: the bytes of a chunk's hidden states, which `inputs` brings; `stream`
-    brings its K/V.
+    """The progress of restoring one prompt in one stage. `stream` loads the K/V of its layers, `inputs` the hidden
+    states that it starts from, `input_bytes` bytes for each chunk (storage block).
     """
 
     number: int
@@ -56,7 +58,7 @@ class StageSide(RestoreProgress):
 
     @property
     def stored(self) -> int:
-        """The number of leading chunks whose K/V are stored."""
+        """The number of leading chunks (storage blocks) whose K/V the daemon has."""
         return leading(self.found.kv)
 
     @property
@@ -65,12 +67,12 @@ class StageSide(RestoreProgress):
 
     @property
     def loaded_bytes(self) -> int:
-        """The bytes of K/V and of hidden states that were loaded."""
+        """The bytes of K/V and hidden states that were loaded so far."""
         return self.pointers.loaded * self.chunk_bytes + self.inputs_loaded * self.input_bytes
 
     def make_plan(self, before: StageSide | None, *, loads_all: bool = False) -> RestorePlan:
-        """Decide how many stored chunks to load. `before`: the stage before, which has its plan. `loads_all`: all of
-        them, as far as they come.
+        """Decide which stored chunks this stage loads and which it computes, and return the plan. `before` is the
+        previous stage with its plan; `loads_all` loads all of them.
         """
         self.tiers = self.found.kv
         for tier, seconds in self.found.load_s.items():
@@ -98,7 +100,9 @@ class StageSide(RestoreProgress):
         return plan
 
     def wanted_inputs(self) -> int:
-        """Return the chunk up to which inputs shall be requested now; `inputs_end`: no further."""
+        """Return the number of the chunk before which hidden states should be requested now; `inputs_end` if no more
+        are needed.
+        """
         assert self.stages is not None and self.plan is not None
         wanted = self.stages.wanted(self.number)
         if wanted is None or self.inputs is not None or not self.inputs_end <= wanted < self.stored_inputs:
@@ -107,25 +111,25 @@ class StageSide(RestoreProgress):
         return min(self.stored_inputs, max(planned, wanted) + 2)
 
     def note_inputs(self, first: int, chunks: int, at_s: float) -> None:
-        """Note that hidden states have arrived."""
+        """Note that the hidden states of `chunks` chunks from number `first` on arrived at `at_s`."""
         size = self.chunk_tokens
         self.note("states", first * size, chunks * size, self.inputs_at_s, at_s)
         self.inputs_at_s = at_s
 
     def lose_kv(self) -> None:
-        """Note that no more K/V come. A chunk that is being computed is not counted as lost."""
+        """Note that no more K/V will come, so that the chunks that are left must be computed."""
         under_way = None if self.stages is None else self.stages.computing(self.number)
         self.lost += sum(chunk != under_way for chunk in self.pointers.stored())
         self.pointers.lose_all()
 
     def lose_inputs(self) -> None:
-        """Note that no more of the requested hidden states come."""
+        """Note that none of the requested hidden states will come any more."""
         assert self.stages is not None
         for chunk in range(self.inputs_end):
             self.stages.lose_input(self.number, chunk)
 
     def record(self, request_id: str, ended_s: float) -> RestorationRecord:
-        """Return the record of the stage's plan and work for a request."""
+        """Return the record of this stage's plan and work for the request, until the time `ended_s`."""
         actual_s = None if self.done_s is None else self.done_s - self.planned_s
         record = self.recorded(request_id, ended_s, actual_s, self._reason())
         return replace(

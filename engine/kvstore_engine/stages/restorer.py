@@ -41,11 +41,8 @@ _PATIENCE_S = 0.02  # until expectations are looked at again
 
 @dataclass(frozen=True, slots=True)
 class StagedRestoration:
-    """The result of a restoration. `seconds`: its whole time; `lookup_s`: until the stages had their plans. `nbytes`:
-    the loaded bytes.
-
-    `inputs`: for each stage the hidden states that were computed for it now, by chunk, if they were to be kept: the
-    ones that continue the stored ones without a gap. float32 [BLOCK_TOKENS, width].
+    """The result of restoring a prompt in all stages: a record for each stage, times in seconds, and the loaded bytes.
+    `inputs` has for each stage the hidden states to be stored by chunk number, float32 [BLOCK_TOKENS, width].
     """
 
     stages: tuple[RestorationRecord, ...]
@@ -57,10 +54,8 @@ class StagedRestoration:
 
 @dataclass(slots=True, eq=False)
 class RestorationRun:
-    """One restoration of all stages under way.
-
-    `table`: the prompt's engine blocks. `held`: for each stage the inputs that it will compute from, by chunk. `kept`:
-    computed inputs that are not stored, None if they are not kept.
+    """A restoration in all stages that is under way. `table` are the prompt's pool blocks. `held` has for each stage
+    the hidden states that it will compute from, `kept` those to be stored (None: none).
     """
 
     tokens: Tokens
@@ -72,8 +67,8 @@ class RestorationRun:
     steps: list[ChunkStep] = field(default_factory=list)
 
     def take_computed(self, stage: int, chunk: int, states: FloatArray, *, is_lacking: bool) -> None:
-        """Take in a chunk that the stage has computed; it ends in `states`, which the next stage lacks, or has
-        already.
+        """Take in the hidden states with which a stage's computing of `chunk` ended. `is_lacking` says that the next
+        stage needs them.
         """
         self.held[stage].pop(chunk, None)
         following = stage + 1
@@ -85,7 +80,7 @@ class RestorationRun:
             self.kept[following][chunk] = states
 
     def continued_inputs(self) -> tuple[dict[int, FloatArray], ...]:
-        """Return the kept chunks that follow the stored ones without a gap."""
+        """Return for each stage the kept hidden states that follow the stored ones without a gap, by chunk number."""
         runs = []
         for side, kept in zip(self.sides, self.kept or (), strict=False):
             end = side.stored_inputs
@@ -95,8 +90,8 @@ class RestorationRun:
         return tuple(runs)
 
     def take_kv(self, side: StageSide, pool: BlockPool, arrival: ArrivedBlocks, clock: Callable[[], float]) -> None:
-        """Copy the wanted K/V to the stage's `pool`, and release the lease. Raises ValueError for a payload of another
-        size.
+        """Copy the K/V of `arrival` that the stage `side` still needs to its `pool`, and end the lease. Raises
+        ValueError for a wrong size.
         """
         lease, per_block = arrival.lease, BLOCK_TOKENS // pool.block_tokens
         side.note_arrival(arrival.first, side.found.kv[arrival.first : arrival.first + len(lease)], arrival.at_s)
@@ -118,7 +113,9 @@ class RestorationRun:
         lease.__exit__(None, None, None)
 
     def take_states(self, side: StageSide, arrival: ArrivedBlocks) -> None:
-        """Keep the wanted hidden states, and release the lease. Raises the errors of `take_kv`."""
+        """Keep the hidden states of `arrival` that the stage `side` still needs, and end the lease. Raises ValueError
+        for a wrong size.
+        """
         lease = arrival.lease
         side.note_inputs(arrival.first, len(lease), arrival.at_s)
         for at in range(len(lease)):
@@ -133,10 +130,8 @@ class RestorationRun:
 
 
 class StagedRestorer:
-    """Restores a prompt's prefix for all stages. `stores`, `costs`: one for each stage. One prompt at a time; the
-    pipeline computes nothing else meanwhile.
-
-    `loads_all`: stored chunks are loaded, unless that stalls.
+    """A restorer of prompts in all stages of `pipeline` at once. `stores` and `costs` have an entry for each stage.
+    `loads_all` loads every stored chunk unless loading stalls. It restores one prompt at a time.
     """
 
     def __init__(
@@ -158,7 +153,7 @@ class StagedRestorer:
         self._fetcher = Fetcher(clock, threads=2 * count)
 
     def warm_up(self, table: npt.NDArray[np.int32]) -> None:
-        """Compute a chunk in all stages at once, into the blocks of `table`, to learn its time."""
+        """Compute one chunk in all stages at once into the pool blocks `table`, to learn how long it takes."""
         work = [stage.submit(partial(self._timed, stage.number, table)) for stage in self.pipeline.stages]
         for costs, each in zip(self._costs, work, strict=True):
             costs.observe_batch([(BLOCK_TOKENS, 0)], each.result())
@@ -166,8 +161,8 @@ class StagedRestorer:
     def prefill(
         self, tokens: Tokens, table: npt.NDArray[np.int32], *, keeps_inputs: bool = False
     ) -> tuple[FloatArray, StagedRestoration]:
-        """Bring the K/V of all `tokens` to the blocks of `table`; return the last token's logits, float32 [vocabulary],
-        and the result.
+        """Load or compute the K/V of all `tokens` in the pool blocks `table`. Return the logits of the last token,
+        float32 [vocabulary], and the result.
         """
         restored = self.restore(tokens, table, keeps_inputs=keeps_inputs)
         tail = (len(tokens) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
@@ -177,11 +172,9 @@ class StagedRestorer:
     def restore(
         self, tokens: Tokens, table: npt.NDArray[np.int32], *, keeps_inputs: bool = False, request_id: str = ""
     ) -> StagedRestoration:
-        """Bring the K/V of all whole storage blocks before the last token to the blocks of `table`, by loading or
+        """Load or compute the K/V of all whole storage blocks before the last of `tokens`, in the pool blocks `table`,
+        and return the result. `keeps_inputs` keeps the hidden states for `store_prefix`. Raises the errors of
         computing.
-
-        `keeps_inputs`: keep hidden states for `store_prefix`; a chunk's hidden states have 4 bytes for each token and
-        value. `request_id`: for the records. Raises the errors of computing; then nothing of the prefix counts.
         """
         begun_s = self._clock()
         run = self._begin(tokens[: (len(tokens) - 1) // BLOCK_TOKENS * BLOCK_TOKENS], table, begun_s)
@@ -203,7 +196,7 @@ class StagedRestorer:
         )
 
     def close(self) -> None:
-        """Stop the threads; pipeline and sessions stay open."""
+        """Stop the threads. The pipeline and the sessions stay open."""
         self._fetcher.close()
 
     def __enter__(self) -> Self:

@@ -29,7 +29,9 @@ _DEADLINE_S = 0.25
 
 @dataclass(frozen=True, slots=True)
 class StageStore:
-    """The sessions for a stage's K/V and for its inputs, of equal block size; None: nothing is stored there."""
+    """The sessions with the daemon for one stage: `kv` for the K/V of its layers, `inputs` for the hidden states it
+    starts from. None means that nothing is stored there.
+    """
 
     kv: KvSession | None = None
     inputs: KvSession | None = None
@@ -38,8 +40,8 @@ class StageStore:
 def stage_fingerprints(
     whole: Fingerprint, layers: Sequence[range], width: int
 ) -> list[tuple[Fingerprint, Fingerprint | None]]:
-    """Return the fingerprints of each stage's K/V and of its inputs; the first stage has no inputs. `whole` is the
-    fingerprint of the model in one piece, `width` the number of values of a hidden state.
+    """Return for each stage the fingerprint of its K/V and of its hidden states (None for the first stage). `whole` is
+    the model's fingerprint, `layers` the stages' layers, `width` the values of a hidden state.
     """
     (group,) = whole.groups
     count = len(layers)
@@ -53,8 +55,9 @@ def stage_fingerprints(
 
 @dataclass(frozen=True, slots=True)
 class StageLookup:
-    """The result of a look-up: the tier of each chunk's K/V and of its input, "absent" if there is none; always so for
-    the first stage's inputs. `load_s`: for each tier the seconds that the daemon expects of loading a chunk's K/V.
+    """The tiers in which a prompt's parts are stored for one stage: for each chunk (storage block) the tier of its K/V
+    and of the hidden states it is computed from, "absent" if there is none. `load_s` maps tiers to the seconds that
+    loading one chunk's K/V should take.
     """
 
     kv: tuple[str, ...]
@@ -63,14 +66,16 @@ class StageLookup:
 
 
 def look_up(store: StageStore, tokens: Tokens) -> StageLookup:
-    """Return the stored parts of the whole chunks of `tokens`."""
+    """Ask the daemon where the whole storage blocks of `tokens` are stored for the stage with the sessions `store`, and
+    return the tiers.
+    """
     kv, load_s = _tiers(store.kv, tokens)
     inputs, _ = _tiers(store.inputs, tokens)
     return StageLookup(kv, inputs, load_s)
 
 
 def leading(tiers: tuple[str, ...]) -> int:
-    """Return how many chunks are stored before the first that is not."""
+    """Return how many entries of `tiers` come before the first "absent"."""
     return next((at for at, tier in enumerate(tiers) if tier == ABSENT), len(tiers))
 
 
@@ -93,9 +98,7 @@ def _tiers(session: KvSession | None, tokens: Tokens) -> tuple[tuple[str, ...], 
 
 @dataclass(frozen=True, slots=True)
 class StageStored:
-    """The result for each block of a stage's K/V and of its inputs, as a put's statuses; `failure`: why not all of them
-    were stored.
-    """
+    """The statuses of the puts of one stage's blocks, K/V and hidden states. `failure` says why not all were stored."""
 
     kv: tuple[str, ...] = ()
     inputs: tuple[str, ...] = ()
@@ -117,8 +120,8 @@ def store_prefix(
     table: npt.NDArray[np.int32],
     inputs: Sequence[Mapping[int, FloatArray]] = (),
 ) -> list[StageStored]:
-    """Put all whole storage blocks of `tokens`, whose K/V are in the blocks of `table`, through the sessions that
-    `stores` has for each stage. `inputs`: `Restored.inputs`; for each stage the run from its first chunk on is put.
+    """Put the whole storage blocks of `tokens`, whose K/V are in the pool blocks `table`, into the daemon for every
+    stage, and return the results. `inputs` has the hidden states by stage and chunk.
     """
     whole = tokens[: len(tokens) // BLOCK_TOKENS * BLOCK_TOKENS]
     given = [*inputs] or [{}] * len(pipeline.stages)

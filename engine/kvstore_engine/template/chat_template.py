@@ -40,20 +40,23 @@ class Marks:
         self._places: dict[str, tuple[str, str]] = {}  # by mark
 
     def conversation(self, messages: Sequence[Message]) -> list[Json]:
-        """Return `messages` with a mark in each of them."""
+        """Return a copy of `messages` in which each text and call has a mark, a word that occurs nowhere else, to find
+        it again in the prompt.
+        """
         return [self._message(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
     def tools(self, tools: Sequence[Message]) -> list[Json]:
-        """Return `tools` with a mark in each name."""
+        """Return a copy of `tools` in which each tool's name has a mark, a word that occurs nowhere else, to find it
+        again in the prompt.
+        """
         return [
             {**tool, "function": self._named(tool["function"], f"tools[{index}]", "tools")}
             for index, tool in enumerate(tools)
         ]
 
     def check(self, marked: str, prompt: str) -> None:
-        """Raise TemplateError for the first mark that is not in `marked`, the prompt of the marked conversation.
-
-        `prompt` is the prompt of the original conversation.
+        """Raise TemplateError if a mark is missing in `marked`, the prompt made of the marked conversation: the
+        template left that part out. `prompt` is the prompt of the original conversation.
         """
         shown = set(re.findall(rf"{self._stem}\d+e", marked))
         for mark, (place, param) in self._places.items():
@@ -107,7 +110,7 @@ class Marks:
 
 
 class ChatTemplate:
-    """The chat template of one model; compiled, and its inputs found out, on first use."""
+    """The chat template of one model, which turns messages into a prompt. It is compiled on first use."""
 
     def __init__(
         self,
@@ -127,10 +130,8 @@ class ChatTemplate:
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, object], vocabulary: Vocabulary | None = None) -> "ChatTemplate":
-        """Return the file's templates: the default one, and the one named `tool_use` for requests with tools.
-
-        If a file has one of them, it serves for both; TemplateError for a file with neither. `vocabulary` has the texts
-        of the special tokens.
+        """Return the chat template in a GGUF file's `metadata`: the default one, and the one for requests with tools if
+        there is one. `vocabulary` gives the texts of special tokens. Raises TemplateError if the file has none.
         """
         found = [value for key in (_KEY, _TOOL_KEY) if isinstance(value := metadata.get(key), str) and value.strip()]
         if not found:
@@ -178,12 +179,12 @@ class ChatTemplate:
         return prompt
 
     def prepare(self) -> None:
-        """Compile and try the templates now, rather than at the first prompt. Raises TemplateError for a broken one."""
+        """Compile and try the template now instead of at the first prompt. Raises TemplateError if it is broken."""
         _ = self._for_messages, self._for_tools
 
     def reads(self, variable: str, *, with_tools: bool) -> bool:
-        """Return whether a template (the one for requests with tools, or the other) reads `variable`, which a caller
-        may set.
+        """Return True if callers may set `variable` and the template reads it. `with_tools` asks about the template for
+        requests with tools.
         """
         compiled, _ = self._for_tools if with_tools else self._for_messages
         return variable in compiled.variables and variable not in _OWN

@@ -24,10 +24,8 @@ _MOST_STEPS = 1 << 20  # of all the `range`s of one rendering; the sandbox bound
 
 
 class TemplateError(UsageError):
-    """The model has no usable chat template, or the template refuses these messages.
-
-    `param` is the field of a chat request at fault: `messages`, `tools` or `chat_template_kwargs`. If the template
-    leaves out a part of the conversation, `prompt` is the prompt without it.
+    """An error: a model has no usable chat template, or the template refuses the messages. `param` is the field of the
+    chat request at fault. If the template leaves out a part of the conversation, `prompt` is the prompt without it.
     """
 
     def __init__(self, message: str, param: str = "messages", prompt: str | None = None) -> None:
@@ -36,10 +34,8 @@ class TemplateError(UsageError):
 
 
 class CompiledTemplate:
-    """One template's source, compiled.
-
-    `words` are the names of fields and the texts in its code, `variables` the names that it reads from its
-    surroundings.
+    """A compiled chat template. `words` are the field names and texts in its source, `variables` the names that it
+    reads.
     """
 
     def __init__(self, source: str, now: Callable[[], datetime]) -> None:
@@ -75,7 +71,9 @@ class CompiledTemplate:
         self.variables = frozenset(node.name for node in tree.find_all(nodes.Name) if node.ctx == "load")
 
     def render(self, variables: Mapping[str, Any]) -> str:
-        """Return the prompt. Raises TemplateError, of one line, if the template refuses or fails."""
+        """Return the prompt that the template makes of `variables`. Raises TemplateError, of one line, if it refuses or
+        fails.
+        """
         self._steps = 0
         try:
             return self._template.render(variables)

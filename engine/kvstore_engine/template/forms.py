@@ -51,11 +51,10 @@ def _shown(function: Json) -> Json:
 
 @dataclass(frozen=True, slots=True)
 class Forms:
-    """The forms of one template. `text` and `parts` are the roles whose content is read as a text and as a list of
-    parts.
-
-    `system` and `developer`: messages of these roles are read. `object_arguments`: a call's arguments are read as
-    objects. `bare`: the content of a message that has calls and no text. `words`: all words in the template's code.
+    """The form of messages that one template expects. `text` and `parts` are the roles whose content it reads as a text
+    or as a list of parts. `system`, `developer`: it reads messages of these roles. `object_arguments`: it reads a
+    call's arguments as objects. `bare`: the content to give a message with calls and no text. `words`: all words in its
+    source.
     """
 
     text: frozenset[str]
@@ -67,7 +66,7 @@ class Forms:
     words: frozenset[str] = frozenset()
 
     def arrange(self, messages: Sequence[Message]) -> list[Json]:
-        """Return `messages` as the template reads them."""
+        """Return `messages` in the form that the template expects."""
         arranged = [self._message(message) for message in messages]
         return arranged if self.system else self._without_system(arranged)
 
@@ -126,7 +125,9 @@ def _joined(content: str | list[Json]) -> str:
 
 
 def probe(render: Render, words: frozenset[str]) -> Forms:
-    """Return the forms that the template behind `render` reads; `words` are the words in its code."""
+    """Find out by trial which form of messages the template behind `render` expects, and return it. `words` are all
+    words in its source.
+    """
     text: set[str] = set()
     parts: set[str] = set()
 

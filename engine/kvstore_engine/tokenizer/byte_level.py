@@ -21,8 +21,8 @@ _PLACEHOLDER = "\0"  # no byte is spelt so: GPT-2's alphabet writes byte 0 as U+
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """A rule that cuts text into words before byte-pair merging. `ignore_merges`: a word that is a token is taken
-    whole. `add_bos`: the default if the file does not say.
+    """A rule that splits text into words before byte pairs are merged. `ignore_merges` takes a word that is a token as
+    a whole. `add_bos` tells if a begin token is added by default.
     """
 
     patterns: tuple[str, ...]
@@ -84,9 +84,7 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
 
 
 def pre_tokenizer(name: str) -> PreTokenizer:
-    """Return the rule for `tokenizer.ggml.pre == name`. Raises TokenizerError, which names the unknown one and lists
-    the known.
-    """
+    """Return the rule that files name `name` in `tokenizer.ggml.pre`. Raises TokenizerError for an unknown name."""
     rule = PRE_TOKENIZERS.get(name)
     if rule is None:
         known = ", ".join(sorted(filter(None, PRE_TOKENIZERS)))
@@ -98,7 +96,7 @@ def pre_tokenizer(name: str) -> PreTokenizer:
 
 
 def byte_level_encoder(vocabulary: Vocabulary) -> Callable[[str], list[int]]:
-    """Return a function from plain text to ids of `vocabulary`."""
+    """Return a function that turns plain text into token ids of `vocabulary`."""
     from tokenizers import Regex, Tokenizer
     from tokenizers.models import BPE
     from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
@@ -127,7 +125,9 @@ def byte_level_encoder(vocabulary: Vocabulary) -> Callable[[str], list[int]]:
 
 
 def token_bytes(text: str) -> bytes:
-    """Return the bytes that the stored token `text` stands for; characters outside GPT-2's alphabet as UTF-8."""
+    """Return the bytes that the token stored as `text` stands for. Characters outside GPT-2's byte alphabet stand for
+    their UTF-8.
+    """
     alphabet = _byte_of_character()
     return b"".join(bytes([alphabet[character]]) if character in alphabet else character.encode() for character in text)
 

@@ -25,7 +25,7 @@ _NO_SYMBOL = -1
 
 
 class SentencePieceEncoder:
-    """An encoder of text, its spaces already written as U+2581, into ids of one vocabulary."""
+    """An encoder of text into token ids of one SentencePiece vocabulary. Spaces must be written as U+2581 already."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._ids = {text: i for i, text in enumerate(vocabulary.tokens)}
@@ -91,7 +91,7 @@ class SentencePieceEncoder:
 
 
 def token_bytes(text: str, kind: int) -> bytes:
-    """Return the bytes that the stored token `text` of `kind` stands for."""
+    """Return the bytes that the token stored as `text`, of the type `kind`, stands for."""
     if kind == BYTE:
         return bytes([int(text[3:5], 16)])
     return text.replace(SPACE, " ").encode()

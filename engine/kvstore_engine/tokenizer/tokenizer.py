@@ -19,7 +19,7 @@ _WHITE_SPACE = " \t\n\v\f\r"  # C's isspace
 
 
 class StreamingDetokenizer:
-    """An incremental UTF-8 decoder of tokens' bytes; bytes that can be no character become U+FFFD."""
+    """A decoder that turns token ids into text one by one. Bytes that form no character become U+FFFD."""
 
     def __init__(self, piece: Callable[[int], bytes], strip_first_space: bool = False) -> None:
         """Make a decoder. `piece(token_id)` gives a token's bytes; `strip_first_space` undoes SentencePiece's leading
@@ -31,11 +31,11 @@ class StreamingDetokenizer:
         self._characters = 0
 
     def push(self, token_id: int) -> str:
-        """Return the text that `token_id` completes; "" while a character is still incomplete."""
+        """Add `token_id`, and return the text that is complete now; "" while a character lacks bytes."""
         return self._decoded(self._next(token_id))
 
     def place(self, token_id: int) -> int:
-        """Push `token_id`, and return the index in the whole text of the character that its first byte belongs to."""
+        """Add `token_id`, and return the index in all text so far of the character with the token's first byte."""
         piece = self._next(token_id)
         if not piece:
             return self._characters
@@ -58,15 +58,13 @@ class StreamingDetokenizer:
         return text
 
     def finish(self) -> str:
-        """Return the rest when no more tokens come: U+FFFD for an incomplete character, otherwise ""."""
+        """Return the last text when no more tokens come: U+FFFD for an incomplete character, otherwise ""."""
         return self._decoder.decode(b"", final=True)
 
 
 class SpecialTokens:
-    """Finds special tokens in text before anything else is tokenised.
-
-    The order is llama.cpp's (`tokenizer_st_partition`): longest special first, over all the text that is still plain.
-    That is not leftmost-longest: of two overlapping specials, the longer always wins.
+    """A splitter that finds special tokens in text before anything else is tokenised. Longer special tokens are looked
+    for first in the whole text, as in llama.cpp, so from two overlapping ones the longer wins.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -83,7 +81,9 @@ class SpecialTokens:
         self._user_defined = tuple(entry for entry in special if vocabulary.kinds[entry[1]] == USER_DEFINED)
 
     def split(self, text: str, parse_special: bool) -> Sequence[str | int]:
-        """Return `text` as stretches: str for plain text (never empty), int for a special token's id."""
+        """Return `text` as a list of plain texts (str, never empty) and ids of special tokens (int), in order. Control
+        tokens are recognised only with `parse_special`.
+        """
         stretches: list[str | int] = [text] if text else []
         for special, token_id in self._all if parse_special else self._user_defined:
             if special in text:
@@ -108,7 +108,7 @@ def _split_by(stretches: Sequence[str | int], special: str, token_id: int, *, st
 
 
 class Tokenizer:
-    """The tokenizer, built once per model. Safe to share between threads: after construction only caches change."""
+    """A tokenizer that turns text into a model's token ids and back. Any thread may use it."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
@@ -138,7 +138,7 @@ class Tokenizer:
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, object]) -> "Tokenizer":
-        """Return the tokenizer of a GGUF file's metadata. TokenizerError says why that is impossible."""
+        """Return the tokenizer that a GGUF file's `metadata` describe. Raises TokenizerError if that is impossible."""
         return cls(Vocabulary.from_metadata(metadata))
 
     def encode(self, text: str, add_special: bool = True, parse_special: bool = False) -> npt.NDArray[np.int32]:
@@ -166,9 +166,7 @@ class Tokenizer:
         return np.array(ids, np.int32)
 
     def encode_onwards(self, text: str) -> list[int]:
-        """Return the ids of plain `text` that continues another, without the space that SentencePiece puts before a
-        text.
-        """
+        """Return the token ids of plain `text` that continues an earlier text, so that no space is put before it."""
         return list(self._encode_plain(text, after_special=False))
 
     def _encode_plain(self, text: str, after_special: bool) -> list[int]:
@@ -184,14 +182,16 @@ class Tokenizer:
         return "".join([*(stream.push(int(token_id)) for token_id in ids), stream.finish()])
 
     def stream(self, special: bool = False, continues: bool = False) -> StreamingDetokenizer:
-        """Return a detokenizer for one answer; `continues` if there is text before it, so that a leading space is
-        text.
+        """Return a decoder for the tokens of one answer. `special` shows control tokens; `continues` keeps a leading
+        space, because there is text before it.
         """
         piece = self.piece if special else self._visible_piece
         return StreamingDetokenizer(piece, strip_first_space=self._space_prefix and not continues)
 
     def piece(self, token_id: int) -> bytes:
-        """Return the bytes of one token, control tokens as their text. Raises IndexError outside the vocabulary."""
+        """Return the bytes of the token `token_id`; of a control token, its name. Raises IndexError for an
+        unknown id.
+        """
         piece = self._pieces.get(token_id)
         if piece is None:
             if not 0 <= token_id < len(self.vocabulary.tokens):
@@ -216,7 +216,7 @@ class Tokenizer:
 
     @cached_property
     def digest(self) -> str:
-        """The digest of everything that decides which ids a text becomes: 32 hex digits."""
+        """A digest, 32 hex digits, of everything that decides into which ids a text is turned."""
         vocabulary = self.vocabulary
         state = hashlib.blake2b(digest_size=16)
         flags = (self.add_bos, self.add_eos, self._space_prefix, vocabulary.bos_id, vocabulary.eos_id)

@@ -39,7 +39,7 @@ _PHI3_KEEPS_SPACE = frozenset(["<unk>", "<s>", "<|endoftext|>"])
 
 
 class TokenizerError(UsageError):
-    """The file's tokenizer is damaged or of a kind that this engine cannot reproduce exactly."""
+    """An error: the tokenizer in the file is damaged, or of a kind that this engine cannot reproduce exactly."""
 
 
 @dataclass(frozen=True, slots=True)

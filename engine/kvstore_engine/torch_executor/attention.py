@@ -31,10 +31,9 @@ from kvstore_engine.torch_executor.recordings import BUCKETS
 
 @dataclass(frozen=True, slots=True)
 class StepRows:
-    """A step's rows as int32 tensors on the device; rows past the step's own are padding, with slot -1 and context 0.
-
-    sequences: each row's line in `tables`, [sequences, table_stride]. contexts: tokens up to the row's own.
-    longest_context: at least the greatest of `contexts`, known on the host.
+    """The rows (tokens) of a step as int32 tensors on the device: positions, slots in the pool, the row of `tables`
+    with the sequence's blocks, and contexts (the number of tokens up to the row's own). Padding rows have slot -1 and
+    context 0. `longest_context` is at least the largest context.
     """
 
     count: int
@@ -46,44 +45,44 @@ class StepRows:
     longest_context: int
 
     def select(self, rows: Any) -> StepRows:
-        """Return the rows that the integer tensor `rows` selects for attention; their K and V have been written."""
+        """Return only the rows that the integer tensor `rows` names, for attention; their K and V must have been
+        written.
+        """
         return replace(self, count=len(rows), sequences=self.sequences[rows], contexts=self.contexts[rows])
 
 
 class AttentionBackend(ABC):
-    """The attention of one model over one pool. `layer` is a layer's number."""
+    """The attention of one model over one pool of K/V blocks. `layer` is a layer's number."""
 
     def begin(self, tables: Iterable[npt.NDArray[np.int32]]) -> Hashable:
-        """Prepare a step whose work is not queued yet. `tables`: for each sequence the whole blocks before the step's
-        tokens, once.
-
-        Return a value on which a recording of the step depends, beside its rows and its longest context: a recorded
-        step may replace another one with an equal value.
+        """Prepare a step that is about to be queued. `tables` has the whole blocks before the step's tokens, an array
+        for each sequence. Return a value; a recorded step may be replayed for this one only if its value was equal.
         """
         return None
 
     @abstractmethod
     def write(self, layer: int, queries: Any, keys: Any, values: Any, rows: StepRows) -> Any:
-        """Rotate queries and keys by their positions, and write keys and values to the cache.
-
-        bf16 [rows, heads, head_dim], with the last two dimensions contiguous. Return the rotated queries, contiguous.
+        """Rotate `queries` and `keys` by the rows' positions, and write keys and values to the cache. All are bf16
+        [rows, heads, head_dim]. Return the rotated queries.
         """
 
     @abstractmethod
     def attend(self, layer: int, queries: Any, rows: StepRows) -> Any:
-        """Return attention of rotated queries, bf16 [rows, heads, head_dim], in that shape."""
+        """Return the attention of the rotated `queries`, bf16 [rows, heads, head_dim], over the cache, in equal
+        shape.
+        """
 
 
 class KernelAttention(AttentionBackend):
-    """Attention by the CUDA kernels. `stream()`: the address of the stream that the step's other work is queued on.
-    `window`: the window of its L2 cache.
+    """Attention by the engine's CUDA kernels. `stream()` returns the address of the stream on which the step is queued.
+    `window` keeps a shared prefix in the L2 cache, if it is not None.
     """
 
     def __init__(
         self, cache: Cache, launcher: Launcher, stream: Callable[[], int], window: PrefixWindow | None = None,
         crossover: AttentionCrossover | None = None,
     ) -> None:  # fmt: skip
-        """Make the backend. Raises UnsupportedModel for heads that the kernels do not support."""
+        """Make the attention over `cache`. Raises UnsupportedModel if the kernels do not support the model's heads."""
         self._cache, self._stream, self._window, self._torch = cache, stream, window, torch_library()
         shape = kernel_shape(cache.config, cache.block_tokens, cache.kv_dtype)
         self.attention = PagedAttention(launcher, shape, crossover=crossover)
@@ -128,9 +127,9 @@ class KernelAttention(AttentionBackend):
 
 
 def crossover_on(device: Device, cache: Cache) -> AttentionCrossover:
-    """Return the crossover to one pass for attention over `cache`, which is on `device`: by `crossover.settled`,
-    measured on the first layer's planes with the rows that decode steps have. Call it before the planes are in use.
-    Raises the errors of `kernel_shape`.
+    """Return the load, in thread blocks for each multiprocessor, from which on attention over `cache` on `device` runs
+    in one pass instead of in partitions. It is looked up, or measured on the first layer's planes, which must not be in
+    use yet. Raises UnsupportedModel.
     """
     attention = PagedAttention(device, kernel_shape(cache.config, cache.block_tokens, cache.kv_dtype))
     planes = cache.planes
@@ -148,7 +147,9 @@ def crossover_on(device: Device, cache: Cache) -> AttentionCrossover:
 
 
 def kernel_shape(config: ModelConfig, block_tokens: int, kv_dtype: str) -> CacheShape:
-    """Return the kernels' shape of a model's cache. Raises UnsupportedModel for heads that they do not support."""
+    """Return the shape of a model's K/V cache for the CUDA kernels. Raises UnsupportedModel if they do not support its
+    heads.
+    """
     try:
         return CacheShape(config.heads, config.kv_heads, config.head_dim, block_tokens, cache=kv_dtype)
     except ValueError as error:
@@ -156,10 +157,8 @@ def kernel_shape(config: ModelConfig, block_tokens: int, kv_dtype: str) -> Cache
 
 
 class ReferenceAttention(AttentionBackend):
-    """Attention in plain torch over `cache`, whose `turns` are on the processor: slow, and the reference for the CUDA
-    kernels.
-
-    It computes in float32 the definition in `kernels.reference.paged_attention`. Padding rows give zeros.
+    """Attention in plain torch over `cache`, slow and exact, with which the CUDA kernels are compared. It computes in
+    float32; padding rows give zeros.
     """
 
     def __init__(self, cache: Cache) -> None:

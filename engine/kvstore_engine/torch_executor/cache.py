@@ -30,9 +30,8 @@ _ZERO = 1e-34  # a row whose greatest element is below is stored as zeros
 
 
 class Arrivals:
-    """The loads under way into one pool of `layers` layers. For the engine's thread alone.
-
-    A load is a function that makes work queued later by this thread run after a layer has come. It never raises.
+    """The loads of K/V into a pool of `layers` layers that have not finished. A load is a function that makes work
+    queued later wait for one layer. Only the engine's thread may use it.
     """
 
     def __init__(self, layers: int) -> None:
@@ -43,16 +42,18 @@ class Arrivals:
         self._loads.append(load)
 
     def remove(self, load: WaitFor) -> None:
-        """Forget `load`, which has come, or failed. Unknown ones are ignored."""
+        """Remove `load`, which has finished or failed. An unknown one is ignored."""
         self._loads = [each for each in self._loads if each != load]
 
     def wait(self, layer: int) -> None:
-        """Let a step that reads K and V of `layer` wait for it."""
+        """Make work that is queued after this wait until all loads have brought `layer`."""
         for load in self._loads:
             load(layer)
 
     def wait_all(self) -> None:
-        """Let a step that was recorded, or will be recorded, wait for all layers: a replay waits for none."""
+        """Make work that is queued after this wait for all layers of all loads, and forget the loads. A recorded step
+        needs this, because its replay waits for nothing.
+        """
         loads, self._loads = self._loads, []
         for load in loads:
             for layer in range(self._layers):
@@ -60,22 +61,22 @@ class Arrivals:
 
 
 class StoredRows(ABC):
-    """Rows of one plane, [kv_heads, head_dim] for each slot."""
+    """The K or the V of one layer, stored in a plane: [kv_heads, head_dim] numbers for each slot (token place)."""
 
     @abstractmethod
     def store(self, slots: Any, rows: Any) -> None:
-        """Write `rows`, float [n, kv_heads, head_dim], to `slots`, int64 [n]."""
+        """Write `rows`, float [n, kv_heads, head_dim], to the places `slots`, int64 [n]."""
 
     @abstractmethod
     def load(self, slots: Any) -> Any:
-        """Return float32 [n, kv_heads, head_dim]."""
+        """Return the rows at the places `slots` as float32 [n, kv_heads, head_dim]."""
 
 
 class PlainRows(StoredRows):
-    """Rows of elements of a float type."""
+    """Rows that are stored as plain floating-point numbers (f16, bf16 or f32)."""
 
     def __init__(self, plane: Any, kv_dtype: str, kv_heads: int, head_dim: int) -> None:
-        """Make rows over `plane`: uint8 [blocks, block_bytes]."""
+        """Make rows over the memory `plane`, uint8 [blocks, block_bytes], stored as `kv_dtype`."""
         torch = torch_library()
         self._rows = plane.view(getattr(torch, _TYPES[kv_dtype])).view(-1, kv_heads, head_dim)
 
@@ -87,14 +88,13 @@ class PlainRows(StoredRows):
 
 
 class ScaledRows(StoredRows):
-    """Rows of int8 or fp8, with a float scale for each token and head that follows the block's elements.
-
-    An int8 element is off by at most 1/254 of its row's greatest. An fp8 element is off by at most 1/16 of itself, or,
-    if it is below 1/28,672 of the greatest, by at most 1/458,752 of the greatest.
+    """Rows that are stored as int8 or fp8 numbers, with a float scale for each token and head behind the block's
+    numbers. An int8 number is off by at most 1/254 of its row's largest; an fp8 number by at most 1/16 of itself,
+    unless it is below 1/28,672 of the largest.
     """
 
     def __init__(self, plane: Any, kv_dtype: str, block_tokens: int, kv_heads: int, head_dim: int) -> None:
-        """Make rows over `plane`: uint8 [blocks, block_bytes]."""
+        """Make rows over the memory `plane`, uint8 [blocks, block_bytes], stored as `kv_dtype`."""
         self._torch = torch = torch_library()
         name, self._greatest = _SCALED[kv_dtype]
         self._type, self._block_tokens = getattr(torch, name), block_tokens
@@ -123,8 +123,8 @@ class ScaledRows(StoredRows):
 
 
 class Cache:
-    """The cache as attention sees it. `planes`: the pool's memory, a uint8 tensor [planes, blocks, block_bytes].
-    `arrivals`: loads on their way there.
+    """A pool's K/V memory as attention uses it. `planes` is the memory, uint8 [planes, blocks, block_bytes]: K and V of
+    each layer in turn. `factors` are the model's rotary scaling factors, or None. `arrivals` are loads into it.
     """
 
     def __init__(
@@ -150,11 +150,11 @@ class Cache:
         }
 
     def rows(self, layer: int) -> tuple[StoredRows, StoredRows]:
-        """Return the layer's K and V."""
+        """Return the stored K and the stored V of `layer`."""
         return self._rows[2 * layer], self._rows[2 * layer + 1]
 
     def turns(self, layer: int) -> Any:
-        """Return cosines and sines, float32 [positions, pairs, 2]."""
+        """Return the cosines and sines by which `layer` rotates heads, float32 [positions, pairs, 2]."""
         return self._turns[self.ropes[layer]]
 
     def _stored(self, plane: Any) -> StoredRows:

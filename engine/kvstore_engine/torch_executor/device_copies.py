@@ -36,8 +36,9 @@ _log = logging.getLogger(__name__)
 
 
 class DevicePoolCopies:
-    """Copies blocks between the store and a pool on `device`, which sessions were connected with. `arrivals`: the loads
-    that the pool's executor waits for. Closing this object closes `budget`. Raises DeviceError.
+    """Copies between the daemon's memory and a pool on the CUDA `device`, made by its copy engines. `arrivals` gets
+    each load, so that steps wait for it. `budget` limits copies out of the pool while the engine decodes, and is closed
+    with this object. Raises DeviceError.
     """
 
     waits_by_layer = True
@@ -71,11 +72,13 @@ class DevicePoolCopies:
         self.budget.decoding(is_decoding)
 
     def settle(self, timeout_s: float) -> bool:
-        """Wait until the named host memory is registered; return False if that took longer than `timeout_s` seconds."""
+        """Wait until the host memory that was named so far is registered with the device. Return False if that takes
+        longer than `timeout_s` seconds.
+        """
         return self._transfers.loads.registered.settle(timeout_s)
 
     def close(self) -> None:
-        """Wait for copies, unregister all memory."""
+        """Wait for the copies under way, and unregister all host memory."""
         self._transfers.close()
 
 
@@ -105,7 +108,7 @@ class _Load:
 
 
 def device_pool(pool: BlockPool) -> DevicePool:
-    """Return `pool` as copies see it: K, then V of each layer, as in its payloads."""
+    """Return a description of `pool` for device copies: the memory of K, then of V, of each layer."""
     layers = [
         [PoolPart(address, pool.block_bytes, pool.block_bytes) for address in pool.plane_addresses(layer)]
         for layer in range(pool.layers)
@@ -118,9 +121,8 @@ def device_pool(pool: BlockPool) -> DevicePool:
 def open_device_copies(
     index: int, pool: BlockPool, arrivals: Arrivals, stream: Stream, store_rate: Rate = AUTO
 ) -> Iterator[DevicePoolCopies | None]:
-    """Yield copies by CUDA device `index`, as this process counts, until the block ends; `store_rate`: the rate of
-    copies out of the pool while the engine decodes. If the device cannot make copies, yield None, and log the
-    reason.
+    """Return a context manager that gives the copies of CUDA device `index` for `pool`. `store_rate` limits copies out
+    of the pool while the engine decodes. It gives None, and logs the reason, if the device cannot make copies.
     """
     copies = None
     try:

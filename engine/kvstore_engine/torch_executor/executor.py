@@ -26,7 +26,9 @@ from kvstore_engine.torch_executor.step_memory import DeviceLogits, InputMemory,
 
 
 class TorchExecutor(StepExecutor):
-    """The executor of forward steps of `model` over `pool`, whose planes `attention` reads and writes."""
+    """An executor that computes steps of `model` with torch, over the K/V in `pool`, which `attention` reads and
+    writes.
+    """
 
     def __init__(
         self,
@@ -37,9 +39,8 @@ class TorchExecutor(StepExecutor):
         record: Record | None = None,
         arrivals: Arrivals | None = None,
     ) -> None:
-        """Make the executor. `arrivals`: loads into the pool, for which `attention` waits.
-
-        Raises ValueError if the pool was made for another model, or is too large for 32-bit slots.
+        """Make the executor. With `record`, decode steps are recorded and replayed. `arrivals` are the loads for which
+        `attention` waits. Raises ValueError if the pool was made for another model or has 2^31 tokens or more.
         """
         config = model.config
         if (pool.layers, pool.row_elements) != (config.layers, config.kv_width):

@@ -16,7 +16,9 @@ _OLDEST = (2, 8)  # the first whose products of bf16 give float32
 
 
 def torch_library() -> ModuleType:
-    """Return the torch module. Raises OperationError, with what to install."""
+    """Import torch, if that was not done, and return the module. Raises OperationError, which says what to install, if
+    it is missing or older than 2.8.
+    """
     try:
         import torch
     except ImportError:
@@ -28,7 +30,7 @@ def torch_library() -> ModuleType:
 
 
 def check_device(device: DeviceName) -> None:
-    """Raise UsageError if this machine has no such device."""
+    """Raise UsageError if this machine does not have `device`."""
     torch = torch_library()
     if not device.is_cuda:
         return
@@ -40,8 +42,8 @@ def check_device(device: DeviceName) -> None:
 
 
 def check_answers(device: DeviceName) -> None:
-    """Raise OperationError if the device has failed for good: after a kernel's wrong access every call of its process
-    fails.
+    """Raise OperationError if `device` has failed for good, as after a kernel's wrong memory access, so that no later
+    call in this process can succeed.
     """
     if device.is_cuda:
         try:
@@ -51,21 +53,20 @@ def check_answers(device: DeviceName) -> None:
 
 
 def free_bytes(device: DeviceName) -> int:
-    """Return the free bytes of the device's memory."""
+    """Return the number of free bytes of the memory of `device`."""
     if device.is_cuda:
         return int(torch_library().cuda.mem_get_info(device.torch_name)[0])
     return available_bytes()
 
 
 def current_stream(device: DeviceName) -> int:
-    """Return the address of the CUstream on which this thread's work is queued; 0 on the processor."""
+    """Return the address of the CUDA stream on which this thread's work for `device` is queued; 0 on the processor."""
     return int(torch_library().cuda.current_stream(device.torch_name).cuda_stream) if device.is_cuda else 0
 
 
 def numerics(device: DeviceName) -> str:
-    """Return a name for the order of sums on the device: blocks are shared only under one name.
-
-    Two generations of GPUs multiply with different kernels, so the name holds the architecture.
+    """Return a name for the way `device` rounds and sums. K/V blocks are shared only between engines with an equal
+    name.
     """
     if not device.is_cuda:
         return "torch-bf16-cpu"

@@ -35,7 +35,7 @@ _SLICE_BYTES = 64 << 20  # of floats at a time: a large matrix is not held in fl
 
 @dataclass(frozen=True, slots=True)
 class TorchLinear:
-    """A matrix, [outputs, inputs], and the bias of its product, or None."""
+    """The weights of one matrix product, [outputs, inputs], and its bias or None."""
 
     weight: Any
     bias: Any = None
@@ -43,7 +43,7 @@ class TorchLinear:
 
 @dataclass(frozen=True, slots=True)
 class TorchLayer:
-    """One transformer layer. Norms are float32 vectors; None: its architecture has none."""
+    """The weights of one transformer layer. Norms are float32 vectors, or None if the architecture has no such norm."""
 
     attn_norm: Any
     qkv: TorchLinear
@@ -58,10 +58,14 @@ class TorchLayer:
 
 
 class TorchModel:
-    """Configuration and weights on `device`; takes over `file`, which stays open for its metadata."""
+    """A model's configuration and weights on `device`, read from `file`, which this object closes. `context` is the
+    longest context in tokens.
+    """
 
     def __init__(self, file: GGUFFile, device: DeviceName, context: int) -> None:
-        """Load the weights. Raises UnsupportedModel as for ggml; UsageError if they do not fit the device's memory."""
+        """Load the weights. Raises UnsupportedModel if the model cannot run, UsageError if the weights do not fit the
+        device's memory.
+        """
         self.file = file
         self.config = config = ModelConfig.from_gguf(file, context)
         self.device = device
@@ -84,7 +88,7 @@ class TorchModel:
         file.release()
 
     def close(self) -> None:
-        """Free the weights' memory. No executor may use the model afterwards."""
+        """Free the memory of the weights and close the file. No executor may use the model afterwards."""
         self.layers, self.token_embedding, self.output = (), None, TorchLinear(None)
         self.file.close()
 
@@ -155,7 +159,7 @@ class TorchModel:
 
 
 def weight_bytes(file: GGUFFile, config: ModelConfig, device: DeviceName) -> int:
-    """Return the bytes of the weights on `device`."""
+    """Return the number of bytes that the weights of `file` take on `device`."""
     elements = sum(int(np.prod(info.shape)) for info in file.tensors.values())
     output = config.width * (config.vocabulary + config.padding)
     if device.is_cuda:
@@ -164,8 +168,8 @@ def weight_bytes(file: GGUFFile, config: ModelConfig, device: DeviceName) -> int
 
 
 class Decoder:
-    """The computation of steps of `model` with `attention`. It does not decide what is in a step, and does not look at
-    the values of a tensor: a step can be captured and replayed.
+    """The forward pass of `model` with `attention`. It reads no tensor's values on the host, so that a step can be
+    recorded and replayed.
     """
 
     def __init__(self, model: TorchModel, attention: AttentionBackend) -> None:
@@ -173,10 +177,9 @@ class Decoder:
         self._functional = self._torch.nn.functional
 
     def step(self, tokens: Any, rows: StepRows, outputs: Any = None, *, wants_logits: bool = True) -> Any:
-        """Return logits, float32 [outputs, vocabulary], of the rows that the integer tensor `outputs` names; None: of
-        all.
-
-        Without `wants_logits` only K and V are computed, and the result is None.
+        """Compute one step of `tokens`, int32 [rows]. Return the logits, float32 [outputs, vocabulary], of the rows
+        that the integer tensor `outputs` names, or of all. Without `wants_logits` only K and V are written, and None is
+        returned.
         """
         model, config = self._model, self._model.config
         hidden = self._functional.embedding(tokens, model.token_embedding).float()

@@ -42,7 +42,9 @@ from kvstore_engine.torch_executor.recordings import cuda_recorder
 def open_torch_executor(
     file: GGUFFile, device: DeviceName, setup: PoolSetup, sizes: StepSizes
 ) -> Iterator[TorchExecutor]:
-    """Open as `opening.open_executor` does."""
+    """Return a context manager that gives an executor for the model in `file` on the torch `device`, with a pool by
+    `setup` and step limits by `sizes`. Raises the errors of `opening.open_executor`.
+    """
     check_device(device)
     with contextlib.ExitStack() as stack:
         if device.is_cuda:
@@ -64,7 +66,9 @@ def open_torch_executor(
 
 @contextlib.contextmanager
 def open_torch_copies(executor: TorchExecutor, store_rate: Rate = AUTO) -> Iterator[PoolCopies]:
-    """Open as `opening.open_copies` does."""
+    """Return a context manager that gives the copies between the daemon and the executor's pool. On a GPU `store_rate`
+    limits copies out of the pool while the engine decodes.
+    """
     device, host = executor.model.device, HostPoolCopies(executor.pool)
     if not device.is_cuda:
         yield host
@@ -75,7 +79,9 @@ def open_torch_copies(executor: TorchExecutor, store_rate: Rate = AUTO) -> Itera
 
 
 def refusals(file: GGUFFile, config: ModelConfig, device: DeviceName) -> list[str]:
-    """Return why the model of `file` cannot run on `device`, beside the findings of ggml's checks."""
+    """Return the reasons why the model of `file` cannot run on `device`, apart from reasons that ggml's checks find; an
+    empty list if there are none.
+    """
     found = []
     try:
         check_device(device)
@@ -92,8 +98,8 @@ def refusals(file: GGUFFile, config: ModelConfig, device: DeviceName) -> list[st
 
 
 def room_for_pool(file: GGUFFile, config: ModelConfig, device: DeviceName) -> int:
-    """Return the bytes of the device's memory that the weights of `file`, which are not loaded yet, would leave free.
-    Raises UsageError if there is no such device.
+    """Return how many bytes of the memory of `device` stay free once the weights of `file` are loaded. Raises
+    UsageError if the machine has no such device.
     """
     check_device(device)
     return max(0, free_bytes(device) - weight_bytes(file, config, device))
@@ -106,8 +112,8 @@ def new_pool(
     launcher: Launcher | None = None,
     memory: Memory | None = None,
 ) -> tuple[BlockPool, Cache]:
-    """Return a pool on the model's device, and its planes as attention sees them; for `launcher` and `memory` see
-    `TorchPlanes`.
+    """Make a K/V pool on the model's device, and return it with its planes as attention uses them. `launcher` and
+    `memory` are explained at `TorchPlanes`.
     """
     placed: list[TorchPlanes] = []
 

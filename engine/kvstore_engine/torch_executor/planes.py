@@ -32,26 +32,32 @@ _STAGE_BYTES = 16 << 20
 
 
 class BlockMoves(ABC):
-    """Moves of blocks within `tensor`, uint8 [planes, blocks, block_bytes]. Block ids are the pool's, int32."""
+    """Copies of pool blocks within a device. `tensor` is the pool's memory, uint8 [planes, blocks, block_bytes]; block
+    numbers are int32.
+    """
 
     def __init__(self, tensor: Any) -> None:
         self._tensor = tensor
 
     @abstractmethod
     def gather(self, planes: slice, block_ids: Int32Array) -> Any:
-        """Return these blocks of some planes as a new tensor of the device, uint8 [planes, n, block_bytes]."""
+        """Copy the blocks `block_ids` of the planes `planes` into a new tensor on the device, uint8 [planes, n,
+        block_bytes], and return it.
+        """
 
     @abstractmethod
     def scatter(self, parts: Any, planes: slice, block_ids: Int32Array) -> None:
-        """Copy a tensor as `gather` returns it into these blocks; no block is named twice."""
+        """Copy `parts`, uint8 [planes, n, block_bytes] on the device, into the blocks `block_ids` of the planes
+        `planes`. No block may occur twice.
+        """
 
     @abstractmethod
     def move(self, sources: Int32Array, targets: Int32Array) -> None:
-        """Copy block sources[i] of every plane over block targets[i]; no block is named twice."""
+        """Copy block sources[i] over block targets[i] in every plane. No block may occur twice."""
 
 
 class TorchMoves(BlockMoves):
-    """Moves by torch, plane by plane, on any device."""
+    """Copies of blocks by torch's own operations, plane by plane, on any device."""
 
     def gather(self, planes: slice, block_ids: Int32Array) -> Any:
         return self._tensor[planes].index_select(1, self._ids(block_ids))
@@ -69,8 +75,8 @@ class TorchMoves(BlockMoves):
 
 
 class KernelMoves(BlockMoves):
-    """Moves by csrc/blocks.cu, all planes in one launch. `stream()`: the address of torch's current stream. Raises
-    ValueError for blocks that are no multiple of 16 bytes.
+    """Copies of blocks by the engine's CUDA kernel, all planes in one launch. `stream()` returns the address of the
+    current stream. Raises ValueError if a block's bytes are no multiple of 16.
     """
 
     def __init__(self, tensor: Any, launcher: Launcher, stream: Callable[[], int] = lambda: STREAM_OF_DEFAULT) -> None:
@@ -119,16 +125,16 @@ class KernelMoves(BlockMoves):
 
 
 class TorchPlanes(PoolPlanes):
-    """Planes as a tensor: uint8 [planes, blocks, block_bytes] on `device`; on the processor `array` is the same
-    memory.
+    """A pool's memory as a torch tensor on `device`, uint8 [planes, blocks, block_bytes]. On the processor `array` is a
+    NumPy view of it.
     """
 
     def __init__(
         self, count: int, blocks: int, block_bytes: int, *, device: DeviceName,
         launcher: Launcher | None = None, memory: Memory | None = None,
     ) -> None:  # fmt: skip
-        """Allocate the planes. `launcher`: for the engine's kernels. `memory`: provides the tensor; by default torch
-        does. Raises UsageError if the planes do not fit the device's memory.
+        """Allocate the memory. With `launcher` the engine's kernels copy blocks within the device. `memory` makes the
+        tensor; by default torch does. Raises UsageError if the device has too little memory.
         """
         torch = torch_library()
         needed, free = count * blocks * block_bytes, free_bytes(device)
@@ -223,7 +229,9 @@ class _Direction:
 
 
 def pieces(planes: int, blocks: int, block_bytes: int, *, limit: int) -> Iterator[tuple[slice, slice]]:
-    """Cut [planes, blocks] into pieces of at most `limit` bytes, plane after plane; a block is never cut."""
+    """Cut an array [planes, blocks] whose entries have `block_bytes` bytes into pieces of at most `limit` bytes, and
+    yield the slices of each. A block is never cut.
+    """
     together = max(1, limit // max(1, blocks * block_bytes))
     width = blocks if blocks * block_bytes <= limit else max(1, limit // block_bytes)
     for plane in range(0, planes, together):

@@ -26,7 +26,7 @@ _NONE = np.zeros(0, np.int32)
 
 
 class KeepsInCache(Protocol):
-    """A device with windows of its L2 cache: `kernels.cuda.Device`."""
+    """A device that can keep a range of memory in its L2 cache; see `kernels.cuda.Device`."""
 
     @property
     def window_bytes(self) -> int: ...
@@ -37,7 +37,9 @@ class KeepsInCache(Protocol):
 
 
 class PrefixWindow:
-    """The windows of `device` over planes of blocks of `block_bytes`. For one thread."""
+    """A chooser of the memory that `device` keeps in its L2 cache: the K blocks of `block_bytes` that most sequences of
+    a step share. It is for one thread.
+    """
 
     def __init__(self, device: KeepsInCache, block_bytes: int) -> None:
         self._device, self._block_bytes = device, block_bytes
@@ -46,8 +48,8 @@ class PrefixWindow:
 
     @classmethod
     def wanted(cls, device: KeepsInCache, block_bytes: int) -> PrefixWindow | None:
-        """Return a window by the setting; None without it, and if the device has no windows. Raises UsageError for a
-        wrong size.
+        """Return a chooser if the variable KVENGINE_L2_PREFIX sets bytes of the cache aside and the device can do that;
+        otherwise None. Raises UsageError for a wrong size.
         """
         text = os.environ.get(VARIABLE, "")
         try:
@@ -63,15 +65,17 @@ class PrefixWindow:
         return cls(device, block_bytes)
 
     def choose(self, tables: Iterable[Int32Array]) -> CacheWindow | None:
-        """Choose a window for a step whose sequences only read the blocks of `tables`. Steps with equal results have
-        equal windows, in planes that begin at address 0.
+        """Choose the memory for a step whose sequences only read the blocks of `tables`, and return it as a window in
+        planes that begin at address 0; None if nothing is shared.
         """
         shared = most_shared(tables)
         self._chosen = CacheWindow.of_blocks(0, self._block_bytes, shared, self._device.window_bytes)
         return self._chosen
 
     def place(self, plane: int, stream: int) -> None:
-        """Place the window for the next launches on `stream`, which read the plane at address `plane`."""
+        """Let the next kernels on `stream`, which read the plane at the address `plane`, keep the memory that `choose`
+        chose in the device's L2 cache. If it chose none, an earlier choice is undone.
+        """
         chosen = self._chosen
         if chosen is not None:
             self._device.keep_in_cache(CacheWindow(plane + chosen.address, chosen.nbytes), stream=stream)
@@ -82,8 +86,8 @@ class PrefixWindow:
 
 
 def most_shared(tables: Iterable[Int32Array]) -> Int32Array:
-    """Return the leading blocks of some of `tables`, each sequence's block ids, for which most reads are repetitions:
-    of n sequences that share m blocks, (n - 1) * m. Empty if nothing is shared.
+    """Return the leading blocks of some of `tables` (each sequence's block numbers) that save the most reads when
+    shared: (n - 1) * m for n sequences and m blocks. It is empty if nothing is shared.
     """
     order = sorted(tables, key=lambda table: table.tobytes())  # those with a common beginning are neighbours
     common = [_common(one, other) for one, other in pairwise(order)]

@@ -26,21 +26,23 @@ _MOST_KEPT = 128  # buckets times lengths of a context are about half as many
 
 
 def bucket_of(slices: Sequence[SequenceSlice]) -> int:
-    """Return the rows of the bucket for a step in which every sequence decodes one token; 0 for any other step."""
+    """Return the number of rows, one of BUCKETS, to which a step of `slices` is padded, if every sequence computes one
+    token with logits; otherwise 0.
+    """
     if any(len(piece.tokens) != 1 or piece.outputs == "none" for piece in slices):
         return 0
     return next((bucket for bucket in BUCKETS if bucket >= len(slices)), 0)
 
 
 def context_bound(longest: int, partition_keys: int) -> int:
-    """Return `longest` rounded up to a power of two of partitions."""
+    """Return `longest` (tokens) rounded up to `partition_keys` times a power of two."""
     partitions = max(1, -(-longest // partition_keys))
     return partition_keys << (partitions - 1).bit_length()
 
 
 def cuda_recorder() -> Record:
-    """Return a function that records CUDA graphs. They share one pool of memory, since they never run at the same
-    time.
+    """Return a function that records a step as a CUDA graph, and returns its replay and its result. All recordings
+    share memory, so only one may run at a time.
     """
     torch = torch_library()
     pool = torch.cuda.graph_pool_handle()
@@ -56,9 +58,8 @@ def cuda_recorder() -> Record:
 
 
 class DecodeSteps:
-    """Decode steps; with `record`, the second of a kind is recorded, and later ones are replayed.
-
-    At most `_MOST_KEPT` kinds are known; the one that was not seen for longest is forgotten first.
+    """A cache of recorded decode steps. With `record`, the second step of a kind is recorded and later ones are
+    replayed; without it every step is computed. At most 128 kinds are kept.
     """
 
     def __init__(self, compute: Compute, record: Record | None) -> None:
@@ -66,8 +67,8 @@ class DecodeSteps:
         self._known: OrderedDict[Hashable, tuple[Replay, Any] | None] = OrderedDict()  # None: computed once
 
     def run(self, rows: int, longest_context: int, variant: Hashable = None) -> Any:
-        """Return the results of `rows` rows, for use before the next call. Rows and context are a bucket's; `variant`
-        has the other common properties of steps of one kind.
+        """Compute or replay a step of `rows` rows and return its results, which are valid until the next call. Steps of
+        equal rows, context and `variant` are of one kind.
         """
         key = rows, longest_context, variant
         if self._record is None:
@@ -87,5 +88,5 @@ class DecodeSteps:
         return logits
 
     def drop(self) -> None:
-        """Forget all recordings, which frees their memory."""
+        """Forget all recordings and free their memory."""
         self._known.clear()

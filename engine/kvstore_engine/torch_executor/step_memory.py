@@ -25,7 +25,9 @@ _FIELDS = 6
 
 
 class InputMemory:
-    """The inputs of steps within `limits`, padded by at most `padding` rows."""
+    """Fixed memory, on the host and on `device`, for the inputs of steps within `limits` and up to `padding` padding
+    rows. Its addresses never change, so that a recorded step can be replayed.
+    """
 
     def __init__(self, limits: StepLimits, device: DeviceName, padding: int) -> None:
         torch = torch_library()
@@ -39,7 +41,9 @@ class InputMemory:
         self._tables = flat[_FIELDS * rows :].reshape(-1, width)
 
     def fill(self, inputs: StepInputs, slices: Sequence[SequenceSlice], padded: int) -> None:
-        """Queue the copy of a step's inputs; rows up to `padded` become padding."""
+        """Write the inputs of a step to the host's memory and queue their copy to the device. Rows from the step's own
+        up to `padded` become padding.
+        """
         count, fields = len(inputs.tokens), self._fields
         fields[_TOKENS, :count], fields[_POSITIONS, :count] = inputs.tokens, inputs.positions
         fields[_SLOTS, :count], fields[_CONTEXTS, :count] = inputs.slots, inputs.positions + 1
@@ -60,7 +64,7 @@ class InputMemory:
         return self._field(_OUTPUTS, count)
 
     def rows(self, count: int, longest_context: int) -> StepRows:
-        """Return the first `count` rows."""
+        """Return the tensors on the device for the first `count` rows."""
         tables = self._device[_FIELDS * self._rows :].view(-1, self._width)
         return StepRows(
             count=count,
@@ -77,8 +81,8 @@ class InputMemory:
 
 
 class StepOutputs(NamedTuple):
-    """Tensors of a step on the device: `logits` float32 [rows, vocabulary]; `likeliest` int32 [rows, 2], a token and
-    the bits of its logit.
+    """The results of a step as tensors on the device: `logits`, float32 [rows, vocabulary], and `likeliest`, int32
+    [rows, 2], the likeliest token of each row and the bits of its logit.
     """
 
     logits: Any
@@ -86,7 +90,7 @@ class StepOutputs(NamedTuple):
 
     @classmethod
     def of(cls, logits: Any) -> StepOutputs:
-        """Return the results with the likeliest token of each row. It queues work, and waits for none."""
+        """Return `logits` with the likeliest token of each row. The work is queued and not waited for."""
         torch = torch_library()
         most, best = logits.max(dim=-1)
         return cls(logits, torch.stack((best.int(), most.view(torch.int32)), -1))
@@ -96,7 +100,7 @@ class StepOutputs(NamedTuple):
 
 
 class LogitsMemory:
-    """Host memory for the results of one executor's steps, pinned for a GPU."""
+    """Host memory that receives the results of an executor's steps."""
 
     def __init__(self, device: DeviceName) -> None:
         self._torch, self._device = torch_library(), device
@@ -104,7 +108,9 @@ class LogitsMemory:
         self._rows = self._new(0, self._torch.float32)
 
     def received(self, computed: StepOutputs | None, whole: Sequence[int] | None) -> DeviceLogits:
-        """Wait for the step with these results (None: none are wanted), and for its rows `whole` (None: all)."""
+        """Wait for the step with the results `computed`, and return them on the host. `whole` lists the rows whose
+        logits are copied completely, None for all. If `computed` is None, nothing is copied.
+        """
         if computed is None:
             self._synchronize()
             return DeviceLogits([], [], [], np.empty((0, 0), np.float32))
@@ -141,8 +147,8 @@ class LogitsMemory:
 
 
 class DeviceLogits(StepLogits):
-    """The logits of a step that has ended. `best`, `most`: the likeliest token of each row and its logit; `whole`: the
-    rows that `array` has as a whole, until the next step.
+    """The logits of a step that has ended, on the host. `best` and `most` are the likeliest token of each row and its
+    logit. Only the rows `whole` can be read completely, from `array`, until the next step.
     """
 
     def __init__(self, best: list[int], most: list[float], whole: Sequence[int], array: FloatArray) -> None:

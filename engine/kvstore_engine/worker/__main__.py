@@ -36,7 +36,9 @@ _FIRST_VICTIM = "300"  # when memory runs out, the process that can be replaced 
 
 
 def serve(connection: socket.socket, model_descriptor: int, pool_descriptor: int, mailbox_descriptor: int) -> None:
-    """Answer orders until the parent closes its end. The parent watches the model's file."""
+    """Compute the steps that the parent process orders over `connection`, until it closes. The three descriptors are
+    the model's file, the pool's memory and the mailbox.
+    """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError):

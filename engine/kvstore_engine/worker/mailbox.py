@@ -25,7 +25,9 @@ _FIELDS = 4  # of a slice: start, tokens, blocks, outputs
 
 
 class Mailbox:
-    """Both ends' view of one block of memory, for steps within `limits`; `memory` provides it for a size in bytes."""
+    """Shared memory through which the engine and its worker process exchange steps within `limits` and their logits.
+    `memory` makes or maps it, given a size in bytes.
+    """
 
     def __init__(self, limits: StepLimits, memory: Callable[[int], mmap.mmap]) -> None:
         self._max_tokens, self._max_sequences = max_tokens, max_sequences = limits.max_tokens, limits.max_sequences
@@ -48,7 +50,7 @@ class Mailbox:
         )
 
     def write(self, slices: Sequence[SequenceSlice]) -> None:
-        """Lay out `slices`. Raises ValueError if they do not fit; the executor checks the rest."""
+        """Write the `slices` of a step into the shared memory. Raises ValueError if they do not fit."""
         if not 0 < len(slices) <= self._max_sequences:
             raise ValueError(f"a step takes 1 to {self._max_sequences} sequences, not {len(slices)}")
         total = sum(len(piece.tokens) for piece in slices)
@@ -66,7 +68,7 @@ class Mailbox:
         np.concatenate([piece.tokens for piece in slices], out=self._tokens[:total], casting="same_kind")
 
     def read(self, count: int) -> list[SequenceSlice]:
-        """Return the `count` slices that were written, as views."""
+        """Return the first `count` slices that `write` has left, as views of the shared memory."""
         slices, first = [], 0
         for index, (start, tokens, blocks, outputs) in enumerate(self._slices[:count].tolist()):
             table = self._tables[index, :blocks]
@@ -76,6 +78,6 @@ class Mailbox:
         return slices
 
     def logits(self, step: int, rows: int | None = None) -> FloatArray:
-        """Return the place of the logits of step number `step`, float32 [rows, vocabulary]."""
+        """Return the part of the shared memory for the logits of step number `step`, float32 [rows, vocabulary]."""
         view: FloatArray = self._logits[step % _SLOTS, :rows]
         return view

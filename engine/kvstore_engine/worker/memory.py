@@ -14,10 +14,8 @@ import numpy as np
 
 
 class SharedMemory:
-    """A memfd of this process, for a child. `allocate` may be called once.
-
-    With `touched`, all pages are there before it returns; without, each comes when first written, so that a generous
-    size uses no memory in advance.
+    """Memory (a memfd) that a child process can map. `allocate` may be called once. With `touched`, all its pages are
+    in RAM from the start; otherwise each comes when it is first written.
     """
 
     def __init__(self, name: str, *, touched: bool) -> None:
@@ -25,7 +23,7 @@ class SharedMemory:
         self._touched = touched
 
     def allocate(self, size_bytes: int) -> mmap.mmap:
-        """Return a zeroed mapping of `size_bytes`."""
+        """Make the memory, `size_bytes` of zeros, and return its mapping."""
         os.ftruncate(self.descriptor, size_bytes)
         fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         memory = attach(self.descriptor, size_bytes)
@@ -34,14 +32,16 @@ class SharedMemory:
         return memory
 
     def close(self) -> None:
-        """Close the descriptor; a mapping lasts as long as it is referred to."""
+        """Close the descriptor. The mapping lasts as long as something refers to it."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
 
 
 def attach(descriptor: int, size_bytes: int) -> mmap.mmap:
-    """Return a mapping of memory that another `SharedMemory` made. Raises ValueError if that is smaller."""
+    """Return a mapping of `size_bytes` bytes of the shared memory behind `descriptor`, which another process made.
+    Raises ValueError if it is smaller.
+    """
     memory = mmap.mmap(descriptor, size_bytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)  # has an effect where transparent_hugepage/shmem_enabled is "advise"

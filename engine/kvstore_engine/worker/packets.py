@@ -23,8 +23,8 @@ MAX_PACKET_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class EngineWorkerSetup:
-    """The first packet to an engine's worker process: what it needs to open the model. `model`: the name in messages of
-    the file whose descriptor the worker inherits. `pool`: the size of the memory that it maps.
+    """The first message to an engine's worker process, with what it needs to open the model. `model` is the file's name
+    in messages, `pool` the bytes of the pool's memory.
     """
 
     model: str
@@ -41,7 +41,7 @@ class EngineWorkerSetup:
 
 
 class Status(IntEnum):
-    """The result of an order. All but DONE come with a message."""
+    """The result of an order to the worker process. All but DONE come with a message."""
 
     DONE = 0
     INVALID = 1  # ValueError: the step breaks a limit
@@ -51,7 +51,9 @@ class Status(IntEnum):
 
 
 class Order(NamedTuple):
-    """An order to compute the step in the mailbox."""
+    """A message to the worker process: compute step number `step`, whose `slices` slices are in the mailbox, with
+    `threads` threads.
+    """
 
     step: int
     slices: int
@@ -66,8 +68,8 @@ class Order(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """An answer: `rows` of logits are in the mailbox, or `message` says why not. `compute_ns`: the executor's time in
-    nanoseconds.
+    """The worker process's answer to an order: `rows` rows of logits are in the mailbox, or `message` says why not.
+    `compute_ns` is the computing time in nanoseconds.
     """
 
     step: int

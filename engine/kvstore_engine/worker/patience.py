@@ -20,7 +20,9 @@ _MEMORY = 0.99  # a step that was slow once counts less with each that is not
 
 
 class StepPatience:
-    """The limits of steps: `least_s` to `MOST_S` seconds, or always `least_s` if that is more."""
+    """The time limits of steps, learned from measured ones: from `least_s` seconds up to `MOST_S`, or always `least_s`
+    if that is more. After that a step counts as hanging.
+    """
 
     def __init__(self, least_s: float = LEAST_S) -> None:
         if not least_s > 0:
@@ -29,7 +31,7 @@ class StepPatience:
         self._slowest: dict[tuple[int, int], float] = {}  # by size, in powers of two
 
     def limit_s(self, slices: Sequence[SequenceSlice]) -> float:
-        """Return the seconds that a step of `slices` may take."""
+        """Return the seconds that a step of `slices` may take before it counts as hanging."""
         tokens, attended = _size(slices)
         known = self._slowest.items()
         predicted = [seconds for size, seconds in known if size[0] >= tokens and size[1] >= attended]
@@ -38,7 +40,7 @@ class StepPatience:
         return min(max(self._least_s, _STRETCH * min(predicted)), self._most_s)
 
     def took(self, slices: Sequence[SequenceSlice], seconds: float) -> None:
-        """Note that a step of `slices` took `seconds`."""
+        """Learn that a step of `slices` took `seconds`."""
         size = _size(slices)
         self._slowest[size] = max(seconds, _MEMORY * self._slowest.get(size, 0.0))
 

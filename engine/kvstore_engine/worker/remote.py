@@ -45,9 +45,8 @@ _log = logging.getLogger(__name__)
 
 
 class StepFailed(RuntimeError):
-    """A step cannot be computed: `slices` are the indices at fault; the others can be tried again.
-
-    K and V of the positions of this step are undefined; the rest of the pool is untouched.
+    """An error: a step cannot be computed. `slices` are the indices of the slices at fault; the other slices can be
+    tried again. K and V at the positions of this step are undefined.
     """
 
     def __init__(self, message: str, slices: tuple[int, ...]) -> None:
@@ -57,7 +56,9 @@ class StepFailed(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class EngineWorkerNotice:
-    """A change of the worker's state. `deaths` counts since the executor was made; `reason` says why, for "dead"."""
+    """A report that the worker process has started, is ready or has died. `deaths` counts deaths so far; `reason`
+    explains a death.
+    """
 
     state: Literal["starting", "ready", "dead"]
     pid: int
@@ -66,11 +67,13 @@ class EngineWorkerNotice:
 
 
 class EngineWorkerDied(Exception):
-    """The process is gone, or was ended because it did not answer; the message says how."""
+    """An error: the worker process has ended, or was killed because it did not answer. The message says how."""
 
 
 class EngineWorkerProcess:
-    """A child that is starting; `receive` gives its first reply, the one to the setup."""
+    """A child process that computes steps. `receive` returns its first reply, which tells if the model could be
+    opened.
+    """
 
     def __init__(
         self, setup: EngineWorkerSetup, model_descriptor: int, pool_descriptor: int, mailbox_descriptor: int
@@ -92,12 +95,12 @@ class EngineWorkerProcess:
         return self._process.pid
 
     def fileno(self) -> int:
-        """Return a descriptor that becomes readable, while no order is out, when the process has ended."""
+        """Return a descriptor that becomes readable when the process has ended, while no step is being computed."""
         return self._socket.fileno()
 
     def order(self, order: Order, timeout_s: float) -> Reply:
-        """Compute one step in the child, and return its reply. Raises EngineWorkerDied if the process ends, or takes
-        longer than `timeout_s` seconds.
+        """Send `order`, and return the reply. Raises EngineWorkerDied if the process ends or takes more than
+        `timeout_s` seconds.
         """
         self._send(order.encode())
         return self.receive(timeout_s)
@@ -116,7 +119,7 @@ class EngineWorkerProcess:
         return Reply.decode(packet)
 
     def end(self) -> None:
-        """Kill the process; return when it is gone."""
+        """Kill the process, and wait until it is gone."""
         self._process.kill()
         self._process.wait()
         self._socket.close()
@@ -144,10 +147,9 @@ class EngineWorkerProcess:
 
 
 class RemoteExecutor:
-    """An `Executor` in a child process. `pool_memory` holds the pool's planes.
-
-    The logits that `forward` returns are a view that stays valid until the step after the next. `on_notice` is called,
-    in the thread that uses the executor, when a worker starts, is ready, or has died.
+    """A `Compute` whose steps run in a worker process, which is replaced when it dies. `pool_memory` has the pool's
+    planes. Logits stay valid until the step after the next. `on_notice` is told when a worker starts, is ready or has
+    died.
     """
 
     def __init__(
@@ -187,11 +189,13 @@ class RemoteExecutor:
 
     @property
     def pid(self) -> int:
-        """The worker's process id; 0 while there is none."""
+        """The process number of the worker; 0 while there is none."""
         return self._worker.pid if self._worker else 0
 
     def fileno(self) -> int:
-        """Return a descriptor that becomes readable between steps when the worker has died: then call `revive`."""
+        """Return a descriptor that becomes readable between two steps when the worker process has died. The caller then
+        calls `revive`.
+        """
         return self._living().fileno()
 
     def forward(self, slices: Sequence[SequenceSlice]) -> FloatArray:
@@ -211,11 +215,11 @@ class RemoteExecutor:
         raise AssertionError("unreachable")
 
     def step(self, slices: Sequence[SequenceSlice], whole: Sequence[int] | None = None) -> StepLogits:
-        """Compute as `StepExecutor.step` does; raises the errors of `forward`."""
+        """Compute one step of `slices` as `StepExecutor.step` does. Raises the errors of `forward`."""
         return HostLogits(self.forward(slices))
 
     def revive(self) -> None:
-        """Replace a worker that died between two steps."""
+        """Start another worker in place of one that died between two steps."""
         worker = self._living()
         try:
             worker.receive(_FIRST_PAUSE_S)  # nothing was ordered: this is the end of it
@@ -225,7 +229,7 @@ class RemoteExecutor:
         self._start()
 
     def close(self) -> None:
-        """End the worker; the pool and its memory stay."""
+        """End the worker process. The pool and its memory stay."""
         if self._worker is not None:
             self._worker.end()
             self._worker = None

@@ -41,8 +41,8 @@ def add_options(simulate: argparse.ArgumentParser) -> None:
 
 
 def read(arguments: argparse.Namespace, progress: Any) -> tuple[Trace, int]:
-    """Return the chosen part of the trace, and the number of the first request that counts; options of the part and
-    `--model` are checked. Raises ValueError (TraceError) with one line; OSError.
+    """Read the part of the trace that `arguments` choose. Return it, and the number of the first request that counts.
+    Options of the part and `--model` are checked. Raises OSError, or ValueError (TraceError) with one line.
     """
     from kvstore_console.units import human_bytes
     from kvstore_simulator.hit_value import models

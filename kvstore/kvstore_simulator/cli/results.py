@@ -20,8 +20,8 @@ Advance = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """The results of a study of `trace` with this `model`: `facts` and `rows` for machines, `text` and `page` for
-    people.
+    """The results of a study of `trace` with the compute of `model`: `facts` and `rows` for machines, `text` and `page`
+    for people.
 
     `note`: text that is no row, printed beside --csv.
     """
@@ -36,8 +36,8 @@ class Results:
 
 
 def carry_out(arguments: argparse.Namespace, find: Callable[[Advance], Results]) -> int:
-    """Print the results of `find`, and write its page if one is wanted; return the exit status. Raises BrokenPipeError,
-    and OSError with the file that could not be written.
+    """Call `find`, print its results in the form that `arguments` choose, and write the page if one is wanted. Return
+    the exit status. Raises BrokenPipeError, and OSError with the file that could not be written.
     """
     from kvstore_console.progress import Progress
 
@@ -85,5 +85,7 @@ def _print(arguments: argparse.Namespace, found: Results) -> None:
 
 
 def keep() -> None:
-    """Exclude the trace from garbage collection, as the daemon does with its own long-lived objects."""
+    """Exclude all present objects, such as the trace, from garbage collection, as the daemon does with its long-lived
+    objects.
+    """
     gc.freeze()

@@ -81,8 +81,8 @@ def add_fleet_options(simulate: argparse.ArgumentParser) -> None:
 
 
 def find(arguments: argparse.Namespace, policies: Policies, advance: Advance) -> Results:
-    """Return the results of a study of the trace that `arguments` name; `policies` reads the options shared with mode
-    replay.
+    """Run the study that `arguments` describe, on one node, and return its results. `policies` reads the options shared
+    with mode replay, and `advance` gets the progress.
     """
     from kvstore_console.units import human_bytes
     from kvstore_simulator.timing_report import report, timing_page
@@ -109,7 +109,9 @@ def find(arguments: argparse.Namespace, policies: Policies, advance: Advance) ->
 
 
 def study_of(arguments: argparse.Namespace, policies: Policies, progress: Any) -> TimingStudy:
-    """Return the study that `arguments` describe. Raises ValueError (TraceError) with one line; OSError."""
+    """Return the study of one node that `arguments` describe. `policies` reads the options shared with mode replay.
+    Raises OSError, or ValueError (TraceError) with one line.
+    """
     from kvstore_simulator.hit_value import models
     from kvstore_simulator.machine import GPU, load_machine
     from kvstore_simulator.node_settings import ABLATIONS
@@ -241,7 +243,9 @@ def _predictors(arguments: argparse.Namespace) -> dict[str, MakePredictor]:
 
 
 def find_fleet(arguments: argparse.Namespace, policies: Policies, advance: Advance) -> Results:
-    """Return the results of a study of several nodes; `policies` reads the options shared with mode replay."""
+    """Run the study of several nodes that `arguments` describe, and return its results. `policies` reads the options
+    shared with mode replay, and `advance` gets the progress.
+    """
     from kvstore_console.units import human_bytes
     from kvstore_simulator.report import fleet_table
 

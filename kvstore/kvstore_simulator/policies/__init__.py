@@ -22,11 +22,13 @@ POLICIES: Final[dict[str, str]] = {
 
 
 def address_of(name: str) -> str:
-    """Return the address of policy `name`, or the name itself where the daemon knows it."""
+    """Return the import address of the eviction policy `name`, or the name itself if the daemon knows it."""
     name = resolve(name)
     return name if name in DAEMON else POLICIES.get(name, name)
 
 
 def create(name: str, residency: Residency, tier: int, settings: PolicySettings | None = None) -> EvictionPolicy:
-    """Return policy `name` for a tier, as the daemon's `create` does. Raises ValueError for an unknown name."""
+    """Return a new eviction policy `name` for tier number `tier` of `residency`. Raises ValueError for an unknown
+    name.
+    """
     return create_by_address(address_of(name), residency, tier, settings)

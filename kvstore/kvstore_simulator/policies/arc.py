@@ -19,8 +19,8 @@ _NO_ROW = -1
 
 
 class Arc(Discipline):
-    """ARC, the adaptive replacement cache of Megiddo and Modha. An event costs O(1); it remembers as many keys as the
-    tenant has blocks, of both queues together.
+    """The ARC policy (adaptive replacement cache, of Megiddo and Modha): it balances recent against frequent use. An
+    event costs O(1). It remembers as many keys as the tenant has blocks.
     """
 
     inside = 2

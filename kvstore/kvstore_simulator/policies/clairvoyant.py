@@ -26,8 +26,8 @@ _SLACK_ENTRIES = 4096
 
 
 def next_uses(trace: Trace) -> npt.NDArray[np.int64]:
-    """Return for each block access the number of the next request that looks the block up, or the number of requests if
-    there is none.
+    """Return, for each block access of `trace`, the number of the next request that looks the block up, or the number
+    of requests if no request does.
 
     A PUT, which only stores, is no use.
     """
@@ -47,8 +47,8 @@ def next_uses(trace: Trace) -> npt.NDArray[np.int64]:
 
 
 class Clairvoyant(EvictionPolicy):
-    """Belady's policy for chains. `foresee` is called with the next uses of a request's rows before anything is
-    evicted.
+    """A policy that knows the future: it evicts the block whose next use is farthest away (Belady's MIN, for chains).
+    `foresee` is called with the next uses of a request's rows before anything is evicted.
     """
 
     name = "clairvoyant"

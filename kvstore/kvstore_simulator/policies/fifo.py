@@ -28,7 +28,9 @@ class Fifo(Discipline):
 
 
 class Sieve(Discipline):
-    """The SIEVE policy. An event costs O(1); choosing a victim costs the blocks it spares, each paid for by a use."""
+    """The SIEVE policy: FIFO that spares blocks used since it last looked at them. An event costs O(1); choosing a
+    victim costs the blocks that it spares, each paid for by a use.
+    """
 
     inside = 2
 

@@ -30,7 +30,9 @@ _SLACK_ENTRIES = 1024
 
 
 class Gdsf(OrderedPolicy):
-    """The GDSF policy. An event costs O(log n); memory is 16 bytes a row and up to two entries of a heap."""
+    """The GDSF policy (greedy dual, size and frequency): it keeps blocks longer that are expensive to compute again. An
+    event costs O(log n); memory is 16 bytes a row and up to two entries of a heap.
+    """
 
     def __init__(
         self, residency: ResidencyView, tier: int, settings: PolicySettings | None = None, name: str = ""
@@ -114,5 +116,5 @@ class Gdsf(OrderedPolicy):
 
 
 def lfu(residency: ResidencyView, tier: int, settings: PolicySettings | None = None, name: str = "") -> LfuTtl:
-    """Return LFU with ageing, under the name that papers have for it."""
+    """Return the policy LFU with ageing, which the daemon calls lfu-ttl, for tier number `tier` of `residency`."""
     return LfuTtl(residency, tier, settings, name)

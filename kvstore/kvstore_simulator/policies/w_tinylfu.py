@@ -24,9 +24,9 @@ _SEEDS = (0xC3A5C85C97CB3127, 0xB492B66FBE98F273, 0x9AE16A3B2F90404F, 0xCBF29CE4
 
 
 class FrequencySketch:
-    """A sketch that counts how often about `keys` different keys were used lately: four rows of small saturating
-    counters, halved now and then (Cormode, Muthukrishnan: J. Algorithms 55(1), 2005; the halving is TinyLFU's).
-    Apart from the halving, a count may be too high and is never too low.
+    """A small table that estimates how often each of about `keys` different keys was used lately, in four rows of
+    saturating counters, halved now and then (Cormode, Muthukrishnan: J. Algorithms 55(1), 2005; the halving is
+    TinyLFU's). Apart from the halving, a count may be too high and is never too low.
     """
 
     def __init__(self, keys: int) -> None:
@@ -66,7 +66,9 @@ _FIRST_KEYS = 1024
 
 
 class WTinyLfu(Discipline):
-    """The W-TinyLFU policy. An event costs O(1); a use also updates four counters."""
+    """The W-TinyLFU policy: a new block stays only if it was used more often lately than the block that it would
+    replace. An event costs O(1); a use also updates four counters.
+    """
 
     inside = 4
 
@@ -97,7 +99,9 @@ class WTinyLfu(Discipline):
             self.queues.move(self._arrived, tenant, _TRIAL)
 
     def entrance(self, row: int, tenant: int) -> int:
-        """Return the window. A row that drops out of it moves to the main part, or competes with its oldest row."""
+        """Return the window, the queue that each new row enters. A row that drops out of it moves to the main part, or
+        competes with its oldest row.
+        """
         window = self.queues.of[tenant][_WINDOW]
         while window and self._is_window_full(tenant):
             self.queues.move(window.front, tenant, _TRIAL if self._has_won or not self._is_full else _ARRIVED)

@@ -21,7 +21,9 @@ Sums = npt.NDArray[np.float64]
 
 
 async def add_accounts(parts: DaemonParts, reply: pb.TenantsReply) -> pb.TenantsReply:
-    """Add accounts to `reply.tenants`, which must be in the order of the residency's tenants."""
+    """Add the figures of each account (a user of an engine with several) to `reply.tenants`, which must be in the order
+    of the index's tenants. Return `reply`.
+    """
     residency, flows = parts.store.residency, parts.store.flows
     found: dict[tuple[int, str], pb.AccountStatus] = {}
 

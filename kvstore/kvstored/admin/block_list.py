@@ -43,7 +43,7 @@ ORDERS: Mapping[str, Order] = {
 
 
 class BlockList:
-    """The listings of blocks."""
+    """The operator's listing of blocks, in pages."""
 
     def __init__(self, views: Views) -> None:
         self._parts = views.parts
@@ -51,8 +51,8 @@ class BlockList:
         self._views = views
 
     async def blocks(self, request: pb.BlocksRequest) -> pb.BlocksReply:
-        """Return a page of blocks. Raises KVStoreError for a tier, tenant, model, class or order that does not
-        exist.
+        """Return a page of the blocks that `request` selects. Raises KVStoreError for a tier, tenant, model, class or
+        order that does not exist.
         """
         residency = self._store.residency
         selection = self.selection(request)
@@ -77,7 +77,7 @@ class BlockList:
         return reply
 
     def selection(self, wanted: pb.BlocksRequest) -> Selection:
-        """Return the selection that a request asks for. Raises KVStoreError as `blocks` does."""
+        """Return the filter of blocks that `wanted` describes. Raises KVStoreError as `blocks` does."""
         parts, residency = self._parts, self._store.residency
         if wanted.residency and wanted.residency not in CLASSES:
             raise KVStoreError(ErrorKind.INVALID, f"no class {wanted.residency!r}; classes are {', '.join(CLASSES)}")

@@ -44,7 +44,7 @@ class _Sums:
 
 
 class BlockTotals:
-    """The sums over stored blocks."""
+    """The operator's sums over stored blocks, by tenant, model or prefix."""
 
     def __init__(self, parts: DaemonParts, blocks: BlockList) -> None:
         self._parts = parts
@@ -52,8 +52,8 @@ class BlockTotals:
         self._blocks = blocks
 
     async def totals(self, request: pb.BlockTotalsRequest) -> pb.BlockTotalsReply:
-        """Return the groups, the ones with the most bytes first. Raises KVStoreError for an unknown grouping, or as
-        `BlockList`.
+        """Return the groups that `request` asks for, the ones with the most bytes first. Raises KVStoreError for an
+        unknown grouping, tier, tenant, model or class.
         """
         if request.by not in GROUPINGS:
             raise KVStoreError(ErrorKind.INVALID, f"no totals by {request.by!r}; there are {', '.join(GROUPINGS)}")

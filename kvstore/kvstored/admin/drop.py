@@ -25,7 +25,7 @@ MIN_PREFIX = 8
 
 
 class OperatorDrop:
-    """The removals by an operator."""
+    """The removal of blocks by an operator."""
 
     def __init__(self, store: Store, tenants: TenantDirectory) -> None:
         self._store = store
@@ -33,7 +33,9 @@ class OperatorDrop:
         self._tenants = tenants
 
     async def drop(self, request: pb.DropRequest) -> pb.DropReply:
-        """Remove copies from a tier, or end pins. Raises KVStoreError for a tier or tenant that does not exist."""
+        """Remove copies of blocks from a tier, or from all, or end pins, as `request` says. Raises KVStoreError for a
+        tier or tenant that does not exist.
+        """
         residency = self._residency
         if request.pins:
             return self._unpin(request)
@@ -58,8 +60,7 @@ class OperatorDrop:
         return pb.DropReply(unpinned_blocks=unpinned)
 
     async def empty(self, tenant: int) -> pb.DropReply:
-        """Remove all blocks of the tenant with this number in residency, regardless of its present name. Pins of its
-        owners end."""
+        """Remove all blocks of the tenant with this number in the block index, also their pins."""
         reply = pb.DropReply()
         self._store.retention.unpin_all(tenant)
         self._forget_gone((tenant,))
@@ -67,7 +68,9 @@ class OperatorDrop:
         return reply
 
     async def invalidate(self, request: pb.InvalidateRequest) -> pb.InvalidateReply:
-        """Remove everything stored under fingerprints whose digest starts with the given hex digits."""
+        """Remove all blocks stored under fingerprints whose digest begins with the hex digits in `request`. Raises
+        KVStoreError if no fingerprint does.
+        """
         wanted = request.fingerprint.lower()
         if len(wanted) < MIN_PREFIX or any(char not in "0123456789abcdef" for char in wanted):
             raise KVStoreError(

@@ -24,8 +24,8 @@ SLICE_TOKENS = 1000  # ... and one by one
 
 
 async def tokens_in_tier(residency: Residency, tier: int, tenant: int | None = None) -> Sequence[int]:
-    """Return the names of the rows with a readable copy in a tier, deepest first. The loop runs meanwhile: later
-    changes may be included or not.
+    """Return tokens of the blocks with a readable copy in `tier`, the deepest in their chains first; with `tenant`,
+    only of that tenant. Other tasks run meanwhile, and their changes may be included or not.
     """
     columns = residency.rows
     found, depths = [np.empty(0, np.uint64)], [np.empty(0, np.uint32)]
@@ -52,10 +52,8 @@ def _deepest_first(parts: list[Tokens], depths: list[npt.NDArray[np.uint32]]) ->
 async def save(
     residency: Residency, writeback: WriteBack, tiers: Sequence[int], timeout_s: float, tenant: int | None = None
 ) -> tuple[int, int]:
-    """Write every block of the in-memory `tiers` that is not durable; return how many blocks are durable now, and how
-    many are not.
-
-    A block whose write the medium refuses stays in place and is among the second.
+    """Write every block in the tiers `tiers`, which are in memory, that is not durable. Return how many are durable
+    now, and how many are not after `timeout_s` seconds or since their write was refused.
     """
     deadline = asyncio.get_running_loop().time() + timeout_s
     wanted = array("Q")

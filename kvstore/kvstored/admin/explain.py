@@ -30,7 +30,7 @@ _NOT_KNOWN = -1
 
 
 class Explain:
-    """The explanations of blocks."""
+    """The explanation of blocks to operators and clients: where a block is, or why it is missing."""
 
     def __init__(self, views: Views, misses: RecentMisses) -> None:
         self._parts = views.parts
@@ -40,8 +40,8 @@ class Explain:
         self._one_client = asyncio.Lock()  # clients take turns: walks of many would add up to a long pause
 
     async def explain(self, request: pb.ExplainRequest) -> pb.ExplainReply:
-        """Explain blocks to an operator. Raises KVStoreError for invalid keys, for a prefix of several keys, and for
-        unknown names.
+        """Explain the blocks that `request` names to an operator. Raises KVStoreError for invalid keys, for a shortened
+        key that fits several, and for unknown names.
         """
         parts = self._parts
         tenant = parts.tenants.number(request.tenant, self._store.residency) if request.tenant else None
@@ -49,7 +49,7 @@ class Explain:
 
     async def own(self, session: ClientSession, request: pb.ExplainRequest) -> pb.ExplainReply:
         """Explain to a client its own tenant's blocks and misses, without the places of copies. Raises the errors of
-        `explain`, and FORBIDDEN for another tenant.
+        `explain`, and KVStoreError (FORBIDDEN) for another tenant.
         """
         if request.tenant not in ("", session.tenant.name):
             raise KVStoreError(ErrorKind.FORBIDDEN, f"a client may ask for its own tenant, {session.tenant.name}, only")

@@ -29,8 +29,8 @@ class DaemonState(Enum):
 
 
 class Phase:
-    """The daemon's phase; each of `on_change` is called at once when it changes. `ready_after_s`: the seconds from the
-    start of the process to serving, 0 before.
+    """The daemon's phase, from starting to stopping. The functions in `on_change` are called at once when it changes.
+    `ready_after_s` is the time from the start of the process to serving, 0 before.
     """
 
     def __init__(self) -> None:
@@ -52,8 +52,8 @@ class Phase:
 
 
 class Lifetime:
-    """The calls of an operator that change the `phase`. `stop` is called when a shutdown is wanted; it returns at once.
-    `after_stop()` says what happens to DRAM then.
+    """The operator's calls that change the daemon's `phase`: flush, drain and shutdown. `stop` is called when a
+    shutdown is wanted; it returns at once. `after_stop()` returns a sentence on what happens to DRAM then.
     """
 
     def __init__(
@@ -74,7 +74,9 @@ class Lifetime:
         self._shutting_down: asyncio.Task[None] | None = None
 
     async def flush(self, request: pb.FlushRequest) -> pb.FlushReply:
-        """Write the blocks that are only in DRAM, regardless of the durability that each put asked for."""
+        """Write all blocks that are only in DRAM to NVMe. Return how many were written and how many are still
+        pending.
+        """
         residency, writeback = self._store.residency, self._store.writeback
         if writeback is None:
             return pb.FlushReply()
@@ -83,8 +85,8 @@ class Lifetime:
         return pb.FlushReply(written_blocks=saved, pending_blocks=left)
 
     async def drain(self, request: pb.DrainRequest) -> pb.DrainReply:
-        """Refuse new clients, and wait until the others have left or the time is over; `undo` takes new clients
-        again.
+        """Refuse new clients, and wait until the connected ones have left or the timeout in `request` is over. With
+        `undo`, accept new clients again.
         """
         phase, writeback = self._phase, self._store.writeback
         self._handshake.accepting = request.undo
@@ -103,8 +105,8 @@ class Lifetime:
         )
 
     def shutdown(self, request: pb.ShutdownRequest) -> pb.ShutdownReply:
-        """Stop: at once with `now`, otherwise after clients had some time to leave. The daemon flushes in both
-        cases.
+        """Start to stop the daemon, and return its pid: with `now` at once, otherwise after clients had some time to
+        leave. It flushes in both cases.
         """
         self._shutting_down = asyncio.create_task(self._shut_down(request.now))
         return pb.ShutdownReply(pid=os.getpid(), after_stop=self._after_stop())

@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 
 
 class LiveTenants:
-    """The live settings of tenants. `tokens` is None if the daemon was started without `unary.tokens_file`: then a new
-    one waits for a restart.
+    """The settings of tenants that take effect while the daemon runs. `tokens` is None if the daemon was started
+    without `unary.tokens_file`: then a new file takes effect after a restart.
     """
 
     def __init__(
@@ -54,13 +54,17 @@ class LiveTenants:
         return self._tokens is not None
 
     def prepare(self, config: Config) -> None:
-        """Read the tokens. Raises ConfigError, with everything as it was."""
+        """Read the tokens file that `config` names; `renew_tokens` puts it in force. Raises ConfigError, having changed
+        nothing.
+        """
         path = config.unary.tokens_file
         if self._tokens is not None and path is not None:
             self._entries = read_tokens(path, lambda name: _may_be_tenant(config, name))
 
     def relist(self, config: Config) -> None:
-        """Let the tenants of `config` be in force. Raises ConfigError if that cannot be written down."""
+        """Put the tenants of `config` in force. Clients that belong to another tenant now are disconnected. Raises
+        ConfigError if the change cannot be saved.
+        """
         tenants = self._tenants
         former, with_tokens = (tenants.listed, tenants.default), names_in(config.unary.tokens_in_use)
         tenants.relist(config.tenants, config.tenant_default)
@@ -75,7 +79,7 @@ class LiveTenants:
             log.info("%d clients have to connect again: they are of another tenant now", left)
 
     def renew_tokens(self) -> None:
-        """Let the tokens that `prepare` has read be in force."""
+        """Put the tokens that `prepare` has read in force."""
         if self._tokens is not None and self._entries:
             self._tokens.replace(self._entries)
 
@@ -91,8 +95,8 @@ def _may_be_tenant(config: Config, name: str) -> bool:
 
 
 class LiveSettings:
-    """Applies changed settings to the running daemon. `resizes`: for each tier whose capacity can change, by name.
-    `certificates`: the certificates of the listener with TLS, if any.
+    """The settings that can be changed while the daemon runs. `resizes` maps a tier's name to the change of its
+    capacity. `certificates` belong to the TLS listener, None without one.
     """
 
     def __init__(
@@ -104,9 +108,7 @@ class LiveSettings:
         self._certificates = certificates
 
     def prepare(self, config: Config) -> None:
-        """Check and read a configuration. Raises ConfigError for settings that cannot be applied to this daemon, having
-        changed nothing.
-        """
+        """Check that `config` can be applied, and read its files. Raises ConfigError, having changed nothing."""
         host = self._store.host
         least_bytes = host.charged_bytes + config.host.arena_bytes
         if config.host.capacity_bytes < least_bytes:
@@ -119,8 +121,8 @@ class LiveSettings:
         self._tenants.prepare(config)
 
     def apply(self, config: Config, names: set[str]) -> set[str]:
-        """Let the settings `names` be as in `config`; return the names of the ones that took effect. Raises
-        ConfigError, with everything as it was.
+        """Put the changed settings `names` in force as `config` has them. Return the names of the settings that took
+        effect. Raises ConfigError, having changed nothing.
         """
         applied = names & (TENANTS | {"daemon.log_level"})
         if applied & TENANTS:  # first, since it alone may fail

@@ -28,8 +28,8 @@ Family = type[CounterMetricFamily] | type[GaugeMetricFamily]
 
 @dataclass(frozen=True)
 class MetricsSnapshot:
-    """The figures of one moment. `misses`: blocks missed by cause; `latencies`: a histogram of request times by
-    verb.
+    """The figures of one moment, for monitoring. `misses` has missed blocks by cause, `latencies` a histogram of
+    request times by verb.
     """
 
     status: pb.StatusReply

@@ -44,7 +44,9 @@ Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 
 def serve_metrics(section: MetricsSection, views: Views, latencies: Latencies) -> BoundedHttp:
-    """Listen as `section` says until the returned server is closed. Raises SocketError."""
+    """Return an HTTP server that answers `GET /metrics` where `section` says, until it is closed. Raises
+    SocketError.
+    """
     flows = views.parts.store.flows
 
     def take() -> MetricsSnapshot:
@@ -87,7 +89,7 @@ class _OnLoop(Collector):
 
 
 class BoundedHttp:
-    """A server of the WSGI `application` on `listener`, in a thread of its own, from now on until `close`.
+    """An HTTP server in a thread of its own, which runs the WSGI `application` on `listener` from now on until `close`.
 
     Invariants: a connection ends `REQUEST_S` and `ANSWER_S` after it began, even if its peer says nothing; over `most`
     connections, the oldest that has not sent its request makes room, so that half-open connections keep no scraper out.
@@ -103,7 +105,7 @@ class BoundedHttp:
         self._thread.start()
 
     def close(self) -> None:
-        """End all connections, and return when the thread has ended."""
+        """End all connections and the thread."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._answering.shutdown(wait=True, cancel_futures=True)

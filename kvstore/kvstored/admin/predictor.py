@@ -13,8 +13,8 @@ from kvstored.store.prefetch.prefetcher import Prefetcher
 
 
 def predictor(prefetcher: Prefetcher, residency: Residency, request: pb.PredictorRequest) -> pb.PredictorReply:
-    """Return the status of `prefetcher`, after setting its switch if `request` asks for that. Raises KVStoreError if it
-    cannot be switched on.
+    """Return the status of prefetch by prediction. If `request` has a switch, turn it on or off first. Raises
+    KVStoreError if it cannot be turned on.
     """
     if request.switch == pb.PredictorRequest.ON:
         _require_predictor(prefetcher)

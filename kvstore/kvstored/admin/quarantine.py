@@ -15,7 +15,9 @@ from kvstored.store.assembly import Store
 
 
 class Quarantine:
-    """The quarantine of `store`'s NVMe tier; it is empty where the store has none."""
+    """The operator's view of quarantined slots (out of use, since their bytes failed verification) of the NVMe tier of
+    `store`, and their release.
+    """
 
     def __init__(self, store: Store, tenants: TenantDirectory) -> None:
         self._store = store
@@ -38,8 +40,8 @@ class Quarantine:
         return reply
 
     async def release(self, request: pb.ReleaseQuarantineRequest) -> pb.ReleaseQuarantineReply:
-        """Release slots from quarantine. Raises KVStoreError for a place that is not in quarantine; then nothing is
-        released.
+        """Free the quarantined slots that `request` names. Raises KVStoreError, having changed nothing, for a place
+        that is not in quarantine.
         """
         if request.all == bool(request.locations):
             raise KVStoreError(ErrorKind.INVALID, "give the places to release, or all")

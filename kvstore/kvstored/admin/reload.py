@@ -30,7 +30,7 @@ NEVER_READ = frozenset({"daemon.record"})  # written
 
 @dataclass(frozen=True)
 class Difference:
-    """A changed setting, by its name in the file, with its old and new value for people."""
+    """A setting that has changed: its name in the file, and its old and new value as text."""
 
     name: str
     before: str
@@ -38,8 +38,8 @@ class Difference:
 
 
 class Reload:
-    """Reloads the configuration and applies what can change while the daemon runs. `read()` reads the configuration as
-    at the start; it raises ConfigError if it cannot be used.
+    """The reload of the configuration while the daemon runs. `read()` reads the configuration, and raises ConfigError
+    if it cannot be used; `live` applies settings.
     """
 
     def __init__(self, config: Config, read: Callable[[], Config], live: LiveSettings) -> None:
@@ -50,7 +50,9 @@ class Reload:
         self._contents = contents_of(config)
 
     def reload(self) -> pb.ReloadReply:
-        """Reload the configuration. Raises KVStoreError, with everything as it was, if it cannot be used."""
+        """Read the configuration again and apply what can change now. Return what was applied, and what waits for a
+        restart. Raises KVStoreError, having changed nothing, if it cannot be used.
+        """
         notify("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
         try:
             return self._reload()
@@ -58,7 +60,7 @@ class Reload:
             notify("READY=1")
 
     def on_signal(self) -> None:
-        """Reload the configuration, and report to the log alone."""
+        """Reload the configuration after a signal; results and errors go to the log."""
         try:
             self.reload()
         except KVStoreError:
@@ -92,7 +94,7 @@ class Reload:
 
 
 def differences(before: Config, after: Config) -> Iterator[Difference]:
-    """Yield the settings in which two configurations differ, in the order of the file."""
+    """Yield the settings that differ between two configurations, in the order of the file."""
     kinds, new_kinds = ({tier.name: tier.KIND for tier in config.listed} for config in (before, after))
     if [*kinds.items()] != [*new_kinds.items()]:
         yield Difference("[[tier]]", _shown_tiers(before.listed), _shown_tiers(after.listed))
@@ -116,7 +118,9 @@ def _capacity(config: Config, section: str) -> int:
 
 
 def changed_files(before: Mapping[str, Content], after: Mapping[str, Content]) -> Iterator[Difference]:
-    """Yield the settings that name an unchanged path whose file has changed."""
+    """Yield the settings whose path is unchanged but whose file has new content. `before` and `after` are results of
+    `contents_of`.
+    """
     for name, old in before.items():
         new = after.get(name, old)
         if new.path == old.path and new.digest != old.digest:
@@ -188,7 +192,9 @@ def _settings_in_force(
 
 
 class Content(NamedTuple):
-    """The content of a file: `digest` identifies it; `seen` says when it was written, for people."""
+    """The content of a file that a setting names: `digest` identifies it, and `seen` is a text with the path and time
+    of writing.
+    """
 
     path: Path
     digest: bytes
@@ -196,9 +202,7 @@ class Content(NamedTuple):
 
 
 def contents_of(config: Config) -> dict[str, Content]:
-    """Return the present content of each file that a setting names, by the setting's name: the path stays equal when
-    the content changes.
-    """
+    """Return the present content of each file that a setting of `config` names, by the setting's name."""
     named = {f"{section}.{field}": value for section, field, value in config.fields() if isinstance(value, Path)}
     return {name: _content(path) for name, path in named.items() if name not in NEVER_READ and not path.is_dir()}
 

@@ -27,7 +27,9 @@ P = ParamSpec("P")
 
 
 class RenameTenant:
-    """The renaming of tenants, one at a time. `with_tokens()` returns the tenants that the tokens file names."""
+    """The operator's renaming of tenants, one at a time. `with_tokens()` returns the tenants that the tokens file
+    names.
+    """
 
     def __init__(
         self,
@@ -45,8 +47,8 @@ class RenameTenant:
         self._turn = asyncio.Lock()
 
     async def rename(self, request: pb.RenameTenantRequest) -> pb.RenameTenantReply:
-        """Rename a tenant. Raises KVStoreError; then nothing has changed, except that blocks dropped for `replace` are
-        gone.
+        """Give the blocks of the tenant `request.old` to the listed tenant `request.new`. Raises KVStoreError, having
+        changed nothing, except that blocks dropped for `replace` are gone.
         """
         async with self._turn:
             identity = self._check(request.old, request.new)

@@ -26,7 +26,9 @@ _Level = Iterator[tuple[SeriesKey, float]]
 
 
 class MetricsSampler:
-    """A sampler of all parts; call `sample` from a timer a few times a second."""
+    """The source of the history's samples: it reads the figures of all parts. Call `sample` from a timer a few times a
+    second.
+    """
 
     def __init__(self, parts: DaemonParts, latencies: Latencies) -> None:
         self._parts = parts

@@ -13,8 +13,8 @@ from kvstored.config import Config, ConfiguredSetting
 
 
 def settings(reload: Reload) -> pb.ConfigReply:
-    """Return the settings in force, and the ones that wait for a restart since the last `reload`. Files with secrets
-    are shown by name, never by content.
+    """Return the settings in force, with their text and origin, and the settings that wait for a restart since the last
+    reload. Files with secrets are shown by name, never by content.
     """
     config = reload.config
     waiting = {each.name: each.after for each in reload.waiting}
@@ -28,8 +28,8 @@ def settings(reload: Reload) -> pb.ConfigReply:
 
 
 def in_force(config: Config, setting: ConfiguredSetting) -> str:
-    """Return the effective value of a setting if its text does not show it: a share, "auto", a relative path, a size
-    that was cut. "" otherwise.
+    """Return the effective value of `setting` if its text does not show it (a share, "auto", a relative path, a size
+    that was rounded), otherwise "".
     """
     section: Any = config.tier(setting.section) or getattr(config, setting.section, None)
     if setting.tenant:
@@ -42,7 +42,7 @@ def in_force(config: Config, setting: ConfiguredSetting) -> str:
 
 
 def toml_value(value: Any) -> str:
-    """Return a setting's value in TOML."""
+    """Return `value` as it is written in a TOML file."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, list):

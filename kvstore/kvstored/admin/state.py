@@ -1,4 +1,4 @@
-"""The module shows the small state to an operator: the databases, and the entries of one database. It keeps nothing."""
+"""The operator's view of the saved state: its databases, and the entries of one database. It keeps nothing."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ PAGE_BYTES = 4096
 
 
 async def state(saver: StateSaver, request: pb.StateRequest) -> pb.StateReply:
-    """Return the databases, or the entries of one, as the daemon's process reads them. Raises KVStoreError for a
-    database that does not exist, and when the state cannot be read."""
+    """Return the databases of the saved state, or the entries of the one that `request` names, for an operator. Raises
+    KVStoreError for a database that does not exist, and when the state cannot be read.
+    """
     try:
         reply = await look(saver.process, request)
     except OSError as error:
@@ -28,7 +29,9 @@ async def state(saver: StateSaver, request: pb.StateRequest) -> pb.StateReply:
 
 
 async def look(process: StateProcess, request: pb.StateRequest) -> pb.StateReply:
-    """Return the databases, or the entries of one, as `process` reads them. Raises KVStoreError, OSError."""
+    """Return the databases of the saved state, or the entries of the one that `request` names, as `process` reads them.
+    Raises KVStoreError for a database that does not exist, and OSError.
+    """
     if request.database and request.database not in BY_NAME:
         known = ", ".join(BY_NAME)
         raise KVStoreError(ErrorKind.NOT_FOUND, f"no database {request.database!r}; there are {known}")

@@ -33,7 +33,7 @@ from kvstored.unsaved import Unsaved
 
 @dataclass(frozen=True)
 class DaemonParts:
-    """The parts of the daemon that an operator sees."""
+    """The parts of the daemon that an operator's views read."""
 
     store: Store
     tenants: TenantDirectory
@@ -42,8 +42,8 @@ class DaemonParts:
 
 
 class Views:
-    """The operator's views of the present moment. They read `parts`, the daemon's `phase`, and the reports of
-    `maintenance` and `integrity`.
+    """The operator's views of the present state: status, tiers, tenants and single blocks. They read `parts`, the
+    daemon's `phase`, and the reports of `maintenance` and `integrity`.
     """
 
     def __init__(self, parts: DaemonParts, phase: Phase, maintenance: Maintenance, integrity: Integrity) -> None:
@@ -128,8 +128,8 @@ class Views:
         return store.tiers[position].statistics().state.value if mode is Mode.OK else mode.value
 
     def tiers(self, *, with_classes: bool = True) -> pb.TiersReply:
-        """Return the status of all tiers. `with_classes`: also count hot, warm and cold blocks, which takes some 15 ms
-        a million blocks.
+        """Return the status of all tiers. With `with_classes` it also counts hot, warm and cold blocks, which takes
+        some 15 ms for a million blocks.
         """
         store = self._store
         now_ns = store.clock.monotonic_ns()
@@ -194,7 +194,7 @@ class Views:
         return reply
 
     def describe(self, row: int, block: pb.BlockStatus) -> None:
-        """Fill in the status of a readable block."""
+        """Fill in `block` with the status of the readable block at `row`."""
         parts, residency = self.parts, self._store.residency
         now_ns = self._store.clock.monotonic_ns()
         kind = residency.kind(row)
@@ -270,15 +270,15 @@ def _by_name(classes: Mapping[ResidencyClass, int]) -> dict[str, int]:
 
 
 def resident_bytes() -> int:
-    """Return this process's resident bytes without touched arena pages, which `kvctl tiers` shows: the daemon's own
-    memory.
-    """
+    """Return the resident memory of this process in bytes, without shared memory such as arenas."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return sum(int(fields[name].split()[0]) * 1024 for name in ("RssAnon", "RssFile"))
 
 
 def tier_named(residency: Residency, name: str) -> int:
-    """Return the position of the tier `name`. Raises KVStoreError, naming the daemon's tiers, for an unknown name."""
+    """Return the position of the tier `name`. Raises KVStoreError, which names the tiers there are, for an unknown
+    name.
+    """
     if name not in residency.tiers:
         known = ", ".join(residency.tiers)
         raise KVStoreError(ErrorKind.INVALID, f"no tier {name!r}; this daemon has: {known}")

@@ -147,9 +147,7 @@ def _plain(finding: SlabFinding) -> dict[str, Any]:
 
 
 def what_is_wrong(directory: Path) -> str | None:
-    """Return one line, or None if the directory is right. A crash may have left either without the other: slabs, or the
-    file that names the format.
-    """
+    """Return one line that says why `directory` is not the directory of an NVMe tier, or None if it is one."""
     if not directory.is_dir():
         return f"{directory} is not a directory"
     if (directory / "slabs").is_dir() or (directory / "format").exists():

@@ -33,7 +33,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 def overrides(arguments: argparse.Namespace) -> list[str]:
-    """Return the settings on the command line, as `load_config` takes them."""
+    """Return the settings given on the command line, each as "section.key=value"."""
     short = [
         f"daemon.{key}={json.dumps(value)}"
         for key, value in (("socket_dir", arguments.socket_dir), ("state_dir", arguments.state_dir))

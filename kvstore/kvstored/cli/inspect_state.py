@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 def add_state_options(inspect: argparse.ArgumentParser) -> None:
-    """Add the options of `state`."""
+    """Add the options of `kvstored inspect DIRECTORY state` to the parser `inspect`."""
     inspect.add_argument("--limit", type=int, default=0, metavar="N", help="state: at most N values (100)")
     inspect.add_argument("--first", default="", metavar="HEX", help="state: begin at this key")
     inspect.add_argument("--copy", type=Path, metavar="DIR", help="state: write a copy into this directory instead")
 
 
 def inspect_state(arguments: argparse.Namespace) -> int:
-    """Show the state, or copy it; return the exit status."""
+    """Print the saved state in a state directory, or copy it, as `arguments` say. Return the exit status."""
     from kvstored import __version__
     from kvstored.admin.state import MOST
     from kvstored.clock import SystemClock

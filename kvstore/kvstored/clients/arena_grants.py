@@ -14,7 +14,7 @@ from kvstored.store.assembly import Store
 
 
 class ArenaGrants:
-    """The grants of the memory of `store` to clients."""
+    """The grants of memory to clients: which arenas of `store` a client may map, and whether it may write there."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -24,13 +24,13 @@ class ArenaGrants:
         return tenant.puts_in_place(self._store.config.put)
 
     def prepare(self, tenant: Tenant) -> None:
-        """Make arenas for a tenant, before its first client that may store connects."""
+        """Create arenas for `tenant` if it has none, before its first client that stores."""
         owner = writable_owner(tenant.index_name) if self.puts_in_place(tenant) else tenant.index_name
         if not self._arenas_of(owner):
             self._host.precreate(owner, self._store.config.host.prefault_ahead_bytes)
 
     def announce(self, tenant: Tenant, welcome: hs.Welcome) -> None:
-        """Enter the present arenas into a welcome."""
+        """Enter the numbers of the tenant's present arenas into the message `welcome`."""
         writable = self._arenas_of(writable_owner(tenant.index_name))
         welcome.arena_ids.extend([*self._arenas_of(tenant.index_name), *writable])
         welcome.put_in_place = self.puts_in_place(tenant)
@@ -38,8 +38,8 @@ class ArenaGrants:
             welcome.writable_arena_ids.extend(writable)
 
     def grant(self, session: ClientSession, request: hs.ArenaRequest) -> tuple[hs.ArenaGrant, int]:
-        """Return the arena's grant and descriptor. Raises KVStoreError for an arena of another tenant, in the words
-        used for an arena that does not exist.
+        """Return the grant of the arena that `request` names, and a descriptor of its memory. Raises KVStoreError for
+        an arena of another tenant, in the words used for an arena that does not exist.
         """
         number, index_name = request.arena_id, session.tenant.index_name
         exporter = self._store.exporter_of(number, session.device_tiers) if not request.writable else None

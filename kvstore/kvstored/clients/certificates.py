@@ -18,32 +18,34 @@ Pair = tuple[bytes, bytes]  # private key, certificate chain; PEM
 
 
 class Certificates:
-    """The served pair, read from `config`. Raises ConfigError for a pair that cannot be used."""
+    """The key and certificate chain of the TCP listener, read from `config`. Raises ConfigError if they
+    cannot be used.
+    """
 
     def __init__(self, config: UnarySection) -> None:
         self._prepared = self._served = read_pair(config)
 
     @staticmethod
     def of(config: UnarySection) -> Certificates | None:
-        """Return the certificates of `config`; None without TLS."""
+        """Return the certificates that `config` names, or None when it does not use TLS."""
         return Certificates(config) if config.listen and config.tls_cert is not None else None
 
     def credentials(self) -> grpc.ServerCredentials:
-        """Return credentials that serve to each new connection the pair in force at that time."""
+        """Return gRPC server credentials. Each new connection gets the key and certificate that are in force then."""
         return grpc.dynamic_ssl_server_credentials(_configuration(self._served), lambda: _configuration(self._served))
 
     def prepare(self, config: UnarySection) -> None:
-        """Read the pair again. Raises ConfigError, and the served pair stays."""
+        """Read the files of `config` again; `renew` puts them in force. Raises ConfigError if they cannot be used."""
         self._prepared = read_pair(config) if config.tls_cert is not None else self._served
 
     def renew(self) -> None:
-        """Serve the pair that `prepare` has read, from the next connection on."""
+        """Use the key and certificate that `prepare` has read, from the next connection on."""
         self._served = self._prepared
 
 
 def read_pair(config: UnarySection) -> Pair:
-    """Return key and certificate chain. Raises ConfigError if they cannot be read or do not belong together: gRPC would
-    only say so when a client comes.
+    """Return the private key and the certificate chain that `config` names, as PEM. Raises ConfigError if they cannot
+    be read or do not belong together, which gRPC would only report when a client connects.
     """
     assert config.tls_cert is not None and config.tls_key is not None
     named = f"unary.tls_cert {config.tls_cert} and unary.tls_key {config.tls_key}"

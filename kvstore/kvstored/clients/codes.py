@@ -1,4 +1,4 @@
-"""The wire's codes for tiers, causes and steps."""
+"""The numbers that the wire protocol uses for tiers, causes and steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from kvstored.tier_set import NO_TIERS, TIER_SETS, TierSet
 
 
 def tier_code(residency: ResidencyView, position: int, device_tiers: TierSet = NO_TIERS) -> int:
-    """Return the TierCode of the tier at `position`. `device_tiers`: the tiers that the client reads on its device."""
+    """Return the wire's TierCode of the tier at `position`. `device_tiers` are the tiers that the client reads on its
+    device.
+    """
     if position in device_tiers:
         return pb.TIER_CODE_GPU
     if position == residency.mapped:
@@ -20,7 +22,9 @@ def tier_code(residency: ResidencyView, position: int, device_tiers: TierSet = N
 
 
 def codes_by_mask(residency: ResidencyView, device_tiers: TierSet = NO_TIERS) -> bytes:
-    """Return, by a row's tier mask, the TierCode of the fastest tier for the client; 0 for none."""
+    """Return a table of bytes: at index m, the TierCode of the tier that is fastest for the client, among the set of
+    tiers m; 0 for the empty set.
+    """
     fastest = (residency.fastest_of(tiers, device_tiers) for tiers in TIER_SETS[1 : 2 ** len(residency.tiers)])
     return bytes([0, *(tier_code(residency, position, device_tiers) for position in fastest)])
 
@@ -30,5 +34,5 @@ def miss_reason(cause: Cause) -> pb.MissReason.ValueType:
 
 
 def known_step(step: int) -> int:
-    """Return `step` (a NextStep, why an engine stopped); 0 for a value that only a newer version knows."""
+    """Return `step` (the wire's NextStep, why an engine stopped), or 0 for a value that this version does not know."""
     return step if step in pb.NextStep.values() else pb.NEXT_STEP_UNSPECIFIED

@@ -28,11 +28,10 @@ _POD = re.compile(r"(kubepods.*-)?pod[^/]+")
 
 
 def container_of(cgroup: str) -> str:
-    """Return the path of the innermost container that a cgroup's path names; "" for a service, a login or the root. A
-    path that no known service manager and no known tool makes counts as a container's.
+    """Return the path of the innermost container in the path `cgroup`, or "" for a service, a login or the root.
 
-    A path that begins with `/..` is outside the daemon's own cgroup namespace, so it belongs to another container or to
-    the host.
+    A path that no known service manager and no known tool makes counts as a container's. A path that begins with `/..`
+    is outside the daemon's own cgroup namespace, so it belongs to another container or to the host.
     """
     parts = [part for part in cgroup.split("/") if part]
     outside = next((place for place, part in enumerate(parts) if part != ".."), len(parts))
@@ -59,8 +58,8 @@ def _is_container(parts: list[str], place: int) -> bool:
 
 
 class SeenContainers:
-    """The containers from which each user has come since the start; the log says, once for each user, that there are
-    several. A container that has ended counts: its blocks are still stored.
+    """A record of the containers from which each user has connected since the start. The log says once for each user
+    that there are several. A container that has ended counts: its blocks are still stored.
     """
 
     def __init__(self) -> None:
@@ -68,8 +67,8 @@ class SeenContainers:
         self._said: set[tuple[str, int]] = set()
 
     def note(self, tenant: str, uid: int, cgroup: str) -> None:
-        """Note that a user opened a session. A session whose cgroup is unknown, or is no container's, does not
-        count.
+        """Note that the user `uid`, of `tenant`, opened a session from a process in `cgroup`. A cgroup that is unknown
+        or of no container does not count.
         """
         place, who = container_of(cgroup), (tenant, uid)
         if not place:
@@ -87,7 +86,7 @@ class SeenContainers:
             log.warning("%s", _sentence(*who, places))
 
     def sentences(self) -> list[str]:
-        """Return a sentence for each user who came from several containers."""
+        """Return one sentence for each user who came from several containers."""
         return [_sentence(*who, places) for who, places in self._seen.items() if len(places) > 1]
 
 

@@ -38,8 +38,9 @@ _UCRED = struct.Struct("3i")
 
 
 class HandshakeServer:
-    """The server on `path`. `start` binds and returns; `close` ends every connection and with it every session. At most
-    `limits.handshakes_per_user` connections of one user may be without a hello: the oldest of them makes room.
+    """A server on the Unix socket `path`, to which each client keeps one connection for its whole life. `close` ends
+    all connections and their sessions. At most `limits.handshakes_per_user` connections of one user may be without a
+    hello message: a further one ends the oldest of them.
     """
 
     def __init__(self, path: Path, reception: Reception, limits: LimitsSection) -> None:
@@ -52,7 +53,7 @@ class HandshakeServer:
         self.accepting = True
 
     def start(self, listener: socket.socket) -> None:
-        """Take clients from `listener`, and none from an earlier listener; connected clients stay."""
+        """Accept clients on `listener` from now on, and on no earlier listener. Connected clients stay."""
         self._stop_listening()
         listener.setblocking(False)
         self._listener = listener
@@ -70,7 +71,7 @@ class HandshakeServer:
             self._listener = None
 
     def hang_up(self, is_meant: Callable[[ClientSession], bool]) -> int:
-        """End the sessions for which `is_meant` holds, and return their number. Their clients notice, and may
+        """End the sessions for which `is_meant` returns True, and return their number. Their clients notice, and may
         reconnect.
         """
         meant = [connection for connection in self._connections if connection.is_of(is_meant)]

@@ -31,7 +31,9 @@ KEYS_A_SLICE, ROWS_A_SLICE = 200, 2000  # each some 0.4 ms of the control thread
 
 
 class IndexTable:
-    """The writer's side of one table. `slots` of the layout hold tags; keys that overflow are remembered here."""
+    """The writer of one lookup index: a hash table in shared memory that maps a tenant's keys to tier codes. Keys that
+    do not fit into their bucket are remembered here and only counted in the table.
+    """
 
     def __init__(self, fixed: IndexLayout) -> None:
         self.layout = fixed
@@ -63,7 +65,7 @@ class IndexTable:
         self._publish()
 
     def put(self, key: bytes, code: int) -> None:
-        """Enter that the fastest readable copy of `key` is in the tier `code` now."""
+        """Enter `key` with `code`, the code of the fastest tier that has a readable copy now."""
         tag = layout.key_tag(key, self._seed)
         offset = layout.bucket_offset(tag, self._buckets)
         tags, tiers = self._read(offset)
@@ -84,7 +86,7 @@ class IndexTable:
         self._write(offset, tags, tiers)
 
     def remove(self, key: bytes) -> None:
-        """Remove `key`, which is no longer readable. A key that had found the bucket full gets its slot."""
+        """Remove `key`, which is no longer readable. A key that did not fit into this bucket gets the free slot."""
         tag = layout.key_tag(key, self._seed)
         offset = layout.bucket_offset(tag, self._buckets)
         tags, tiers = self._read(offset)
@@ -106,11 +108,11 @@ class IndexTable:
         self._write(offset, tags, tiers)
 
     def readonly_fd(self) -> int:
-        """Return a new O_RDONLY descriptor for a client; the caller closes it."""
+        """Return a new read-only descriptor of the table, for a client. The caller closes it."""
         return os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC)
 
     def close(self) -> None:
-        """Write CLOSED for processes that still map the table, and release it. Idempotent."""
+        """Write the state CLOSED for processes that still map the table, and release it. A second call does nothing."""
         if self._fd >= 0:
             self.set_state(IndexState.CLOSED)
             self._memory.close()
@@ -132,9 +134,8 @@ class IndexTable:
 
 
 class LookupIndexes:
-    """All tenants' tables, `total_bytes` together, each with room for `slots` keys as far as its share allows.
-
-    `schedule` runs a slice of work soon, on the control thread. `used_bytes` never exceeds `total_bytes`.
+    """The lookup indexes of all tenants: tables in shared memory that clients read, within `total_bytes` together. Each
+    has room for `slots` keys as far as its share allows. `schedule` runs a function soon, on the control thread.
     """
 
     def __init__(
@@ -154,7 +155,9 @@ class LookupIndexes:
         return self._buckets > 0
 
     def changed(self, tenant: int, key: bytes, mask: int, row: int) -> None:
-        """Update the tenant's table after a change of a block, as `PresenceListener` describes."""
+        """Update the table of `tenant`: the block `key` is now readable in the tiers of `mask`, a TierSet as an int; 0:
+        in none.
+        """
         table = self._tables.get(tenant)
         if table is None:
             return
@@ -164,8 +167,8 @@ class LookupIndexes:
             table.remove(key)
 
     def grant(self, session: ClientSession) -> tuple[hs.LookupIndexGrant, int | None]:
-        """Return the table of the session's tenant, made if this is the first to ask, and its descriptor; without a
-        descriptor, the grant has the reason.
+        """Return the grant of the table of the session's tenant, which is made if it does not exist, and a descriptor.
+        When there is no table, the grant has the reason, and the descriptor is None.
         """
         if not self.offered:
             return hs.LookupIndexGrant(reason="this daemon keeps no lookup index (index.slots = 0)"), None

@@ -21,16 +21,18 @@ PROTOCOL_VERSION = 1
 
 
 class Streams(Protocol):
-    """A maker of direct streams."""
+    """A maker of direct streams, which carry a client's requests over a socket pair."""
 
     def open(self, session: ClientSession) -> int:
-        """Return the client's end of a new stream, a descriptor to hand over and close. Raises KVStoreError."""
+        """Return the client's end of a new stream for `session`, a descriptor to be sent and then closed. Raises
+        KVStoreError if no stream can be made.
+        """
         ...
 
 
 class Reception:
-    """The reception of clients at the handshake socket; a refusal is a KVStoreError. `former` is None without warm
-    restart.
+    """The answers to clients on the handshake socket; a refusal is a KVStoreError. `former` has the leases of clients
+    of an earlier daemon process, None without warm restart.
     """
 
     def __init__(
@@ -52,7 +54,9 @@ class Reception:
         self._warned_of_unmapped = False
 
     def welcome(self, peer: Peer, hello: hs.Hello) -> tuple[ClientSession, hs.Welcome, int | None]:
-        """Open a session; return it, the answer, and the staging descriptor to send, if any."""
+        """Open a session for the client `peer` that sent `hello`. Return the session, the answer, and the descriptor of
+        its staging memory, None if it has none. Raises KVStoreError when the client is refused.
+        """
         try:
             session = self._open(peer, hello)
         except KVStoreError as error:
@@ -88,7 +92,9 @@ class Reception:
         return session, welcome, staging.fd if staging is not None else None
 
     def grant(self, session: ClientSession, kind: str, packet: hs.ClientPacket, reply: hs.DaemonPacket) -> int | None:
-        """Fill in the reply; return the descriptor that goes with it, which is closed after it was sent."""
+        """Fill in `reply` to the request `kind` ("arena", "lookup_index" or "direct_stream") in `packet`. Return the
+        descriptor to send with it, which the caller closes, or None.
+        """
         if kind == "arena":
             arena, descriptor = self._arenas.grant(session, packet.arena)
             reply.arena.CopyFrom(arena)
@@ -101,7 +107,7 @@ class Reception:
         return self._streams.open(session)
 
     def farewell(self, session: ClientSession) -> None:
-        """End the session of a client that has gone."""
+        """End `session`, whose client has gone."""
         log.debug("client %s (pid %d) left", session.client_name, session.peer.pid)
         self._sessions.close(session)
 

@@ -28,9 +28,9 @@ LOOK_AGAIN_S = 0.25  # for a client that has left, until the kernel says that it
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ClientSession(Client):
-    """The session of one client. `staging` is None for a client that only reads, and for a unary call. `loan` is the
-    number under which the client may store from its staging, 0 before it has asked; requests under an earlier number
-    are void.
+    """The session of one client, from its handshake to the end of its connection. `staging` is None for a client that
+    only reads, and for a unary call. `loan` is the number under which the client may store from its staging, 0 before
+    the first; requests under an earlier number are void.
     """
 
     token: bytes = field(repr=False)  # who has it is this session's client on data.sock
@@ -44,7 +44,7 @@ class ClientSession(Client):
     on_close: list[Callable[[], None]] = field(default_factory=list)
 
     def put_ended(self) -> None:
-        """Release the staging memory after the session's end, as soon as nothing copies from it any more."""
+        """Release the staging memory if the session has ended and nothing copies from it any more."""
         if self.closed and not self.copying and self.staging is not None:
             staging, self.staging = self.staging, None
             staging.forget_fd()
@@ -52,29 +52,29 @@ class ClientSession(Client):
 
 
 class ReturningClients(Protocol):
-    """Clients of the former daemon process whose leases still stand."""
+    """A record of clients of an earlier daemon process whose leases are still valid."""
 
     keeps_leases: bool
 
     @property
     def epoch(self) -> bytes:
-        """The name of the numbering of arenas."""
+        """The bytes that identify the numbering of arenas, which stays the same over a warm restart."""
         ...
 
     def arrived(self, session: ClientSession, token: bytes) -> list[int]:
-        """Return the numbers of the leases that still stand of a client that connects, if `token` is one that it had
-        before.
+        """Note that a client connects. Return the numbers of its leases that are still valid, if `token` is a session
+        token that it had before.
         """
         ...
 
     def left(self, session: ClientSession) -> None:
-        """Forget a client for good: it left while the daemon served."""
+        """Forget the client of `session`, which left while the daemon served."""
         ...
 
 
 class ClientSessions:
-    """All live sessions by token: 16 random bytes, so that an unknown token reveals nothing. `former` is None without
-    warm restart. Session numbers go on after `last_id`.
+    """The table of all sessions, by token: 16 random bytes, so that an unknown token reveals nothing. `former` is None
+    without warm restart. Session numbers continue after `last_id`.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class ClientSessions:
         return self._by_token.get(token)
 
     def tenant_of(self, peer: Peer) -> Tenant:
-        """Return the tenant of `peer`. Raises KVStoreError for a user without a tenant."""
+        """Return the tenant of the process `peer`. Raises KVStoreError for a user without a tenant."""
         tenant = self._tenants.resolve(peer)
         if tenant is None:
             raise KVStoreError(ErrorKind.FORBIDDEN, self._tenants.why_refused(peer))
@@ -114,8 +114,8 @@ class ClientSessions:
     def open(
         self, tenant: Tenant, fingerprint: Fingerprint, peer: Peer, name: str, staging_bytes: int
     ) -> ClientSession:
-        """Return a session for a client that has connected, with up to `staging_bytes` of staging memory, as far as its
-        share allows.
+        """Return a new session for the client `name`, with up to `staging_bytes` of staging memory, as far as its share
+        allows.
         """
         staging = self._make_staging(staging_bytes, name)
         session = self._session(tenant, fingerprint, self._tenants.remember(fingerprint), peer, name, staging)
@@ -125,21 +125,21 @@ class ClientSessions:
         return session
 
     def open_call(self, tenant: Tenant, fingerprint: Fingerprint, name: str, *, exact: bool = True) -> ClientSession:
-        """Return a session for one unary call. It is in no table, since its end is not watched. Its fingerprint is not
-        noted, so that made-up fingerprints cost nothing: call `note_fingerprint` before blocks are stored under it.
+        """Return a session for one unary call, which needs no end. Its fingerprint is not remembered, so that made-up
+        ones cost nothing: call `note_fingerprint` before blocks are stored under it.
         """
         session = self._session(tenant, fingerprint, fingerprint.digest(), Peer(0, -1, -1), name, None)
         session.exact = exact
         return session
 
     def note_fingerprint(self, session: ClientSession) -> None:
-        """Remember the fingerprint of a session that `open_call` made, and give it its number."""
+        """Remember the fingerprint of a session made by `open_call`, and give the session the fingerprint's number."""
         self._tenants.remember(session.fingerprint)
         self._name(session)
 
     def close(self, session: ClientSession) -> None:
-        """End a session whose client has gone, run the actions attached to its end, and release what it held: staging
-        memory, reserved slots, and leases, except leases that the daemon's next process shall find. Idempotent.
+        """End `session`, whose client has gone: run the functions in `on_close`, and release staging memory, reserved
+        slots and leases. Leases that the daemon's next process shall take over are kept. A second call does nothing.
         """
         if session.closed:
             return

@@ -15,8 +15,9 @@ from kvstored.store.retention import Retention
 
 
 class TenantShares:
-    """Sets the shares and the terms of tenants, and whether they allow lossy copies. `policies` has the policy of each
-    tier; `retention` gets the terms of tenants' new blocks."""
+    """A component that gives the policies each tenant's share of a tier, and gives `retention` the default terms of
+    tenants' new blocks. It also notes which tenants allow lossy copies. `policies` has one policy for each tier.
+    """
 
     def __init__(
         self, tenants: TenantDirectory, residency: Residency, policies: Sequence[EvictionPolicy], retention: Retention
@@ -27,8 +28,10 @@ class TenantShares:
         self._retention = retention
 
     def set_all(self) -> None:
-        """Set the shares of all tenants with limits. At the start this protects recovered blocks before a client of the
-        tenant connects. After a change of the list it also sets the tenants that have a share or terms already."""
+        """Set the shares and terms of all tenants that have limits. At the start this protects recovered blocks before
+        a client of the tenant connects. After a change of the configured tenants it also resets tenants that lost their
+        limits.
+        """
         shares = {number for policy in self._policies for number in policy.shares} | self._retention.defaults.keys()
         shares |= self._residency.exactness.tenants
         for tenant in self._tenants.all():

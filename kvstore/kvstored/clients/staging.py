@@ -25,8 +25,8 @@ _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 class StagingMemory:
-    """A client's staging memory: `size_bytes` of shared memory. `fd` is handed to the client once and closed here by
-    `forget_fd`.
+    """A shared memory of `size_bytes`, rounded up, that one client writes and the daemon reads. `fd` is sent to the
+    client once, and closed here by `forget_fd`.
     """
 
     def __init__(self, size_bytes: int, label: str) -> None:
@@ -40,7 +40,9 @@ class StagingMemory:
         self.address = int(self.view.ctypes.data)
 
     def tokens_at(self, offset: int) -> bytes:
-        """Return token ids as the client wrote them, read once: the client may still be writing."""
+        """Return the packed token ids that the client has written into the block at `offset`. They are read once, since
+        the client may still be writing.
+        """
         return tokens_in(ctypes.string_at(self.address + offset, HEADER_BYTES))
 
     def payload_at(self, offset: int, nbytes: int) -> Segment:
@@ -53,14 +55,14 @@ class StagingMemory:
 
 
 def tokens_in(header: bytes) -> bytes:
-    """Return the packed token ids of a header that a client wrote; no other field of it is read."""
+    """Return the packed token ids in the bytes of a block header that a client wrote. No other field is read."""
     count = int.from_bytes(header[TOKEN_COUNT_OFFSET : TOKEN_COUNT_OFFSET + 4], "little")
     return header[TOKENS_OFFSET : TOKENS_OFFSET + min(count, MAX_TOKENS) * 4]
 
 
 class StagingPool:
-    """The part of the DRAM capacity for all clients' staging together. It is set aside at the start of the daemon, so
-    that a full tier never keeps a client from writing.
+    """A budget of bytes for the staging memory of all clients together. It is set aside from the DRAM capacity at the
+    start, so that a full tier never keeps a client from writing.
     """
 
     def __init__(self, size_bytes: int, per_client_bytes: int) -> None:
@@ -69,8 +71,8 @@ class StagingPool:
         self._per_client_bytes = per_client_bytes
 
     def take(self, wanted_bytes: int) -> int:
-        """Return the bytes that a client gets: its wish, up to its own limit and a quarter of what is left, so that
-        later clients can write too; 0 if nothing is left.
+        """Take staging bytes for one client, and return how many it gets: `wanted_bytes`, up to the limit for a client
+        and a quarter of what is left; 0 if nothing is left.
         """
         left_bytes = self.size_bytes - self.used_bytes
         fair_bytes = max(left_bytes // 4, min(left_bytes, SMALLEST_SHARE_BYTES))
@@ -84,7 +86,7 @@ class StagingPool:
 
 
 class ReservedBlocks:
-    """Blocks in reserved slots, an implementation of `Staged`: the offset of a block is the place of its slot in the
+    """The blocks of a put that the client wrote into reserved slots. A block's offset is the place of its slot in the
     reservation.
     """
 
@@ -101,22 +103,22 @@ class ReservedBlocks:
         return self._images[offset].part(HEADER_BYTES, nbytes)
 
     def take(self, offset: int) -> Slot:
-        """Return a slot, which belongs to a block from now on: the caller attaches it in this turn of the loop."""
+        """Return the slot at `offset`, which belongs to a block from now on. Attach it to the block's row before the
+        event loop's next turn.
+        """
         slot = self._left.pop(offset)
         self._reservations.used(self._tenant, slot)
         return slot
 
     def end(self) -> None:
-        """Free the slots that no block has taken. Idempotent."""
+        """Free the slots that were not taken. A second call does nothing."""
         left, self._left = self._left, {}
         for slot in left.values():
             self._reservations.free(self._tenant, slot)
 
 
 class InlineBlocks:
-    """Blocks in a message, an implementation of `Staged`: the offset of a block is its place in `tokens` and
-    `payloads`.
-    """
+    """The blocks of a put that came in a message. A block's offset is its index in `tokens` and `payloads`."""
 
     def __init__(self, tokens: Sequence[bytes], payloads: Sequence[bytes]) -> None:
         self._tokens = tokens

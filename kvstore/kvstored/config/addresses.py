@@ -14,7 +14,7 @@ _BARE_IPV6 = re.compile(r"(?P<host>[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*):(?P<port>\d{1,
 
 
 class Address(NamedTuple):
-    """A TCP address of a listener. `host` has no brackets; "*" is every interface."""
+    """A TCP address to listen on. `host` has no brackets; "*" stands for every interface."""
 
     host: str
     port: int
@@ -28,7 +28,7 @@ class Address(NamedTuple):
 
 
 def address_of(name: str, value: str, example: str, prefix: str = "") -> Address:
-    """Return the address in the setting `name` with the text `value`, "host:port" after `prefix`, such as "tcp://".
+    """Return the address in the text `value` of the setting `name`: `prefix` (such as "tcp://"), then "host:port".
     Raises ConfigError for anything else; the message shows `example`.
     """
     found = _HOST_AND_PORT.match(value.removeprefix(prefix)) if value.startswith(prefix) else None
@@ -47,7 +47,9 @@ def address_of(name: str, value: str, example: str, prefix: str = "") -> Address
 
 
 def numeric(name: str, address: Address) -> Address:
-    """Return `address` with its host name resolved to a number, IPv4 first. Raises ConfigError for an unknown name."""
+    """Return `address` with its host name replaced by an IP address, IPv4 first. Raises ConfigError, naming the setting
+    `name`, for an unknown host.
+    """
     if address.host == "*" or address.is_ipv6:
         return address
     try:

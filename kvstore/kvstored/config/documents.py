@@ -31,12 +31,12 @@ def reference_text() -> str:
 
 
 def read_reference() -> Table:
-    """Return every section with its defaults, the tiers as sections too."""
+    """Return the sections of reference.toml with all defaults. Each tier is a section of its name."""
     return dict(_named(tomllib.loads(reference_text()), {}, "reference.toml")) | {TENANT: []}
 
 
 def read_file(path: Path, merged: Table) -> Table:
-    """Return the sections of a file. `merged` has the tiers that exist already."""
+    """Return the sections in the TOML file `path`. `merged` has the tiers that exist already. Raises ConfigError."""
     try:
         document = tomllib.loads(path.read_text())
     except OSError as error:
@@ -47,7 +47,9 @@ def read_file(path: Path, merged: Table) -> Table:
 
 
 def read_override(text: str, merged: Table) -> Table:
-    """Return the section of section.key=value, or of tier.NAME.key=value, which also adds a tier."""
+    """Return the section that the command-line text section.key=value stands for; tier.NAME.key=value also adds a tier.
+    `merged` has the tiers that exist already. Raises ConfigError.
+    """
     name, equals, value = text.partition("=")
     section, dot, key = name.strip().partition(".")
     tier, of_tier, tier_key = key.partition(".")
@@ -100,8 +102,8 @@ def _entries(entries: Any, merged: Table, source: str) -> Iterator[tuple[str, Ta
 
 
 def lay_over(merged: Table, sections: Table, reference: Table, source: str) -> None:
-    """Lay the values of `sections` over `merged`, in place. Each value must have the type of its default. Raises
-    ConfigError.
+    """Replace values in `merged` by those in `sections`, in place. Each value must have the type of its default in
+    `reference`. Raises ConfigError, which names `source`.
     """
     for section, table in sections.items():
         if section == TENANT:
@@ -120,7 +122,9 @@ def lay_over(merged: Table, sections: Table, reference: Table, source: str) -> N
 
 
 def tiers_in(merged: Table) -> dict[str, Table]:
-    """Return the sections that are tiers, fastest first; tiers of one kind stay in the order of the file."""
+    """Return those sections of `merged` that are tiers, fastest first. Tiers of one kind stay in the order of
+    the file.
+    """
     tiers = {name: table for name, table in merged.items() if isinstance(table, dict) and "kind" in table}
     order = [*KINDS]
 
@@ -132,7 +136,7 @@ def tiers_in(merged: Table) -> dict[str, Table]:
 
 
 def in_order(merged: Table) -> Table:
-    """Return the sections in the order of reference.toml, with all tiers in the place of its tiers."""
+    """Return the sections of `merged` in the order of reference.toml, with all tiers in the place of its tiers."""
     tiers = tiers_in(merged)
     first, *others = (name for name in merged if name not in tiers)
     return {first: merged[first]} | tiers | {name: merged[name] for name in others}
@@ -172,13 +176,15 @@ def _check_type(name: str, default: Any, value: Any) -> None:
 
 
 def names_in(sections: Table) -> Iterator[tuple[str, str]]:
-    """Yield (section, key) of each setting; (TENANT, "") for all tenants."""
+    """Yield section and key of each setting in `sections`; ("tenant", "") stands for all tenants."""
     for section, keys in sections.items():
         yield from ((section, key) for key in (keys if isinstance(keys, dict) else ("",)))
 
 
 def configured_settings(merged: Table, origins: Mapping[tuple[str, str], str]) -> Iterator[ConfiguredSetting]:
-    """Yield every setting with its origin, the default or a file. `merged` must have been checked."""
+    """Yield every setting with its origin. `merged` must have been checked; `origins` has the file or option of each
+    setting that is not a default.
+    """
     for section, keys in merged.items():
         if section != TENANT:
             for key, value in keys.items():

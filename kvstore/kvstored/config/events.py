@@ -1,4 +1,4 @@
-"""The checks of the section `[events]`."""
+"""The checks of the configuration section `[events]`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _IPC = re.compile(r"ipc:///[^\0]{1,100}\Z")
 
 
 def check_events(events: EventsSection) -> None:
-    """Check the section. Raises ConfigError."""
+    """Check the section `[events]`. Raises ConfigError."""
     for name in ("listen", "replay"):
         address = getattr(events, name)
         example = f"tcp://127.0.0.1:{5557 if name == 'listen' else 5558}"

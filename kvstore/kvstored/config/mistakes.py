@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 
 
 class ConfigError(Exception):
-    """A configuration that cannot be used. The message names the key, the mistake and a right value."""
+    """An error: the configuration cannot be used. The message names the key, the mistake and a right value."""
 
 
 def need(ok: bool, message: str) -> None:
@@ -16,7 +16,7 @@ def need(ok: bool, message: str) -> None:
 
 
 def need_within(name: str, value: float, least: float, most: float) -> None:
-    """Raise ConfigError if the setting `name` has a `value` that is not from `least` to `most`."""
+    """Check that `value` of the setting `name` is from `least` to `most`. Raises ConfigError."""
     need(least <= value <= most, f"{name} must be from {least} to {most}, got {value}")
 
 

@@ -55,7 +55,9 @@ _UID_TENANT = re.compile(r"uid-\d+\Z")  # what tenants.default = "by-uid" calls 
 
 
 def load_config(path: Path | None, overrides: Iterable[str] = ()) -> Config:
-    """Return the configuration. Raises ConfigError with one line that names the key."""
+    """Return the configuration: the defaults, then the file `path` if it is not None, then `overrides`
+    ("section.key=value"). Raises ConfigError with one line that names the key.
+    """
     reference = read_reference()
     merged = copy.deepcopy(reference)
     origins: dict[tuple[str, str], str] = {}
@@ -165,8 +167,8 @@ def _check(config: Config) -> None:
 
 
 def check_plausible(config: Config, staging_bytes: int) -> None:
-    """Check that the settings fit together. `staging_bytes`: the operator's setting, 0 if it is the default. Raises
-    ConfigError.
+    """Check that settings of different sections fit together. `staging_bytes` is the operator's setting, 0 if it is the
+    default. Raises ConfigError.
     """
     host = config.host
     if staging_bytes > host.capacity_bytes // 2:
@@ -204,7 +206,9 @@ def _check_shares(config: Config) -> None:
 
 
 def tenant_sections(raw: Any, config: Config) -> tuple[TenantSection, ...]:
-    """Return the tenants' sections. Percentages are of the tiers' capacities in `config`. Raises ConfigError."""
+    """Return the tenants in the TOML value `raw` of [[tenant]]. Percentages are of the tiers' capacities in `config`.
+    Raises ConfigError.
+    """
     if not isinstance(raw, list):
         raise ConfigError("tenant: write each one as [[tenant]]")
     found: dict[str, TenantSection] = {}

@@ -1,4 +1,4 @@
-"""An operator's files with secrets: they are read only if no other user can read or change them."""
+"""Reading of an operator's files with secrets, only if no other user can read or change them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _SETTING = "cluster.secret_file"
 
 
 def read_private(setting: str, path: Path) -> bytes:
-    """Return the bytes of the file `path`, if only its owner can read or change it, and the owner is this user or root.
-    Raises ConfigError that names `setting`.
+    """Return the bytes of the file `path`. Raises ConfigError, which names `setting`, if another user can read or
+    change it, or it belongs neither to this user nor to root.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -30,7 +30,7 @@ def read_private(setting: str, path: Path) -> bytes:
 
 
 def read_private_lines(setting: str, path: Path) -> list[str]:
-    """Return the lines of a file of text, with the checks of `read_private`."""
+    """Return the lines of the text file `path`, with the checks of `read_private`. Raises ConfigError."""
     try:
         return read_private(setting, path).decode().splitlines()
     except UnicodeDecodeError:
@@ -49,8 +49,8 @@ def _require_private(setting: str, path: Path, status: os.stat_result) -> None:
 
 
 def read_cluster_secret(path: Path | None) -> bytes | None:
-    """Return the secret that the nodes of a cluster share: 32 bytes made of the content of the file `path`, without
-    surrounding white space; None if no file is set. Raises ConfigError.
+    """Return the secret that the nodes of a cluster share: 32 bytes derived from the content of the file `path`,
+    without surrounding white space. Return None if no file is set. Raises ConfigError.
     """
     if path is None:
         return None

@@ -78,8 +78,8 @@ class MovementSection:
 
 @dataclass(frozen=True)
 class PrefetchSection:
-    """Section `[prefetch]`. `budget_bytes_per_s`: 0 sets no limit. `model`: the file that predictor `learned` is made
-    with.
+    """The section `[prefetch]` of the configuration. A `budget_bytes_per_s` of 0 sets no limit. `model` is the file for
+    the predictor `learned`.
     """
 
     enabled: bool
@@ -98,7 +98,7 @@ class IndexSection:
 
 @dataclass(frozen=True)
 class MetricsSection:
-    """Section `[metrics]`. `listen` is host:port of the HTTP endpoint, "" for none."""
+    """The section `[metrics]` of the configuration. `listen` is host:port of the HTTP endpoint, "" for none."""
 
     listen: str
     connections: int
@@ -106,8 +106,8 @@ class MetricsSection:
 
 @dataclass(frozen=True)
 class EventsSection:
-    """Section `[events]`. `listen`, `replay`: ZMQ addresses, "" for none. `tenant`: the one tenant whose blocks are
-    published, "" for all.
+    """The section `[events]` of the configuration. `listen` and `replay` are ZMQ addresses, "" for none. `tenant` is
+    the one tenant whose blocks are published, "" for all.
     """
 
     listen: str
@@ -123,7 +123,9 @@ class EventsSection:
 
 @dataclass(frozen=True)
 class UnarySection:
-    """Section `[unary]`. `listen` is host:port of the TCP listener, "" for none; a path that is not set is None."""
+    """The section `[unary]` of the configuration. `listen` is host:port of the TCP listener, "" for none. A path that
+    is not set is None.
+    """
 
     enabled: bool
     message_bytes: int
@@ -136,14 +138,14 @@ class UnarySection:
 
     @property
     def tokens_in_use(self) -> Path | None:
-        """The tokens file, if unary calls are taken at all."""
+        """The tokens file, or None if unary calls are disabled."""
         return self.tokens_file if self.enabled else None
 
 
 @dataclass(frozen=True)
 class ClusterSection:
-    """Section `[cluster]`. `secret_file`: shared by the nodes that may read each other's blocks in remote tiers; None:
-    this node alone.
+    """The section `[cluster]` of the configuration. `secret_file` is the secret of the nodes that may read each other's
+    blocks in remote tiers; None: this node alone.
     """
 
     secret_file: Path | None
@@ -151,8 +153,9 @@ class ClusterSection:
 
 @dataclass(frozen=True)
 class TenantSection:
-    """The settings of one tenant that the configuration lists; 0 as a maximum means no limit. `remote`: whether its
-    blocks are encrypted in remote tiers."""
+    """The settings of one tenant in the configuration. A maximum of 0 means no limit. `remote` says whether its blocks
+    are encrypted in remote tiers, "" leaves that to the tier.
+    """
 
     name: str
     uids: tuple[int, ...] = ()
@@ -170,7 +173,7 @@ class TenantSection:
 
 
 class ConfiguredSetting(NamedTuple):
-    """A setting as it was written: `value` as TOML reads it, and `origin`, "default", "--set" or the file's path. For a
+    """A setting as it was written: `value` as TOML reads it, and `origin`: "default", "--set" or the file's path. For a
     setting of a `[[tenant]]`, `section` is "tenant" and `tenant` its name; for a tier's setting, `section` is the
     tier's name.
     """
@@ -188,8 +191,8 @@ class ConfiguredSetting(NamedTuple):
 
 @dataclass(frozen=True)
 class Config:
-    """The whole configuration of a daemon. `listed` has the tiers, also disabled ones, fastest first. `written` has
-    every setting as it was written, in the order of the reference file, tenants last.
+    """The configuration of a daemon. `listed` has all tiers, fastest first, also disabled ones. `written` has every
+    setting as it was written, in the order of the reference file, tenants last.
     """
 
     daemon: DaemonSection
@@ -212,24 +215,24 @@ class Config:
 
     @property
     def tiers(self) -> tuple[TierSection, ...]:
-        """The tiers that are enabled."""
+        """The tiers that are enabled, fastest first."""
         return tuple(tier for tier in self.listed if tier.enabled)
 
     @property
     def host(self) -> SharedSection:
-        """The tier that clients map."""
+        """The settings of the tier that clients map."""
         return next(tier for tier in self.listed if isinstance(tier, SharedSection))
 
     @property
     def nvme(self) -> NvmeSection:
-        """The durable tier, which may be disabled."""
+        """The settings of the durable tier, which may be disabled."""
         return next(tier for tier in self.listed if isinstance(tier, NvmeSection))
 
     def tier(self, name: str) -> TierSection | None:
         return next((tier for tier in self.listed if tier.name == name), None)
 
     def fields(self) -> Iterator[tuple[str, str, Any]]:
-        """Yield (section, field, value) of each field of each section, tiers included."""
+        """Yield section name, field name and value of every setting, tiers included."""
         for name, section in vars(self).items():
             sections = [(tier.name, tier) for tier in self.listed] if name == "listed" else [(name, section)]
             for title, each in sections:
@@ -237,6 +240,6 @@ class Config:
                     yield from ((title, field, value) for field, value in vars(each).items())
 
     def with_tier(self, name: str, **changes: Any) -> Self:
-        """Return this configuration with other settings of one tier."""
+        """Return a copy of this configuration in which the tier `name` has the settings `changes`."""
         listed = (replace(tier, **changes) if tier.name == name else tier for tier in self.listed)
         return replace(self, listed=tuple(listed))

@@ -16,8 +16,9 @@ NOTHING: Mapping[str, Any] = {}
 
 
 def section_of(kind: type[Section], name: str, table: Table, known: Mapping[str, Any] = NOTHING) -> Section:
-    """Return the section, with the `known` values, and the others from `table`: sizes in bytes, without the suffix in
-    their key; paths absolute, None if "" may stand for none. Raises ConfigError.
+    """Return a section of the class `kind`, with the values in `known` and the others from the TOML `table` of the
+    section `name`. Sizes are in bytes, their keys without the suffix; paths are absolute, or None for "". Raises
+    ConfigError.
     """
     hints = get_type_hints(kind)
     values = dict(known)
@@ -35,7 +36,9 @@ def section_of(kind: type[Section], name: str, table: Table, known: Mapping[str,
 
 
 def size(section: str, table: Table, key: str, whole_bytes: int = 0) -> int:
-    """Return the bytes of a setting; percentages are of `whole_bytes`. Raises ConfigError."""
+    """Return the size in bytes that `key` has in the TOML `table`; percentages are of `whole_bytes`. Raises
+    ConfigError, which names `section`.
+    """
     try:
         return parse_size(table[key], whole_bytes)
     except ValueError as error:

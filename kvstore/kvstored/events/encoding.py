@@ -17,7 +17,7 @@ Encode = Callable[[float, Sequence["Stored | Removed | Cleared"]], bytes]
 
 
 class CopyPlace(NamedTuple):
-    """The place of copies, in the words of events. `locality`: "" for this node."""
+    """The place of block copies, in the words of KV events: a medium such as "CPU". `locality` is "" for this node."""
 
     medium: str
     locality: str = ""
@@ -25,7 +25,9 @@ class CopyPlace(NamedTuple):
 
 @dataclass(slots=True)
 class Stored:
-    """Blocks of one chain, each the parent of the next. `tokens`: the token ids of all of them, or empty."""
+    """An event: consecutive blocks of one chain are stored. `parent` is the hash before the first, None for the start
+    of a chain; `tokens` are the token ids of all blocks, or empty.
+    """
 
     place: CopyPlace
     parent: int | None
@@ -48,12 +50,14 @@ class Cleared:
 
 
 def hash_of(key: bytes) -> int:
-    """Return the number that names a block in events."""
+    """Return the number below 2**63 that stands for the block `key` in events."""
     return (int.from_bytes(key[:8], "big") ^ int.from_bytes(key[8:], "big")) & HASH_MASK
 
 
 def encoder(encoding: str) -> Encode:
-    """Return the encoder for "map" or "array"."""
+    """Return the function that encodes a batch of events as `encoding`: "map" or "array". It takes the time in seconds
+    and the events.
+    """
     import msgspec
 
     pack, form = msgspec.msgpack.Encoder().encode, _as_map if encoding == "map" else _as_array

@@ -28,7 +28,9 @@ _WATCHED = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 
 
 class EventEndpoint:
-    """A ZMQ socket of `kind` that listens on `address`, for at most `most` connections at once. Raises ZMQError."""
+    """A ZMQ socket of the type `kind` that listens on `address`, for at most `most` connections at once; `high_water`
+    bounds the messages that wait for one. Raises ZMQError.
+    """
 
     def __init__(self, context: Any, kind: int, address: str, most: int, high_water: int) -> None:
         self._address, self._most = address, most
@@ -49,8 +51,8 @@ class EventEndpoint:
         return len(self._connections)
 
     def send(self, *frames: bytes) -> Any:
-        """Send a message at once; the memory of the last frame is shared. Return the tracker of that memory, or None if
-        the peer left or takes nothing more.
+        """Send a message of `frames` at once; the memory of the last one is shared with ZMQ. Return ZMQ's tracker of
+        that memory, or None if the peer has left or takes no more.
         """
         try:
             for frame in frames[:-1]:
@@ -62,7 +64,7 @@ class EventEndpoint:
             raise
 
     def look(self) -> None:
-        """Note which peers came and left; cut connections beyond the limit."""
+        """Note which peers have connected and left, and cut connections beyond the limit."""
         while self.monitor.poll(0):
             event = recv_monitor_message(self.monitor)
             descriptor = int(event["value"])
@@ -75,14 +77,14 @@ class EventEndpoint:
         self.socket.get(zmq.EVENTS)  # lets ZMQ free what waited for those that left
 
     def cut(self, descriptor: int) -> None:
-        """End a connection; messages that wait for it are freed."""
+        """End the connection with this descriptor. Messages that wait for it are freed."""
         if descriptor not in self._connections:
             return
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
             connection.shutdown(socket.SHUT_RDWR)
 
     def cut_slow(self) -> int:
-        """End the connections that have not read the messages sent to them, or all if that is known of none. Return
+        """End the connections that have not read what was sent to them, or all if none is known to be slow. Return
         their number.
         """
         slow = [descriptor for descriptor in self._connections if _unread_bytes(descriptor)]
@@ -91,7 +93,7 @@ class EventEndpoint:
         return len(slow or self._connections)
 
     def restore(self) -> None:
-        """Bind anew if the socket's file was removed; its connections end, and come back to the new socket."""
+        """Bind the socket again if its file was removed. Its connections end, and reconnect to the new socket."""
         if not self._address.startswith(IPC) or os.path.exists(self._address.removeprefix(IPC)):
             return
         with contextlib.suppress(zmq.ZMQError):
@@ -116,7 +118,7 @@ def _unread_bytes(descriptor: int) -> int:
 
 
 class Sent:
-    """Messages whose memory ZMQ still holds, for peers that have not read them."""
+    """The messages whose memory ZMQ still holds, for peers that have not read them."""
 
     def __init__(self) -> None:
         self._held: list[tuple[Any, int]] = []
@@ -130,7 +132,7 @@ class Sent:
         self.held_bytes += nbytes
 
     def look(self) -> bool:
-        """Forget messages whose memory is free by now; return whether there were any."""
+        """Drop the messages whose memory is free by now. Return whether there were any."""
         left = [each for each in self._held if not each[0].done]
         is_less = len(left) < len(self._held)
         if is_less:

@@ -38,9 +38,9 @@ Integers = npt.NDArray[np.integer]
 
 
 class TokenColumns:
-    """A reader of the token ids of many blocks at once, from the headers of their copies in memory. `tiers`: by
-    position; token ids are read from the tiers in memory. None if they are private. It runs on the control thread,
-    which gives no slot away meanwhile. Clients may write some of these arenas: an impossible count is read as none.
+    """A reader of the token ids of many blocks at once, from the headers of their copies in memory. `tiers` are by
+    position, empty if token ids are private. It runs on the control thread, which gives no slot away meanwhile. Clients
+    may write some of these arenas: an impossible count is read as none.
     """
 
     def __init__(self, residency: Residency, tiers: Sequence[Tier]) -> None:
@@ -49,8 +49,8 @@ class TokenColumns:
         self.readable = TierSet.of(*(position for position, tier in enumerate(tiers) if tier.info.is_in_memory))
 
     def read(self, rows: Integers, masks: npt.NDArray[np.uint8]) -> tuple[npt.NDArray[np.uint16], bytes]:
-        """Return the number of token ids of each of `rows`, and all token ids, packed in order. A block that is not in
-        memory has none.
+        """Return the number of token ids of each of `rows` (uint16), and all token ids packed in this order. `masks`
+        has each row's set of tiers. A block that is not in memory has none.
         """
         counts = np.zeros(len(rows), np.uint16)
         left = masks.copy()
@@ -97,7 +97,7 @@ class TokenColumns:
 
 
 class Outlet(Protocol):
-    """The receiver of messages. It keeps messages that come while it is not ready."""
+    """A receiver of messages. It keeps messages that come while it is not `ready`."""
 
     @property
     def ready(self) -> bool: ...
@@ -106,9 +106,12 @@ class Outlet(Protocol):
 
 
 class EventFeed:
-    """The feed of events. `kind_text` gives a row kind's topic and its tokens a block; None: not published. `tiers`: by
-    position; token ids are read from the tiers in memory, from none if they are private. `call_later`: after
-    seconds, on this thread.
+    """The control thread's source of KV events: it notes changed rows, and sends their state to `outlet` a little
+    later.
+
+    `kind_text` returns a row kind's topic and tokens a block, or None if it is not published. `tiers` are by position;
+    token ids are read from those in memory, or from none if they are private. `call_later(seconds, f)` calls f on this
+    thread.
     """
 
     def __init__(
@@ -134,11 +137,11 @@ class EventFeed:
 
     @property
     def waiting_rows(self) -> int:
-        """The number of changes that have not been sent."""
+        """The number of noted changes that have not been sent."""
         return len(self._rows) - self._taken
 
     def announce_all(self) -> None:
-        """Notice changes from now on. Let the publisher forget everything, and send it everything."""
+        """Note changes from now on, let the receiver forget everything, and send it all blocks again."""
         rows = self._residency.rows
         self._known = np.zeros(rows.capacity, np.uint8)
         self._published = np.zeros(0, np.uint8)
@@ -149,7 +152,7 @@ class EventFeed:
         self._wake()
 
     def stop(self) -> None:
-        """Notice no more changes."""
+        """Note no more changes, and drop the ones that wait to be sent."""
         self._is_on = False
         self._residency.note_with(None)
         del self._rows[:]

@@ -27,8 +27,8 @@ _MAX_FILE_BYTES = 1 << 20
 
 
 class PublishedBefore:
-    """The epoch and the topics of publishers before this one, kept in the state directory. `directory` is the state
-    directory, None for none; `now_s` is the wall clock, in seconds.
+    """A record, kept in a file, of the epoch and the topics of earlier event publishers. `directory` is the state
+    directory, None to keep no file; `now_s` returns the wall clock in seconds.
     """
 
     def __init__(self, directory: Path | None, now_s: Callable[[], float] = time.time) -> None:
@@ -38,13 +38,15 @@ class PublishedBefore:
         self._epoch, self.topics = self._read()
 
     def next_first_number(self) -> int:
-        """Return the first number of a process that begins now, and write its epoch down."""
+        """Return the first batch number for a publisher process that starts now, larger than all earlier numbers, and
+        save it.
+        """
         self._epoch = min(MAX_EPOCH, max(self._epoch + 1, int(self._now_s())))
         self._write()
         return self._epoch << EPOCH_BITS
 
     def note(self, topic: str) -> None:
-        """Remember that `topic` is published."""
+        """Remember that `topic` has been published."""
         if topic not in self.topics:
             self.topics = [*self.topics, topic][-MAX_TOPICS:]
             self._write()

@@ -30,7 +30,7 @@ _NOT_IN_TOPICS = re.compile(r"[@\s\x00-\x1f]")
 
 
 def place_of(info: TierInfo) -> CopyPlace:
-    """Return the place of a tier's copies in the words of events."""
+    """Return the place of the copies in a tier, in the words of KV events. `info` describes the tier."""
     if info.kind == "keyed":
         return CopyPlace("STORAGE", "REMOTE")
     if info.kind == "gpu":
@@ -40,7 +40,7 @@ def place_of(info: TierInfo) -> CopyPlace:
 
 @dataclass(frozen=True)
 class TopicNames:
-    """The topics: `section.topic` filled in. A separator inside a name is written as "_"."""
+    """A maker of topic names from the pattern `section.topic`. A separator inside a name is written as "_"."""
 
     section: EventsSection
     node: str
@@ -54,7 +54,7 @@ class TopicNames:
 def open_events(
     section: EventsSection, state_dir: Path, tenants: TenantDirectory, store: Store, stack: AsyncExitStack
 ) -> None:
-    """Publish from now on, if the configuration says so; `stack` ends it. Raises PublisherError."""
+    """Start to publish KV events if the configuration says so; `stack` ends it. Raises PublisherError."""
     if not section.listen:
         return
     missing = [name for name, module in (("pyzmq", "zmq"), ("msgspec", "msgspec")) if not _is_there(module)]

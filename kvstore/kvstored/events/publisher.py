@@ -33,11 +33,13 @@ _NAMES = ("published_events", "replayed_batches", "event_snapshots")
 
 
 class PublisherError(ValueError):
-    """The process cannot publish; the message says why and what to do."""
+    """An error: the process that publishes events cannot work. The message says why and what to do."""
 
 
 class Publisher:
-    """The publisher; `start` it once. `settings`: the worker's, without the part that `before` supplies."""
+    """The daemon's connection to the process that publishes KV events, which is started again when it dies. `settings`
+    are the process's settings, without the part that `before` supplies. Call `start` once.
+    """
 
     def __init__(self, settings: Mapping[str, Any], before: PublishedBefore, counters: Counters) -> None:
         self._settings = settings
@@ -53,8 +55,8 @@ class Publisher:
         self._statistics = (0, 0, 0)
 
     def start(self, announce_all: Callable[[], None]) -> None:
-        """Start the first process, and wait for it. `announce_all` is called from now on whenever a new process knows
-        nothing. Raises PublisherError.
+        """Start the first process, and wait for its answer. `announce_all` is called now and whenever a new process has
+        started, which knows no blocks. Raises PublisherError.
         """
         self._announce_all = announce_all
         ours = self._launch()
@@ -77,11 +79,13 @@ class Publisher:
 
     @property
     def ready(self) -> bool:
-        """True if there is a process that has taken everything so far."""
+        """True when there is a process and it has taken all messages so far."""
         return self._socket is not None and not self._waiting
 
     def send(self, message: bytes) -> None:
-        """Send `message`. Without a process it is lost: everything is announced to the next process."""
+        """Send `message` to the process. Without a process it is dropped, since everything is announced to the next
+        process.
+        """
         if self._socket is None:
             return
         self._waiting += message
@@ -89,7 +93,7 @@ class Publisher:
             self._write()
 
     def close(self) -> None:
-        """End the process. Idempotent."""
+        """End the process. A second call does nothing."""
         self._closed = True
         self._leave()
 

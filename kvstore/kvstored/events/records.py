@@ -47,7 +47,9 @@ class StoredBlock(NamedTuple):
 
 
 class Changes(NamedTuple):
-    """A message of changes. `gone`: rows. `changed`: rows with their masks."""
+    """A message of changes. `gone` has rows whose blocks were removed, `changed` rows with their new sets of tiers,
+    `stored` new blocks.
+    """
 
     gone: Sequence[int] = ()
     changed: Sequence[tuple[int, int]] = ()
@@ -66,7 +68,7 @@ def pack_kind(number: int, block_tokens: int, group: int, topic: bytes) -> bytes
 
 
 def unpack(data: bytearray) -> Iterator[Record]:
-    """Yield the whole messages at the start of `data`, and remove them from it."""
+    """Yield the complete messages at the start of `data`, and remove them from it."""
     at, end = 0, len(data)
     try:
         while at < end:

@@ -24,7 +24,9 @@ LEAST_STALE = 1024  # entries of batches that are not kept any more, before they
 
 
 class EventBlock(NamedTuple):
-    """A block of an event. `places`: the places of its copies."""
+    """A block that was published. `places` are the places of its copies, `parent` the key before it, `tokens` its
+    packed token ids.
+    """
 
     places: frozenset[CopyPlace]
     parent: bytes
@@ -53,10 +55,12 @@ class _Topic:
 
 
 class EventStream:
-    """The events of all topics. `places`: by tier position. `buffer`: batches kept for each topic, `kept_bytes` for all
-    topics together. `now_s`: wall time. `first_number`: the first number of each topic, larger than any of a former
+    """A maker of event batches for all topics, which keeps some for replay. `places` is by tier position. `buffer` is
+    the number of batches kept for a topic, `kept_bytes` bounds the kept batches of all topics.
+
+    `now_s` returns the wall time. `first_number` is the first number of each topic, larger than any of a former
     process, so that a subscriber that lost the end of one process and the beginning of the next sees a gap.
-    `former_topics`: published by former processes.
+    `former_topics` were published by former processes.
     """
 
     def __init__(
@@ -91,7 +95,7 @@ class EventStream:
         return list(self._topics)
 
     def apply(self, records: Iterable[Record]) -> None:
-        """Take in changes; `batches` yields the events that follow from them."""
+        """Take in the changes of `records`. `batches` yields the events that follow from them."""
         for record in records:
             if isinstance(record, Changes):
                 for row in record.gone:
@@ -112,7 +116,7 @@ class EventStream:
                     topic.last_key = b""
 
     def batches(self) -> Iterator[EventBatch]:
-        """Yield the batches to publish now, in order; one batch a topic."""
+        """Yield the batches to publish now: one for each topic with events."""
         for topic in self._topics.values():
             if topic.events:
                 events, topic.events, topic.last_key = topic.events, [], b""
@@ -129,10 +133,11 @@ class EventStream:
             topic.is_silent = True
 
     def replay(self, first: int, name: bytes | None = None) -> Iterator[EventBatch]:
-        """Yield a topic's batches from number `first` to the latest of now. If some of them are gone, or go while this
-        waits, yield one batch under the latest number that clears and then has everything stored. Without a name: of
-        the only topic, nothing if there are several. For a topic that this process does not have: that nothing is
-        stored, under the number before its first.
+        """Yield the batches of the topic `name` (None: the only one) from number `first` to the latest.
+
+        If some of them are gone, yield one batch under the latest number that clears everything and then announces all
+        stored blocks. For a topic that this process does not have, yield a batch that clears everything, under the
+        number before its first. Without a name and with several topics, yield nothing.
         """
         topic = self._only_topic() if name is None else self._topics.get(name)
         if topic is None:
@@ -153,7 +158,7 @@ class EventStream:
         yield self._snapshot_batch(topic)
 
     def forget_snapshot(self) -> None:
-        """Free the last snapshot: no subscriber waits for it."""
+        """Free the memory of the last snapshot, since no subscriber waits for it."""
         self._whole = None
 
     def _only_topic(self) -> _Topic | None:

@@ -63,8 +63,8 @@ class _Peer:
 
 
 class Replays:
-    """The replays from `stream` on `endpoint`, a ROUTER: a peer that asks for missed batches is sent them as it reads.
-    `now_s` is a monotonic clock.
+    """The replays of missed batches from `stream` to peers of `endpoint`, a ZMQ ROUTER socket. `now_s` is a monotonic
+    clock.
 
     A peer is sent the next batch when it has read most of the last one, so a peer that never reads costs `WINDOW_BYTES`
     or one batch, and all of them together `MOST_BYTES` and one batch more. A peer that reads nothing for `STALL_S`
@@ -83,11 +83,13 @@ class Replays:
 
     @property
     def held_bytes(self) -> int:
-        """The bytes that peers were sent and have not read."""
+        """The bytes that were sent to peers and that these have not read."""
         return sum(peer.sent.held_bytes for peer in self._peers.values())
 
     def take(self) -> None:
-        """Take in requests that have come: the number of the first batch, after the topic if there are several."""
+        """Read the requests that have come. Each has the number of the first batch, after the topic if there are
+        several.
+        """
         for _ in range(REQUESTS_A_TURN):
             try:
                 frames = self._endpoint.socket.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -104,7 +106,7 @@ class Replays:
                 peer.waiting.append((words[0] if len(words) == 2 else None, int.from_bytes(words[-1], "big")))
 
     def go_on(self) -> None:
-        """Send each peer as much as it has room for, and cut peers that do not read."""
+        """Send each peer as many batches as it has room for, and cut off peers that do not read."""
         now_s = self._now_s()
         for peer in self._peers.values():
             if peer.sent.look() or not len(peer.sent):
@@ -145,7 +147,9 @@ class Replays:
 
 
 class EventWorker:
-    """The process's main object. `replay` is None if replay is off."""
+    """The main loop of the process that publishes events. `daemon` is the connection to the daemon; `replay` is None if
+    replay is off.
+    """
 
     def __init__(
         self, daemon: socket.socket, stream: EventStream, publish: EventEndpoint, replay: EventEndpoint | None

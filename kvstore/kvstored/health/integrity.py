@@ -36,7 +36,9 @@ SLICE_ROWS = 4096
 
 @dataclass
 class InvariantReport:
-    """The findings of the walks over the daemon's records."""
+    """The results of the invariant checks: how many there were, when the last one ended (wall-clock seconds), and the
+    broken invariants in words.
+    """
 
     walks: int = 0
     last_walk_s: float = 0.0
@@ -45,8 +47,8 @@ class InvariantReport:
 
 
 class InvariantChecker:
-    """A checker that compares residency with itself and with the tiers' slots, when the daemon is idle, as `is_idle()`
-    says. `run` is a task until it is cancelled.
+    """A checker that compares the block index with itself and with the tiers' slots while the daemon is idle, as
+    `is_idle()` says. `run` is a task without end.
 
     It decides when to walk and what is reported; `residency.check` and the tier (`check_books`, `check_held`) judge.
     The walk is cut into slices of half a millisecond; longer pieces are done in a thread, on a copy. A change meanwhile
@@ -61,7 +63,7 @@ class InvariantChecker:
         self.report = InvariantReport()
 
     async def run(self, interval_s: float) -> None:
-        """Walk every `interval_s`, as soon as the daemon is idle."""
+        """Check every `interval_s` seconds, as soon as the daemon is idle. Run it as a task."""
         while True:
             await asyncio.sleep(interval_s)
             pause_s = BUSY_S
@@ -70,7 +72,7 @@ class InvariantChecker:
                 pause_s = min(LAST_BUSY_S, 2 * pause_s)
 
     async def walk(self) -> bool:
-        """Do one walk; return False if something moved meanwhile."""
+        """Check the index once. Return False if something changed meanwhile, so that the check counts for nothing."""
         store, now_ns = self._store, self._store.clock.monotonic_ns
         before = self._state()
         walk = TreeCheck(store.residency)
@@ -132,7 +134,9 @@ class InvariantChecker:
 
 @dataclass
 class IntegrityReport:
-    """The integrity of the store, as `kvctl status` shows it."""
+    """A report on the integrity of the store, as `kvctl status` shows it: the scrubber, the invariant checks, and the
+    number of orphans (blocks without a stored parent).
+    """
 
     scrub: ScrubReport = field(default_factory=ScrubReport)
     books: InvariantReport = field(default_factory=InvariantReport)
@@ -140,7 +144,9 @@ class IntegrityReport:
 
 
 class Integrity:
-    """`tasks` run until they are cancelled. `is_idle()` says whether the daemon has no request."""
+    """The integrity checks of a running daemon: `tasks` returns them, to run until they are cancelled. `is_idle()` says
+    whether the daemon has no request. `place` keeps the scrubber's position.
+    """
 
     def __init__(self, store: Store, is_idle: Callable[[], bool], place: ScrubPositionStore) -> None:
         self._store = store
@@ -189,7 +195,9 @@ class Integrity:
             await asyncio.sleep(max(ORPHANS_S, ORPHANS_REST * (now_ns() - began_ns) / NS_PER_S))
 
     async def count_orphans(self) -> None:
-        """Find the orphans, and let them leave first; a thread does the walking."""
+        """Find the orphans (stored blocks that cannot be reached), and let them be evicted first. A thread does the
+        search.
+        """
         self._counted_at = self._store.counters["orphaned_blocks"]
         tiers = len(self._store.tiers)
         chains = snapshot(self._store.residency)

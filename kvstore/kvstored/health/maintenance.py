@@ -22,7 +22,9 @@ PREFAULT_SLICE_BYTES = 8 << 20
 
 
 class Maintenance:
-    """`run` and `prefault` are tasks until they are cancelled."""
+    """The daemon's periodic work. Run `run` and `prefault` as tasks. `watches` are functions that are called each tick:
+    looks at media, memory and files, and samples.
+    """
 
     def __init__(self, store: Store, watches: Sequence[Callable[[], None]]) -> None:
         """`watches` are called each tick: looks at media, memory and files, and samples."""
@@ -33,7 +35,7 @@ class Maintenance:
         self.prefaulted = (0, 0)  # bytes done, bytes in all
 
     def tick(self) -> None:
-        """Each part by itself: one that fails takes none of the others with it."""
+        """Do the work of one tick. A part that fails does not keep the others from running."""
         self._do(self._expire_leases, self._expire_blocks, *self._watches)
 
     def _do(self, *parts: Callable[[], None]) -> None:
@@ -69,7 +71,7 @@ class Maintenance:
             await asyncio.sleep(max(0.0, next_tick_s - loop.time()))
 
     async def prefault(self, still_wanted: Callable[[], bool]) -> None:
-        """Touch arena pages ahead of puts, a slice at a time, while `still_wanted()`."""
+        """Touch the pages of arenas ahead of puts, in slices, while `still_wanted()` is True."""
         loop, host = asyncio.get_running_loop(), self._store.host
         with ThreadPoolExecutor(1, thread_name_prefix="prefault") as thread, contextlib.suppress(RuntimeError):
             while still_wanted():

@@ -21,15 +21,15 @@ log = logging.getLogger(__name__)
 
 
 class StateDirectoryError(Exception):
-    """The state directory cannot be used; the message says why and what to do."""
+    """An error: the state directory cannot be used. The message says why and what to do."""
 
 
 class AlreadyRunning(Exception):
-    """Another daemon owns the directory; the message names its pid."""
+    """An error: another daemon uses the state directory. The message names its pid."""
 
 
 def who_else_can_change(directory: Path) -> str | None:
-    """Return a sentence about another user who can replace the content of a directory, with the remedy; None if no
+    """Return a sentence, with the remedy, about another user who can replace the content of `directory`, or None if no
     other can.
     """
     status = directory.stat()
@@ -41,7 +41,9 @@ def who_else_can_change(directory: Path) -> str | None:
 
 
 def make_state_dir(path: Path) -> None:
-    """Make the directory, if needed, accessible to this user alone. Raises StateDirectoryError."""
+    """Make the state directory `path` if it does not exist, accessible to this user alone. Raises
+    StateDirectoryError.
+    """
     if ourselves().has_no_uid:
         raise StateDirectoryError(
             f"uid {os.geteuid()} is what this user namespace shows of every user that it does not map: others' files "
@@ -67,8 +69,9 @@ OLD_VERSION = "0.2.0.dev1194"  # the last that wrote them
 
 
 def leave_old_files(directory: Path, *, discard: bool) -> None:
-    """Refuse a state directory with files of a version whose small state this one does not read; `discard`: remove
-    them. Raises StateDirectoryError, OSError."""
+    """Check that the state directory has no files of a version whose state is not read any more; with `discard`, remove
+    them. Raises StateDirectoryError if it has some, and OSError.
+    """
     found = [name for name in OLD_FILES if (directory / name).exists()]
     if not found:
         return
@@ -84,7 +87,9 @@ def leave_old_files(directory: Path, *, discard: bool) -> None:
 
 
 class InstanceLock:
-    """The lock of the directory, held from construction to `release`."""
+    """A lock on the state directory, from construction to `release`, so that only one daemon uses it. Raises
+    AlreadyRunning.
+    """
 
     def __init__(self, state_dir: Path) -> None:
         self._fd, self._directory = open_lock(state_dir), -1
@@ -109,8 +114,8 @@ class InstanceLock:
 
 
 class FreshDirectories:
-    """A record of which of `paths` a start will make, and the directories above them: a start that fails leaves none
-    behind.
+    """A record of which of `paths`, and of the directories above them, do not exist yet, so that a start that fails can
+    remove what it made.
     """
 
     def __init__(self, *paths: Path) -> None:
@@ -118,7 +123,9 @@ class FreshDirectories:
         self._above = {above for path in self._missing for above in path.parents if not above.exists()}
 
     def remove(self) -> None:
-        """Remove the paths that were missing then, with their content. Directories above them are removed if empty."""
+        """Remove the paths that did not exist then, with their content, and the directories above them if they are
+        empty.
+        """
         for path in self._missing:
             shutil.rmtree(path, ignore_errors=True)
         for above in sorted(self._above, key=lambda path: -len(path.parts)):

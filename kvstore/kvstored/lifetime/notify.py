@@ -19,12 +19,14 @@ _BARRIER_TIMEOUT_S = 5.0
 
 
 def notify(*lines: str) -> bool:
-    """Send `lines`; return False without a listener."""
+    """Send `lines` to systemd. Return False if the process is not started by systemd."""
     return _send(lines, [], 0)
 
 
 def notify_about(descriptors: Sequence[int], *lines: str) -> bool:
-    """Send `lines` with descriptors, without waiting; return False without a listener, or if the queue is full."""
+    """Send `lines` and `descriptors` to systemd, without waiting. Return False if the process is not started by
+    systemd, or the queue is full.
+    """
     return _send(lines, descriptors, socket.MSG_DONTWAIT)
 
 
@@ -44,8 +46,8 @@ def _send(lines: Sequence[str], descriptors: Sequence[int], flags: int) -> bool:
 
 
 def wait_for_manager() -> None:
-    """Wait until the manager has read all messages: after this process has ended, it may not know the sender of a
-    message.
+    """Wait until systemd has read all messages of this process: after the process has ended, systemd may not know the
+    sender.
     """
     ours, theirs = os.pipe2(os.O_CLOEXEC)
     try:
@@ -63,8 +65,8 @@ def wait_for_manager() -> None:
 
 
 def stored_descriptors() -> dict[str, int]:
-    """Return the descriptors that the manager kept, by name; they belong to this process from now on. Call it once: the
-    variables are removed.
+    """Return the descriptors that systemd kept for this process, by name. They belong to this process from now on. Call
+    it once, since it removes the variables that name them.
 
     systemd stores a second descriptor under a name beside the first, and hands out the newest one first.
     """
@@ -85,21 +87,21 @@ def stored_descriptors() -> dict[str, int]:
 
 
 def store_limit() -> int | None:
-    """Return how many descriptors the manager keeps; it closes further ones silently. None if it does not say. systemd
-    says so from 254 on, in $FDSTORE; for an older one the unit does, in $KVSTORED_FDSTORE.
+    """Return how many descriptors systemd keeps for this unit, or None if it does not say; it closes further ones
+    silently. systemd says so from version 254 on, in $FDSTORE; for an older one the unit does, in $KVSTORED_FDSTORE.
     """
     limit = os.environ.get("FDSTORE") or os.environ.get("KVSTORED_FDSTORE", "")
     return int(limit) if limit.isdigit() and int(limit) else None
 
 
 def offers_descriptor_store() -> bool:
-    """Return whether the unit has a store for descriptors, as far as the environment says."""
+    """Return whether systemd keeps descriptors for this unit, as far as the environment variables say."""
     return any(os.environ.get(name, "0") != "0" for name in ("FDSTORE", "KVSTORED_FDSTORE"))
 
 
 def store_is_preserved() -> bool:
-    """Return whether the store outlives a stop of the unit. systemd 254, the first to set $FDSTORE, is the first that
-    can (FileDescriptorStorePreserve=yes, as in the project's unit).
+    """Return whether systemd keeps descriptors over a stop of the unit. systemd 254, the first to set $FDSTORE, is the
+    first that can (FileDescriptorStorePreserve=yes, as in the project's unit).
     """
     return os.environ.get("FDSTORE", "0") != "0"
 

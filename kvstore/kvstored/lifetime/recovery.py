@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 def recover_blocks(nvme: Tier, residency: Residency, tenants: TenantDirectory, clock: Clock) -> int:
-    """Insert every surviving block, parents and children in any order; return their number."""
+    """Enter every block that the NVMe tier has kept into the index, and return their number."""
     now_ns = clock.monotonic_ns()
     blocks = nvme.recover_columns()
     kinds = [
@@ -57,7 +57,9 @@ def _keep(residency: Residency, blocks: RecoveredBlocks, kinds: Sequence[RowKind
 
 
 def drop_blocks(nvme: Tier) -> None:
-    """Free every surviving block, none of which is in residency: nothing reaches them. Raises OSError."""
+    """Free every block that the NVMe tier has kept, since the secret for their keys is lost. None of them is in the
+    index. Raises OSError.
+    """
     blocks = nvme.recover_columns()
     for block in range(len(blocks)):
         nvme.free(blocks.slot_of(block))
@@ -125,9 +127,9 @@ class _Block:
 
 
 class ArenaImport:
-    """The import of arenas of `tier`, which is number `position` of residency, with their blocks. `rows`: the rows of
-    all blocks so far, by slot; `dropped_slots`: the number of blocks that were there twice, or whose chain closes on
-    itself.
+    """The entry of the blocks in arenas that outlived a daemon into the index. `tier` is at `position`. `rows` maps
+    container and offset to the row of each block entered so far. `dropped_slots` counts blocks that were there twice,
+    or whose chain closes on itself.
 
     Blocks of a chain are mostly one behind the other, and entering a run takes a quarter of the time of its blocks one
     by one. The class does not decide whether a block is whole (`kvstore_tiers.adoption` did). Invariant: every block

@@ -22,7 +22,9 @@ MAX_CALLER_CHARACTERS = 64
 
 
 def serve_admin(calls: Mapping[str, Call], server: grpc.aio.Server) -> None:
-    """Answer each call of the service by `calls`; a KVStoreError becomes the gRPC status of its kind."""
+    """Register the Admin service on `server`; `calls` maps each method name to its function. A KVStoreError becomes the
+    gRPC status of its kind.
+    """
     assert calls.keys() == METHODS, calls.keys() ^ METHODS
     servicer: Any = SimpleNamespace(**{name: _handler(name, call) for name, call in calls.items()})
     admin_pb2_grpc.add_AdminServicer_to_server(servicer, server)
@@ -88,7 +90,7 @@ AUDITED: dict[str, Callable[[Any, Any], str]] = {
 
 
 def audit(method: str, request: Any, reply: Any, metadata: Iterable[tuple[str, Any]] | None) -> None:
-    """Log a successful call of an audited method."""
+    """Write a successful call of an audited method to the audit log, with the caller that `metadata` names."""
     describe = AUDITED.get(method)
     said = describe(request, reply) if describe is not None else ""
     if said:

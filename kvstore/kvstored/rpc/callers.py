@@ -23,8 +23,8 @@ _SCHEME = "bearer "
 
 
 class Callers:
-    """The callers of one socket. `tokens` is None if there is no tokens file; `own` finds the tenant of calls without a
-    token, None if they are not taken.
+    """The rule that finds the tenant of a caller on one socket. `tokens` is None if there is no tokens file. `own`
+    returns the tenant of calls without a token; None if such calls are refused.
     """
 
     def __init__(self, tokens: Tokens | None, own: Callable[[], Tenant | None] | None) -> None:
@@ -33,12 +33,12 @@ class Callers:
 
     @property
     def takes_own(self) -> bool:
-        """Return whether calls without a token are taken, since only the daemon's own user reaches the socket."""
+        """True when calls without a token are accepted, since only the daemon's own user reaches the socket."""
         return self._own is not None
 
     def tenant_of(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> Tenant:
-        """Return the tenant. Raises KVStoreError: UNAUTHENTICATED without a known token, FORBIDDEN for a user without a
-        tenant.
+        """Return the tenant of a call with this gRPC metadata. Raises KVStoreError: UNAUTHENTICATED without a known
+        token, FORBIDDEN for a user without a tenant.
         """
         given = [value for key, value in metadata or () if key == "authorization"]
         if given:
@@ -67,8 +67,8 @@ class Callers:
 
 
 class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
-    """An interceptor that rejects callers without a tenant. On the Unix socket they may ask for health; over TCP not
-    even that, since watching takes up a call for as long as it lasts, and strangers could take them all.
+    """A gRPC interceptor that rejects callers without a tenant. On the Unix socket anyone may call the health service;
+    over TCP not even that, since watching takes up a call for as long as it lasts.
     """
 
     def __init__(self, callers: Callers) -> None:
@@ -85,7 +85,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no ty
 
 
 async def end_with(context: Any, error: KVStoreError) -> None:
-    """End a call with the status of its error, and its kind for machines in the trailing metadata."""
+    """End a gRPC call with the status of `error`, and its kind and retry time in the trailing metadata."""
     trailing = ((KIND_METADATA, error.kind.name), (RETRY_METADATA, str(error.retry_after_ms)))
     await context.abort(grpc.StatusCode[error.kind.grpc_status], error.message, trailing)
 

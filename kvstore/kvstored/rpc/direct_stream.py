@@ -30,7 +30,9 @@ CLOSING_POLL_S = 0.005
 
 
 class DirectStreams:
-    """The request streams of clients over Unix sockets, without gRPC. `message_bytes` bounds one request."""
+    """The direct streams of all clients: requests and answers over a Unix socket pair, without gRPC. `message_bytes`
+    bounds one request.
+    """
 
     def __init__(self, answering: StreamServices, message_bytes: int) -> None:
         self._answering = answering
@@ -39,8 +41,8 @@ class DirectStreams:
         self._connecting: set[asyncio.Task[object]] = set()
 
     def open(self, session: ClientSession) -> int:
-        """Return the client's end of a new stream, a descriptor to hand over and close. The session's former stream
-        ends. Raises KVStoreError.
+        """Return the client's end of a new stream for `session`, a descriptor to be sent and then closed. The session's
+        former stream ends. Raises KVStoreError if no stream can be made.
         """
         try:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -58,7 +60,7 @@ class DirectStreams:
         return theirs.detach()
 
     async def close(self) -> None:
-        """End all streams after their pending answers are sent."""
+        """End all streams after the pending answers are sent."""
         for stream in [*self._of_session.values()]:
             stream.end()
         while self._of_session:

@@ -35,13 +35,15 @@ _DEPARTURES = _Departures()
 
 
 def expect_departures() -> None:
-    """Log failed sends of this process at debug level from now on. Further calls do nothing."""
+    """Let gRPC's log messages about failed sends appear at debug level only, from now on. A second call does
+    nothing.
+    """
     logging.getLogger(_GRPC_LOGGER).addFilter(_DEPARTURES)
 
 
 def connection_options(connections: int) -> list[tuple[str, int]]:
-    """Return the options of a server that takes at most `connections` at once: a silent one is closed after
-    `HANDSHAKE_MS`, one without a call after `IDLE_MS`, one whose peer does not answer a ping after `BEAT_MS +
+    """Return the gRPC options of a server that accepts at most `connections` at once. A silent connection is closed
+    after `HANDSHAKE_MS`, one without a call after `IDLE_MS`, one whose peer does not answer a ping after `BEAT_MS +
     ANSWER_MS`.
     """
     return [
@@ -52,7 +54,9 @@ def connection_options(connections: int) -> list[tuple[str, int]]:
 
 
 def bind_grpc(path: Path, *, max_message_bytes: int, connections: int) -> grpc.aio.Server:
-    """Return a server bound to `path`, not started. Replies may be twice as long as requests. Raises SocketError."""
+    """Return a gRPC server on the Unix socket `path`, bound but not started. Replies may be twice as long as requests
+    (`max_message_bytes`). Raises SocketError.
+    """
     expect_departures()
     server = grpc.aio.server(
         options=[
@@ -66,8 +70,8 @@ def bind_grpc(path: Path, *, max_message_bytes: int, connections: int) -> grpc.a
 
 
 def add_unix_port(server: grpc.aio.Server, path: Path) -> None:
-    """Bind `server` to `path`, under another name first: when a server stops, gRPC removes the name it was given, and
-    by then another server may have the path. Raises SocketError.
+    """Bind `server` to the Unix socket `path`. It binds under another name and renames, since a stopping server removes
+    the name it was given, which may be another's by then. Raises SocketError.
     """
     made = path.with_name(f"{path.name}.new")  # no longer than the name of the longest socket
     try:
@@ -80,9 +84,7 @@ def add_unix_port(server: grpc.aio.Server, path: Path) -> None:
 
 @contextlib.contextmanager
 def private_umask() -> Iterator[None]:
-    """Make sockets created inside the block accessible to the owner alone: no other user connects between bind and
-    chmod.
-    """
+    """Make files and sockets created inside the block accessible to their owner alone."""
     before = os.umask(0o177)
     try:
         yield

@@ -23,7 +23,9 @@ TIER_PREFIX = "kvstored."
 
 
 class HealthService:
-    """The answers to Check and Watch for "", for each of `services`, by their full names, and for each of `tiers`."""
+    """The gRPC health service: SERVING or NOT_SERVING for "" (the daemon), for each of `services` by full name, and for
+    each of `tiers`.
+    """
 
     def __init__(self, phase: Phase, services: Iterable[str], modes: DegradedModes, tiers: Iterable[str]) -> None:
         self._phase = phase

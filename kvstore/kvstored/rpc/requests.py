@@ -26,13 +26,13 @@ LAST_REPLY_S = 1.0  # for what was answered to go out before a stream ends
 
 
 class StreamOver(Exception):
-    """The stream cannot be read or written any more: the client or its stream is gone."""
+    """An error: the stream cannot be read or written any more, since the client or its stream is gone."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamServices:
-    """The objects by which a stream answers requests. `inflight_limit` bounds the tasks of one client, over all its
-    streams.
+    """The objects that a stream needs to answer requests. `inflight_limit` bounds the running tasks of one client, over
+    all its streams.
     """
 
     verbs: Verbs
@@ -42,8 +42,8 @@ class StreamServices:
 
 
 class Requests:
-    """The requests of one stream. `send` takes an answer that a task has made, and raises StreamOver if it cannot be
-    sent.
+    """The requests of one stream. `send` sends an answer that a task has made, and raises StreamOver if that cannot be
+    done.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Requests:
         self._sending: set[int] = set()  # whose answer is on its way out
 
     def begin(self, request: pb.Request) -> pb.Response | None:
-        """The answer of a request that is done at once; None when a task will answer."""
+        """Begin `request`. Return its answer if it is done at once, or None when a task will send the answer later."""
         began_ns, op = self._now_ns(), request.WhichOneof("op")
         try:
             if not request.request_id:
@@ -84,18 +84,18 @@ class Requests:
         return reply
 
     async def finish(self) -> None:
-        """Note that the client sends no more; it may still wait for answers."""
+        """Wait for all running tasks, since the client sends no more requests but may wait for answers."""
         while self._tasks:
             await asyncio.wait(set(self._tasks))
 
     def cancel(self) -> None:
-        """Answer nothing more: the stream is over."""
+        """Cancel all running tasks, since the stream is over."""
         self._given_up.clear()
         for task in self._tasks:
             task.cancel()
 
     def undelivered(self, reply: pb.Response) -> None:
-        """Take back what a reply granted: it could not be sent."""
+        """Take back what `reply` granted (a lease, reserved slots), since it could not be sent."""
         self._verbs.undelivered(self._session, reply)
 
     def _begin_task(self, request: pb.Request, op: str, began_ns: int) -> None:

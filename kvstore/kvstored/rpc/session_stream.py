@@ -21,7 +21,7 @@ TOKEN_METADATA = "kvstored-session-bin"
 
 
 class SessionService(kvstore_pb2_grpc.KVStoreServicer):
-    """The servicer of the streams."""
+    """The gRPC service KVStore: each client has one bidirectional stream, tied to its session by a token."""
 
     def __init__(self, sessions: ClientSessions, answering: StreamServices) -> None:
         self._sessions = sessions

@@ -45,7 +45,9 @@ _ANSWER_SLACK_BYTES = 64 << 10
 
 
 class CallLimit:
-    """A bound on the calls that are under way at once, over all sockets."""
+    """A bound on how many unary calls run at once, over all sockets. Use it as a context manager; it raises
+    KVStoreError (THROTTLED) when the bound is reached.
+    """
 
     def __init__(self, calls: int) -> None:
         self._calls = calls
@@ -61,8 +63,8 @@ class CallLimit:
 
 
 class UnaryService(unary_pb2_grpc.KVStoreUnaryServicer):
-    """The servicer of unary gRPC calls. `callers` finds the tenant of a caller on the socket that
-    this instance serves.
+    """The gRPC service KVStoreUnary, for one socket. `callers` finds the tenant of a caller on that socket; `limit`
+    bounds the calls at once.
     """
 
     def __init__(
@@ -155,8 +157,8 @@ class UnaryService(unary_pb2_grpc.KVStoreUnaryServicer):
 
 @dataclass(frozen=True)
 class UnaryListeners:
-    """The sockets of the service. `make_service` gives the service for the callers of one socket; `own` finds the
-    tenant of the daemon's own user.
+    """The sockets of the service KVStoreUnary. `make_service` makes the service for the callers of one socket; `own`
+    returns the tenant of the daemon's own user.
     """
 
     config: UnarySection
@@ -167,7 +169,7 @@ class UnaryListeners:
     health: HealthService
 
     def bind_local(self, path: Path) -> grpc.aio.Server:
-        """Return a server that is bound to `path`, for the daemon's own user alone, and not yet started. Raises
+        """Return a gRPC server on the Unix socket `path`, for the daemon's own user, bound but not started. Raises
         SocketError.
         """
         local = self._server(Callers(self.tokens, self.own))
@@ -175,7 +177,7 @@ class UnaryListeners:
         return local
 
     def bind_remote(self) -> grpc.aio.Server:
-        """Return a server that is bound to the TCP port, for callers with a token, and not yet started. Raises
+        """Return a gRPC server on the configured TCP port, for callers with a token, bound but not started. Raises
         ConfigError.
         """
         remote = self._server(Callers(self.tokens, None))

@@ -38,14 +38,14 @@ class Unusable(Exception):
 
 
 def number_of(path: Path) -> int:
-    """Return the number in the name of a state file; -1 for any other file."""
+    """Return the number in the name of the state file `path`, or -1 for any other file."""
     digits = path.name.removeprefix(PREFIX).removesuffix(SUFFIX)
     is_one = digits.isdecimal() and path == path_of(path.parent, int(digits))
     return int(digits) if is_one else -1
 
 
 def newest(directory: Path) -> Path | None:
-    """Return the state file with the highest number; None when the directory has no state file. Raises OSError."""
+    """Return the state file with the highest number in `directory`, or None when there is none. Raises OSError."""
     numbers = [number for each in directory.glob(f"{PREFIX}*{SUFFIX}") if (number := number_of(each)) >= 0]
     return path_of(directory, max(numbers)) if numbers else None
 
@@ -55,14 +55,15 @@ def path_of(directory: Path, number: int) -> Path:
 
 
 def sealed(database: str, key: bytes, value: bytes) -> bytes:
-    """Return `value` with its checksum at the end; unchanged for a database that checks itself."""
+    """Return `value` with a checksum at the end, for the entry `key` of `database`; unchanged for a database that
+    checks itself."""
     if BY_NAME[database].checks_itself:
         return value
     return value + _check(database, key, value)
 
 
 def unsealed(database: str, key: bytes, stored: bytes) -> bytes | None:
-    """Return the value in `stored`, without its checksum; None when the checksum is wrong."""
+    """Return the value in `stored` without its checksum, or None when the checksum is wrong."""
     if BY_NAME[database].checks_itself:
         return stored
     value, check = stored[:-CHECK_BYTES], stored[-CHECK_BYTES:]
@@ -78,8 +79,8 @@ def _check(database: str, key: bytes, value: bytes) -> bytes:
 
 
 def require_whole(path: Path) -> None:
-    """Walk the pages of the file without LMDB, and raise Unusable for a file on which LMDB might end the process.
-    Raises OSError when the file cannot be read."""
+    """Check all pages of the file `path` without LMDB. Raises Unusable for a file on which LMDB might end the process,
+    OSError when it cannot be read."""
     from lmdb.verify import VerifyError, verify
 
     status = path.lstat()
@@ -154,8 +155,8 @@ class Environment:
         return opened
 
     def read(self, name: str, first: bytes = b"") -> Iterator[tuple[bytes, bytes | None]]:
-        """Yield the entries of a database in the order of their keys, from the key `first` on. The value is None where
-        its checksum is wrong."""
+        """Yield the entries of the database `name` in the order of their keys, from the key `first` on. A value is None
+        where its checksum is wrong."""
         if name not in self._databases:
             return
         with self._lmdb.begin(db=self._databases[name]) as reading, reading.cursor() as cursor:
@@ -175,7 +176,7 @@ class Environment:
         return found
 
     def copy(self, path: Path) -> None:
-        """Write a copy of the file to `path`, for a backup; another process may write meanwhile."""
+        """Write a copy of the file to `path`, as a backup. Another process may write meanwhile."""
         self._lmdb.copy(str(path))
 
     def begin(self) -> Writing:
@@ -193,8 +194,8 @@ class Environment:
         self._lmdb.sync(True)
 
     def grow(self) -> None:
-        """Double the map, after a transaction that did not fit into it. Raises Unusable when the map has its greatest
-        size already."""
+        """Double the file's maximum size, after a transaction that did not fit. Raises Unusable at the
+        greatest size."""
         if self.map_bytes >= MAX_MAP_BYTES:
             raise Unusable(f"full: it has {self.map_bytes} bytes")
         self.map_bytes *= 2
@@ -205,15 +206,15 @@ class Environment:
 
 
 class Writing:
-    """One transaction: after a crash either all of its changes are there, or none. Each method raises OSError and
-    Unusable; an error ends the transaction."""
+    """A transaction of the state file: after a crash either all of its changes are there, or none. Each method raises
+    OSError and Unusable; an error ends the transaction."""
 
     def __init__(self, environment: Environment, writing: lmdb.Transaction[bytes], databases: Opened) -> None:
         self._environment, self._writing, self._databases = environment, writing, databases
 
     def put(self, name: str, entries: Sequence[tuple[bytes, bytes | None]]) -> int:
-        """Store `entries`; a value of None removes the entry with its key. Return the bytes of the entries that differ
-        from the stored ones; only these are written."""
+        """Store `entries` in the database `name`; a value of None removes the entry. Only entries that differ from the
+        stored ones are written. Return their bytes."""
         database, changed_bytes = self._databases[name], 0
         try:
             for key, value in entries:
@@ -227,7 +228,7 @@ class Writing:
         return changed_bytes
 
     def keep_only(self, name: str, keys: set[bytes]) -> None:
-        """Remove every entry of a database whose key is not in `keys`."""
+        """Remove every entry of the database `name` whose key is not in `keys`."""
         try:
             with self._writing.cursor(db=self._databases[name]) as cursor:
                 more = cursor.first()
@@ -260,8 +261,8 @@ class Writing:
 
 
 class OpenedEnvironment(NamedTuple):
-    """The result of `open_environment`. `is_new`: the environment is empty, because there was no file or the file was
-    set aside. `was_aside`: the reason why the file was set aside; "" when it was not."""
+    """The result of `open_environment`. `is_new`: the file is empty, since there was none or it was set aside.
+    `was_aside` is the reason why it was set aside, or ""."""
 
     environment: Environment
     is_new: bool
@@ -269,8 +270,8 @@ class OpenedEnvironment(NamedTuple):
 
 
 def open_environment(directory: Path, version: str, distrusted: str = "") -> OpenedEnvironment:
-    """Open the newest environment in `directory`, or make a new one. `version` is the version of this program.
-    `distrusted`: the reason to set the file aside without looking at it; "" when there is none. Raises OSError."""
+    """Open the newest state file in `directory`, or make a new one. `version` is the version of this program.
+    `distrusted` is a reason to set the present file aside unread, or "". Raises OSError."""
     path = newest(directory)
     for leftover in directory.glob(f"{PREFIX}*{SUFFIX}{NEW}*"):
         with suppress(OSError):
@@ -298,7 +299,8 @@ def open_environment(directory: Path, version: str, distrusted: str = "") -> Ope
 
 
 def open_shared(directory: Path) -> Environment:
-    """Open the newest environment for reading, while a daemon may write to it. Raises Unusable, OSError."""
+    """Open the newest state file in `directory` for reading, while a daemon may write to it. Raises Unusable and
+    OSError."""
     path = newest(directory)
     if path is None:
         raise FileNotFoundError(errno.ENOENT, "there is no small state yet", str(directory))
@@ -315,7 +317,7 @@ def open_shared(directory: Path) -> Environment:
 
 
 def reopened(environment: Environment) -> Environment:
-    """Close `environment` and return it opened anew, for writing if the medium can be written now."""
+    """Close `environment` and return it opened again, for writing if the medium can be written now."""
     environment.close()
     return _opened(environment.path)
 
@@ -336,7 +338,8 @@ def _opened(path: Path, *, shared: bool = False) -> Environment:
 
 
 def make(directory: Path, number: int, version: str) -> Environment:
-    """Make an empty environment with this number; it gets its name when it is whole. Raises OSError."""
+    """Make an empty state file with this number, which gets its name when it is complete, and return it opened. Raises
+    OSError."""
     final = path_of(directory, number)
     environment = _begin(final, version)
     environment.close()
@@ -375,7 +378,7 @@ def _begin(final: Path, version: str) -> Environment:
 
 
 def finish(path: Path) -> Environment:
-    """Give the new file, which is whole, the name `path`, and open it. Raises OSError."""
+    """Give the new, complete file the name `path`, and return it opened. Raises OSError."""
     temporary = path.with_name(path.name + NEW)
     with suppress(FileNotFoundError):
         temporary.with_name(temporary.name + LOCK).unlink()

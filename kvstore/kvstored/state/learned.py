@@ -27,7 +27,9 @@ Entry = tuple[bytes, bytes]
 
 
 class LearnedTables:
-    """Tables of one store. Call `read`, then `hand_out`, then `put` as often as wanted."""
+    """The saved form of what the policies and the predictor of one store have learned, and of why blocks were removed.
+    Call `read`, then `hand_out`, then `put` any number of times.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -37,8 +39,9 @@ class LearnedTables:
     # What was saved
 
     def read(self, entries: Sequence[Entry], tenants: Collection[str]) -> None:
-        """Read the saved tables from `entries`. `tenants`: names of tenants in residency, in addition to the tenants
-        that have blocks. Tables of another version are reported in the log, and none of them is used."""
+        """Read the saved tables from `entries`. `tenants` are tenants of the index without blocks that the tables may
+        name. Tables of another version are logged and not used.
+        """
         try:
             self._tables = tables_in(entries)
             if self._tables:
@@ -50,7 +53,8 @@ class LearnedTables:
 
     async def hand_out(self, steps: StepRunner, *, renew: bool) -> None:
         """Give the policies and the predictor the tables that were read, in steps. `renew`: also make a new policy for
-        each tier without a table, from the order in which blocks were used."""
+        each tier without a table, from the order in which blocks were used.
+        """
         tables, self._tables = self._tables, {}
         store = self._store
         for position, tier in enumerate(store.residency.tiers):
@@ -105,13 +109,17 @@ class LearnedTables:
     # What is saved
 
     def activity(self) -> tuple[int, ...]:
-        """Return numbers that change whenever a policy or the predictor may have learned something."""
+        """Return numbers that differ from earlier results whenever a policy or the predictor may have learned
+        something.
+        """
         store = self._store
         requests = store.counters["acquires"] + store.counters["stored_blocks"]
         return requests, store.residency.changes, store.prefetch_state.hints
 
     async def put(self, change: Transaction, steps: StepRunner) -> Contents:
-        """Put all tables into `change`, and remove all other entries of the database. Return the contents."""
+        """Put all tables into the transaction `change`, and remove all other entries of the database. Return the list
+        of what was put.
+        """
         contents, entries = Contents(), self._entries()
         while (entry := await steps.run_one(lambda: next(entries, None))) is not None:
             await change.put("learned", [contents.add(*entry)])

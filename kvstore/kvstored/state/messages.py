@@ -21,7 +21,9 @@ Entry = tuple[bytes, bytes]
 
 
 class Verb(IntEnum):
-    """The verb of a message. The last two verbs are answers."""
+    """The kind of a message between the daemon and the state process. ANSWER and ENTRIES are answers, the others
+    requests.
+    """
 
     OPEN = 1
     PUT = 2  # database and entries

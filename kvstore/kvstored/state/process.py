@@ -46,14 +46,15 @@ ANSWER_S = 120.0  # a process that is silent for longer hangs on a disk; it is g
 
 
 class Interrupted(Exception):
-    """Raised by a transaction that gave way to an urgent one: nothing of it was committed."""
+    """An error: a transaction was ended for an urgent one, and nothing of it was committed."""
 
 
 class StateProcess:
-    """The process and the connection to it. `directory`: the state directory. Each of `listeners` is called with
-    `was_aside` when the environment is new and empty, so that the owner saves all of its state again. `has_aside`: a
-    file that was set aside is still there. `wrong_values`: the number of values that had a wrong checksum; they are
-    not used."""
+    """The daemon's connection to the process that has the state file open. `directory` is the state directory. The
+    functions in `listeners` are called with `was_aside` when the file is new and empty, so that all state is saved
+    again. `has_aside`: a file that was set aside is still there. `wrong_values` counts values with a wrong checksum,
+    which are not used.
+    """
 
     def __init__(self, directory: Path, version: str, clock: Clock, *, shared: bool = False) -> None:
         """Prepare the process; `start` or the first call starts it. `shared`: only read, while a daemon may write."""
@@ -77,7 +78,7 @@ class StateProcess:
 
     @property
     def pid(self) -> int:
-        """Return the process id; -1 when there is no process."""
+        """The process id, or -1 when there is no process."""
         return self._process.pid if self._process is not None else -1
 
     def start(self) -> None:
@@ -92,13 +93,14 @@ class StateProcess:
         self._socket = ours
 
     async def open(self) -> None:
-        """Open the environment if it is not open. Raises OSError."""
+        """Open the state file if it is not open. Raises OSError."""
         async with self._turn:
             await self._open()
 
     async def read(self, database: str, *, first: bytes = b"", limit: int = 0) -> list[Entry]:
-        """Return the entries of a database whose checksum is right, from the key `first` on. `limit`: the most entries
-        to return; 0 for all. Raises OSError."""
+        """Return the entries of `database` whose checksum is right, from the key `first` on; at most `limit`, 0 for
+        all. Raises OSError.
+        """
         async with self._asked():
             self._send(packed_json(Verb.READ, database=database, first=first.hex(), limit=limit))
             entries: list[Entry] = []
@@ -108,14 +110,15 @@ class StateProcess:
             return entries
 
     async def copy(self, directory: Path) -> Path:
-        """Write a copy of the file into `directory`, for a backup; return the path of the copy. Raises OSError."""
+        """Write a copy of the state file into `directory`, as a backup, and return its path. Raises OSError."""
         async with self._asked():
             self._send(packed_json(Verb.COPY, directory=str(directory)))
             return Path(self._judged(await self._answer())["path"])
 
     async def contents(self) -> dict[str, Any]:
-        """Return the path and bytes of the file, and the number of entries and the bytes of each database. Raises
-        OSError."""
+        """Return a dictionary with the path and bytes of the state file, and the number of entries and bytes of each
+        database. Raises OSError.
+        """
         async with self._asked():
             self._send(packed_json(Verb.LIST))
             return self._judged(await self._answer())
@@ -124,11 +127,13 @@ class StateProcess:
     async def transaction(
         self, *, durable: bool = False, rewrite: bool = False, yields: bool = False, is_urgent: bool = False
     ) -> AsyncIterator[Transaction]:
-        """Yield a transaction for the caller's changes. At the end of the block all changes are committed, or none.
-        `durable`: a loss of power does not undo them. `rewrite`: write the changes into a new environment that replaces
-        this one, so that no other entry can be read afterwards. `yields`: the block is cancelled, and Interrupted
-        raised, when an urgent transaction comes. `is_urgent`: wait for no more than a commit that has begun, unless the
-        transaction before does not yield. Raises OSError."""
+        """Yield a transaction for the caller's changes, which are all committed at the end of the block, or none.
+
+        `durable`: a loss of power does not undo them. `rewrite`: write them into a new file that replaces this one, so
+        that no other entry can be read afterwards. `yields`: when an urgent transaction comes, the block is cancelled
+        and Interrupted raised. `is_urgent`: wait for no more than a commit that has begun, unless the transaction
+        before does not yield. Raises OSError.
+        """
         if is_urgent and self._yielding is not None:
             self._yielding.reschedule(asyncio.get_running_loop().time())
             self._yielding = None
@@ -158,7 +163,7 @@ class StateProcess:
             change.written_bytes, self.path = answer["written_bytes"], Path(answer["path"])
 
     async def close(self) -> None:
-        """End the process; what it was given before is committed. Idempotent."""
+        """End the process; what it was given before is committed. A second call does nothing."""
         async with self._turn:
             if self._writer is not None:
                 self._writer.close()
@@ -299,23 +304,24 @@ class StateProcess:
 
 
 class Transaction:
-    """Collects the changes of one transaction of the environment. `written_bytes`: bytes written to the medium, set
-    when the transaction has ended."""
+    """The changes of one transaction of the state file. `written_bytes` is the number of bytes written to the medium,
+    set when the transaction has ended.
+    """
 
     def __init__(self, send: Callable[[bytes], Any]) -> None:
         self._send = send
         self.written_bytes = 0
 
     async def put(self, database: str, entries: Iterable[Entry]) -> None:
-        """Store `entries`; an entry that is stored already costs no write."""
+        """Store `entries` in `database`. An entry that is stored already costs no write."""
         for part in in_parts(entries):
             await self._send(packed_entries(Verb.PUT, database, part))
 
     async def keep_only(self, database: str, keys: Iterable[bytes]) -> None:
-        """Remove all entries of a database whose keys are not in `keys`."""
+        """Remove all entries of `database` whose keys are not in `keys`."""
         await self._send(packed_entries(Verb.KEEP, database, [(key, b"") for key in keys]))
 
     async def remove(self, database: str, keys: Iterable[bytes]) -> None:
-        """Remove the entries of a database that have the keys `keys`."""
+        """Remove the entries of `database` with the keys `keys`."""
         for part in in_parts((key, b"") for key in keys):
             await self._send(packed_entries(Verb.REMOVE, database, part))

@@ -28,8 +28,9 @@ _PENDING, _KNOWN, _LATE = range(3)
 
 
 class Renewal:
-    """Lets `policy`, which knows no block, take over the blocks of its tier. A row is pending, then known to the
-    policy; one that was stored or used meanwhile is late: it is adopted at the end."""
+    """The making of a new policy beside the old one, in steps: `policy`, which knows no block, takes over the blocks of
+    its tier. A block that is stored or used meanwhile is adopted at the end.
+    """
 
     def __init__(self, residency: Residency, policy: EvictionPolicy) -> None:
         self._residency, self._policy = residency, policy
@@ -38,8 +39,9 @@ class Renewal:
         self._step_rows = _FIRST_ROWS
 
     async def run(self, steps: StepRunner) -> None:
-        """Let the policy adopt the blocks. At the return it knows all of them, and the caller must at once let it
-        listen to the tier, or drop it."""
+        """Let the policy adopt all blocks of its tier. On return it knows all of them; the caller must at once let it
+        listen to the tier's events, or drop it.
+        """
         residency, policy = self._residency, self._policy
         residency.listen_beside(policy.tier, self)
         try:
@@ -96,14 +98,16 @@ class Renewal:
     # Events of the tier
 
     def inserted(self, rows: Sequence[int], now_ns: int) -> None:
-        """Note that `rows` are late: the new policy must not know them before older ones."""
+        """Note that the blocks `rows` have come to the tier. The new policy adopts them at the end, after
+        older ones.
+        """
         last = max(rows)
         if last >= len(self._state):
             self._state.extend(bytes(max(last + 1, self._residency.rows.capacity) - len(self._state)))
         self._defer(rows)
 
     def accessed(self, rows: Sequence[int], now_ns: int) -> None:
-        """Let the new policy know `rows` at the end only: they were used after all that it adopts until then."""
+        """Note that the blocks `rows` were used. The new policy adopts them at the end, since they were used last."""
         self._forget(rows[::-1])
         self._defer(rows)
 

@@ -55,9 +55,10 @@ class _Saved:
 
 
 class StateSaver:
-    """Saves the small state of one daemon through `process`. `rate_bytes`: the most bytes that go to the medium in a
-    second, in the long run. `terms` saves itself, and is read and saved the last time with the rest. `scrub`: the
-    position of the scrubber, as JSON; None until the scrubber has set it."""
+    """The saving of the daemon's small state (all that is kept over a restart and is not a block) through `process`, at
+    most `rate_bytes` a second in the long run. `terms` is the keeper of blocks' terms. `scrub` is the scrubber's
+    position as JSON, None until it is known.
+    """
 
     def __init__(
         self, process: StateProcess, store: Store, tenants: TenantDirectory, unsaved: Unsaved, rate_bytes: int,
@@ -90,7 +91,8 @@ class StateSaver:
 
     async def restore(self) -> bool:
         """Read the saved state and give each part its entries. Return True on success, False when the state could not
-        be read. Call it no more after a success."""
+        be read. Do not call it again after a success.
+        """
         process, store = self.process, self._store
         try:
             await self.terms.restore()
@@ -156,7 +158,7 @@ class StateSaver:
     # While it serves
 
     async def run(self) -> None:
-        """Read the state, then save it at intervals, until the task is cancelled."""
+        """Read the state, then save it from time to time, until the task is cancelled."""
         while not self.is_read and not await self.restore():
             await asyncio.sleep(RETRY_S)
         noting = asyncio.create_task(self._save_removed())
@@ -194,7 +196,9 @@ class StateSaver:
         return is_due and self._store.residency.deletions != self._rewritten
 
     async def save(self, *, is_last: bool = False) -> None:
-        """Save the parts that have changed. `is_last`: save all of them, however long that takes."""
+        """Save the parts that have changed. `is_last`: the daemon stops, so save all of them, however long
+        that takes.
+        """
         if not self.is_read and not (is_last and await self.restore()):
             return
         began_ns, deletions = self._store.clock.monotonic_ns(), self._store.residency.deletions

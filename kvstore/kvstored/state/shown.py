@@ -1,4 +1,4 @@
-"""Entries of the environment in a form for people, for `kvctl state show` and `kvstored inspect`."""
+"""Entries of the saved state in a form for people, for `kvctl state show` and `kvstored inspect`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ Shown = dict[str, object]
 
 
 def shown(database: str, key: bytes, value: bytes) -> Shown:
-    """Return an entry as fields that JSON can express. An entry in an unknown form gives its key in hexadecimal, and
-    the error."""
+    """Return an entry of `database` as fields that JSON can express. An entry in an unknown form gives its key in
+    hexadecimal and the error.
+    """
     try:
         return _FORMS.get(database, _as_text)(key, value)
     except Exception as error:  # bytes that mean nothing raise nearly any

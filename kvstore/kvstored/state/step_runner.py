@@ -1,4 +1,4 @@
-"""The module runs long work of the control thread in steps, with other tasks between them, and measures the time."""
+"""The running of long work of the control thread in steps, with other tasks between them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ Found = TypeVar("Found")
 
 
 class StepRunner:
-    """Runs long work of the control thread in steps, with other tasks between them. `busy_s`: seconds of the thread's
-    processor time that the steps have taken so far.
+    """A runner of long work in steps, with other tasks of the event loop between them. `busy_s` is the processor time
+    in seconds that the steps have taken.
     """
 
     def __init__(self) -> None:
         self.busy_s = 0.0
 
     async def run_all(self, steps: Generator[None, None, Found]) -> Found:
-        """Run all steps of the generator `steps`; return its return value."""
+        """Run the generator `steps` to its end, and return its return value."""
         while True:
             began_s = time.thread_time()
             try:
@@ -32,7 +32,7 @@ class StepRunner:
             await asyncio.sleep(0)
 
     async def run_one(self, step: Callable[[], Found]) -> Found:
-        """Run the function `step` as one step; return its return value."""
+        """Run the function `step` as one step, and return its result."""
         began_s = time.thread_time()
         found = step()
         self.busy_s += time.thread_time() - began_s

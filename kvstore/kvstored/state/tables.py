@@ -30,13 +30,13 @@ def packed(piece: Array) -> bytes:
 
 
 def unpacked(value: bytes) -> Array:
-    """Return the array in `value`. Raises nearly any exception for other bytes."""
+    """Return the array in `value`, as `packed` made it. Raises nearly any exception for other bytes."""
     found: Array = npy.read_array(BytesIO(value), allow_pickle=False)
     return found
 
 
 class Contents:
-    """Counts the pieces of tables as they are saved."""
+    """A list of the pieces of tables that are being saved, by which the reader sees whether a table is complete."""
 
     def __init__(self) -> None:
         self._pieces: dict[str, int] = {}
@@ -44,7 +44,7 @@ class Contents:
         self.nbytes = 0
 
     def add(self, name: str, value: bytes) -> Entry:
-        """Return the next piece of the table `name` as an entry."""
+        """Return the entry for `value`, the next piece of the table `name`, and note it."""
         number = self._pieces.get(name, 0)
         self._pieces[name] = number + 1
         key = name.encode() + PIECE.pack(number)
@@ -53,7 +53,7 @@ class Contents:
         return key, value
 
     def end(self) -> Entry:
-        """Return the contents entry, which names all pieces."""
+        """Return the entry that lists all pieces."""
         key = CONTENTS + PIECE.pack(0)
         self.keys.append(key)
         names = np.frombuffer(json.dumps({"format": FORMAT, "pieces": self._pieces}).encode(), np.uint8)
@@ -61,8 +61,9 @@ class Contents:
 
 
 def tables_in(entries: Sequence[Entry]) -> dict[str, Array]:
-    """Return the tables that have all of their pieces; none when there is no contents entry. Raises ValueError for
-    tables of another format."""
+    """Return the tables in `entries` that have all of their pieces; none when the list of pieces is missing. Raises
+    ValueError for tables of another format.
+    """
     found = dict(entries)
     raw = found.get(CONTENTS + PIECE.pack(0))
     if raw is None:

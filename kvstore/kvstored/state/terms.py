@@ -1,4 +1,4 @@
-"""The module saves later terms in the database `pins`, and gives them to the blocks again at a start.
+"""The saving of blocks' later terms (terms that no header has) in the database `pins`, and their return at a start.
 
 The changes of `INTERVAL_S` seconds are one commit; when a put waits, they are committed at once. Each commit is synced,
 so a loss of power undoes none. A crash forgets the touches of `INTERVAL_S` and the time of one commit, and no put that
@@ -27,7 +27,9 @@ COST = "a restart forgets pins, and what touches changed of expiries and priorit
 
 
 class TermsKeeper:
-    """Keeps later terms of the blocks of `retention` through `process`. `directory`: the state directory."""
+    """The saving of terms (expiry, priority, pins) that are not in block headers, for the blocks of `retention`,
+    through `process`. `directory` is the state directory.
+    """
 
     def __init__(self, process: StateProcess, retention: Retention, unsaved: Unsaved, directory: Path) -> None:
         self._process, self._retention, self._later = process, retention, retention.later
@@ -41,8 +43,9 @@ class TermsKeeper:
         self._later.is_whole = True
 
     async def restore_before_serving(self) -> None:
-        """Give blocks the saved terms, if there may be any, before a client is served. When that is impossible or takes
-        longer than `START_S`, say so in the log; until it succeeds, headers have the last word."""
+        """Give blocks their saved terms before a client is served, if there may be any. When that fails or takes longer
+        than `START_S`, log it; blocks have the terms in their headers until it succeeds.
+        """
         if self._mark.exists():
             try:
                 async with asyncio.timeout(START_S):
@@ -63,7 +66,7 @@ class TermsKeeper:
                     raise
 
     async def restore(self) -> None:
-        """Give blocks the saved terms, unless that was done. Raises OSError."""
+        """Give blocks their saved terms, unless that was done already. Raises OSError."""
         async with self._turn:
             if self.is_read:
                 return
@@ -77,7 +80,9 @@ class TermsKeeper:
                 self._mark.unlink(missing_ok=True)
 
     async def run(self) -> None:
-        """Save changes every `INTERVAL_S` seconds, and at once when a put waits for it, until the task is cancelled."""
+        """Save changes every `INTERVAL_S` seconds, and at once when a put waits for them, until the task is
+        cancelled.
+        """
         waiting: asyncio.Future[bool] | None = None
         loop, until_s = asyncio.get_running_loop(), 0.0  # until then nothing is tried: the last try failed
         try:
@@ -98,7 +103,7 @@ class TermsKeeper:
             self._later.end()
 
     async def save(self) -> bool:
-        """Save what has changed; return False when it could not be saved."""
+        """Save what has changed. Return False when it could not be saved."""
         try:
             await self.restore()
             async with self._turn:

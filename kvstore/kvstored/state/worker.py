@@ -54,7 +54,9 @@ NICE = 5  # events' too: where processors are short, state waits for puts
 
 
 class StateWorker:
-    """Executes the daemon's messages in the state process. `answer` sends bytes to the daemon."""
+    """The handler of the daemon's messages in the process that has the state file open. `answer` sends bytes to the
+    daemon.
+    """
 
     def __init__(self, answer: Callable[[bytes], None]) -> None:
         self._answer = answer
@@ -67,7 +69,7 @@ class StateWorker:
         self._changed_bytes = 0
 
     def do(self, verb: Verb, body: bytes) -> None:
-        """Execute one message. In a transaction the first failure is kept, and answered at COMMIT."""
+        """Execute one message of the daemon. In a transaction the first failure is kept, and answered at COMMIT."""
         if verb in (Verb.PUT, Verb.KEEP, Verb.REMOVE, Verb.REWRITE):
             if self._failure is None:
                 self._failure = self._attempt(lambda: self._change(verb, body))

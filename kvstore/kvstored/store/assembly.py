@@ -82,7 +82,7 @@ def _ttl_s(config: Config, residency: Residency, position: int) -> float:
 
 
 def make_priorities(residency: Residency, policies: Sequence[EvictionPolicy]) -> Priorities:
-    """Return the order by priority of what `residency` holds, which the policies follow."""
+    """Return the order by priority of the blocks in `residency`; the `policies` order the other blocks."""
     priorities = Priorities(residency)
     for policy in policies:
         priorities.follow(policy)
@@ -124,7 +124,7 @@ def make_prefetch(
 
 
 def make_promoter(ground: Ground, links: TierLinks, room: Room, damage: Damage, modes: DegradedModes) -> Promoter:
-    """Make the promotions of all tiers into `room`, the room of the tier that clients map."""
+    """Return the promoter of blocks from all other tiers into `room`, the room of the mapped tier."""
     mapped = ground.residency.mapped
     return Promoter(
         ground.residency, [links.between(at, mapped) for at in range(len(ground.tiers)) if at != mapped],
@@ -134,11 +134,12 @@ def make_promoter(ground: Ground, links: TierLinks, room: Room, damage: Damage, 
 
 
 class Store:
-    """The store of a daemon. `residency` may hold recovered blocks already; policies and rooms take them over. `tiers`
-    are in the order of `make_residency`: `host` is the first that clients map; `nvme` is the durable one, if any;
-    `keyed` are the tiers addressed by key. Victims of the slowest of the others are demoted to a keyed tier, and
-    blocks that other processes stored there can be found. Tiers before `host` get copies of blocks that are used
-    often, and demote to it. `predictor` and `remote_writes` replace the configuration's.
+    """The storage half of a daemon: tiers, block index, policies, leases, and the parts that move blocks.
+
+    `residency` may hold recovered blocks already. `tiers` are in its order: `host` is the first that clients map;
+    `nvme` is the durable one, if any; `keyed` are remote tiers, to which the slowest other tier demotes and in which
+    blocks of other processes are found. Tiers before `host` get copies of blocks that are used often. `predictor` and
+    `remote_writes` replace the configuration's.
     """
 
     def __init__(
@@ -204,41 +205,43 @@ class Store:
 
     @property
     def room(self) -> Room:
-        """The room of the mapped tier."""
+        """The allocation of slots in the mapped tier."""
         return self.rooms[self.residency.mapped]
 
     def exporter_of(self, container: int, tiers: int = ALL_TIERS) -> GpuTier | None:
-        """Return the tier of device memory, of the set `tiers`, that has a container, where clients may import that."""
+        """Return the device tier, among `tiers`, that has the memory region `container` and lets clients import it, or
+        None.
+        """
         if container < DEVICE_ARENAS:
             return None
         exporters = (tier for position, tier in self.exporters.items() if position in MEMBERS[tiers])
         return next((tier for tier in exporters if tier.owner(container) is not None), None)
 
     def tiers_on(self, device_identity: int) -> TierSet:
-        """Return the tiers of this device whose memory clients there may import. Tiers of other devices are left out:
-        whether one device can read another's memory is not asked.
-        """
+        """Return the tiers on the device `device_identity` whose memory clients on that device may import."""
         exporters = self.exporters.items()
         return TierSet.of(*(at for at, tier in exporters if tier.device_identity == device_identity))
 
     def replace_policy(self, config: Config, position: int) -> None:
-        """Let the tier's policy be what `config` says. It begins with the blocks that are there, in the order of their
-        last use, and with every tenant's share; one of the same name goes on from what the one before had learned."""
+        """Use the policy that `config` names for the tier at `position`. It starts with the tier's blocks in the order
+        of their last use and with all tenants' shares; one of the same name also continues from what was learned.
+        """
         self._policy_config, former = config, self.policies[position]
         policy = self.renew_policy(position)
         succeed(policy, former, self.clock.monotonic_ns())
         self.follow_policy(position, policy)
 
     def renew_policy(self, position: int, *, is_empty: bool = False) -> EvictionPolicy:
-        """Return a policy as the tier has by the settings, which listens from now on and has learned nothing; then
-        `follow_policy`. `is_empty`: it knows no block either, and does not listen."""
+        """Return a new policy for the tier at `position`, which is notified of events from now on and has learned
+        nothing. Call `follow_policy` next. `is_empty`: it knows no block either, and is not notified.
+        """
         policy = make_policy(self._policy_config, self.residency, position, create_empty if is_empty else create)
         for tenant, share in self.policies[position].shares.items():
             policy.set_share(tenant, share)
         return policy
 
     def follow_policy(self, position: int, policy: EvictionPolicy) -> None:
-        """Let `policy` decide in the tier from now on."""
+        """Let `policy` decide in the tier at `position` from now on."""
         self.policies[position] = policy
         self.rooms[position].follow(policy)
         self.retention.priorities.follow(policy)
@@ -246,17 +249,17 @@ class Store:
         self.replace_admission(self._policy_config)
 
     def replace_admission(self, config: Config) -> None:
-        """Let NVMe admit what `config` says."""
+        """Use the admission that `config` names for writes to NVMe."""
         if self.writeback is not None:
             self.writeback.gate.admission = make_durable_admission(config, self.residency, self.policies)
 
     async def sync_keyed(self) -> bool:
-        """Sync key-addressed tiers. Return whether they have forgotten all removed blocks."""
+        """Sync the remote tiers. Return whether each of them has removed all deleted blocks for good."""
         asked = [self.completions.outcome_of(tier.sync) for tier in self.keyed.values()]
         return all([(await outcome).ok for outcome in asked])
 
     def write_again(self) -> None:
-        """Begin to write blocks whose durable copy was found damaged, and which are still there."""
+        """Start to write the blocks whose durable copy was found damaged, if they still exist."""
         if self.writeback is not None:
             damaged, self.damage.to_write_again = self.damage.to_write_again, []
             self.writeback.write_again(damaged)

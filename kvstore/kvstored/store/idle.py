@@ -1,8 +1,8 @@
-"""The module removes idle copies from a tier: copies that were not used for `ttl_s`, and chains worth less than
+"""The removal of idle copies from a tier: copies that were not used for `ttl_s`, and chains worth less than
 `keep_worth`.
 
-It looks at one part of the columns at a time, with any policy, and removes a copy only where the copy may
-be evicted. A copy that is used in time stays. The purpose is to free room; it is no promise that a block will be gone.
+It looks at one part of the columns at a time, with any policy, and removes a copy only where the copy may be evicted. A
+copy that is used in time stays. The purpose is to free room; it is no promise that a block will be gone.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ MOST_A_TICK = 64
 
 
 def idle_rows(residency: ResidencyView, tier: int, part: slice, before_ns: int) -> list[int]:
-    """Return the rows in `part` of the table whose copy in `tier` was last used at `before_ns` or earlier. The longest
-    unused row is first; children are before their parents."""
+    """Return the rows in the slice `part` of the block table whose readable copy in `tier` was last used at `before_ns`
+    or earlier. The longest unused is first; of equal ones, children come before their parents.
+    """
     first = part.start or 0
     state = np.frombuffer(residency.copies[tier].state, np.uint8)[part]
     last_ns = np.frombuffer(residency.rows.last_access_ns, np.uint64)[part][: len(state)]
@@ -34,8 +35,9 @@ def idle_rows(residency: ResidencyView, tier: int, part: slice, before_ns: int) 
 
 
 class IdleCopies:
-    """Removes copies that were idle for too long or are worth too little. `policies` and `rooms` have one item for each
-    tier, by position."""
+    """A remover of copies that were idle for too long or have too few expected uses. `policies` and `rooms` have one
+    item for each tier, by position.
+    """
 
     def __init__(self, residency: ResidencyView, policies: Sequence[EvictionPolicy], rooms: Sequence[Room]) -> None:
         self._residency = residency
@@ -44,13 +46,13 @@ class IdleCopies:
         self._hands: dict[int, int] = {}  # by tier: the row that the next look begins with
 
     def set_ttl(self, tier: int, ttl_s: float) -> None:
-        """Let copies in `tier` be removed that were not used for `ttl_s` seconds; 0 means never."""
+        """Set after how many seconds without a use copies in `tier` are removed; 0 means never."""
         self._ttl_ns.pop(tier, None)
         if ttl_s:
             self._ttl_ns[tier] = round(ttl_s * NS_PER_S)
 
     def tick(self, now_ns: int) -> None:
-        """Look at the next part of each tier."""
+        """Look at the next part of each tier, and remove what is idle."""
         for tier, ttl_ns in self._ttl_ns.items():
             self._expire_idle(tier, now_ns - ttl_ns)
         for policy, room in zip(self._policies, self._rooms, strict=True):

@@ -32,8 +32,9 @@ Entry = tuple[bytes, bytes]
 
 
 class SavedTerms(NamedTuple):
-    """The terms in one entry. `expires_s`: seconds since the epoch; 0 means never. `owners`: of pins. `scope`: `PINS`
-    when the header has expiry and priority, otherwise `ALL`."""
+    """The terms of one block in a saved entry. `expires_s` is in seconds since the epoch, 0: never; `owners` are the
+    names of owners that pinned it. `scope` is `PINS` when the header has expiry and priority, otherwise `ALL`.
+    """
 
     expires_s: int
     priority: int
@@ -42,11 +43,12 @@ class SavedTerms(NamedTuple):
 
 
 class LaterTerms:
-    """Notes changes once `follow` was called; nothing needs them without a small state. `owners(row)` returns the names
-    of the owners that have pinned a block. `changed`: the number of the tenant and the key of each changed block.
-    `is_whole`: all entries must be saved anew, because too many blocks have changed or the state is empty.
-    `is_pending`: there may be entries of a former process that could not be read yet. `wanted` is set when somebody
-    waits for a save."""
+    """A record of blocks whose terms (expiry, priority, pins) are not in their header and must be saved elsewhere.
+
+    It works once `follow` was called. `owners(row)` returns the names of the owners that pinned a block. `changed` has
+    tenant number and key of each block with unsaved changes. `is_whole`: all entries must be saved anew. `is_pending`:
+    entries of an earlier process may not be read yet. The event `wanted` is set when a caller waits for a save.
+    """
 
     def __init__(self, residency: Residency, clock: Clock, owners: Callable[[int], list[str]]) -> None:
         self._residency, self._clock, self._owners = residency, clock, owners
@@ -64,13 +66,15 @@ class LaterTerms:
         self._residency.terms_gone = self.note_entry
 
     def note(self, row: int, scope: int) -> None:
-        """Note that later terms of the block have changed. `scope`: `PINS` when only its pins have, otherwise `ALL`."""
+        """Note that terms of the block at `row` have changed: only its pins (`scope` is `PINS`), or also others
+        (`ALL`).
+        """
         optional = self._residency.rows.optional
         optional.set("later_terms", row, max(scope, optional.get("later_terms", row)))
         self.note_entry(row)
 
     def note_entry(self, row: int) -> None:
-        """Note that the saved entry of the block in `row`, if there is one, is not right any more."""
+        """Note that the saved entry of the block at `row` is outdated, if there is one."""
         self._note_key(self._residency.tenant_of(row), self._residency.key(row))
 
     def _note_key(self, tenant: int, key: bytes) -> None:
@@ -82,7 +86,7 @@ class LaterTerms:
     # For those who wait
 
     def is_unsaved(self, row: int) -> bool:
-        """Return whether the small state does not have the present terms of a block yet."""
+        """Return whether the present terms of the block at `row` are not saved yet."""
         is_whole = self.is_whole or self._is_saving_whole
         if self._is_incomplete or (is_whole and self._residency.rows.optional.get("later_terms", row)):
             return True
@@ -93,12 +97,13 @@ class LaterTerms:
 
     @property
     def are_saved(self) -> bool:
-        """Return whether the small state has all later terms."""
+        """True when all terms that belong there are in the saved state."""
         return not (self.changed or self._saving or self.is_whole or self._is_saving_whole)
 
     def when_saved(self) -> asyncio.Future[bool]:
-        """Return a future that is True when all present changes are saved so that a loss of power does not undo them;
-        False when that has failed."""
+        """Return a future that resolves to True when all present changes are saved durably, False when that
+        has failed.
+        """
         if self._waiting is None:
             self._waiting = asyncio.get_running_loop().create_future()
             self.wanted.set()
@@ -107,13 +112,15 @@ class LaterTerms:
         return self._waiting
 
     def end(self) -> None:
-        """Note that nobody saves any more until the last save: whoever waits, now or later, gets False."""
+        """Note that nothing is saved any more. Every future of `when_saved`, present or later, resolves to False."""
         self._has_ended = True
         if self._waiting is not None:
             self._waiting.set_result(False)
 
     def take_waiting(self) -> asyncio.Future[bool] | None:
-        """Return the future that callers of `when_saved` wait for; the caller must set it. None when nobody waits."""
+        """Return the future that callers of `when_saved` wait for, which the caller must resolve, or None when there is
+        none.
+        """
         waiting, self._waiting = self._waiting, None
         self.wanted.clear()
         return waiting
@@ -121,20 +128,23 @@ class LaterTerms:
     # What is saved
 
     def begin_save(self) -> tuple[bool, Iterator[tuple[list[Entry], list[bytes]]]]:
-        """Begin to save all changes until now; call `saved` or `not_saved` next. Return whether all entries are saved
-        anew, and in steps the entries to store, and the keys of the entries to remove."""
+        """Begin to save the changes until now; call `saved` or `not_saved` next. Return whether all entries are saved
+        anew, and an iterator of steps, each with entries to store and keys of entries to remove.
+        """
         is_whole, self.is_whole = self.is_whole, False
         self._saving, self.changed, self._is_saving_whole = self.changed, set(), is_whole
         return is_whole, self._entries(chain(self._saving, self._all_blocks() if is_whole else ()))
 
     def saved(self) -> None:
-        """Note that the changes before `begin_save` are committed."""
+        """Note that the changes before the last `begin_save` are committed."""
         if self._is_saving_whole and not self.is_whole:
             self._is_incomplete = False
         self._saving, self._is_saving_whole = set(), False
 
     def not_saved(self) -> None:
-        """Note that the changes before `begin_save` are not committed."""
+        """Note that the changes before the last `begin_save` could not be committed; they are saved with the
+        next save.
+        """
         self._saving |= self.changed
         self.is_whole |= self._is_saving_whole
         self._saving, self.changed, self._is_saving_whole = set(), self._saving, False
@@ -170,13 +180,13 @@ class LaterTerms:
 
     @property
     def is_any(self) -> bool:
-        """Return whether any block has later terms."""
+        """True when any block has terms that are not in its header."""
         column = self._residency.rows.optional.view("later_terms")
         return column is not None and bool(column.any())
 
     @property
     def sees_all(self) -> bool:
-        """Return whether the index has every block that may have a saved entry, blocks on NVMe included."""
+        """True when the index has every block that may have a saved entry, which needs a durable tier."""
         return self._residency.durable >= 0
 
     def _key(self, tenant: int, key: bytes) -> bytes:
@@ -219,7 +229,7 @@ class LaterTerms:
 
 
 def terms_in(value: bytes) -> SavedTerms | None:
-    """Return the terms in a value; None for bytes of another form."""
+    """Return the terms in a saved `value`, or None for bytes of another form."""
     try:
         expires_s, priority, scope = _TERMS.unpack_from(value)
         owners = value[_TERMS.size :].decode()

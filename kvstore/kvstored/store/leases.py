@@ -4,7 +4,7 @@ A lease pins its blocks while it lives. When it expires they may be evicted, but
 with readers left is held in limbo and freed on the release of its last reader or the end of that reader's connection.
 The module only keeps records: the time is an argument, slots are freed by a callback. Invariants: a slot is freed
 exactly once, with no readers; expiries given to `grant` and `renew` never go back (one time to live for all), so the
-next to lapse is found at once.
+next to expire is found at once.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ Place = tuple[int, int]  # container and offset: a slot without its generation
 
 @dataclass(slots=True)
 class GrantedLease:
-    """A lease as the daemon holds it: a client's right to read blocks. `tokens` name residency rows as pinned: a block
-    may be removed by force, and its row be used again. Empty once expired. `continues`: granted for the request of
-    another lease, which counts for both.
+    """A client's right to read blocks in given slots. `tokens` name the pinned blocks; the list is empty once the lease
+    has expired. `continues`: it belongs to the request of an earlier lease, and does not count against the client's
+    limit.
     """
 
     lease_id: int
@@ -37,7 +37,7 @@ class GrantedLease:
 
 
 class LeaseBook(Protocol):
-    """A place where leases are noted for a later process."""
+    """A record of leases that a later process of the daemon can read."""
 
     def record_lease(self, lease_id: int, session_id: int, slots: Sequence[Slot]) -> None: ...
 
@@ -45,11 +45,12 @@ class LeaseBook(Protocol):
 
 
 class LeaseTable:
-    """All leases of the daemon. `unpin(tokens)` is the residency's; `free_slot(slot)` and `mark_retired(slot)` (the
-    block in a slot in limbo is gone) belong to the tiers that clients read, no two of which share a container's
-    number. A tenant has at most `limbo_limit_bytes` in limbo by eviction; drops by an operator may exceed it. If a
-    session holds more than `expired_limit` expired leases, the oldest become one, which ends with the session: so
-    their number is bounded by the number of slots.
+    """The table of all leases of the daemon, and of slots in limbo (kept until their last reader is done).
+
+    `unpin(tokens)` unpins blocks, `free_slot(slot)` frees a slot, and `mark_retired(slot)` is called when the block in
+    a slot in limbo is gone. A tenant has at most `limbo_limit_bytes` in limbo by eviction; drops by an operator may
+    exceed it. If a session holds more than `expired_limit` expired leases, the oldest are joined in one, so their
+    number is bounded by the number of slots.
     """
 
     def __init__(
@@ -86,14 +87,14 @@ class LeaseTable:
         return len(self._due)
 
     def count(self, session_id: int) -> int:
-        """Return the number of requests for which a session holds leases that have not expired."""
+        """Return for how many requests the session holds leases that have not expired."""
         return self._counted[session_id]
 
     def limbo_bytes(self, tenant: int | None = None) -> int:
         return sum(self._limbo_bytes.values()) if tenant is None else self._limbo_bytes.get(tenant, 0)
 
     def limbo_in(self, is_here: Callable[[int], bool]) -> int:
-        """Return the bytes in limbo in the containers that `is_here` names."""
+        """Return the bytes of slots in limbo in containers (arenas or slabs) for which `is_here` returns True."""
         return sum(slot.nbytes for slot, _ in self._limbo.values() if is_here(slot.container))
 
     def grant(
@@ -106,7 +107,9 @@ class LeaseTable:
         *,
         continues: bool = False,
     ) -> GrantedLease:
-        """Return a new lease. The caller has pinned the rows of `tokens`; they are unpinned here, once."""
+        """Return a new lease of a session over `slots`, until `expires_ns` (monotonic). The caller has pinned the
+        blocks of `tokens`; the table unpins each once.
+        """
         self._last_id += 1
         if self._book is not None:
             self._book.record_lease(self._last_id, session_id, slots)
@@ -116,13 +119,15 @@ class LeaseTable:
     def restore(
         self, lease_id: int, session_id: int, tenant: int, tokens: list[int], slots: list[Slot], expires_ns: int
     ) -> GrantedLease:
-        """Return a lease of the former process, again in force under its number. `tokens`, pinned by the caller, may be
-        fewer than `slots`: blocks in limbo have none.
+        """Return a lease of an earlier process, valid again under its number. `tokens`, whose blocks the caller has
+        pinned, may be fewer than `slots`: slots in limbo have no block.
         """
         return self._hold(GrantedLease(lease_id, session_id, tenant, tokens, slots, expires_ns))
 
     def record_in(self, book: LeaseBook, last_id: int) -> None:
-        """Record each lease in `book` from now on; it has the present ones. New leases get numbers above `last_id`."""
+        """Record each new lease in `book` from now on; it has the present ones. New leases get numbers above
+        `last_id`.
+        """
         self._book = book
         self._last_id = max(self._last_id, last_id)
 
@@ -130,7 +135,7 @@ class LeaseTable:
         return sorted(self._of_session.get(session_id, ()))
 
     def belong_to(self, session_id: int, tenant: int) -> bool:
-        """Return whether all leases of a session are over blocks of `tenant`."""
+        """Return whether all leases of the session are over blocks of `tenant`."""
         return all(self._leases[lease_id].tenant == tenant for lease_id in self._of_session.get(session_id, ()))
 
     def _hold(self, lease: GrantedLease) -> GrantedLease:
@@ -145,7 +150,9 @@ class LeaseTable:
         return lease
 
     def renew(self, session_id: int, lease_id: int, expires_ns: int) -> bool:
-        """Let a lease expire later. Return False for one that is gone, expired or another session's."""
+        """Set a later expiry of a lease. Return False for a lease that is gone, has expired, or is another
+        session's.
+        """
         lease = self._leases.get(lease_id)
         if lease is None or lease.session_id != session_id or lease.expired:
             return False
@@ -154,7 +161,7 @@ class LeaseTable:
         return True
 
     def release(self, session_id: int, lease_id: int) -> bool:
-        """End a lease. Return False if this session holds no such lease: expired leases can still be released."""
+        """End a lease, expired or not. Return False if this session holds no lease with this number."""
         lease = self._leases.get(lease_id)
         if lease is None or lease.session_id != session_id:
             return False
@@ -162,14 +169,16 @@ class LeaseTable:
         return True
 
     def release_session(self, session_id: int) -> int:
-        """End all leases of a client that is gone, whose slots may be recycled; return their number."""
+        """End all leases of a session whose client is gone, and return their number."""
         ended = [self._leases[lease_id] for lease_id in self._of_session.get(session_id, ())]
         for lease in ended:
             self._end(lease)
         return len(ended)
 
     def expire(self, now_ns: int) -> int:
-        """Let overdue leases lapse: their rows may be evicted, their bytes are kept until the reader is done."""
+        """End the validity of leases that are due at `now_ns`, and return their number. Their blocks may be evicted;
+        their slots are kept until the reader releases them.
+        """
         lapsed = 0
         while self._due:
             lease = next(iter(self._due.values()))
@@ -186,12 +195,13 @@ class LeaseTable:
         return (slot.container, slot.offset) in self._readers
 
     def may_retire(self, slot: Slot, tenant: int) -> bool:
-        """Return whether a block may be evicted from this slot: it has no reader, or the tenant's limbo has room for
-        it."""
+        """Return whether a block of `tenant` may be evicted from `slot`: it has no reader, or the tenant's slots in
+        limbo stay within the limit.
+        """
         return not self.has_readers(slot) or self.limbo_bytes(tenant) + slot.nbytes <= self._limbo_limit_bytes
 
     def retire(self, slot: Slot, tenant: int) -> None:
-        """Take the slot that a block left: free it now, or hold it in limbo until its last reader is done."""
+        """Free `slot`, from which a block of `tenant` was removed: now, or when its last reader is done."""
         place = (slot.container, slot.offset)
         if place not in self._readers:
             self._free_slot(slot)

@@ -1,5 +1,5 @@
 """The movement of a store, put together: the parts that move blocks between its tiers, the parts that judge that, and
-the rooms.
+the allocation of slots.
 
 Each part is made by a function that takes its inputs and returns the part; `assembly.py` calls them in order.
 """
@@ -64,7 +64,7 @@ KEYED_PRIOR_BYTES_PER_S, KEYED_PRIOR_US, KEYED_PRIOR_BYTES = 200e6, 2000.0, 1 <<
 
 @dataclass(frozen=True, slots=True)
 class Ground:
-    """The objects that most parts of a store need. `keyed` are the tiers addressed by key, by position."""
+    """The objects that most parts of a store need. `keyed` maps positions to the remote (key-addressed) tiers."""
 
     config: Config
     clock: Clock
@@ -77,7 +77,9 @@ class Ground:
 
 
 class TierLinks:
-    """A maker of links over the lanes of `mover`. `breakers` belong to the tiers below memory, by position."""
+    """A maker of links between tiers, over the lanes of `mover`. `breakers` maps positions to the breakers of tiers
+    below memory.
+    """
 
     def __init__(self, ground: Ground, mover: Mover, breakers: Mapping[int, TierBreaker]) -> None:
         self._ground = ground
@@ -105,15 +107,17 @@ class TierLinks:
         return self._stagings.get(destination)
 
     def lane(self, source: int, destination: int) -> str:
-        """Return the name of the lane. The writes of the durable medium wait in one queue."""
+        """Return the name of the lane from the tier at `source` to the one at `destination`. All writes to the durable
+        tier share one lane.
+        """
         residency = self._ground.residency
         is_write = destination == residency.durable
         return lane_name(residency.tiers, residency.mapped if is_write else source, destination)
 
 
 class Descent(NamedTuple):
-    """The ways down: the room of each tier, the parts that copy blocks to slower tiers, and the last of them,
-    write-back.
+    """The parts for eviction: the room (slot allocation) of each tier, the parts that copy blocks to slower tiers, and
+    write-back, None without a durable tier.
     """
 
     rooms: list[Room]
@@ -122,7 +126,7 @@ class Descent(NamedTuple):
 
 
 class RoomParts(NamedTuple):
-    """Parts that all rooms need. Lists are by position."""
+    """The parts that the rooms (slot allocation) of all tiers need. Lists are by the tier's position."""
 
     policies: list[EvictionPolicy]
     exits: Sequence[SlotExit]
@@ -133,7 +137,7 @@ class RoomParts(NamedTuple):
 
 
 def device_promotion_tiers(tiers: Sequence[Tier], residency: ResidencyView) -> list[int]:
-    """Return the tiers before the mapped one that read from the durable one's files."""
+    """Return the positions of device tiers that can read files of the durable tier directly."""
     if residency.durable < 0 or not tiers[residency.durable].info.lends_files:
         return []
     return [position for position in range(residency.mapped) if tiers[position].info.loads_files]
@@ -142,9 +146,9 @@ def device_promotion_tiers(tiers: Sequence[Tier], residency: ResidencyView) -> l
 def make_lanes(
     config: Config, residency: ResidencyView, keyed: Container[int], with_own_lane: Sequence[int] = ()
 ) -> list[Lane[LaneTransfer]]:
-    """Make the lanes of a store: one a direction, between the mapped tier and each other one. The lanes of one tier
-    share its medium, so that prefetch waits for demand on any of them. `keyed` are the positions of tiers that are
-    addressed by key, `with_own_lane` the positions of tiers to which the durable tier has a lane of its own.
+    """Return the lanes of a store: one for each direction between the mapped tier and every other tier. The lanes of
+    one tier share its medium, so that prefetch waits for demand on any of them. `keyed` are the positions of remote
+    tiers, `with_own_lane` the positions of tiers to which the durable tier has a lane of its own.
     """
     movement, limits = config.movement, config.limits
     settings = LaneSettings(
@@ -205,7 +209,7 @@ def make_durable_admission(config: Config, residency: Residency, policies: Seque
 
 
 def make_breakers(ground: Ground, modes: DegradedModes) -> dict[int, TierBreaker]:
-    """Make the breakers of the tiers below memory, by position."""
+    """Return the circuit breakers of the tiers below memory, by position."""
     return {
         position: TierBreaker(
             ground.tiers[position], ground.residency.tiers[position], modes, ground.completions, ground.clock,
@@ -218,7 +222,9 @@ def make_breakers(ground: Ground, modes: DegradedModes) -> dict[int, TierBreaker
 def make_gates(
     ground: Ground, policies: Sequence[EvictionPolicy], remote_writes: RemoteWrites | None
 ) -> dict[int, TierGate]:
-    """Make the gates of the key-addressed tiers, by position. `remote_writes` replaces the configuration's."""
+    """Return the gates of the remote tiers, which say what is written there, by position. `remote_writes` replaces the
+    configured rules.
+    """
     residency, gates = ground.residency, {}
 
     def refuses(tier: KeyedTier, row: int) -> bool:
@@ -248,7 +254,7 @@ def make_commit(
     endurance: EnduranceAccount,
     policies: Sequence[EvictionPolicy],
 ) -> GroupCommit:
-    """Make the part that commits the writes to the durable tier, with the gate that judges them."""
+    """Return the part that syncs writes to the durable tier, with the gate that decides what is written."""
     config, residency, clock = ground.config, ground.residency, ground.clock
     lane = links.mover.lanes[links.lane(residency.mapped, residency.durable)]
     gate = WriteGate(
@@ -266,9 +272,9 @@ def make_commit(
 def make_rooms(
     ground: Ground, links: TierLinks, parts: RoomParts, commit: GroupCommit | None, gates: Mapping[int, TierGate]
 ) -> Descent:
-    """Make the rooms of all tiers, the slowest first, and the parts that demote to them. Victims of a tier in memory
-    are passed to the next slower one there, victims of a tier before the mapped one to that one, and all others to
-    write-back or a key-addressed tier.
+    """Return the rooms (slot allocation) of all tiers, and the parts that copy evicted blocks to slower ones. An
+    evicted block goes to the next slower tier in memory, from device memory to the mapped tier, and from the slowest
+    one in memory to NVMe or a remote tier.
     """
     residency, mapped, in_memory = ground.residency, ground.residency.mapped, ground.residency.in_memory
     rooms: dict[int, Room] = {}
@@ -313,8 +319,8 @@ def make_early(
     ground: Ground, links: TierLinks, parts: RoomParts, rooms: Sequence[Room], gates: Mapping[int, TierGate],
     promoter: Promoter, absences: Absences,
 ) -> tuple[list[Sharing], list[DevicePromotion]]:  # fmt: skip
-    """Make the parts that copy blocks before they are evicted, to each key-addressed tier that shares them and to the
-    tiers before the mapped one, and the parts that read blocks of the durable tier to the latter without DRAM.
+    """Return the parts that copy used blocks before they are evicted, to remote tiers that want that and to device
+    tiers, and the parts that read blocks from NVMe straight into device memory.
     """
     residency, mapped, counters = ground.residency, ground.residency.mapped, ground.counters
     sharing, promotions = list[Sharing](), list[DevicePromotion]()

@@ -1,5 +1,5 @@
-"""Knowledge of key-addressed tiers that other nodes share: whether asking them pays, and what they do not have. Pure:
-times are arguments, no I/O.
+"""Knowledge of remote (key-addressed) tiers that other nodes share: whether asking them pays, and which blocks they
+lack. Pure: times are arguments, no I/O.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _WEIGHT, _QUICK_WEIGHT = 1 / 8, 1 / 2  # of an answer that took longer than expe
 
 
 class RemoteVerdict(Enum):
-    """The answer to the question whether the daemon should ask a key-addressed tier for blocks."""
+    """A decision whether the daemon asks a remote tier for blocks."""
 
     WAIT = "wait"  # ask, and wait for the answer within the deadline
     ASIDE = "aside"  # ask, and let no request wait
@@ -37,11 +37,10 @@ class RemoteVerdict(Enum):
 
 
 class ComputeTimes:
-    """The time that an engine takes to compute a block, as the daemon sees it: the time from a get that missed the
-    block to the put of it.
+    """An estimate, for each tenant, of the time in which engines compute a block: from a get that missed it to its put.
 
-    Owns the misses that were not put yet, a bounded number, and an estimate for each tenant. A put may come later than
-    the computation ended, so the estimate follows shorter times faster than longer ones.
+    Owns the misses that were not put yet, a bounded number. A put may come later than the computation ended, so the
+    estimate follows shorter times faster than longer ones.
     """
 
     def __init__(self) -> None:
@@ -49,14 +48,14 @@ class ComputeTimes:
         self._block_us: dict[int, float] = {}
 
     def missed(self, tenant: int, key: bytes, now_ns: int) -> None:
-        """Note that a get found the blocks of a chain before `key`, and did not find `key`."""
+        """Note that a get of `tenant` found the blocks before `key` in its chain, but not `key`."""
         self._missed[tenant, key] = now_ns
         self._missed.move_to_end((tenant, key))
         if len(self._missed) > MOST_MISSES:
             self._missed.popitem(last=False)
 
     def put(self, tenant: int, key: bytes, blocks: int, now_ns: int) -> bool:
-        """Note a put of `blocks` blocks of a chain, the first of them `key`. Return whether a get missed `key`
+        """Note a put of `blocks` consecutive blocks, the first of them `key`. Return whether a get had missed `key`
         before.
         """
         since_ns = self._missed.pop((tenant, key), None)
@@ -69,12 +68,12 @@ class ComputeTimes:
         return True
 
     def block_us(self, tenant: int) -> float | None:
-        """Return the microseconds that computing a block takes; None where nothing was seen yet."""
+        """Return the microseconds that computing a block takes engines of `tenant`, or None when none was seen yet."""
         return self._block_us.get(tenant)
 
 
 class Absences:
-    """Blocks that key-addressed tiers said they do not have, remembered for a short time.
+    """A record of blocks that remote tiers said they do not have, believed for a short time.
 
     Owns the negative answers, by tenant and key, each with the time for which it is believed: `FIRST_ABSENT_S` at
     first, twice as long each time the answer is the same again, up to `LAST_ABSENT_S`. Invariants: an answer is never
@@ -87,12 +86,12 @@ class Absences:
         self._known: OrderedDict[tuple[int, bytes], tuple[int, float]] = OrderedDict()  # until when, and for how long
 
     def covers(self, tenant: int, key: bytes, now_ns: int) -> bool:
-        """Return whether the tiers are known not to have the block."""
+        """Return whether the remote tiers have said recently that they do not have the block `key`."""
         known = self._known.get((tenant, key))
         return known is not None and now_ns < known[0]
 
     def note(self, tenant: int, key: bytes, now_ns: int) -> None:
-        """Note that the tiers have just said that they do not have the block."""
+        """Note that the remote tiers have just said that they do not have the block `key`."""
         known = self._known.pop((tenant, key), None)
         lasts_s = FIRST_ABSENT_S if known is None else min(LAST_ABSENT_S, 2 * known[1])
         self._known[tenant, key] = (now_ns + round(lasts_s * NS_PER_S), lasts_s)
@@ -100,7 +99,9 @@ class Absences:
             self._known.popitem(last=False)
 
     def forget(self, tenant: int, keys: Sequence[bytes] | None) -> None:
-        """Forget blocks `keys` of the tenant, or all of its blocks (None): they have been written or deleted."""
+        """Drop the answers about the blocks `keys` of `tenant`, or all of its blocks (None): they have been written or
+        deleted.
+        """
         if keys is None:
             keys = [key for owner, key in self._known if owner == tenant]
         for key in keys:
@@ -108,7 +109,9 @@ class Absences:
 
 
 class AnswerTimes:
-    """The time that a tier takes to answer, late answers included."""
+    """A record of how long a remote tier takes to answer, late answers included. `expected_s` is the expected time,
+    `deadline_s` how long to wait.
+    """
 
     def __init__(self) -> None:
         self._recent: deque[float] = deque(maxlen=_REMEMBERED)
@@ -138,7 +141,7 @@ class _Tenant:
 
 
 class RemoteValue:
-    """The worth of a question to key-addressed tiers: the compute time that the question is expected to save, less the
+    """An estimate of whether a question to remote tiers pays: the compute time that it is expected to save, less the
     time that it takes.
 
     Owns what the questions of each tenant have found. A question that does not pay is still asked now and then, with no
@@ -153,13 +156,13 @@ class RemoteValue:
         self._tenants: dict[int, _Tenant] = {}
 
     def block_bytes(self, tenant: int) -> int:
-        """Return the expected size of a block of the tenant; 0 where nothing was found yet."""
+        """Return the expected payload bytes of a block of `tenant`, 0 when none was found yet."""
         known = self._tenants.get(tenant)
         return round(known.block_bytes) if known is not None else 0
 
     def declines(self, tenant: int, tokens: int) -> bool:
-        """Return whether `judge` would answer NO for `tokens` missing tokens, as it did for as many or more before. The
-        call counts as a call of `judge`, and takes a tenth of its time.
+        """Return True when `judge` would certainly answer NO for `tokens` missing tokens of `tenant`. True counts as a
+        call of `judge`; it takes a tenth of its time.
         """
         known = self._tenants.get(tenant)
         if known is None or tokens > known.hopeless or known.declined + 1 >= known.every:
@@ -173,8 +176,8 @@ class RemoteValue:
         return blocks * (known.found / known.asked if known is not None else _PRIOR_FOUND / _PRIOR_ASKED)
 
     def judge(self, tenant: int, blocks: int, block_tokens: int, load_us: float, times: AnswerTimes) -> RemoteVerdict:
-        """Decide whether to ask for `blocks` missing blocks. `load_us` is the time to load the blocks that are expected
-        to be found.
+        """Decide whether to ask for `blocks` missing blocks of `block_tokens` tokens each. `load_us` is the time for
+        loading the blocks that are expected to be found; `times` are the tier's answer times.
         """
         known = self._tenants.get(tenant)
         if known is None:
@@ -191,7 +194,7 @@ class RemoteValue:
         return RemoteVerdict.ASIDE
 
     def answered(self, tenant: int, asked: int, found: int, nbytes: int) -> None:
-        """Note that a question for `asked` blocks found `found` blocks of `nbytes` bytes in all."""
+        """Note that a question of `tenant` for `asked` blocks found `found` of them, `nbytes` bytes in all."""
         known = self._tenants.setdefault(tenant, _Tenant())
         known.hopeless = 0
         known.asked = known.asked * _DECAY + asked

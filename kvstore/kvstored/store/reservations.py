@@ -17,8 +17,8 @@ from kvstore_tiers.base import Slot
 
 @dataclass(slots=True)
 class Reservation:
-    """Slots of one client. `slots` maps a place to its slot, for the slots that no block was stored from yet.
-    `is_ahead` says that no put was waiting for the reservation.
+    """A set of slots that one client may write to. `slots` maps a place (0, 1, …) to its slot; slots from which a block
+    was stored are removed. `is_ahead`: the client reserved them before it had a put.
     """
 
     number: int
@@ -30,8 +30,8 @@ class Reservation:
 
 
 class Reservations:
-    """All reservations of the daemon. When a client dies, its session calls `end_session`. `free_slot` frees a slot of
-    the host tier; `count(tenant, nbytes)` adds `nbytes` to the bytes that a tenant holds for blocks to come.
+    """The table of all reservations of the daemon. `free_slot` frees a slot of the host tier. `count(tenant, nbytes)`
+    adds to the bytes that a tenant holds for coming blocks. When a client dies, call `end_session`.
     """
 
     def __init__(self, free_slot: Callable[[Slot], None], count: Callable[[int, int], None]) -> None:
@@ -45,18 +45,20 @@ class Reservations:
         return len(self._reservations)
 
     def held_bytes(self, session_id: int) -> int:
-        """Return the bytes of the slots that the client holds, expired or not."""
+        """Return the bytes of all slots that the client of this session has reserved, in expired reservations too."""
         return sum(slot.nbytes for each in self._of(session_id) for slot in each.slots.values())
 
     def begin(self, session_id: int, tenant: int, expires_ns: int, *, is_ahead: bool = False) -> Reservation:
-        """Begin a reservation, without a slot yet."""
+        """Return a new reservation without slots, valid until `expires_ns` (monotonic)."""
         self._last_number += 1
         reservation = Reservation(self._last_number, session_id, tenant, expires_ns, is_ahead)
         self._reservations[reservation.number] = reservation
         return reservation
 
     def add(self, reservation: Reservation, slot: Slot) -> bool:
-        """Add one more slot. Return False when the reservation has ended meanwhile: the slot is free again."""
+        """Add `slot` to `reservation`. Return False when the reservation has ended meanwhile: the slot has
+        been freed.
+        """
         self._count(reservation.tenant, slot.nbytes)
         if reservation.number not in self._reservations:
             self.free(reservation.tenant, slot)
@@ -66,14 +68,14 @@ class Reservations:
         return True
 
     def find(self, session_id: int, number: int, now_ns: int) -> Reservation | None:
-        """Return reservation `number` if this client may still store from it; None otherwise."""
+        """Return the reservation `number` if the client of this session may still store from it, otherwise None."""
         reservation = self._reservations.get(number)
         if reservation is None or reservation.session_id != session_id or reservation.expires_ns <= now_ns:
             return None
         return reservation
 
     def take(self, reservation: Reservation, places: Iterable[int]) -> dict[int, Slot]:
-        """Return the slots at `places`. They belong to the caller now, which calls `used` or `free` for each."""
+        """Return the slots at `places`, which leave the reservation. Call `used` or `free` for each of them."""
         taken = {place: reservation.slots.pop(place) for place in places}
         self.ahead_bytes -= sum(slot.nbytes for slot in taken.values()) * reservation.is_ahead
         if not reservation.slots:
@@ -81,30 +83,31 @@ class Reservations:
         return taken
 
     def used(self, tenant: int, slot: Slot) -> None:
-        """Note that the taken slot belongs to a stored block now."""
+        """Note that `slot`, which was taken, belongs to a stored block of `tenant` now."""
         self._count(tenant, -slot.nbytes)
 
     def free(self, tenant: int, slot: Slot) -> None:
-        """Free a taken slot that was not used."""
+        """Free `slot`, which was taken and not used."""
         self._count(tenant, -slot.nbytes)
         self._free_slot(slot)
 
     def give_back(self, session_id: int, number: int) -> None:
-        """End a reservation whose client no longer writes to its slots. Does nothing where the reservation is not this
-        client's or has ended.
+        """End the reservation `number`, whose client no longer writes to its slots. It does nothing if the reservation
+        is another client's or has ended.
         """
         reservation = self._reservations.get(number)
         if reservation is not None and reservation.session_id == session_id:
             self._end(reservation)
 
     def end_session(self, session_id: int) -> None:
-        """End the reservations of a client that is gone, and writes no more."""
+        """End all reservations of a client that is gone and writes no more."""
         for reservation in self._of(session_id):
             self._end(reservation)
 
     def close(self) -> None:
-        """Forget all, as the daemon stops: slots end with their memory, and none is freed any more, however late its
-        client goes."""
+        """Forget all reservations, as the daemon stops. No slot is freed any more, since slots end with their
+        memory.
+        """
         self._reservations.clear()
 
     def _of(self, session_id: int) -> list[Reservation]:

@@ -1,5 +1,5 @@
-"""The index over a store's tiers. Owns the reading of their `TierInfo`: which tiers clients map, which tier is durable,
-which tiers are memory.
+"""The making of the block index of a store from its tiers' `TierInfo`: which tiers clients map, which is durable, which
+are memory.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from kvstored.tier_set import TierSet
 
 
 def make_residency(config: Config, tiers: Sequence[Tier]) -> Residency:
-    """Return an empty index over `tiers`, fastest first: tiers in memory, a durable one, tiers that may forget. Raises
-    ValueError where clients map none of them."""
+    """Return an empty block index over `tiers`, fastest first: tiers in memory, then a durable one, then remote ones.
+    Raises ValueError if clients map none of them.
+    """
     infos = [tier.info for tier in tiers]
     durable = next((position for position, info in enumerate(infos) if info.is_durable), -1)
     mapped = [info.is_mapped for info in infos].index(True)

@@ -41,9 +41,10 @@ PINNED_SHARE = 2  # at most one part in so many of the mapped tier is pinned by 
 
 
 class Retention:
-    """Sets and enforces terms. `discard[tier](slot, tenant)` takes a slot of a block that is gone. `is_coming(token)`
-    returns whether a write of the block to the durable tier is under way. `defaults`: the terms of new blocks, by the
-    numbers of the tenants that have defaults."""
+    """The rules for how long blocks are kept: it sets and enforces their terms (time to live, priority, pins).
+    `discard[tier](slot, tenant)` frees a slot of a removed block. `is_coming(token)` returns whether the block is being
+    written to the durable tier. `defaults` has the terms of new blocks, by tenant number.
+    """
 
     def __init__(
         self,
@@ -73,7 +74,7 @@ class Retention:
     # What may be served
 
     def is_expired(self, row: int) -> bool:
-        """Return whether the time of the block in `row` is over."""
+        """Return whether the block at `row` has outlived its time to live."""
         column = self._columns.get("expires_s")
         return column is not None and 0 < column[row] <= self._clock.monotonic_ns() // NS_PER_S
 
@@ -90,16 +91,18 @@ class Retention:
         return [-1 if row >= 0 and self.is_expired(row) else row for row in rows]
 
     def make_way(self, tenant: int, key: bytes) -> bool:
-        """Remove the block `key` if its time is over, so that it can be stored anew. Return False when it cannot be
-        removed now."""
+        """Remove the block `key` if it has expired, so that it can be stored again. Return False when it has, and
+        cannot be removed now.
+        """
         row = self._residency.find(tenant, key)
         return row < 0 or not self.is_expired(row) or self._end(row)
 
     # Terms
 
     def check(self, tenant: int, terms: Terms, nbytes: int) -> None:
-        """Raise KVStoreError for terms that are out of bounds, and for a pin on slots of up to `nbytes` when the tenant
-        may not pin these bytes in addition."""
+        """Check that `tenant` may give blocks these `terms`. Raises KVStoreError for terms out of bounds, or for a pin
+        when the tenant may not pin `nbytes` more.
+        """
         if mistake := terms.mistake():
             raise KVStoreError(ErrorKind.INVALID, mistake)
         if terms.pin:
@@ -116,8 +119,9 @@ class Retention:
                 )
 
     def hold(self, tenant: int, terms: Terms, nbytes: int) -> Callable[[], None]:
-        """Hold room and owner for the pins of a put that `check` allowed, on new slots of `nbytes`. Return a function
-        that lets both go; call it once, when the blocks are stored or given up."""
+        """Reserve the pinned bytes and the pin owner for a put that `check` allowed, on new slots of `nbytes` in all.
+        Return a function that ends this; call it once, when the blocks are stored or given up.
+        """
         if not terms.pin:
             return lambda: None
 
@@ -131,8 +135,7 @@ class Retention:
         return partial(count, -1)
 
     def of_new(self, tenant: int, terms: Terms) -> Terms:
-        """Return the terms for a new block of `tenant`: `terms`, with the tenant's defaults where `terms` leave the
-        time or the priority open."""
+        """Return `terms` with the defaults of `tenant` in place of a time to live or priority that is not given."""
         default = self.defaults.get(tenant)
         if default is None:
             return terms
@@ -140,7 +143,9 @@ class Retention:
         return terms._replace(ttl_s=ttl_s, priority=default.priority if terms.priority is None else terms.priority)
 
     def stored(self, rows: Sequence[int], terms: Terms) -> None:
-        """Set the terms of new blocks; `terms` contain the tenant's defaults already. Headers have all but pins."""
+        """Set the terms of the new blocks `rows`. `terms` contain the tenant's defaults already. Headers have all terms
+        but pins, which are noted to be saved.
+        """
         if terms != NO_TERMS:
             self._set(rows, terms)
         residency, later = self._residency, self.later
@@ -156,8 +161,9 @@ class Retention:
                 later.note_entry(row)
 
     def stored_before(self, rows: Sequence[int], terms: Terms) -> None:
-        """Apply the terms of a put to blocks that were stored before, as far as they keep the blocks longer: a later
-        expiry, a higher priority, one more pin."""
+        """Apply the terms of a put to blocks that were stored before it, where they keep a block longer: a later
+        expiry, a higher priority, one more pin.
+        """
         if terms == NO_TERMS:
             return
         residency, expires_s = self._residency, self._expiry(terms.ttl_s or 0)
@@ -173,7 +179,9 @@ class Retention:
             )
 
     def change(self, rows: Sequence[int], terms: Terms) -> None:
-        """Set the terms of `rows` to `terms`: the expiry may become sooner or later, the priority lower or higher."""
+        """Set the terms of the blocks `rows` to `terms`: the expiry may become sooner or later, the priority lower or
+        higher.
+        """
         facts = self._residency.terms_of
         before = [facts(row) for row in rows] if self.later.is_followed else []
         self._set(rows, terms)
@@ -199,20 +207,24 @@ class Retention:
                 self._residency.set_owners(row, owners | self._bit_of(tenant, terms.pin))
 
     def kept(self, terms: Terms) -> int:
-        """Return the header word for blocks that are stored now with `terms` (`kvstore_proto.terms.kept_word`)."""
+        """Return the header word that encodes expiry and priority of `terms` for blocks stored now
+        (`kvstore_proto.terms.kept_word`).
+        """
         if terms == NO_TERMS:
             return 0
         expires_s = self._clock.wall_ns() // NS_PER_S + terms.ttl_s if terms.ttl_s else 0
         return kept_word(expires_s, terms.priority or 0)
 
     def owners(self, row: int) -> list[str]:
-        """Return the names of the owners whose pins the block in `row` has."""
+        """Return the names of the owners that have pinned the block at `row`."""
         bits = self._residency.pinned_by(row)
         names = self._owners.get(self._residency.tenant_of(row), []) if bits else []
         return [name for bit, name in enumerate(names) if bits >> bit & 1]
 
     def unpin_all(self, tenant: int, owner: str = "") -> int:
-        """End all pins of the tenant's owners, or of `owner` alone; return the number of blocks that lost one."""
+        """Remove the pins of `owner` on blocks of `tenant`, or of all its owners (""). Return the number of blocks that
+        lost one.
+        """
         bits = self._bit_of(tenant, owner, is_new=False) if owner else ALL_OWNERS
         rows = [row for row in self._pinned_rows(tenant) if self._residency.pinned_by(row) & bits]
         for row in rows:
@@ -222,7 +234,7 @@ class Retention:
         return len(rows)
 
     def restore(self, entries: Sequence[Entry]) -> None:
-        """Give blocks the terms in `entries`, which the small state had, instead of their headers' terms."""
+        """Give blocks the terms in the saved `entries`, in place of the terms in their headers."""
         now_ns = self._clock.monotonic_ns()
         for row, terms in self.later.found(entries):
             tenant, bits = self._residency.tenant_of(row), 0
@@ -281,7 +293,7 @@ class Retention:
     # Time
 
     def tick(self) -> bool:
-        """Remove a bounded number of expired blocks. Return True when more can be removed now."""
+        """Remove a bounded number of expired blocks. Return True when more can be removed at once."""
         now_ns = self._clock.monotonic_ns()
         self.idle.tick(now_ns)
         column = self._residency.rows.optional.view("expires_s")

@@ -1,4 +1,4 @@
-"""The daemon's counts. This package reads the parts; the parts do not push."""
+"""The daemon's counts and recent history. The code here reads the other parts; they do not call it."""
 
 from kvstored.telemetry.counters import COUNTERS, Counters
 from kvstored.telemetry.deletions import DeletionLog

@@ -87,7 +87,7 @@ COUNTERS = {
 
 
 class Counters:
-    """The counters, as attributes; an unknown name is a bug and raises KeyError."""
+    """The daemon's counters, by name. Only the names in `COUNTERS` exist; any other raises KeyError."""
 
     __slots__ = ("_values",)
 

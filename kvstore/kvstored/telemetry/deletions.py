@@ -27,8 +27,8 @@ class _Sum:
 
 
 class DeletionLog:
-    """The log of deletions. Call `note` for each call that deleted blocks; call `tick` from a timer a few times a
-    second; `close` writes the rest.
+    """A log of clients' deletions, one line for each user and second. Call `note` for each call that deleted blocks,
+    and `tick` from a timer a few times a second; `close` writes the rest.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -37,7 +37,7 @@ class DeletionLog:
         self._since_ns = 0
 
     def note(self, session: Caller, blocks: int, nbytes: int) -> None:
-        """Note that a client deleted `blocks` blocks of `nbytes` payload bytes."""
+        """Note that the client of `session` deleted `blocks` blocks of `nbytes` payload bytes."""
         if not self._sums:
             self._since_ns = self._clock.monotonic_ns()
         found = self._sums.setdefault((session.tenant.name, session.peer.uid), _Sum(0, 0, 0, ""))

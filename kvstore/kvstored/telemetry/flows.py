@@ -29,8 +29,8 @@ class Named(Protocol):
 
 
 class Caller(Protocol):
-    """A session, for the counts. `tenant_id`: the tenant's number in residency. `account`: the account for which the
-    engine asks; "" if it does not say.
+    """A client as the counts need to know it. `tenant_id` is the tenant's number in the block index. `account` is the
+    user for whom the engine asks, "" if it does not say.
     """
 
     session_id: int
@@ -58,8 +58,8 @@ class TierFlow:
 
 @dataclass(slots=True)
 class TenantFlow:
-    """The traffic of one tenant. `hit_blocks` were handed out under leases; `missed_blocks` were asked for, by lookup
-    or acquire, and missing.
+    """The traffic of one tenant. `hit_blocks` were leased to it; `missed_blocks` were wanted by a lookup or get and
+    missing.
     """
 
     lookups: int = 0
@@ -68,8 +68,8 @@ class TenantFlow:
 
 
 class Flows:
-    """The traffic of all: a `TierFlow` for each tier, by its position in the residency index; a `TenantFlow` for each
-    tenant, by its number, and for each of its accounts, by tenant and name.
+    """The traffic of all tiers and tenants: `tiers` by position, `tenants` by the tenant's number, `accounts` by tenant
+    and the account's name, and `misses`, blocks by cause.
     """
 
     def __init__(self, tiers: int) -> None:
@@ -89,14 +89,16 @@ class Flows:
             account.lookups += 1
 
     def found(self, caller: Caller, blocks: int) -> None:
-        """Count blocks that were handed out under a lease."""
+        """Count `blocks` blocks that were leased to `caller`."""
         self.tenants[caller.tenant_id].hit_blocks += blocks
         account = self._account(caller)
         if account is not None:
             account.hit_blocks += blocks
 
     def missed(self, caller: Caller, cause: Cause, blocks: int) -> None:
-        """Count missing blocks: the first one is missing for `cause`, and the chain's blocks behind it count too."""
+        """Count `blocks` missing blocks of a chain that `caller` wanted. The first is missing for `cause`; those after
+        it count too.
+        """
         self.misses[cause] += blocks
         self.tenants[caller.tenant_id].missed_blocks += blocks
         account = self._account(caller)
@@ -104,7 +106,7 @@ class Flows:
             account.missed_blocks += blocks
 
     def misses_by_name(self) -> dict[str, int]:
-        """Return the blocks missed since the start, by the cause's name as `kvctl explain` shows it."""
+        """Return the number of missed blocks since the start, by the name of the cause as `kvctl explain` shows it."""
         return {cause.name.lower(): blocks for cause, blocks in self.misses.items()}
 
     def _account(self, caller: Caller) -> TenantFlow | None:
@@ -119,8 +121,8 @@ class Flows:
 
 @dataclass(slots=True)
 class Miss:
-    """A miss with its reason. `key` is the first block of the request that was missing, of the layer group `group`;
-    `found_blocks` of `asked_blocks` were there.
+    """A request of a client that missed a block, with the reason. `key` is the first missing block, of the layer group
+    `group`; the request found `found_blocks` of `asked_blocks`. `times` counts repetitions.
     """
 
     key: bytes
@@ -138,7 +140,7 @@ class Miss:
 
 
 class RecentMisses:
-    """The last `limit` misses of each tenant; a tenant with many misses does not push out another's.
+    """A record of the last `limit` misses of each tenant, so that a tenant with many does not push out another's.
 
     A client that misses a block again is one entry with a count. Entries have keys, never token ids. One note costs
     about a microsecond: it is made while a client waits.
@@ -152,7 +154,9 @@ class RecentMisses:
     def note(
         self, request: str, session: Caller, key: bytes, cause: Cause, found: int, asked: int, group: int = 0
     ) -> None:
-        """Note that a request of `asked` blocks found `found` of them and missed the block `key` of a layer group."""
+        """Note that a `request` ("get" or "lookup") of `asked` blocks found `found` of them and missed the block `key`
+        for `cause`. `group` is its layer group.
+        """
         ring = self._rings.get(session.tenant_id)
         if ring is None:
             ring = self._rings[session.tenant_id] = deque(maxlen=self._limit)
@@ -180,7 +184,9 @@ class RecentMisses:
         )
 
     def newest(self, limit: int, tenant: int | None = None) -> list[tuple[int, Miss]]:
-        """Return pairs (tenant, miss), the last miss first."""
+        """Return the last `limit` misses, the newest first, each with its tenant's number; with `tenant`, only of that
+        tenant.
+        """
         found = [
             (number, miss)
             for number, ring in self._rings.items()

@@ -32,7 +32,7 @@ RESOLUTIONS = (Resolution(1, 600), Resolution(60, 1440))  # ten minutes; a day
 
 
 class SeriesKey(NamedTuple):
-    """The name of a series: `tier host used_bytes`, `verb lookup p99_us`."""
+    """The name of a series of samples, in three parts, such as "tier", "host", "used_bytes"."""
 
     scope: str
     subject: str
@@ -41,7 +41,9 @@ class SeriesKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The figures of the daemon's parts at one moment. `totals` only grow; `latencies` are histograms by verb."""
+    """The figures of all parts at one moment. `levels` go up and down, `totals` only grow; `latencies` are histograms
+    by verb.
+    """
 
     levels: Mapping[SeriesKey, float]
     totals: Mapping[SeriesKey, int]
@@ -57,7 +59,9 @@ class MetricSeries:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The samples of one ring, oldest first."""
+    """A part of the samples of one resolution, the oldest first. `at_ns` is the end of each sample, `span_s` its
+    length.
+    """
 
     resolution_s: int
     at_ns: Sequence[int]
@@ -66,7 +70,9 @@ class Window:
 
 
 class History:
-    """The samples of all series, in one ring for each resolution. `started_ns` is the time when counting began."""
+    """The samples of all series, in one ring for each resolution. `started_ns` is the monotonic time when counting
+    began.
+    """
 
     def __init__(self, started_ns: int, resolutions: Sequence[Resolution] = RESOLUTIONS) -> None:
         self._rings = [_Ring(resolution, started_ns) for resolution in resolutions]
@@ -77,11 +83,11 @@ class History:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of memory that the samples take."""
+        """The memory in bytes that the samples take."""
         return sum(ring.nbytes for ring in self._rings)
 
     def due(self, now_ns: int) -> bool:
-        """Return whether any ring is due for a reading."""
+        """Return whether it is time for a new reading, for any resolution."""
         return any(ring.due(now_ns) for ring in self._rings)
 
     def add(self, reading: Reading, now_ns: int) -> None:
@@ -90,7 +96,9 @@ class History:
                 ring.add(reading, now_ns)
 
     def window(self, resolution_s: int, since_ns: int) -> Window:
-        """Return the samples that end after `since_ns`. Raises KeyError for a resolution that is not kept."""
+        """Return the samples of one resolution that end after `since_ns`. Raises KeyError for a resolution that is not
+        kept.
+        """
         ring = next((ring for ring in self._rings if ring.resolution.period_s == resolution_s), None)
         if ring is None:
             raise KeyError(resolution_s)

@@ -20,7 +20,7 @@ NO_COUNTS: Counts = (0,) * BUCKETS
 
 
 class Latencies:
-    """One histogram for each verb."""
+    """A histogram of request times for each verb."""
 
     __slots__ = ("_counts",)
 
@@ -40,7 +40,7 @@ class Latencies:
 
 
 def bucket_of(elapsed_ns: int) -> int:
-    """Return the bucket of a time: the place of the highest bit and the two bits behind it."""
+    """Return the number of the histogram bucket for a time of `elapsed_ns`."""
     if elapsed_ns < _LEAST_NS:
         return 0
     octave = elapsed_ns.bit_length()
@@ -50,8 +50,8 @@ def bucket_of(elapsed_ns: int) -> int:
 
 
 def quantile_ns(counts: Sequence[int], share: float) -> float | None:
-    """Return the time below which `share` of the requests stayed, evenly spread within their bucket; None without
-    requests.
+    """Return the time in ns below which the fraction `share` of the requests stayed, by a histogram's `counts`. Return
+    None when it has no requests.
     """
     total = sum(counts)
     if not total:
@@ -67,8 +67,9 @@ def quantile_ns(counts: Sequence[int], share: float) -> float | None:
 
 
 def cumulative_s(counts: Sequence[int]) -> tuple[list[tuple[float, int]], float]:
-    """Return pairs (upper edge in seconds, requests up to it), one for each power of two from 20 us to 70 s, and the
-    sum of all times. Longer times count in the last pair; the sum takes each time from the middle of its bucket.
+    """Return a list of pairs (time in seconds, number of requests that took at most that long), one for each power of
+    two from 20 us to 70 s, and the sum of all times in seconds. Longer times count in the last pair; each time counts
+    as the middle of its bucket.
     """
     edges, passed, sum_ns = [], 0, 0.0
     for bucket, count in enumerate(counts):

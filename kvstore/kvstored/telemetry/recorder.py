@@ -34,7 +34,7 @@ _FLUSH_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Hinted:
-    """A client's hint; None and 0: not given."""
+    """A client's hint, as it is recorded. None and 0 stand for fields that were not given."""
 
     will_continue: float | None = None
     next_step: int = 0
@@ -44,9 +44,11 @@ class Hinted:
 
 @dataclass(frozen=True, slots=True)
 class RecordedRequest:
-    """One request as it is recorded. `keys` are packed and in chain order; `parent` is the parent of the first key.
-    `found`: the number of readable blocks or, for a put, of stored ones. `block_tokens` of the client's fingerprint;
-    `prompt_tokens`: 0 if not known. `hinted`: the content of a hint.
+    """A request of a client, as it is recorded. `keys` are packed and in chain order; `parent` is the key before the
+    first.
+
+    `found` is the number of readable blocks or, for a put, of stored ones. `block_tokens` comes from the client's
+    fingerprint; `prompt_tokens` is 0 if not known. `hinted` is the content of a hint.
     """
 
     op: str
@@ -62,8 +64,8 @@ class RecordedRequest:
 
 
 class Recorder:
-    """Records requests to a trace file. It opens the file at once (mode 0600; raises OSError if it cannot, or if the
-    file exists).
+    """A writer of clients' requests to the trace file `path`, which is created at once (mode 0600). Raises OSError if
+    it exists or cannot be created.
     """
 
     def __init__(self, path: Path, started_ns: int) -> None:
@@ -77,14 +79,16 @@ class Recorder:
         self._thread.start()
 
     def note(self, event: RecordedRequest) -> None:
-        """Queue an event. It takes about two microseconds and never waits."""
+        """Queue a request to be written. It takes about two microseconds and never waits; when the queue is full, the
+        request is dropped and counted.
+        """
         try:
             self._events.put_nowait(event)
         except Full:
             self.dropped += 1
 
     def close(self) -> None:
-        """Write the queued events and close the file. A thread that hangs in a write is not waited for long."""
+        """Write the queued requests and close the file. It waits for 10 s at most if a write hangs."""
         self._events.put(None)
         self._thread.join(timeout=10)
         if self.dropped:

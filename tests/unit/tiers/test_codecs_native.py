@@ -10,10 +10,11 @@ import pytest
 
 from kvstore_cuda.native_build import AVX2, Unit, build_library
 from kvstore_tiers.codecs import Codec, codec_named, native
+from kvstore_tiers.codecs.context import ContextCodec
 from kvstore_tiers.testing.kv_blocks import SHAPES, Block, extreme_blocks, kv_block
 from tests.reference.skips import skip_without_compiler
 
-NAMES = ("int8", "int4")
+NAMES = ("int8", "int4")  # NumPy has no code for "context"
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +44,20 @@ def test_every_build_gives_the_bytes_of_numpy(
         for build, library in libraries.items():
             monkeypatch.setattr(native._loading, "library", library)
             assert _both_ways(codec, block) == expected, (build, block[2])
+
+
+@pytest.mark.slow
+def test_every_build_gives_the_same_bytes_of_context(
+    libraries: dict[str, ct.CDLL | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codec = ContextCodec()
+    for block in [*(kv_block(number, shape) for number, shape in enumerate(SHAPES)), *extreme_blocks()]:
+        made = []
+        for library in libraries.values():
+            monkeypatch.setattr(native._loading, "library", library)
+            made.append(_both_ways(codec, block))
+        assert made == [made[0]] * len(made), block[2]
+        assert not made[0][1] or made[0][2] == block[1].tobytes()
 
 
 def _both_ways(codec: Codec, block: Block) -> tuple[object, bytes, bytes]:

@@ -115,6 +115,7 @@ class Entry(NamedTuple):
 
 CODECS: dict[str, Entry] = {
     "lossless": Entry(1, "kvstore_tiers.codecs.lossless", "LosslessCodec"),
+    "context": Entry(2, "kvstore_tiers.codecs.context", "ContextCodec"),
     "int8": Entry(3, "kvstore_tiers.codecs.quantised", "Int8Codec"),
     "int4": Entry(4, "kvstore_tiers.codecs.quantised", "Int4Codec"),
 }

@@ -12,9 +12,10 @@ frame alone, and any layer can be decoded alone.
     16      8     bytes of a layer after decoding
     24      4     relative RMS of the error, float32
     28      4     largest error, float32
-    32      28    a tensor, for each (`shapes.py`)
+    32      4     bytes in front of the layers that all of them need
+    36      28    a tensor, for each (`shapes.py`)
     ..      4     a layer, for each: its length, and in the highest bit 1 for a layer that is stored as it is
-    ..            the layers
+    ..            what all layers need, then the layers
 
 All numbers are little-endian. The versions are judged before anything behind them: an unknown version is NotReadable.
 Invariant: a decoder gets a layer of the right length in the frame, and room for exactly the bytes of a decoded layer.
@@ -39,28 +40,35 @@ if TYPE_CHECKING:
 FRAME_VERSION: Final = 1
 FRAME_VERSION_OFFSET, FORM_OFFSET = 4, 8
 _MAGIC: Final = b"KVCF"
-_HEAD: Final = struct.Struct("<4sBBBBIIQff")
+_HEAD: Final = struct.Struct("<4sBBBBIIQffI")
 _AS_IT_IS: Final = np.uint32(1 << 31)
 Bytes = npt.NDArray[np.uint8]
 
 
 class CodedLayers(NamedTuple):
-    """What a codec wrote, layer by layer: the lengths in bytes, and which layers are stored as they are."""
+    """What a codec wrote, layer by layer: the lengths in bytes, and which layers are stored as they are. The first
+    `common_bytes` bytes, before the layers, are for all of them."""
 
     lengths: Sequence[int]
     are_as_they_are: Sequence[bool]
     error: CodingError | None = None
+    common_bytes: int = 0
 
 
 class Frame(NamedTuple):
     """A frame that was read. `places` has the offset of each layer in the stored bytes, and one more for the end;
-    `are_as_they_are` says which layers the codec does not decode."""
+    `are_as_they_are` says which layers the codec does not decode. `common_at` is the offset of what all layers need."""
 
     form: int
     shape: PayloadShape
     error: CodingError | None
     places: list[int]
     are_as_they_are: list[bool]
+    common_at: int
+
+    def common(self, stored: memoryview) -> Bytes:
+        """Return the bytes in the frame `stored` that all layers need."""
+        return np.frombuffer(stored, np.uint8)[self.common_at : self.places[0]]
 
     def layer(self, stored: memoryview, number: int) -> Bytes:
         """Return the bytes of a layer in the frame `stored`."""
@@ -108,11 +116,11 @@ class LayeredCodec(Codec):
         error = coded.error or CodingError(0.0, 0.0)
         head = _HEAD.pack(
             _MAGIC, FRAME_VERSION, self.number, len(shape.tensors), self.is_lossy, self.form, shape.layers,
-            shape.layer_bytes, *error,
+            shape.layer_bytes, *error, coded.common_bytes,
         )  # fmt: skip
         written = head + shape.pack() + index.astype("<u4").tobytes()
         target[: len(written)] = written
-        return Encoded(len(written) + sum(coded.lengths), coded.error)
+        return Encoded(len(written) + coded.common_bytes + sum(coded.lengths), coded.error)
 
     def decode(self, stored: memoryview, payload: memoryview) -> None:
         frame = self.read(stored)
@@ -137,7 +145,9 @@ class LayeredCodec(Codec):
         """Return the head of a frame. Raises Undecodable and NotReadable."""
         if len(stored) < _HEAD.size:
             raise Undecodable(f"{len(stored)} bytes are no frame")
-        magic, version, number, tensors, is_lossy, form, layers, layer_bytes, rms, most = _HEAD.unpack_from(stored)
+        magic, version, number, tensors, is_lossy, form, layers, layer_bytes, rms, most, common_bytes = (
+            _HEAD.unpack_from(stored)
+        )
         if magic != _MAGIC or number != self.number:
             raise Undecodable("it is no frame of this codec")
         if version != FRAME_VERSION:
@@ -157,12 +167,12 @@ class LayeredCodec(Codec):
         if not self.takes(shape):
             raise Undecodable("the codec has no form for this shape")
         index = np.frombuffer(stored, "<u4", layers, begin - 4 * layers)
-        places = np.cumsum(np.concatenate(([begin], index & ~_AS_IT_IS)), dtype=np.int64)
+        places = np.cumsum(np.concatenate(([begin + common_bytes], index & ~_AS_IT_IS)), dtype=np.int64)
         as_they_are = (index & _AS_IT_IS) != 0
         if int(places[-1]) != len(stored) or np.any(np.diff(places)[as_they_are] != layer_bytes):
             raise Undecodable("its lengths do not add up")
         error = CodingError(rms, most) if is_lossy else None
-        return Frame(form, shape, error, places.tolist(), as_they_are.tolist())
+        return Frame(form, shape, error, places.tolist(), as_they_are.tolist(), begin)
 
     def judge_form(self, form: int) -> str:
         """Return why layers of the version `form` cannot be decoded here; "" if they can."""

@@ -17,8 +17,8 @@ from pathlib import Path
 from kvstore_cuda.native_build import AVX2, AVX512, BuildError, Unit, build_library
 
 NATIVE_VARIABLE = "KVSTORED_CODECS_NATIVE"  # 0: NumPy alone
-_SOURCES = ("quantised.cpp", "context.cpp")
-_HEADERS = ("numbers.h",)
+_SOURCES = ("quantised_encode.cpp", "quantised_decode.cpp", "context_encode.cpp", "context_decode.cpp")
+_HEADERS = ("context_layout.h", "context_tables.h", "numbers.h", "quantised.h")
 _WANTED = {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
 _log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class _Loading:
 
     def _run(self) -> None:
         try:
-            units = [Unit(source, ("-Wno-psabi", *_instructions())) for source in _SOURCES]
+            units = [Unit(source, ("-Wno-psabi", "-Wno-unused-function", *_instructions())) for source in _SOURCES]
             path = build_library("codecs", Path(__file__).with_name("csrc"), units, _HEADERS)
             self.library = _declared(ct.CDLL(str(path), mode=ct.RTLD_LOCAL))
         except (BuildError, OSError) as error:
@@ -86,4 +86,21 @@ def _declared(found: ct.CDLL) -> ct.CDLL:
     found.kv_quantise.restype = found.kv_dequantise.restype = size
     found.kv_quantise.argtypes = [size, place, size, place, size, size, size, place, size, place, place, place, place]
     found.kv_dequantise.argtypes = [size, place, size, place, size, size, place, size]
+    found.kv_context_encode.restype = found.kv_context_decode.restype = size
+    found.kv_context_encode.argtypes = [
+        size,
+        place,
+        size,
+        place,
+        size,
+        size,
+        place,
+        size,
+        place,
+        place,
+        place,
+        place,
+        size,
+    ]
+    found.kv_context_decode.argtypes = [size, place, size, place, size, place, place, size, place, size, place, size]
     return found

@@ -1,4 +1,4 @@
-"""Quantises layers with NumPy, to the bit as `csrc/quantised.cpp` does it.
+"""Quantises layers with NumPy, to the bit as `csrc/` does it.
 
 Each step has one rounding, in float32: sums go over the tokens in order, each channel alone. All layers are computed at
 once.

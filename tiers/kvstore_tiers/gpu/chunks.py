@@ -26,15 +26,16 @@ HEADERS_PART, SMALL_HEADERS_BYTES = 128, 2 << 20
 
 
 def header_room(capacity_bytes: int) -> int:
-    """Return the bytes of DRAM that the header pages of a tier may take: the whole tier can have slots of 512 KiB and
-    more; a small tier, of any size.
+    """Return the most bytes of DRAM that header pages (4096 bytes for each slot) of a GPU tier of `capacity_bytes` may
+    take. That is enough for slots of 512 KiB and more; a small tier may have slots of any size.
     """
     return max(capacity_bytes // HEADERS_PART, min(capacity_bytes // 2, SMALL_HEADERS_BYTES))
 
 
 class Chunks(Containers[Arena]):
-    """The chunks of the device `device` (`CudaDevice.identity`). `make` is called with a chunk to make, `drop` with the
-    number of one to give back; `witness` receives each shadow.
+    """The list of a GPU tier's chunks (pieces of device memory, each cut into slots of one size for one owner), which
+    hands out their slots. `device` is the identity of the device. `make` is called with each new chunk, `drop` with the
+    number of one to free; `witness` is told of each chunk's shadow (an arena in DRAM that keeps the blocks' headers).
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class Chunks(Containers[Arena]):
 
     @property
     def headers_bytes(self) -> int:
-        """The bytes of DRAM that header pages take, or will once each slot was used."""
+        """The bytes of DRAM that the header pages of all slots take once each slot was used."""
         return sum(map(_headers_of, self))
 
     def allocate(self, nbytes: int, owner: str) -> Slot | None:
@@ -64,14 +65,17 @@ class Chunks(Containers[Arena]):
             self._discard(chunk)
 
     def of(self, slot: Slot) -> Arena:
-        """Return the chunk of a slot. Raises RuntimeError for a slot that is not allocated."""
+        """Return the shadow arena of the chunk that `slot` lies in. Raises RuntimeError if the slot is not
+        allocated.
+        """
         chunk = super().of(slot)
         chunk.require_out(slot)
         return chunk
 
     def adopt(self, record: ArenaRecord, shadow: int) -> AdoptedArena | None:
-        """Take over a chunk of a process that has ended, with the blocks that its shadow names; return None if the
-        capacity has no room for it. Raises ForeignMemory or OSError. The descriptor stays the caller's.
+        """Take over a chunk that a process left when it ended: `record` describes it, and the blocks in the arena
+        `shadow` (a descriptor that stays the caller's) become slots in use. Return None if the capacity has no room.
+        Raises ForeignMemory or OSError.
         """
         if record.device != self._device:
             raise ForeignMemory("it is memory of another device")
@@ -92,16 +96,20 @@ class Chunks(Containers[Arena]):
         return found
 
     def abandon(self, number: int) -> None:
-        """Forget an adopted chunk of which no slot is in use."""
+        """Forget chunk `number`, which was adopted and has no slot in use."""
         self._discard(self[number])
 
     def leave(self) -> None:
-        """Close the shadows, and leave their memory to the other holders of their descriptors."""
+        """Close this process's descriptors of the shadow arenas, and leave their memory to the other processes that
+        have it.
+        """
         for chunk in self:
             chunk.leave()
 
     def refuse(self, number: int) -> None:
-        """Refuse a chunk for which the device has no memory: hand out no slot of it, and forget it when it is empty."""
+        """Note that the device has no memory for chunk `number`: none of its slots is handed out any more, and the
+        chunk is forgotten once it is empty.
+        """
         chunk = self.get(number)
         if chunk is not None:
             self.bar(chunk)

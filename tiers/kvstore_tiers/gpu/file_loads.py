@@ -47,8 +47,9 @@ class _Load:
 
 
 class FileLoads:
-    """The loads over `link`. `way` is AUTO, DIRECT or BOUNCE. Raises OSError if direct storage is demanded and
-    missing.
+    """The loads of blocks from another tier's files into a GPU tier's slots, which the worker process behind `link`
+    reads. `way` is AUTO, DIRECT (only direct storage) or BOUNCE (through host memory). Raises OSError if DIRECT is
+    demanded and missing.
     """
 
     def __init__(self, link: GpuWorkerLink, steps: TransferThreads, counters: TransferCounters, way: str) -> None:
@@ -63,12 +64,14 @@ class FileLoads:
 
     @property
     def is_direct(self) -> bool:
-        """Return whether payloads bypass host memory; bytes that nothing could verify are not read this way."""
+        """True if payloads go from the file to the device without host memory. This is used only if the device can
+        verify what arrives.
+        """
         return self._way != BOUNCE and not self._why_bounced
 
     @property
     def sentence(self) -> str:
-        """The way in which files are read, for an operator."""
+        """A sentence for the operator that says in which way files are read."""
         if self.is_direct:
             return "reads NVMe by direct storage"
         why = "" if self._way == BOUNCE else f": {self._why_bounced}"
@@ -84,7 +87,9 @@ class FileLoads:
         return "" if link.can_check else f"the device cannot verify what arrives ({link.cannot_check or 'not wanted'})"
 
     def load(self, slot: Slot, shadow: Segment, expect_key: bytes, image: FileImage, done: Completion) -> None:
-        """Load a block into `slot`, see `Tier.loader`; `shadow` is the slot's."""
+        """Read the block `expect_key` from the file `image` into `slot`, as `Tier.loader` describes. `shadow` is the
+        slot's header page in DRAM. `done` gets the outcome.
+        """
         erase_header(shadow)  # until the block was verified
         counted = self._steps.expect(self._counters.wrote, done)
 

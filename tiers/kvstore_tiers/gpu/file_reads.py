@@ -37,7 +37,9 @@ _DEFAULTS = {"KVIKIO_GDS_THRESHOLD": "0", "KVIKIO_NTHREADS": "4"}
 
 
 class DirectStorageFailed(OSError):
-    """The library is missing, or cannot do it; the message says what to do. It has no errno."""
+    """An error: the library for direct storage is missing or cannot do what was asked. The message says what to do; it
+    has no errno.
+    """
 
 
 class _DeviceBytes:
@@ -50,7 +52,9 @@ class _DeviceBytes:
 
 
 class DirectStorage:
-    """Direct storage to the device whose context is current in the thread that makes it. Raises DirectStorageFailed."""
+    """Reads from files to device memory past host memory, by GPUDirect Storage. The thread that makes it must have the
+    device's context. Raises DirectStorageFailed if the machine cannot do this.
+    """
 
     def __init__(self) -> None:
         self._library = _load()
@@ -58,9 +62,9 @@ class DirectStorage:
         self._files: OrderedDict[tuple[int, int], Any] = OrderedDict()  # by device and inode, the last used at the end
 
     def read(self, descriptor: int, offset: int, address: int, nbytes: int) -> int:
-        """Read from a file to device memory; return the number of bytes. Offset, address and size are whole pages. It
-        may be called from any thread in which the device's context is current. Raises DirectStorageFailed; nothing
-        is under way any more then.
+        """Read `nbytes` bytes at `offset` of the file `descriptor` to the device `address`, and return how many bytes
+        came. All three are whole pages. Any thread with the device's context may call it. Raises DirectStorageFailed,
+        when nothing of the read is under way any more.
         """
         try:
             file = self._file(descriptor)  # another thread may forget it meanwhile
@@ -117,8 +121,9 @@ Ended = Callable[[int, OSError | None], None]  # transfer, what went wrong; with
 
 @dataclass(frozen=True, slots=True)
 class FileRead:
-    """A read of a file from `offset` on: a header page to `host`, and the payload to the address `device`, by way of
-    the rest of `host` (at the address `host_address`) unless it `is_direct`.
+    """An order to read a slot image from a file at `offset`: the header page goes to `host`, the payload to the address
+    `device`. Unless `is_direct`, the payload passes through the rest of `host`, which is at `host_address`. `transfer`
+    is the order's number.
     """
 
     transfer: int
@@ -132,8 +137,8 @@ class FileRead:
 
 
 class FileReads:
-    """The reads of a worker. `direct` is None without direct storage. `ended` is called on threads of this object or of
-    `events`.
+    """The threads of a GPU worker that read slot images from files. `direct` is None if there is no direct storage.
+    `ended(transfer, error)` is called once for each read, on another thread.
     """
 
     def __init__(self, driver: CudaDevice, events: Events, direct: DirectStorage | None, ended: Ended) -> None:
@@ -146,7 +151,7 @@ class FileReads:
         self._threads: list[Thread] = []
 
     def start(self, read: FileRead) -> None:
-        """Start a read, and return at once; the object owns the descriptor from now on."""
+        """Begin `read` and return at once. The descriptor in it is closed when the read ends."""
         if not self._threads:
             self._threads = [Thread(target=self._serve, name=f"gpu-file-{at}", daemon=True) for at in range(READERS)]
             for thread in self._threads:

@@ -29,7 +29,9 @@ Done = Callable[[wire.End], None]
 
 @dataclass
 class WorkerTransfer:
-    """A transfer that the GPU worker is asked for. `waits`: it waits for the next worker if there is none now."""
+    """A transfer that the GPU worker process was asked for. With `waits`, it waits for the next worker if there is none
+    now. `patience_s` is the number of seconds after which the worker counts as hanging.
+    """
 
     ended: Done
     since_s: float
@@ -39,7 +41,7 @@ class WorkerTransfer:
 
 
 class Pending:
-    """The transfers that have not ended. It may be used from any thread; ends are called on the caller's thread."""
+    """The transfers that the GPU worker has not ended. Any thread may use it."""
 
     def __init__(self) -> None:
         self._transfers: dict[int, WorkerTransfer] = {}
@@ -47,7 +49,10 @@ class Pending:
         self._lock = threading.Lock()
 
     def begin(self, ended: Done, patience_s: float, *, waits: bool, may: Callable[[], bool]) -> int | None:
-        """Return the number of a new transfer; None unless it `may` begin, which is asked in the same step."""
+        """Add a transfer and return its number. `may` is called under the lock; if it returns False, nothing is added
+        and None is returned. `ended` is called once with the transfer's end. The other parameters are explained at
+        `WorkerTransfer`.
+        """
         with self._lock:
             if not may():
                 return None
@@ -56,8 +61,8 @@ class Pending:
             return self._last
 
     def send(self, number: int) -> bool:
-        """Mark a transfer as sent: a worker will see it, and owes its end from now on. Return False if it has failed
-        meanwhile.
+        """Mark transfer `number` as sent to a worker, which must now end it. Return False if the transfer has failed
+        meanwhile, so that it must not be sent.
         """
         with self._lock:
             transfer = self._transfers.get(number)
@@ -66,21 +71,25 @@ class Pending:
             return transfer is not None
 
     def take_back(self, number: int) -> None:
-        """Mark a transfer as not sent: it could not be sent."""
+        """Mark transfer `number`, which could not be sent to the worker process, as not sent, so that the next worker
+        gets it.
+        """
         with self._lock:
             transfer = self._transfers.get(number)
             if transfer is not None:
                 transfer.is_sent = False
 
     def end(self, number: int, end: wire.End) -> None:
-        """End a transfer; nothing happens if it has ended already."""
+        """End transfer `number` with `end`. It does nothing if the transfer has ended already."""
         with self._lock:
             transfer = self._transfers.pop(number, None)
         if transfer is not None:
             transfer.ended(end)
 
     def fail(self, concerns: Callable[[WorkerTransfer], bool], end_of: Callable[[WorkerTransfer], wire.End]) -> int:
-        """End the transfers that `concerns` selects; return their number."""
+        """End all transfers for which `concerns` returns True, each with what `end_of` returns for it. Return how many
+        there were.
+        """
         with self._lock:
             numbers = [number for number, each in self._transfers.items() if concerns(each)]
             failed = [self._transfers.pop(number) for number in numbers]
@@ -89,7 +98,9 @@ class Pending:
         return len(failed)
 
     def is_overdue(self, now_s: float, ready_s: float) -> bool:
-        """Return whether a worker that is ready since `ready_s` has owed the end of a transfer for too long."""
+        """Return True if a worker that was ready at `ready_s` has not ended a transfer within the transfer's patience.
+        Times are monotonic seconds.
+        """
         with self._lock:
             sent = [each for each in self._transfers.values() if each.is_sent]
         return any(now_s - max(each.since_s, ready_s) > each.patience_s for each in sent)
@@ -112,10 +123,10 @@ class _Chunk:
 
 
 class GpuWorkerLink:
-    """A link to the worker of `device`. `refused` is called with a chunk that could not be made, and why; `follower` is
-    called with chunks that exist; `regions` learn which of them a worker has registered. `can_check` says whether
-    the worker has `checksums`, and `has_direct_storage` whether it has that; `cannot_check` and `no_direct_storage`
-    give the reasons if not. Raises OSError if no worker starts, with its message.
+    """The connection of a GPU tier to its worker process, which holds the CUDA context of `device` and does the copies.
+    A worker that dies is replaced. `refused(chunk, why)` is called for a chunk that could not be made; `follower` is
+    told of chunks, `regions` of host memory that the worker registered. `can_check` tells if the worker can compute
+    checksums. Raises OSError with the reason if no worker starts.
     """
 
     def __init__(
@@ -147,16 +158,16 @@ class GpuWorkerLink:
             raise OSError(why)
 
     def add_region(self, number: int, region: wire.MemoryRegion) -> None:
-        """Add host memory that transfers may name. Its descriptor stays the caller's, open until `drop_region` has
-        ended.
+        """Tell the worker of host memory, under `number`, that transfers may name. The caller keeps the descriptor in
+        `region` open until `drop_region` has ended.
         """
         with self._lock:
             self._regions[number] = region
             self._outbox.put(wire.pack_region(number, region), region.descriptor)
 
     def drop_region(self, number: int, ended: Callable[[], None]) -> None:
-        """Drop a region. `ended` is called when no worker has it mapped: on a thread of this link's, or on the
-        caller's.
+        """Take host memory `number` away from the worker. `ended` is called when no worker has it mapped, perhaps on
+        the caller's thread.
         """
         with self._lock:
             del self._regions[number]
@@ -168,21 +179,23 @@ class GpuWorkerLink:
             ended()
 
     def add_chunk(self, number: int, nbytes: int) -> None:
-        """Add device memory; transfers may name it at once, and fail if it cannot be made."""
+        """Let the worker make a chunk of `nbytes` of device memory under `number`. Transfers may name it at once; they
+        fail if it cannot be made.
+        """
         with self._lock:
             self._chunks[number] = _Chunk(nbytes)
         self._outbox.put(wire.pack(wire.CREATE, number, nbytes))
 
     def import_chunk(self, number: int, nbytes: int, descriptor: int, to_send: int) -> None:
-        """Add device memory that exists already. It takes two descriptors: the chunk may be dropped before the other
-        one is sent.
+        """Let the worker map a chunk of device memory that exists already. `descriptor` and `to_send` refer to it; the
+        link closes both.
         """
         with self._lock:
             self._chunks[number] = _Chunk(nbytes, descriptor)
         self._outbox.put(wire.pack(wire.IMPORT, number, nbytes), to_send)
 
     def drop_chunk(self, number: int) -> None:
-        """Give device memory back. Nothing is written to it any more."""
+        """Free the device memory of chunk `number`, to which no transfer writes any more."""
         with self._lock:
             chunk = self._chunks.pop(number)
             if chunk.descriptor >= 0:
@@ -190,7 +203,9 @@ class GpuWorkerLink:
         self._outbox.put(wire.pack(wire.DROP, number))
 
     def descriptor_of(self, number: int) -> int:
-        """Return a new descriptor of a chunk's memory, which the caller closes; -1 while the worker has not made it."""
+        """Return a new descriptor of the memory of chunk `number`, which the caller closes; -1 if the worker has not
+        made the chunk.
+        """
         with self._lock:
             chunk = self._chunks.get(number)
             return os.dup(chunk.descriptor) if chunk is not None and chunk.descriptor >= 0 else -1
@@ -203,8 +218,9 @@ class GpuWorkerLink:
         *,
         waits: bool = True,
     ) -> None:
-        """Copy pieces, by WRITE or READ, or moves, by MOVE. `ended` is called on a thread of this link's; on the
-        caller's if there is no worker. Unless it `waits`, the transfer fails if only the next worker could do it.
+        """Let the worker copy `pieces` between host and device (`letter` WRITE or READ) or within the device (MOVE).
+        `ended` is called once with "" or a failure, perhaps on the caller's thread. With `waits` False the transfer
+        fails at once if no worker is ready.
         """
 
         def done(end: wire.End) -> None:
@@ -213,14 +229,15 @@ class GpuWorkerLink:
         self._begin(lambda number: wire.pack_transfer(letter, number, pieces), done, waits=waits)
 
     def load(self, load: wire.FileLoad, descriptor: int, ended: Done) -> None:
-        """Let the worker read from a file; the link owns the descriptor, which can read it, from now on. `ended` is
-        called as in `transfer`. The load does not wait for another worker.
+        """Let the worker read a slot image from the file `descriptor`, which the link closes. `ended` is called once.
+        The load fails if no worker is ready.
         """
         self._begin(lambda number: wire.pack_load(number, load), ended, waits=False, descriptor=descriptor)
 
     def checksums(self, places: Sequence[tuple[int, int, int]], summed: Done, *, waits: bool = True) -> None:
-        """Compute xxh3_64 of each place in device memory: chunk, offset there (a multiple of 16) and bytes; at most
-        wire.MAX_CHECKED. `summed` is called like `ended` in `transfer`.
+        """Let the worker compute the xxh3_64 of `places` in device memory, each a chunk number, an offset (a multiple
+        of 16) and a number of bytes. At most wire.MAX_CHECKED places may be given. `summed` gets the end with the
+        checksums in it.
         """
         pieces = [wire.RegionPiece(chunk, offset, 0, 0, nbytes) for chunk, offset, nbytes in places]
         self._begin(lambda number: wire.pack_transfer(wire.CHECK, number, pieces), summed, waits=waits)
@@ -239,7 +256,7 @@ class GpuWorkerLink:
         return self.worker.is_up and (waits or (self._outbox.is_open and self.worker.is_ready))
 
     def close(self) -> None:
-        """End the worker; transfers under way fail. Idempotent."""
+        """End the worker process; transfers under way fail. A second call does nothing."""
         if self.worker.is_closing:
             return
         self.worker.close()
@@ -276,8 +293,8 @@ class GpuWorkerLink:
             return Outgoing(wire.pack(wire.IMPORT, number, chunk.nbytes), os.dup(chunk.descriptor))
 
     def is_overdue(self, now_s: float, ready_s: float) -> bool:
-        """Return whether the worker is late with an answer (a region dropped, the end of a transfer) or with reading
-        its socket: everything else waits behind that.
+        """Return True if the worker, ready since `ready_s`, has not answered or not read its socket for too long. Times
+        are monotonic seconds.
         """
         patience_s = self._settings.patience_s
         with self._lock:

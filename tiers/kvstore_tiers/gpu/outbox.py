@@ -23,7 +23,9 @@ from kvstore_tiers.gpu import wire
 
 
 class Outgoing(NamedTuple):
-    """A packet to send. `transfer`: the number of the transfer that it begins, if any."""
+    """A packet to the GPU worker, with a descriptor to pass (-1: none) and the number of the transfer that it begins
+    (-1: none).
+    """
 
     packet: bytes
     descriptor: int = -1
@@ -36,8 +38,9 @@ _NOTHING = Outgoing(b"")  # wakes the thread
 
 
 class Outbox:
-    """The queue of packets to the GPU worker. `is_wanted(packet)` is asked before a packet is sent: it may be void by
-    now. `unsent(packet)` is called when delivery failed. A worker ignores repeated facts.
+    """A queue of packets to the GPU worker process, sent by a thread of its own, so that no caller waits for the
+    worker. `is_wanted(packet)` is asked right before a packet is sent; `unsent(packet)` is called when sending failed.
+    Packets wait until a worker is there.
     """
 
     def __init__(self, is_wanted: Callable[[Outgoing], bool], unsent: Callable[[Outgoing], None]) -> None:
@@ -55,11 +58,13 @@ class Outbox:
 
     @property
     def is_open(self) -> bool:
-        """True if there is a worker to send to."""
+        """True if a worker process is connected, so that packets are sent at once."""
         return self._has_socket.is_set()
 
     def is_overdue(self, now_s: float, ready_s: float, patience_s: float) -> bool:
-        """Return whether a worker that is ready since `ready_s` has had no room for a packet for too long."""
+        """Return True if sending one packet has taken more than `patience_s` seconds, so that the worker does not read.
+        `ready_s` is when the worker became ready.
+        """
         since_s = self._sends_since_s
         return since_s is not None and now_s - max(since_s, ready_s) > patience_s
 
@@ -67,9 +72,7 @@ class Outbox:
         self._queue.put(Outgoing(packet, descriptor, transfer))
 
     def open(self, sock: socket.socket, greetings: Iterable[Greeting]) -> None:
-        """Send to a new worker: the greetings, which may be more than its socket holds before it reads, then the
-        queue.
-        """
+        """Send to a new worker over `sock` from now on: first the packets that `greetings` make, then the queue."""
         with self._wire:
             self._greetings = deque(greetings)
             self._socket = sock
@@ -77,7 +80,7 @@ class Outbox:
         self._queue.put(_NOTHING)
 
     def shut(self, sock: socket.socket) -> None:
-        """Close the socket of a worker that gets nothing any more."""
+        """Close `sock`, whose worker gets no more packets. Packets wait for the next worker."""
         with contextlib.suppress(OSError):
             sock.shutdown(socket.SHUT_RDWR)  # a send that waits for the worker ends
         with self._wire:
@@ -88,7 +91,7 @@ class Outbox:
             sock.close()
 
     def close(self) -> None:
-        """Send no more waiting packets. Returns at once; the socket is shut, for both sides: see `join`."""
+        """Stop sending, and shut the socket for both sides. The call returns at once; `join` waits for the thread."""
         self._is_closing = True
         self._has_socket.set()
         self._queue.put(None)

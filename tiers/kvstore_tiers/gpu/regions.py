@@ -32,7 +32,9 @@ class _Usable(NamedTuple):
 
 
 class Regions:
-    """The regions of a tier, for any thread. `name` is the tier's name in the log."""
+    """The table of host memory (regions) that the GPU worker has registered, so that the device can copy from and to it
+    directly. `name` is the tier's name in the log. Any thread may use it.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -52,7 +54,9 @@ class Regions:
             self._usable = [each for each in self._usable if each.number != number]
 
     def registered(self, number: int, is_writable: bool) -> None:
-        """Note that the worker has registered a region; unless it `is_writable` the device may only read there."""
+        """Note that the worker has registered region `number`. Unless `is_writable`, the device may only read
+        from it.
+        """
         with self._lock:
             if number in self._known:
                 usable = self._usable.copy()
@@ -60,7 +64,9 @@ class Regions:
                 self._usable = usable
 
     def refused(self, why: str) -> None:
-        """Note that a region is not registered: its bytes use the bounce buffer."""
+        """Note that a region could not be registered for the reason `why`, so that its bytes go through the bounce
+        buffer (host memory that the worker always has).
+        """
         if not self._was_refused:
             _LOG.warning("%s copies host memory through its bounce buffer: %s", self._name, why)
         self.refusal, self._was_refused = why, True
@@ -75,8 +81,8 @@ class Regions:
         return sum(each.nbytes for each in self._usable)
 
     def locate(self, segments: Iterable[Segment], *, to_write: bool) -> list[RegionPart] | None:
-        """Return the places of the segments; None if a part of them is in no region that the device may read, or
-        write.
+        """Return the place of each of `segments` as region number, offset and bytes. Return None if a part lies in no
+        registered region, or, for `to_write`, in one that the device may not write.
         """
         regions = self._usable
         places: list[RegionPart] = []

@@ -32,7 +32,9 @@ Settled = Callable[[DriverError | None], None]  # with what went wrong
 
 
 class Events:
-    """The events of queued work. `settled` is called on the thread that waits, or on the caller's."""
+    """A thread that waits until work on the device's streams has ended. `settled` functions are called on it, or on the
+    caller's thread if queueing failed.
+    """
 
     def __init__(self, driver: CudaDevice) -> None:
         self._driver = driver
@@ -43,12 +45,14 @@ class Events:
         self._waiter.start()
 
     def stream(self) -> Any:
-        """Return a new stream, which `settle` waits for."""
+        """Return a new CUDA stream, which `settle` will wait for."""
         self._streams.append(self._driver.stream())
         return self._streams[-1]
 
     def queue(self, stream: Any, work: Callable[[], None], settled: Settled) -> None:
-        """Queue work: `work` queues something on the stream."""
+        """Call `work`, which queues operations on `stream`. `settled` is called once when they have ended, with None or
+        the driver's error.
+        """
         try:
             work()
             event = self._spare_event()
@@ -70,7 +74,7 @@ class Events:
             return self._driver.event()
 
     def settle(self) -> None:
-        """Wait until nothing is under way on the device."""
+        """Wait until no work is under way on any stream."""
         for stream in self._streams:
             self._driver.synchronize(stream)
 
@@ -95,7 +99,9 @@ Ended = Callable[[int, DriverError | None], None]  # transfer, what went wrong
 
 
 class StreamCopies:
-    """The copies on one device. `ended` is called as `Events` says."""
+    """Copies between host and device memory, queued on one stream for each direction. `ended(transfer, error)` is
+    called for each transfer when its copies have ended.
+    """
 
     def __init__(self, driver: CudaDevice, events: Events, ended: Ended) -> None:
         self._driver = driver
@@ -104,8 +110,8 @@ class StreamCopies:
         self._streams: dict[Way, Any] = {way: events.stream() for way in get_args(Way)}
 
     def start(self, transfers: Sequence[int], groups: Iterable[Sequence[CopyRun]], way: Way) -> None:
-        """Queue the copies of some transfers as one batch. Each group belongs to one registration of host memory, or to
-        two chunks: no run crosses the border of one, whose neighbour may be another.
+        """Queue the copies of several `transfers` in the direction `way` as one batch. The runs of each of `groups` lie
+        in one registration of host memory or between two chunks, so that neighbours may be merged.
         """
         stream = self._streams[way]
         runs = Runs.joined([Runs.of(group).merged() for group in groups])
@@ -130,15 +136,15 @@ Summed = Callable[[int, Sequence[int], DriverError | None], None]  # transfer, i
 
 
 class ChecksumArgument(ctypes.Structure):
-    """The argument of the checksum kernel. `ranges`: the address of `count` records of _RANGE, as
-    the device sees it.
-    """
+    """The argument of the checksum kernel: the device address of `count` records of address, bytes and checksum."""
 
     _fields_ = (("ranges", ctypes.c_void_p), ("count", ctypes.c_uint64))
 
 
 class Sheet:
-    """The ranges of one launch in registered host memory, and their sums after it."""
+    """A table in host memory for one launch of the checksum kernel: the ranges to sum, and their checksums
+    afterwards.
+    """
 
     def __init__(self, driver: CudaDevice) -> None:
         nbytes = MOST_RANGES * _RANGE.itemsize
@@ -156,8 +162,8 @@ class Sheet:
 
 
 class Checksums:
-    """The checksums on one device. `summed` is called as `Events` says. Raises CompileError if the kernel cannot be
-    compiled, DriverError.
+    """Checksums of ranges of device memory, computed by a kernel. `summed(transfer, sums, error)` is called when a
+    transfer's are done. Raises CompileError if the kernel cannot be compiled, and DriverError.
     """
 
     def __init__(self, driver: CudaDevice, events: Events, summed: Summed) -> None:
@@ -169,7 +175,9 @@ class Checksums:
         self._spare: SimpleQueue[Sheet] = SimpleQueue()
 
     def start(self, batch: Sequence[tuple[int, Sequence[Range]]]) -> None:
-        """Queue the checksums of some transfers' ranges, at most MOST_RANGES, as one launch."""
+        """Queue the checksums of several transfers, pairs of number and ranges, as one launch. They have at most
+        MOST_RANGES ranges together.
+        """
         try:
             sheet = Sheet(self._driver) if self._spare.empty() else self._spare.get()
         except DriverError as error:

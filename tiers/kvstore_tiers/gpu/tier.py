@@ -65,9 +65,10 @@ _LOG = logging.getLogger(__name__)
 
 
 class GpuTier(ContainerTier):
-    """A tier of `capacity_bytes` of the memory of CUDA device `device`, in chunks of `chunk_bytes`, a multiple of 2
-    MiB. Waits for the worker; raises OSError if it does not start, with the reason. Chunks are numbered from
-    `first_number`. With a `witness`, the blocks on the device are left to it at `close`.
+    """A tier that keeps blocks in `capacity_bytes` of the memory of CUDA device `device`, in chunks of `chunk_bytes`, a
+    multiple of 2 MiB. A worker process does the copies; the constructor waits for it. `bounce_bytes` of host memory
+    serve copies that cannot be made directly. Chunk numbers begin at `first_number`. With a `witness`, the blocks stay
+    on the device after `close`. Raises OSError with the reason if the worker does not start.
     """
 
     def __init__(
@@ -169,7 +170,9 @@ class GpuTier(ContainerTier):
         return partial(self._loads.load, slot, self._shadow(slot), expect_key)
 
     def relocate(self, source: Slot, target: Slot, expect_key: bytes, done: Completion) -> None:
-        """Copy on the device, if it can verify the copy; otherwise by way of host memory."""
+        """Copy the block `expect_key` from `source` to `target` on the device if it can verify the copy; otherwise by
+        way of host memory.
+        """
         if self._link.can_check:
             shadows = self._shadow(source), self._shadow(target)
             self._transfers.relocate(source, shadows[0], target, shadows[1], expect_key, done)
@@ -181,15 +184,14 @@ class GpuTier(ContainerTier):
         return self._chunks.of(slot).segment(slot)
 
     def verify(self, slot: Slot, expect_key: bytes, done: Completion) -> None:
-        """Verify that the slot still holds the block as it was written; `done` gets DONE or CORRUPT, FAILED if that is
-        unknown. The device verifies it if it can (`verifies`), otherwise the block is read. The slot may be freed
-        meanwhile: then the answer means nothing.
+        """Check that `slot` still holds the block `expect_key` as it was written. `done` gets DONE, CORRUPT, or FAILED
+        if that cannot be known. If the slot is freed meanwhile, the answer has no meaning.
         """
         self._transfers.verify(slot, self._shadow(slot), expect_key, done)
 
     @property
     def verifies(self) -> bool:
-        """True if the device computes checksums."""
+        """True if the device itself can compute checksums."""
         return self._link.can_check
 
     def probe(self, done: Completion, *, thorough: bool = True) -> None:
@@ -199,10 +201,10 @@ class GpuTier(ContainerTier):
             done(Outcome(OutcomeKind.FAILED, message=DOWN))
 
     def adopt(self, record: ArenaRecord, shadow: int, memory: int) -> AdoptedArena | None:
-        """Take over a chunk of a process that has ended: descriptors of its shadow and of its memory, which stay the
-        caller's. Return None if the capacity has no room for it. Waits for the device; raises ForeignMemory or
-        OSError if it cannot be used. A slot whose header page on the device differs from the shadow's is freed and
-        counted as damaged.
+        """Take over a chunk of a process that has ended. `shadow` and `memory` are descriptors of its header pages in
+        DRAM and of its device memory; the caller closes both. Return None if the capacity has no room. Blocks whose
+        header on the device differs from the shadow's are dropped and counted as damaged. It waits for the device.
+        Raises ForeignMemory or OSError.
         """
         with contextlib.ExitStack() as undo:
             copies = []
@@ -237,22 +239,23 @@ class GpuTier(ContainerTier):
         )
 
     def retire(self, slot: Slot) -> None:
-        """Mark the block in a slot as gone; its bytes stay until `free`, and no later process takes it for a block."""
+        """Mark the block in `slot` as gone. Its bytes stay until `free`, and no later process takes it for a block."""
         self._chunks.of(slot).retire(slot)
 
     def shadow_of(self, number: int) -> Arena | None:
-        """Return the shadow of a chunk, which names its blocks; None if there is no such chunk."""
+        """Return the arena in DRAM that has the headers of the blocks in chunk `number`; None if there is no such
+        chunk.
+        """
         return self._chunks.get(number)
 
     def owner(self, number: int) -> str | None:
-        """Return the owner of the blocks in a chunk; None if there is no such chunk."""
+        """Return the owner of the blocks in chunk `number`; None if there is no such chunk."""
         chunk = self._chunks.get(number)
         return chunk.owner if chunk is not None else None
 
     def export(self, number: int) -> tuple[int, int]:
-        """Return a new descriptor of a chunk, which the caller closes, and its bytes. A process that imports it could
-        map it to write, too: so bytes read back from the device are compared with the bytes that this process wrote.
-        Raises OSError if there is none now.
+        """Return a new descriptor of the device memory of chunk `number`, which the caller closes, and its bytes.
+        Another process can import it to read, and could also write. Raises OSError if the memory does not exist now.
         """
         descriptor = self._link.descriptor_of(number)
         if descriptor < 0:
@@ -288,17 +291,17 @@ class GpuTier(ContainerTier):
 
     @property
     def device_identity(self) -> int:
-        """The identity of the device whose memory it is (`kvstore_cuda.device`)."""
+        """The identity of the CUDA device that has the blocks (see `kvstore_cuda.device`)."""
         return self._link.device_identity
 
     @property
     def worker_process(self) -> int:
-        """The worker's process id; 0 while there is none."""
+        """The process number of the worker; 0 while there is none."""
         return self._link.worker.process_id
 
     @property
     def worker_starts(self) -> int:
-        """The number of workers that were started."""
+        """The number of worker processes that were started so far."""
         return self._link.worker.starts
 
     def location(self, slot: Slot) -> str:

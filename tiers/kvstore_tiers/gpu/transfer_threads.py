@@ -29,8 +29,8 @@ from kvstore_tiers.threads import ResidentThreads, UnderWay
 
 
 class Bounce:
-    """The bounce buffer: host memory of `nbytes`, which this process and the worker map and the device copies from and
-    to, on behalf of memory that it does not know.
+    """The bounce buffer: `nbytes` of host memory that this process and the GPU worker both map. Copies from and to
+    memory that the worker does not know pass through it.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -43,13 +43,15 @@ class Bounce:
         self._parts = RangeAllocator(0, nbytes)
 
     def take(self, nbytes: int) -> int:
-        """Wait for a free range, and return its offset. Raises ValueError for one that can never be free."""
+        """Wait for a free range of `nbytes` in the buffer, and return its offset in bytes. Raises ValueError if the
+        buffer is smaller, OSError once it is closed.
+        """
         if aligned_up(nbytes) > self.nbytes:
             raise ValueError(f"{nbytes} bytes do not fit a bounce buffer of {self.nbytes}")
         return self._parts.take(nbytes)[0]
 
     def give_back(self, offset: int, nbytes: int) -> None:
-        """Free a range again."""
+        """Free the range of `nbytes` at `offset`, which `take` returned."""
         self._parts.give_back((offset, aligned_up(nbytes)))
 
     def close(self) -> None:
@@ -60,7 +62,9 @@ _LOG = logging.getLogger(__name__)
 
 
 class WrittenBlock(NamedTuple):
-    """A block as it was written to a slot, whole."""
+    """The facts by which a block on the device is verified: key, payload bytes, payload checksum, and the xxh3_64 of
+    its header page.
+    """
 
     key: bytes
     payload_bytes: int
@@ -73,8 +77,8 @@ class WrittenBlock(NamedTuple):
 
 
 def block_in(slot: Slot, shadow: Segment, expect_key: bytes) -> tuple[BlockHeader, bytes] | Outcome:
-    """Return the header of the block that was written to a slot whole, and its page; CORRUPT if there was no such
-    block.
+    """Return the header and the header page of the block `expect_key` that was written to `slot`, read from `shadow`,
+    the slot's header page in DRAM. Return a CORRUPT outcome if no such block is there.
     """
     page = buffer_at(shadow.address, HEADER_BYTES).raw
     header = judge_header(page, expect_key, slot.nbytes - HEADER_BYTES, slot.generation)
@@ -87,8 +91,9 @@ def check(
     link: GpuWorkerLink, slot: Slot, written: WrittenBlock, checked: Completion,
     *, pages: Sequence[tuple[Slot, int]] = (), waits: bool = True,
 ) -> None:  # fmt: skip
-    """Check a slot on the device; `checked` is called on a thread of the link's and must be quick. `pages`: other slots
-    whose header pages must have these digests, too. `waits`: see `GpuWorkerLink.checksums`.
+    """Let the device compute the checksums of header page and payload in `slot` and compare them with `written`.
+    `pages` gives further slots whose header pages must have the given checksums. `checked` gets DONE, CORRUPT or
+    FAILED, and must be quick. `waits` is explained at `GpuWorkerLink.transfer`.
     """
 
     def summed(end: wire.End) -> None:
@@ -111,7 +116,9 @@ def check(
 
 
 def blamed(slot: Slot, payload: Sequence[Segment], written: WrittenBlock) -> Outcome:
-    """Return why the device has wrong bytes: the source was damaged, or the way is."""
+    """Return the outcome for a block that arrived wrong in `slot`: CORRUPT if the source bytes `payload` are wrong
+    themselves, FAILED if they were changed on the way.
+    """
     if checksum_of(payload, written.payload_bytes) != written.checksum:
         return Outcome(OutcomeKind.CORRUPT, message="the payload's checksum does not hold")
     message = f"other bytes arrived in {slot} on the device than were sent"
@@ -120,8 +127,8 @@ def blamed(slot: Slot, payload: Sequence[Segment], written: WrittenBlock) -> Out
 
 
 class TransferThreads:
-    """The threads of the transfers: `threads` that begin transfers and as many that end them; their names start with
-    `name`.
+    """The threads of a GPU tier's transfers and their bounce buffer of `bounce_bytes`. `threads` threads begin
+    transfers and as many end them; their names start with `name`.
     """
 
     def __init__(self, bounce_bytes: int, threads: int, name: str) -> None:
@@ -131,25 +138,23 @@ class TransferThreads:
         self._under_way = UnderWay()
 
     def expect(self, counted: Callable[[Outcome], Outcome], done: Completion) -> Completion:
-        """Return the function to call at a new transfer's end in place of `done`, which gets the result of
-        `counted`.
+        """Count one transfer, and return the function that it must call at its end instead of `done`. `done` then gets
+        the result of `counted(outcome)`.
         """
         return self._under_way.begin(lambda outcome: done(counted(outcome)))
 
     def begin(self, job: Callable[[], None], end: Completion) -> None:
-        """Run `job`, which ends the transfer by itself unless it raises."""
+        """Run `job` on a thread that begins transfers. The job arranges the transfer's end; if it raises, `end` gets
+        FAILED.
+        """
         self._beginnings.begin(job, end)
 
     def finish(self, job: Callable[[], None]) -> bool:
-        """Run `job`, which must not raise. Return False after `close`, which cannot be while a transfer has not
-        ended.
-        """
+        """Run `job`, which must not raise, on a thread that ends transfers. Return False after `close`."""
         return self._ends.post(job)
 
     def close(self) -> None:
-        """Finish the transfers under way, then end the threads. The link shares the buffer, which is closed after
-        it.
-        """
+        """Wait for the transfers under way, then end the threads. The bounce buffer stays open."""
         self._beginnings.close()
         self._under_way.wait()
         self._ends.close()

@@ -39,7 +39,9 @@ from kvstore_tiers.threads import run_transfer
 
 
 class GpuTransfers:
-    """The transfers over `link`, counted in `counters`. `regions`: memory that the device may copy in place."""
+    """The writes, reads and checks of a GPU tier's slots, done by the worker behind `link` and counted in `counters`.
+    `regions` knows the host memory that the device can copy directly.
+    """
 
     def __init__(
         self, link: GpuWorkerLink, steps: TransferThreads, counters: TransferCounters, regions: Regions
@@ -173,7 +175,9 @@ class GpuTransfers:
     def relocate(
         self, source: Slot, source_shadow: Segment, target: Slot, shadow: Segment, expect_key: bytes, done: Completion
     ) -> None:
-        """Copy a block from slot to slot, see `Tier.relocate`; the shadows are the slots'."""
+        """Copy the block `expect_key` on the device from `source` to `target`, as `Tier.relocate` describes.
+        `source_shadow` and `shadow` are the slots' header pages in DRAM.
+        """
         erase_header(shadow)  # until the block was verified
         end = self._steps.expect(self._counters.wrote, done)
         found = block_in(source, source_shadow, expect_key)
@@ -193,9 +197,9 @@ class GpuTransfers:
     # Checking
 
     def verify(self, slot: Slot, shadow: Segment, expect_key: bytes, done: Completion) -> None:
-        """Verify that the slot still holds the block as it was written; `done` gets DONE or CORRUPT, FAILED if that is
-        unknown. The device does it if the worker can, otherwise the block is read. Without a move, it does not count
-        as a transfer.
+        """Check that `slot` still holds the block `expect_key`; `shadow` is its header page in DRAM. `done` gets DONE,
+        CORRUPT, or FAILED if that cannot be known. If the device cannot compute checksums, the block is read, which
+        counts as a read.
         """
         found = block_in(slot, shadow, expect_key)
         if isinstance(found, Outcome):
@@ -211,8 +215,8 @@ class GpuTransfers:
     # For a start
 
     def header_pages(self, slots: Sequence[Slot]) -> list[bytes]:
-        """Return the header pages that the device has at the front of each slot, in batches. Waits; raises OSError if
-        they cannot be read. For a start: no other transfer is under way.
+        """Read the header page at the front of each of `slots` from the device, and return their bytes. It waits, and
+        is meant for a start, when no other transfer is under way. Raises OSError.
         """
         pages: list[bytes] = []
         batch = min(wire.MAX_PIECES, self._bounce.nbytes // HEADER_BYTES)

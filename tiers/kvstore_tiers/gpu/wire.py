@@ -49,7 +49,9 @@ _REGION = struct.Struct("<3Q")
 
 
 class MemoryRegion(NamedTuple):
-    """A region: `nbytes` of a memfd from `offset` on, which the process that shares it keeps open."""
+    """A piece of host memory for the worker to map: `nbytes` bytes of the memfd `descriptor` from `offset` on. The
+    sender keeps the descriptor open.
+    """
 
     descriptor: int
     offset: int
@@ -57,7 +59,9 @@ class MemoryRegion(NamedTuple):
 
 
 class RegionPiece(NamedTuple):
-    """Bytes of a region and their place in a chunk. A transfer S needs no region."""
+    """Bytes to copy between a region (host memory) and a chunk (device memory): `nbytes` at an offset of each. For
+    checksums the region is unused.
+    """
 
     chunk: int
     chunk_offset: int
@@ -67,7 +71,9 @@ class RegionPiece(NamedTuple):
 
 
 class ChunkMove(NamedTuple):
-    """Bytes of a chunk and their new place in that chunk or another one; the places must not overlap."""
+    """`nbytes` bytes to copy within device memory, from one chunk and offset to another. The two ranges must not
+    overlap.
+    """
 
     source_chunk: int
     source_offset: int
@@ -77,9 +83,8 @@ class ChunkMove(NamedTuple):
 
 
 class FileLoad(NamedTuple):
-    """A slot image in a file, from `offset` on: its header page goes to a region, its payload to a chunk, both in whole
-    pages. `is_direct`: the payload comes by direct storage; otherwise it comes by way of the region, behind the
-    header page.
+    """A slot image to read from a file at `offset`: its header page goes to a region (host memory), its payload to a
+    chunk (device memory). Unless `is_direct`, the payload passes through the region, behind the header page.
     """
 
     offset: int
@@ -92,8 +97,9 @@ class FileLoad(NamedTuple):
 
 
 class End(NamedTuple):
-    """The end of a transfer; a success if `failure` is "". `errno`: the error number of a file that cannot be read.
-    `is_down`: no worker did it. `dead_worker`: the number of the worker that died after the transfer was sent to it.
+    """The end of a worker's transfer. An empty `failure` means success. `errno` is set if a file could not be read,
+    `sums` has checksums that were asked for. `is_down` means that no worker did it; `dead_worker` is the number of the
+    worker that died on it, or 0.
     """
 
     failure: str = ""
@@ -108,7 +114,7 @@ def pack(letter: bytes, number: int, nbytes: int = 0, text: str = "") -> bytes:
 
 
 def unpack(packet: bytes) -> tuple[int, int, str]:
-    """Return the numbers and the text of a packet that `pack` made."""
+    """Return the number, the number of bytes and the text of a packet that `pack` made."""
     number, nbytes = _NUMBERS.unpack_from(packet, 1)
     return number, nbytes, packet[1 + _NUMBERS.size :].decode(errors="replace")
 
@@ -118,13 +124,17 @@ def pack_region(number: int, region: MemoryRegion) -> bytes:
 
 
 def unpack_region(packet: bytes, descriptor: int) -> tuple[int, MemoryRegion]:
-    """`descriptor`: the one that came with the packet."""
+    """Return the region's number and the region from a packet that `pack_region` made. `descriptor` came with the
+    packet.
+    """
     number, offset, nbytes = _REGION.unpack_from(packet, 1)
     return number, MemoryRegion(descriptor, offset, nbytes)
 
 
 def pack_transfer(letter: bytes, number: int, pieces: Sequence[RegionPiece] | Sequence[ChunkMove]) -> bytes:
-    """Return the packet of a transfer. Raises ValueError for more than MAX_PIECES, or MAX_CHECKED of a transfer S."""
+    """Return the packet that orders transfer `number` of the kind `letter`. Raises ValueError for more than MAX_PIECES
+    pieces, or MAX_CHECKED for checksums.
+    """
     if len(pieces) > (MAX_CHECKED if letter == CHECK else MAX_PIECES):
         raise ValueError(f"{len(pieces)} pieces do not fit a packet")
     return letter + _NUMBERS.pack(number, len(pieces)) + np.array(pieces, dtype="<i8").tobytes()
@@ -136,7 +146,7 @@ def unpack_transfer(packet: bytes) -> tuple[int, list[RegionPiece]]:
 
 
 def unpack_moves(packet: bytes) -> tuple[int, list[ChunkMove]]:
-    """Return the number and moves of a packet MOVE, which `pack_transfer` made."""
+    """Return the transfer's number and the moves of a packet that `pack_transfer` made with the letter MOVE."""
     number, rows = _unpack_rows(packet, len(ChunkMove._fields))
     return number, [ChunkMove(*row) for row in rows]
 
@@ -157,7 +167,7 @@ def unpack_load(packet: bytes) -> tuple[int, FileLoad]:
 
 
 def unpack_end(packet: bytes) -> tuple[int, End]:
-    """Return the transfer of a packet ENDED, UNREAD or SUMS, and how it ended."""
+    """Return the transfer's number and its end from a packet ENDED, UNREAD or SUMS."""
     letter = packet[:1]
     number, errno, text = unpack(packet)
     if letter == SUMS:

@@ -39,8 +39,8 @@ _GroupedRun = tuple[_Group, CopyRun]
 
 
 class GpuWorker:
-    """The process that has the device's context and copies for the tier. `checks`: load the kernel that checksums
-    device memory; `direct`: load direct storage.
+    """The worker process of a GPU tier: it holds the device's CUDA context and does the copies that the tier orders
+    over `sock`. With `checks` it loads the checksum kernel, with `direct` the library for direct storage.
     """
 
     def __init__(self, sock: socket.socket, driver: CudaDevice, *, checks: bool = False, direct: bool = False) -> None:
@@ -58,7 +58,7 @@ class GpuWorker:
         self._unchecked: list[tuple[int, list[Range]]] = []
 
     def run(self) -> None:
-        """Serve until the tier closes the socket."""
+        """Carry out the tier's orders, which arrive as packets on the socket, until the tier closes it."""
         _, total = self._driver.memory_bytes()
         self._say(wire.pack(wire.READY, self._driver.identity, total, self._driver.name))
         while packets := self._receive():
@@ -82,7 +82,7 @@ class GpuWorker:
         return packets
 
     def close(self) -> None:
-        """Wait for work under way. Nothing is unmapped: the process ends."""
+        """Wait for the work under way. Memory stays mapped, because the process is about to end."""
         self._events.settle()
         self._events.close()
 

@@ -29,14 +29,11 @@ AUTO, DIRECT, BOUNCE, OFF = "auto", "direct", "bounce", "off"  # ways for blocks
 
 @dataclass(frozen=True, slots=True)
 class GpuWorkerSettings:
-    """The settings of a worker. `checks`: the worker checksums device memory, if it can. `from_files`: the way it reads
-    files; AUTO: by direct storage if it is there. `registers`: it copies memory of other tiers in place;
-    `register_bytes`: the bytes registered in a call. `variables`: added to its environment.
-
-    `patience_s`: seconds after which a worker that does not end a transfer is killed; `file_patience_s`: the limit for
-    a load from a file; `start_timeout_s`: the limit for becoming ready. `regrow_s`: seconds for which no memory is
-    asked for after the device had none. `socket_bytes`: the size of the worker's socket buffer, as far as the system
-    grants it.
+    """The settings of a GPU tier's worker process. checks: it computes checksums on the device. from_files: how it
+    reads files (AUTO, DIRECT, BOUNCE or OFF). registers: it copies other tiers' memory directly, registered
+    `register_bytes` at a time. variables: added to its environment. patience_s, file_patience_s: seconds for a transfer
+    and for a load from a file, after which it is killed. start_timeout_s: seconds to become ready. regrow_s: seconds
+    without new chunks after the device had no memory. socket_bytes: size of the socket buffer.
     """
 
     checks: bool = True
@@ -62,41 +59,51 @@ _LOG = logging.getLogger(__name__)
 
 
 class Correspondent(Protocol):
-    """The object that exchanges packets with the worker; called on the thread of its life."""
+    """An object that exchanges packets with the GPU worker. Its methods are called on the thread that watches the
+    worker.
+    """
 
     def connect(self, sock: socket.socket, process: int) -> None:
-        """Send a new worker, at the other end of `sock`, the things that it must know first."""
+        """Send a new GPU worker, process number `process` at the other end of `sock`, the memory that it must map
+        before it can copy.
+        """
         ...
 
     def hear(self, packet: bytes, descriptors: list[int]) -> None:
-        """Take a packet of the worker. Raises OSError if this worker is of no use any more."""
+        """Handle one packet from the worker, with the descriptors that came with it. Raises OSError if the worker must
+        be replaced.
+        """
         ...
 
     def is_overdue(self, now_s: float, ready_s: float) -> bool:
-        """Return whether the worker, which is ready since `ready_s`, has owed an answer for too long."""
+        """Return True if the worker, which became ready at `ready_s`, has not answered for too long. Times are
+        monotonic seconds.
+        """
         ...
 
     def disconnect(self, sock: socket.socket) -> None:
-        """Close the socket: nothing is sent to this worker any more. It may still obey earlier packets."""
+        """Close `sock` to a worker, which gets nothing more. It may still obey earlier packets."""
         ...
 
     def lose(self, process: int) -> int:
-        """Handle the worker's death; return how many transfers failed."""
+        """Note that the worker `process` is dead, and fail the transfers that it had. Return how many failed."""
         ...
 
     def fail_unsent(self) -> None:
-        """End the transfers that no worker has seen yet: there may be no worker for a while."""
+        """Fail the transfers that were not sent to a worker, because there may be none for a while."""
         ...
 
     def fail_all(self) -> None: ...
 
     def lack_direct_storage(self, why: str) -> None:
-        """Note that workers are started without it from now on."""
+        """Note that workers are started without direct storage from now on, for the reason `why`."""
         ...
 
 
 class GpuWorkerLife:
-    """The worker for `device`. `message`: why there is none."""
+    """A thread that starts the worker process of `device`, watches it, kills it when it hangs and starts another when
+    it dies. `message` says why there is no worker.
+    """
 
     def __init__(self, device: int, settings: GpuWorkerSettings, correspondent: Correspondent) -> None:
         self._device = device
@@ -113,7 +120,7 @@ class GpuWorkerLife:
         self._thread = threading.Thread(target=self._live, name="gpu-worker", daemon=True)
 
     def start(self) -> str:
-        """Wait for the first worker; return why there is none, "" if there is."""
+        """Start the first worker and wait until it is ready. Return "", or the reason why there is no worker."""
         self._thread.start()
         patience_s = 2 * self._settings.start_timeout_s  # the first worker may hang where direct storage is loaded
         if self._was_ready.wait(patience_s):
@@ -128,12 +135,12 @@ class GpuWorkerLife:
 
     @property
     def is_up(self) -> bool:
-        """True if there is a worker, or will be in a moment."""
+        """True if a worker runs or will be started soon. False after `close`, and while workers keep dying."""
         return not self._keeps_dying and not self._closing.is_set()
 
     @property
     def is_ready(self) -> bool:
-        """True if the last worker that was started has reported ready."""
+        """True if the worker that was started last has reported that it is ready."""
         return self._ready_s > 0
 
     @property
@@ -141,7 +148,9 @@ class GpuWorkerLife:
         return self._closing.is_set()
 
     def close(self) -> None:
-        """Start no more workers; the present one ends with its socket, or is killed. Returns at once: see `join`."""
+        """Start no more workers. The present one ends when its socket is closed, or is killed. The call returns at
+        once; `join` waits.
+        """
         self._closing.set()
 
     def join(self) -> None:
@@ -155,12 +164,14 @@ class GpuWorkerLife:
         self._was_ready.set()
 
     def say_unable(self, why: str) -> None:
-        """Note that the worker cannot start; for the first one that is final."""
+        """Note that the worker reported the reason `why` it cannot start. If it was the first worker, `start` returns
+        the reason.
+        """
         if not self._was_ready.is_set():
             self.message = why
 
     def say_useful(self) -> None:
-        """Note that the worker has done something: when it dies, the next one is started at once."""
+        """Note that the worker has done some work, so that its successor is started at once if it dies."""
         self._was_useful = True
 
     # From one worker to the next

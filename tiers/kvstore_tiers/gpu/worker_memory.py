@@ -27,7 +27,7 @@ from kvstore_tiers.gpu.streams import Events
 
 
 class Unregistered(KeyError):
-    """Memory that copies cannot use: it is not registered, or not yet."""
+    """An error: copies cannot use this host memory, because it is not registered with the device, or not yet."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,8 +40,8 @@ class _Region:
 
 
 class HostMemory:
-    """The daemon's arenas as the GPU worker has mapped and registered them. `say` sends a packet; `broken` is called
-    with an error after which the context is of no use.
+    """The host memory (regions) that a GPU worker has mapped and registered with the device. `say` sends a packet to
+    the tier. `broken` is called with an error after which the CUDA context is useless.
     """
 
     def __init__(
@@ -58,9 +58,8 @@ class HostMemory:
         threading.Thread(target=self._serve, name="gpu-register", daemon=True).start()
 
     def add(self, number: int, region: wire.MemoryRegion) -> None:
-        """Map a region, to be registered. A region that is known already, or cannot be mapped, is left out, and its
-        transfers report it. Since all transfers need the bounce buffer, OSError is raised for that one: the next
-        worker may have it. Raises DriverError if the context is broken.
+        """Map `region` under `number` and register it soon. If mapping fails, the tier is told and copies use the
+        bounce buffer; for the bounce buffer itself OSError is raised. Raises DriverError if the context is broken.
         """
         if number in self._regions:
             return
@@ -81,7 +80,9 @@ class HostMemory:
             self._changed.notify()
 
     def drop(self, number: int) -> None:
-        """Drop a region: later transfers do not find it."""
+        """Forget region `number`, so that later transfers do not find it. It is unregistered and unmapped when the
+        copies under way have ended.
+        """
         region = self._regions.pop(number, None)
         if region is None:
             self._say(wire.pack(wire.LEFT, number))
@@ -91,7 +92,9 @@ class HostMemory:
             self._changed.notify()
 
     def address_of(self, number: int, offset: int, nbytes: int) -> int:
-        """Return an address in a region. Raises Unregistered, and KeyError for bytes outside the region."""
+        """Return the address of the `nbytes` bytes at `offset` of region `number`. Raises Unregistered, and KeyError
+        for bytes outside the region.
+        """
         region = self._regions.get(number)
         if region is None or not region.is_registered:
             raise Unregistered(number)
@@ -100,7 +103,7 @@ class HostMemory:
         return region.address + offset
 
     def view(self, number: int, offset: int, nbytes: int) -> memoryview:
-        """Return the bytes of a region. Raises the errors of `address_of`."""
+        """Return the `nbytes` bytes at `offset` of region `number` as a memoryview. Raises Unregistered or KeyError."""
         self.address_of(number, offset, nbytes)
         return memoryview(self._regions[number].mapping)[offset : offset + nbytes]
 
@@ -157,8 +160,8 @@ class _Chunk:
 
 
 class WorkerDeviceMemory:
-    """The chunks of device memory that the GPU worker has made. `say` sends a packet and descriptors. Raises
-    DriverError if the context is broken.
+    """The chunks of device memory that a GPU worker has made or imported. `say` sends a packet and descriptors to the
+    tier. Methods raise DriverError if the CUDA context is broken.
     """
 
     def __init__(self, driver: CudaDevice, events: Events, say: Callable[..., None]) -> None:
@@ -170,8 +173,8 @@ class WorkerDeviceMemory:
         self._unmapped: dict[int, tuple[int, int]] = {}  # those of them that hold blocks: bytes, a descriptor
 
     def add(self, number: int, nbytes: int, descriptor: int = -1) -> None:
-        """Add memory, by a descriptor that stays the caller's, or new memory. A known chunk is left unchanged; the tier
-        is notified of a chunk that cannot be had.
+        """Make chunk `number` of `nbytes` device memory, or import it from `descriptor`, which the caller closes. A
+        known chunk is left unchanged. If the memory cannot be had, the tier is told.
         """
         if number in self._chunks:
             return
@@ -196,7 +199,9 @@ class WorkerDeviceMemory:
             self._unmap(chunk)
 
     def address_of(self, number: int, offset: int, nbytes: int) -> int:
-        """Return an address in a chunk. Raises KeyError for bytes that are not there."""
+        """Return the device address of the `nbytes` bytes at `offset` of chunk `number`. Raises KeyError if they do not
+        exist.
+        """
         if number in self._unmapped:
             try:
                 self._import(number)
@@ -209,7 +214,7 @@ class WorkerDeviceMemory:
         return chunk.address + offset
 
     def why_missing(self, numbers: Iterable[int]) -> str:
-        """Return why the first of these chunks that is known to be missing is missing; "" if none is."""
+        """Return the reason why the first missing one of the chunks `numbers` is missing; "" if none is known to be."""
         return next((self._missing[number] for number in numbers if number in self._missing), "")
 
     def _make(self, number: int, nbytes: int) -> None:

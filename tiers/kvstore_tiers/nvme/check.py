@@ -51,11 +51,10 @@ def check_directory(
     notes: bool = False,
     progress: Progress = lambda nbytes: None,
 ) -> list[SlabFinding]:
-    """Check a directory and return everything that is wrong in it; an empty list when nothing is.
-
-    `verify_payloads` reads every live slot whole and checks its checksum; `notes` adds what is worth knowing and not
-    wrong; `progress` is called with every number of bytes read. Raises DirectoryInUse while a tier has it open,
-    FormatUnsupported when a newer version wrote it.
+    """Check the NVMe tier's files in `directory` and return everything that is wrong; an empty list if nothing is.
+    `verify_payloads` also reads every stored block and checks its checksum. `notes` adds remarks that are no faults.
+    `progress` is called with the number of bytes after each read. Raises DirectoryInUse while a tier has the directory
+    open, FormatUnsupported if another version's format is found.
     """
     with closing(TierDirectory(directory, create=False)) as opened:
         findings = walk(opened, capacity_bytes=capacity_bytes, verify_payloads=verify_payloads, progress=progress)
@@ -69,7 +68,7 @@ def walk(
     verify_payloads: bool = False,
     progress: Progress = lambda nbytes: None,
 ) -> Iterator[SlabFinding]:
-    """Yield the findings of `check_directory`, for a caller that holds the directory's lock."""
+    """Yield the findings of `check_directory` one by one, for a caller that already holds the lock of `directory`."""
     yield from _walk_files(directory)
     live: Live = {}
     quarantined: list[tuple[int, int]] = []
@@ -90,13 +89,15 @@ def walk(
 
 
 def bytes_used(directory: TierDirectory) -> int:
-    """Return the bytes of the directory's files that count against the capacity."""
+    """Return the bytes of the slab files in `directory`, finished, unfinished and damaged, which count against the
+    tier's capacity.
+    """
     files = [directory.slab_path(n, suffix) for suffix in ("slab", "new", "damaged") for n in directory.numbers(suffix)]
     return sum(path.stat().st_size for path in files)
 
 
 def stray_files(directory: TierDirectory) -> list[Path]:
-    """Return the files that no version of the tier makes. They are never touched and count against no capacity."""
+    """Return the files in `directory` that no version of the tier makes. The tier never touches or counts them."""
     slabs = {
         directory.slab_path(number, suffix)
         for suffix in ("slab", "new", "damaged")
@@ -109,7 +110,7 @@ def stray_files(directory: TierDirectory) -> list[Path]:
 
 
 def temporary_files(directory: TierDirectory) -> list[Path]:
-    """Return the unfinished temporary files of atomic replacements that a crash left."""
+    """Return the temporary files that a crash left in `directory` while another file was being replaced."""
     return [path for name in sorted(_TEMPORARY) if (path := directory.path / name).exists()]
 
 
@@ -175,5 +176,5 @@ def _walk_chains(live: Live) -> Iterator[SlabFinding]:
 
 
 def newest(blocks: Iterable[LiveBlock]) -> LiveBlock:
-    """Return the block that recovery keeps, of several records with one key: the one with the highest sequence."""
+    """Return the block with the highest sequence number among records of one key; recovery keeps this one."""
     return max(blocks, key=lambda block: block.sequence)

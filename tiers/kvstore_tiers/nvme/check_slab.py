@@ -41,7 +41,9 @@ class Severity(Enum):
 
 
 class FindingKind(Enum):
-    """The kinds of findings. The values are part of the output of `--json`."""
+    """The kinds of faults and remarks that a check of an NVMe directory can report. The values appear in the output of
+    `--json`.
+    """
 
     FORMAT_MISSING = "format-missing"
     TEMPORARY = "temporary-file"
@@ -68,8 +70,8 @@ class FindingKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SlabFinding:
-    """One thing found in a directory. `slab` and `slot` are the numbers of the slot concerned, -1 where the finding
-    concerns none.
+    """One fault or remark from the check of an NVMe directory. `where` names the file or block, `what` says what is
+    wrong. `slab` and `slot` are numbers, -1 if the finding concerns none.
     """
 
     severity: Severity
@@ -101,7 +103,9 @@ _SEQUENCE_MAX = 1 << 63  # more commits than a tier can make
 
 @dataclass(frozen=True, slots=True)
 class LiveBlock:
-    """The fields of a live record that are compared between slabs."""
+    """The facts from the record of a stored block that are compared with other records: its slab and slot numbers, the
+    slot's generation, the commit's sequence number and the key of the parent block.
+    """
 
     slab: int
     slot: int
@@ -115,8 +119,8 @@ Progress = Callable[[int], None]
 
 
 class SlabWalk:
-    """One walk over one slab file. The walk fills `live` with the blocks that live records name, and `quarantined` with
-    the bad slots.
+    """A check of one slab file, number `number` at `path`. It adds each stored block to `live` (by key) and the numbers
+    of quarantined slots to `quarantined`. `progress` is called with the number of bytes read.
     """
 
     def __init__(self, path: Path, number: int, live: Live, *, verify_payloads: bool, progress: Progress) -> None:
@@ -129,8 +133,8 @@ class SlabWalk:
         self.superblock: Superblock | None = None
 
     def run(self) -> Iterator[SlabFinding]:
-        """Walk the file and yield all findings. Raises FormatUnsupported when a newer version wrote the file, OSError
-        when reading fails.
+        """Check the slab file and yield each finding. Raises FormatUnsupported if another version wrote the file, and
+        OSError if reading fails.
         """
         superblock = find_superblock(self._path)
         if isinstance(superblock, str):
@@ -214,8 +218,9 @@ class SlabWalk:
 def read_records(
     fd: int, superblock: Superblock, first: int, count: int
 ) -> tuple[bytes, Records, npt.NDArray[np.bool_]]:
-    """Return `count` records from slot `first` on: their bytes, their columns, and a mask of the records that were ever
-    written. Beyond the file's end they are zeros; where the medium cannot read, bytes that form no record.
+    """Read `count` records of the slab file `fd`, from slot `first` on. Return their bytes, these bytes as an array of
+    dtype RECORD_DTYPE, and a boolean mask of the records that were ever written. Records beyond the file's end are
+    zeros; unreadable ones form no valid record.
     """
     count = min(count, superblock.slots - first)
     raw = read_pages(fd, count * RECORD_BYTES, SUPERBLOCK_BYTES + first * RECORD_BYTES)
@@ -227,7 +232,10 @@ def read_records(
 def judge_slot(
     fd: int, superblock: Superblock, index: int, record: bytes, *, verify_payload: bool
 ) -> tuple[FindingKind, str] | None:
-    """Return what is wrong with the slot of a live record: its header against the record and, if asked, its payload."""
+    """Compare slot `index` of the slab file `fd` with its 256-byte `record`: key, generation, sizes, parent, tenant and
+    fingerprint must agree. `verify_payload` checks the payload's checksum too. Return the kind of the fault and a
+    sentence, or None if the slot is right.
+    """
     named = record_header(record)
     offset = superblock.slot_offset(index)
     try:

@@ -25,7 +25,9 @@ from kvstore_tiers.threads import deliver, run_transfer
 
 @dataclass
 class PendingRecords:
-    """The pending changes of all slabs, by slab."""
+    """The changes of slots whose records are not on the medium yet, by slab: headers of written blocks, next
+    generations of freed slots, and quarantined slots, each by slot number.
+    """
 
     written: defaultdict[Slab, dict[int, BlockHeader]] = field(default_factory=lambda: defaultdict(dict))
     freed: defaultdict[Slab, dict[int, int]] = field(default_factory=lambda: defaultdict(dict))  # in which generation
@@ -36,7 +38,9 @@ class PendingRecords:
 
 
 class Journal:
-    """Collects changes from the control thread and the I/O threads; the record commit takes them."""
+    """A list of changes to slots (written, freed, quarantined) that wait for the next record commit. Any thread may add
+    to it. `sequence` is the number of the next commit.
+    """
 
     def __init__(self, first_sequence: int) -> None:
         self._lock = threading.Lock()
@@ -45,7 +49,7 @@ class Journal:
 
     @property
     def is_empty(self) -> bool:
-        """Return whether everything that changed was committed."""
+        """True if every change has been taken by a commit and none was put back."""
         with self._lock:
             return not self._batch
 
@@ -54,7 +58,7 @@ class Journal:
             self._batch.written[slab][index] = header
 
     def note_freed(self, slab: Slab, index: int, generation: int) -> None:
-        """Note that slot `index` was freed. `generation` is the generation of the slot's next use."""
+        """Add that slot `index` of `slab` was freed. `generation` is the generation of the slot's next use."""
         with self._lock:
             self._batch.freed[slab][index] = generation
 
@@ -63,14 +67,14 @@ class Journal:
             self._batch.quarantined[slab].add(index)
 
     def take(self) -> PendingRecords:
-        """Take and return the changes so far. Later changes go to a new batch with a higher sequence number."""
+        """Return all changes noted so far and empty the list. Later changes belong to the next sequence number."""
         with self._lock:
             batch, self._batch = self._batch, PendingRecords()
             self.sequence += 1
             return batch
 
     def put_back(self, old: PendingRecords) -> None:
-        """Put back the changes of a commit that failed: they are pending again, under the newer changes."""
+        """Add the changes `old` of a failed commit again. Where a slot has changed since, the newer change counts."""
         with self._lock:
             new, self._batch = self._batch, old
             for slab, blocks in new.written.items():
@@ -82,13 +86,15 @@ class Journal:
 
 
 class RecordCommit:
-    """Commits the journal on one resident thread, whenever a caller requests it."""
+    """A thread that makes the changes of `journal` durable whenever a caller asks. `watch` is called with each commit's
+    outcome.
+    """
 
     def __init__(
         self, journal: Journal, watch: Callable[[Outcome], Outcome], make_up: Callable[[], None] = lambda: None
     ) -> None:
-        """Start the thread. `make_up` does what has to be on the medium before any change; it raises OSError where it
-        cannot.
+        """Start the thread. `make_up` is called before each commit and writes what must be on the medium first; it
+        raises OSError if that fails.
         """
         self._journal = journal
         self._watch = watch
@@ -100,7 +106,9 @@ class RecordCommit:
         self._thread.start()
 
     def request(self, done: Completion) -> None:
-        """Call `done` once everything that completed before this call is durable."""
+        """Call `done` once every change before this call is durable, or with FAILED if the commit failed. After `close`
+        it gets CANCELLED at once.
+        """
         with self._wake:
             if not self._closing:
                 self._waiters.append(done)
@@ -109,8 +117,8 @@ class RecordCommit:
         done(Outcome(OutcomeKind.CANCELLED, message="the tier is closed"))
 
     def close(self) -> bool:
-        """Answer waiting requests, commit once more, and end the thread. Return whether all changes are committed.
-        Idempotent.
+        """Answer the waiting requests, commit a last time and end the thread. Return True if all changes are durable. A
+        second call does nothing more.
         """
         with self._wake:
             self._closing = True

@@ -42,7 +42,9 @@ LOCK, FORMAT = "lock", "format"
 
 
 def open_lock(directory: Path) -> int:
-    """Return a descriptor to lock: of DIRECTORY/lock, made if need be, or of the directory. Raises OSError."""
+    """Open the file `lock` in `directory` and return its descriptor; it is made if it is missing. If it cannot be made,
+    the directory itself is opened. Nothing is locked yet. Raises OSError.
+    """
     path = directory / LOCK
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -55,8 +57,8 @@ def open_lock(directory: Path) -> int:
 
 
 def lock_directory(directory: Path) -> int:
-    """Lock the directory itself. Return a descriptor that holds the lock. Raises BlockingIOError where another process
-    has it, OSError where the directory cannot be opened.
+    """Lock `directory` itself, and return a descriptor that holds the lock until it is closed. Raises BlockingIOError
+    if another process has the lock, OSError if the directory cannot be opened.
     """
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -68,15 +70,15 @@ def lock_directory(directory: Path) -> int:
 
 
 def read_holder(descriptor: int) -> bytes:
-    """Return the number in a lock file; b"" where there is none."""
+    """Return the process number that the lock file `descriptor` contains, as text; b"" if there is none."""
     with suppress(OSError):
         return os.pread(descriptor, 32, 0).strip()
     return b""
 
 
 def write_holder(descriptor: int) -> bool:
-    """Write our process number over the one before; whether that could be done. The space that the file has is kept:
-    on a full disk it would not come back."""
+    """Write this process's number into the lock file `descriptor`, over the former number. Return False if that failed.
+    The file keeps its space, which a full disk might not give again."""
     mark = f"{os.getpid()}\n".encode()
     try:
         os.pwrite(descriptor, mark, 0)
@@ -91,8 +93,8 @@ _TEXT = b"no record waits to be synced\n"
 
 
 class Seal:
-    """The seal of the tier's directory at `path`. `held` says whether a valid seal was there when this object was
-    made.
+    """A file in the tier's directory `path` that says that every change is durable, which saves the next start a sync
+    of all slabs. `held` is True if a valid seal was there when this object was made.
     """
 
     def __init__(self, path: Path) -> None:
@@ -100,13 +102,13 @@ class Seal:
         self.held = self._holds()
 
     def remove(self) -> None:
-        """Remove the seal; from then on records may change. Raises OSError."""
+        """Delete the seal durably; only then may records change. Raises OSError."""
         if self._path.exists():
             self._path.unlink()
         sync_directory(self._path.parent)  # also for a process that was killed before it came to that
 
     def write(self) -> None:
-        """Write the seal: everything that changed is committed. Raises OSError."""
+        """Write the seal file, because every change is committed. Raises OSError."""
         replace_file(self._path, _TEXT, durable=False)
 
     def _holds(self) -> bool:
@@ -122,8 +124,9 @@ _LOOK_S, _LOOKS = 0.02, 50  # early_scan.py looks at the lock for microseconds, 
 
 
 class TierDirectory:
-    """An opened, locked directory. With `create=False` (for the checker) nothing is made or written but the lock.
-    `former` is the lock mark of the previous holder.
+    """The opened and locked directory of an NVMe tier. With `create=False` nothing is made or written but the lock.
+    `former` describes the lock file as the previous holder left it. Raises DirectoryInUse, DirectoryUnusable or
+    FormatUnsupported.
     """
 
     former: LockMark
@@ -151,14 +154,14 @@ class TierDirectory:
             raise
 
     def close(self) -> None:
-        """Release the lock. Idempotent."""
+        """Release the directory's lock. A second call does nothing."""
         for descriptor in {self._own_fd, self._lock_fd} - {-1}:
             os.close(descriptor)
         self._lock_fd = self._own_fd = -1
 
     def sync_names(self) -> None:
-        """Make durable the names of the slab files and of the directories that hold them, also names that a killed
-        process made and did not sync. Raises OSError.
+        """Make the names of the slab files and of their directories durable, also names that a killed process left
+        unsynced. Raises OSError.
         """
         for directory in (self.slabs, self.path):
             sync_directory(directory)
@@ -166,8 +169,8 @@ class TierDirectory:
             sync_directory(self.path.absolute().parent)
 
     def is_in_place(self) -> bool:
-        """Return whether the lock that this process holds is still the file that its path names. Raises OSError if the
-        path names nothing.
+        """Return True if the directory's path still leads to the lock that this process holds. It does not if the
+        directory was replaced. Raises OSError if the path names nothing.
         """
         held = os.fstat(self._lock_fd)
         found = os.stat(self.path if stat.S_ISDIR(held.st_mode) else self.path / LOCK)
@@ -177,11 +180,13 @@ class TierDirectory:
         return slab_path(self.slabs, number, suffix)
 
     def numbers(self, suffix: str = "slab") -> list[int]:
-        """Return the numbers of the slab files with this suffix, ascending. Other names are ignored."""
+        """Return the numbers of the files in `slabs/` that end in `suffix`, ascending. Files with other names are
+        ignored.
+        """
         return slab_numbers(self.slabs, suffix)
 
     def require_direct(self) -> None:
-        """Raise DirectoryUnusable when the file system has no direct I/O."""
+        """Raise DirectoryUnusable if the file system of the directory does not support direct I/O."""
         probe = self.slabs / "probe.new"
         try:
             probe.touch(mode=0o600)
@@ -195,12 +200,14 @@ class TierDirectory:
             probe.unlink()
 
     def damaged_bytes(self) -> int:
-        """Return the bytes of the slab files that were put aside because their geometry is lost."""
+        """Return the bytes of the slab files that were renamed to `.damaged` because their geometry (slot size and
+        count) is lost.
+        """
         return sum(allocated_bytes(self.slab_path(number, "damaged")) for number in self.numbers("damaged"))
 
     def put_aside(self, number: int) -> Path:
-        """Rename a slab file to a damaged one, under its own number or, where that name is taken, the next free number.
-        Return the new path.
+        """Rename slab file `number` so that it ends in `.damaged`, under a free number if that name is taken. Return
+        the new path.
         """
         aside = self.slab_path(number, "damaged")
         if aside.exists():
@@ -210,7 +217,7 @@ class TierDirectory:
         return aside
 
     def remove_unfinished(self) -> None:
-        """Delete slab files that a crash left half made."""
+        """Delete the slab files (`.new`) that a crash left unfinished."""
         for number in self.numbers("new"):
             with suppress(OSError):  # the next start may have more luck; making one of that number cuts it
                 self.slab_path(number, "new").unlink()
@@ -248,7 +255,9 @@ class TierDirectory:
             remove_leftover(path)
 
     def keep_format(self) -> None:
-        """Write the format where it is missing or damaged, once each slab's superblock has said its own."""
+        """Write the file `format` if it is missing or damaged. Call it only after the superblock of each slab has named
+        the right format.
+        """
         if not self._lacks_format:
             return
         path = self.path / FORMAT
@@ -270,13 +279,15 @@ class TierDirectory:
 
 
 def read_format(text: bytes) -> int | None:
-    """The version that the file `format` says; None where it cannot be read."""
+    """Return the format version that `text`, the content of the file `format`, names; None if it names none."""
     key, _, version = text.partition(b"\n")[0].partition(b":")
     return version_number(version) if key == _FORMAT_KEY.encode() else None
 
 
 def read_author(text: bytes) -> str:
-    """The version that made the directory, as the file `format` says; "" where it does not."""
+    """Return the version of kvstored that made the directory, as `text`, the content of the file `format`, says; "" if
+    it does not.
+    """
     key, _, version = text.partition(b"\n")[2].partition(b":")
     said = version.strip().decode("ascii", "replace")
     return said if key == _AUTHOR_KEY.encode() and said.isprintable() else ""
@@ -291,10 +302,8 @@ def _locked(fd: int, how: int) -> bool:
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory and the missing ones above it, and make their names durable.
-
-    A block is lost, even if its file is whole, when the name of the file or of a directory above it is lost. Raises
-    OSError, but not where all directories exist and cannot be synced, as after an error of the file system.
+    """Make the directory `path` and all missing ones above it, and make their names durable. Raises OSError, except if
+    all of them exist and only the sync fails.
     """
     path = path.absolute()
     is_there = path.is_dir()
@@ -311,10 +320,9 @@ def make_directory(path: Path) -> None:
 
 
 def open_direct(path: Path, *, require_direct: bool = False, read_only: bool = False) -> tuple[int, bool]:
-    """Open a slab for slot I/O: (descriptor, whether it is O_DIRECT).
-
-    A file system without O_DIRECT (some FUSE and network ones, tmpfs before Linux 6.6) gets buffered I/O, which keeps
-    a second copy of every block in the page cache; `require_direct` makes that a DirectoryUnusable instead.
+    """Open the slab file `path` for slot I/O, and return its descriptor and True if it bypasses the page cache
+    (O_DIRECT). A file system without direct I/O gives False, or DirectoryUnusable if `require_direct` is set. Raises
+    OSError.
     """
     rights = os.O_RDONLY if read_only else os.O_RDWR
     try:
@@ -335,9 +343,7 @@ def is_without_direct(error: OSError) -> bool:
 
 
 def allocated_bytes(path: Path) -> int:
-    """Return the bytes that a file takes: the larger of its length and its allocated blocks (preallocated ones too); 0
-    when the file does not exist.
-    """
+    """Return the bytes that the file `path` takes on the medium, at least its length; 0 if it does not exist."""
     with suppress(FileNotFoundError):
         status = path.stat()
         return max(status.st_size, status.st_blocks * 512)
@@ -349,14 +355,14 @@ _MOST_DIGITS = 9
 
 
 def version_number(text: bytes) -> int | None:
-    """Return the number that the text holds; None where it holds none."""
+    """Return the decimal number that `text` holds, of at most nine digits; None if it holds something else."""
     digits = text.strip()
     return int(digits) if digits.isdigit() and len(digits) <= _MOST_DIGITS else None
 
 
 def version_text(path: Path) -> bytes:
-    """Return the content of a version's file without blanks and zero bytes; b"" where the file is empty or missing.
-    Raises OSError.
+    """Return the first 128 bytes of the file `path` without surrounding blanks and zero bytes; b"" if it is empty or
+    missing. Raises OSError.
     """
     try:
         with open(path, "rb") as file:

@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 
 class DirectoryError(Exception):
-    """The NVMe tier cannot be opened in this directory. The message says what was wrong and what to do."""
+    """An error: the NVMe tier cannot be opened in its directory. The message says what was wrong and what to do."""
 
 
 class DirectoryInUse(DirectoryError):
-    """Another process holds the directory's lock."""
+    """An error: another process, number `holder_pid` (0 if unknown), has locked the NVMe tier's directory."""
 
     def __init__(self, directory: str, holder_pid: int) -> None:
         holder = f"process {holder_pid}" if holder_pid else "another process"
@@ -24,14 +24,14 @@ class DirectoryInUse(DirectoryError):
 
 
 class DirectoryUnusable(DirectoryError):
-    """The directory is not a directory, is not writable, has no room, or lacks a feature that the configuration
-    requires.
+    """An error: the NVMe tier's path is no directory, is not writable, has no room, or lacks a feature that the
+    configuration requires.
     """
 
 
 class FormatUnsupported(DirectoryError):
-    """The directory or a slab was written by a version with another format. `directory` is left as it is.
-    `is_older`: that version is older than this one."""
+    """An error: the directory or a slab file in it has a format that this version does not read. Nothing in it was
+    changed. `is_older` is True if the format is older than this version's."""
 
     def __init__(self, directory: Path, what: str, found: int, supported: int, written_by: str = "") -> None:
         self.is_older = found < supported
@@ -48,15 +48,17 @@ def slab_path(slabs: Path, number: int, suffix: str = "slab") -> Path:
 
 
 def slab_numbers(slabs: Path, suffix: str = "slab") -> list[int]:
-    """Return the numbers of the files with this suffix, ascending. Other names are ignored: a 1.slab beside
-    00000001.slab is not the same slab.
+    """Return the numbers of the files in `slabs` named NNNNNNNN.`suffix` (eight digits), ascending. Files with other
+    names are ignored.
     """
     named = ((path, int(path.stem)) for path in slabs.glob(f"*.{suffix}") if path.stem.isdecimal())
     return sorted(number for path, number in named if path == slab_path(slabs, number, suffix))
 
 
 class LockMark(NamedTuple):
-    """The state of a directory's lock file: its inode, the time of its last write, and the process number in it."""
+    """The state of a directory's lock file: its inode, the time of its last write in nanoseconds, and the process
+    number in it. Two equal marks mean that nobody opened the directory in between.
+    """
 
     inode: int
     written_ns: int

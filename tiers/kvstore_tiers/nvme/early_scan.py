@@ -35,9 +35,9 @@ _NULL = [(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in range(3)]
 
 
 class SlabReport(NamedTuple):
-    """The verdicts on all records of a slab. Its columns are in shared memory (shared_columns.py).
-
-    `live` counts the live blocks; `origins` are the values that the numbers in their column `origin` stand for.
+    """The result of the early scan for one slab: counts of its records, and the place (`begin`, `nbytes`) of its
+    columns in the shared memory. `live` counts stored blocks, `withdrawn` lists slots whose record must go, and
+    `origins` has the values that the numbers in the column `origin` stand for.
     """
 
     slab: int
@@ -53,7 +53,7 @@ class SlabReport(NamedTuple):
 
     @classmethod
     def of(cls, line: bytes) -> SlabReport:
-        """Parse a line of the pipe. Raises ValueError for a line that was cut short."""
+        """Parse one line that the scanning process wrote to the pipe. Raises ValueError if the line is incomplete."""
         report = cls(*json.loads(line))
         origins = [bytes.fromhex(str(raw)) for raw in report.origins]
         return report._replace(stamp=FileStamp(*report.stamp), origins=origins)
@@ -63,8 +63,9 @@ class SlabReport(NamedTuple):
 
 
 class EarlyRecordScan:
-    """The scanning process, as the process that will open the tier sees it. Only `claim` is thread-safe. Raises OSError
-    when the process cannot be started.
+    """A process that reads and judges the records of slab files while the daemon still loads its modules. `mark` is the
+    state of the lock file when it started, `numbers` are the slabs. Only `claim` may be called from several threads.
+    Raises OSError if the process cannot be started.
     """
 
     def __init__(self, slabs: Path, mark: LockMark, numbers: list[int]) -> None:
@@ -84,7 +85,9 @@ class EarlyRecordScan:
 
     @classmethod
     def begin(cls, directory: str | os.PathLike[str]) -> EarlyRecordScan | None:
-        """Start scanning a directory; None where it holds few records or is locked, and on a single core."""
+        """Start to scan the NVMe tier's `directory` in a process of its own. Return None if there are few records, the
+        directory is locked, or this machine has only one core.
+        """
         path = Path(directory).absolute()
         if len(os.sched_getaffinity(0)) < 2 or not sys.executable:
             return None
@@ -101,16 +104,20 @@ class EarlyRecordScan:
             return None
 
     def is_of(self, former: LockMark) -> bool:
-        """Return whether the scan saw the directory as the caller locked it: `former` is the mark of the holder
-        before."""
+        """Return True if nobody opened the directory between the scan's start and now. `former` is the lock's state as
+        the present holder found it."""
         return former == self._mark
 
     def claim(self) -> int | None:
-        """Take a slab out of the queue for the caller to scan; None when the queue is empty."""
+        """Take the number of a slab that the scanning process has not begun, so that the caller scans it. None if no
+        slab is left.
+        """
         return self._queue.take()
 
     def reports(self) -> Iterator[SlabReport]:
-        """Yield reports as they arrive. Ends when the queue is empty, and when the scan died or hangs."""
+        """Yield the report on each slab as it arrives. It ends when all slabs are taken, or when the process died or
+        was silent for ten seconds.
+        """
         readable, rest = select.poll(), b""
         readable.register(self._reports, select.POLLIN)
         while readable.poll(_SILENCE_S * 1e3) and (got := os.read(self._reports, 1 << 16)):
@@ -119,11 +126,13 @@ class EarlyRecordScan:
                 yield SlabReport.of(line)
 
     def memory_of(self, report: SlabReport) -> mmap.mmap:
-        """Map and return the read-only memory that holds the columns of a slab."""
+        """Return a read-only mapping of the memory that holds the columns of the slab in `report`."""
         return mmap.mmap(self._memory, report.nbytes, prot=mmap.PROT_READ, offset=report.begin)
 
     def close(self) -> None:
-        """End the scan and free its memory, except what is mapped. Idempotent."""
+        """End the scanning process and free its memory, except what the caller still has mapped. A second call does
+        nothing.
+        """
         pid, self._pid = self._pid, 0
         with self._opened:
             if pid:

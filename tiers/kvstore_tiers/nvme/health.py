@@ -28,7 +28,9 @@ RETRY_FULL_AFTER_S = 30.0
 
 
 class TierHealth:
-    """The health of the tier, fed with every outcome from any thread. `clock` returns monotonic seconds."""
+    """A judge of an NVMe tier's state by the outcomes of its transfers: OK, FULL, READ_ONLY or FAILED, with the reason
+    in `message`. Any thread may report outcomes. `clock` returns monotonic seconds.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -41,7 +43,9 @@ class TierHealth:
 
     @property
     def may_grow(self) -> bool:
-        """Return whether a new slab file may be tried."""
+        """True if the tier may try to make another slab file. After the medium was full, that is allowed again after 30
+        seconds.
+        """
         if self.state is TierState.FULL:
             return self._clock() - self._full_since_s >= RETRY_FULL_AFTER_S
         return self.state is TierState.OK
@@ -51,7 +55,7 @@ class TierHealth:
         return self.state in (TierState.OK, TierState.FULL)
 
     def watch_write(self, outcome: Outcome) -> Outcome:
-        """Judge how a write or a sync ended. Return `outcome`."""
+        """Take the outcome of a write or sync into account, and return it unchanged."""
         if outcome.kind is OutcomeKind.FAILED:
             with self._lock:
                 if outcome.errno in NO_ROOM:
@@ -66,7 +70,7 @@ class TierHealth:
         return outcome
 
     def watch_read(self, outcome: Outcome) -> Outcome:
-        """Judge how a read ended. Return `outcome`."""
+        """Take the outcome of a read into account, and return it unchanged."""
         if outcome.kind is OutcomeKind.FAILED and outcome.errno:
             with self._lock:
                 self._read_errors += 1
@@ -77,17 +81,19 @@ class TierHealth:
         return outcome
 
     def hold_back(self, reason: str) -> None:
-        """Allow no write until a probe went well."""
+        """Make the tier READ_ONLY for `reason` until a probe succeeds."""
         self.state, self.message = TierState.READ_ONLY, reason
 
     def note_growth(self) -> None:
-        """Note that a slab file was made: the medium has room again."""
+        """Note that a slab file could be made, so that a tier that was FULL is OK again."""
         with self._lock:
             if self.state is TierState.FULL:
                 self.state, self.message = TierState.OK, ""
 
     def note_probe(self, free_bytes: int, slab_bytes: int) -> None:
-        """Note that a probe went well and that the file system has `free_bytes` of free space."""
+        """Note that a probe succeeded, so that the tier is OK again. A tier that is FULL stays so while `free_bytes` of
+        the file system are fewer than `slab_bytes`, the size of the next slab file.
+        """
         with self._lock:
             if self.state is TierState.FULL and free_bytes < slab_bytes:
                 return
@@ -101,7 +107,9 @@ class TierHealth:
 
 
 def require_place(directory: TierDirectory) -> None:
-    """Raise OSError when the directory is no longer the one that was opened: removed, unmounted, or replaced."""
+    """Raise OSError if the path of `directory` no longer leads to the directory that was opened, because it was
+    removed, unmounted or replaced.
+    """
     try:
         is_in_place = directory.is_in_place()
     except FileNotFoundError:
@@ -111,8 +119,8 @@ def require_place(directory: TierDirectory) -> None:
 
 
 def probe_medium(directory: TierDirectory, slabs: Iterable[Slab]) -> int:
-    """Probe the medium and return the free bytes of its file system. Raises OSError when the medium does not keep what
-    is written to it.
+    """Test the medium of `directory`: read a superblock of one of `slabs`, then write, sync and read back a scratch
+    page. Return the free bytes of the file system. Raises OSError if the medium does not keep what is written.
     """
     require_place(directory)
     failpoints.hit("nvme.probe")

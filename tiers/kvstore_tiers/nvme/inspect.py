@@ -30,17 +30,19 @@ Fields = dict[str, object]
 
 
 class NotThere(Exception):
-    """The slot, block or key that was asked for is not in this directory. The message says what the directory has."""
+    """An error: the slot, block or key that was asked for is not in the NVMe directory. The message says what the
+    directory has.
+    """
 
 
 class NotAKey(NotThere):
-    """The text that was asked for does not have the form of a key, so no directory could have it."""
+    """An error: the text that was asked for cannot be a key or the beginning of one."""
 
 
 @dataclass
 class Report:
-    """The facts about one slot, block or key in an NVMe directory. `facts` are in the order in which people read them;
-    `slots` has one more dict of facts for each slot that the report covers.
+    """The facts about one slot, block or key of an NVMe directory, for people to read. `facts` concern the whole;
+    `slots` has one dictionary of facts for each slot.
     """
 
     facts: Fields = field(default_factory=dict)
@@ -58,8 +60,8 @@ class _RecordPlace:
 
 
 class Inspector:
-    """Reads the directory at `path`. `holder_pid` is the process number of the daemon that uses the directory, 0 when
-    none does.
+    """A reader of the NVMe directory at `path` that reports on slots, blocks and keys and changes nothing. `holder_pid`
+    is the process number of the daemon that uses the directory, 0 if none does.
     """
 
     def __init__(self, path: Path) -> None:
@@ -68,7 +70,7 @@ class Inspector:
         self._slabs = path / "slabs"
 
     def slot(self, number: int, index: int) -> Report:
-        """Report everything about one slot. Raises NotThere, OSError."""
+        """Return all facts about slot `index` of slab `number`. Raises NotThere or OSError."""
         superblock = self._superblock(number)
         if not 0 <= index < superblock.slots:
             raise NotThere(f"slab {number} has the slots 0 to {superblock.slots - 1}, not {index}")
@@ -79,7 +81,9 @@ class Inspector:
         return Report(self._about(), [fields])
 
     def block(self, digits: str) -> Report:
-        """Report on a stored block: its record, slot, checksums, parent and children. Raises NotThere."""
+        """Return the facts about the stored block whose key begins with the hex `digits`: record, slot, checksums,
+        parent and children. Raises NotThere, also if several keys match.
+        """
         key = self._resolve(digits)
         places = [place for place in self._places() if _names(place, key, RecordState.LIVE)]
         if not places:
@@ -101,8 +105,8 @@ class Inspector:
         return Report(facts, [self._described(place) for place in places])
 
     def key(self, digits: str, *, every_slot: bool = False) -> Report:
-        """Return what is known of a key: its records in any state and, if asked, old bytes of it in slots that are
-        free."""
+        """Return every record, in any state, of the key that begins with the hex `digits`. `every_slot` also finds old
+        bytes of the block in free slots. Raises NotThere or NotAKey."""
         key = self._resolve(digits, every_slot=every_slot)
         report = Report(self._about())
         report.facts["key"] = key.hex()

@@ -57,7 +57,9 @@ class RecordState(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Superblock:
-    """The geometry of a slab file. `first_generation` is above every generation that earlier formats of it used."""
+    """The description of a slab file that its first and its last page contain: slot size, number of slots, file size in
+    bytes and identity. `first_generation` exceeds all generations of earlier formats of the file.
+    """
 
     uuid: bytes
     format_id: int
@@ -76,7 +78,9 @@ class Superblock:
         return self.slots_offset + index * self.slot_bytes
 
     def index_of(self, offset: int) -> int:
-        """Return the index of the slot that begins at `offset`. Raises RuntimeError when no slot does."""
+        """Return the number of the slot that begins at byte `offset` of the file. Raises RuntimeError if no slot begins
+        there.
+        """
         index, misplaced = divmod(offset - self.slots_offset, self.slot_bytes)
         if misplaced or not 0 <= index < self.slots:
             raise RuntimeError(f"no slot of slab {self.number} begins at offset {offset}")
@@ -86,11 +90,8 @@ class Superblock:
         return (self.format_id + index) & (2**64 - 1)
 
     def first_generations(self) -> npt.NDArray[np.uint64]:
-        """Return the generation at which each slot begins to count, shape (slots,): a different number for each slot,
-        at least `first_generation`.
-
-        A block that is stored again under its key is in another slot, and what was there before may still be in its
-        former one. Should that land here (a write that went astray), key and checksums hold; the generation does not.
+        """Return the first generation of each slot, uint64 of the shape (slots,). The numbers differ from slot to slot,
+        so that a block written to a wrong place is detected by its generation.
         """
         words = np.arange(self.slots, dtype=np.uint64) + np.uint64(self.format_id)
         return np.uint64(self.first_generation) + _mixed(words) % np.uint64(GENERATION_SPREAD)
@@ -115,12 +116,14 @@ def _mixed(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def stored_word(nbytes: int, codec: int) -> int:
-    """Return one number for length and codec of stored bytes, as books keep it: 0 to 2^48 - 1 without a codec."""
+    """Pack the length `nbytes` of stored bytes and the number of their `codec` (0 for none) into one 64-bit number."""
     return codec << CODEC_SHIFT | nbytes
 
 
 def slots_that_fit(file_bytes: int, slot_bytes: int) -> int:
-    """Return how many slots a slab file of `file_bytes` holds beside its superblocks and records."""
+    """Return how many slots of `slot_bytes` bytes a slab file of `file_bytes` bytes can have, after its superblocks and
+    records.
+    """
     room_bytes = aligned_down(file_bytes) - 2 * SUPERBLOCK_BYTES
     slots = max(0, room_bytes // (slot_bytes + RECORD_BYTES))
     while slots and aligned_up(slots * RECORD_BYTES) + slots * slot_bytes > room_bytes:
@@ -129,13 +132,13 @@ def slots_that_fit(file_bytes: int, slot_bytes: int) -> int:
 
 
 def smallest_file_bytes(slot_bytes: int) -> int:
-    """Return the size of a slab file that holds one slot."""
+    """Return the size in bytes of a slab file that has one slot of `slot_bytes` bytes."""
     return 2 * SUPERBLOCK_BYTES + ALIGNMENT_BYTES + slot_bytes
 
 
 def read_superblock(raw: bytes) -> Superblock | int | str:
-    """Parse a superblock. Return it; or its version, when this code does not read that version; or a text that says
-    what is wrong with the bytes.
+    """Parse the bytes `raw` of a superblock. Return it, or the number of its format version if this code does not read
+    it, or a sentence about what is wrong.
     """
     if len(raw) < SUPERBLOCK_BYTES:
         return f"superblock cut short: {len(raw)} of {SUPERBLOCK_BYTES} bytes"
@@ -152,8 +155,8 @@ def read_superblock(raw: bytes) -> Superblock | int | str:
 
 
 def pack_record(header: BlockHeader, state: RecordState, sequence: int, seed: int) -> bytes:
-    """Return the 256 bytes of the record of a slot. `header` carries the slot's generation; its token ids are left
-    out.
+    """Return the 256-byte record of a slot in `state` with the block's `header`, without its token ids. `sequence` is
+    the commit's number; `seed` is the slot's `Superblock.record_seed` for the checksum.
     """
     raw = bytearray(RECORD_BYTES)
     codec, stored_bytes, stored_checksum = header.coded or (0, header.payload_bytes, header.checksum)
@@ -168,19 +171,21 @@ def pack_record(header: BlockHeader, state: RecordState, sequence: int, seed: in
 
 
 def nothing_at(generation: int) -> BlockHeader:
-    """Return the header for the record of a slot without a block: it holds only the slot's generation."""
+    """Return the header for the record of a slot without a block; it has only the slot's `generation`."""
     return BlockHeader(bytes(16), bytes(16), bytes(32), bytes(16), 0, generation=generation)
 
 
 def record_holds(raw: bytes, seed: int) -> bool:
-    """Return whether 256 bytes are a record of this place and format of the slab."""
+    """Return True if the 256 bytes `raw` are a valid record. `seed` is the slot's `Superblock.record_seed`, so that a
+    record of another slot or slab does not hold.
+    """
     if raw[:4] != _RECORD_MAGIC:
         return False
     return _record_checksum(raw, seed) == int.from_bytes(raw[_RECORD_CHECKSUM_OFFSET:], "little")
 
 
 def record_header(raw: bytes) -> BlockHeader:
-    """Return the header that a valid record describes, without its token ids."""
+    """Return the block header that the valid 256-byte record `raw` describes, without token ids."""
     values = _RECORD.unpack_from(raw)
     generation, _sequence, key, parent, extra, fingerprint, tenant, group, codec, depth = values[4:14]
     _tokens, error, payload_bytes, checksum, created_ns, stored_bytes, stored_checksum, kept = values[14:22]

@@ -46,12 +46,16 @@ def _shift(bits: int) -> np.uint64:
 
 
 def words_of(records: memoryview, count: int) -> npt.NDArray[Any]:
-    """Return `count` records as little-endian words, shape (count, 32)."""
+    """Return the first `count` records in the memory `records` as little-endian 64-bit words, shape (count, 32),
+    without a copy.
+    """
     return np.frombuffer(records, "<u8", count * RECORD_WORDS).reshape(count, RECORD_WORDS)
 
 
 class RecordChecksums:
-    """Scratch memory for `digests`: a memory mapping of its own, freed with this object."""
+    """A calculator of the checksums of up to 4096 records (`BATCH_RECORDS`) at a time, with its own scratch memory.
+    Only one thread may use it.
+    """
 
     def __init__(self) -> None:
         def scratch(words: int) -> Words:
@@ -65,17 +69,17 @@ class RecordChecksums:
         self._halves = [scratch(_LANES // 2) for _ in range(6)]
 
     def load(self, records: npt.NDArray[Any]) -> Words:
-        """Load up to BATCH_RECORDS `records` (shape (n, 32), little-endian) and return their words as columns (32, n),
-        for `digests`.
-
-        The columns are valid until the next `load`.
+        """Copy up to `BATCH_RECORDS` records, shape (n, 32), into scratch memory. Return them transposed, uint64 of the
+        shape (32, n), valid until the next call.
         """
         words = self._data[:, : len(records)]
         np.copyto(words, records.T)
         return words
 
     def digests(self, words: Words, seeds: Words) -> Words:
-        """Return the checksum that each of the records in these columns should carry."""
+        """Return the right xxh3_64 checksum of each record, uint64 (n,). `words` comes from `load`; `seeds` uint64 (n,)
+        are the slots' record seeds.
+        """
         n = words.shape[1]
         data, secret = words[:DIGESTED_WORDS], self._secret[:, :n]
         lanes, mixed, other = self._lanes[:, :n], self._mixed[:, :n], self._other[:, :n]

@@ -37,21 +37,25 @@ _SPARE_BUFFERS = 2
 
 @dataclass(kw_only=True)
 class ScannedSlab(Verdicts):
-    """Verdicts on all records of a slab."""
+    """The verdicts on all records of one slab: which slots have a block, which are damaged or must be withdrawn.
+    `is_cut` is True after a call of `withdraw`.
+    """
 
     slab: Slab
     is_cut: bool = False  # some of its blocks were withdrawn after the scan
 
     def withdraw(self, slots: Sequence[int]) -> None:
-        """Withdraw the blocks in these slots: their records must be removed."""
+        """Give up the blocks in `slots`: their records must be removed from the medium, and `live` no longer has
+        them.
+        """
         self.states[slots] = RecordState.FREE
         self.withdrawn.update(slots)
         self.live = self.live.part(~np.isin(self.live.slots, np.array(slots, np.uint64)))
         self.is_cut = True
 
     def generations(self) -> npt.NDArray[np.uint64]:
-        """Return the generation of each slot: the generation of its block, or a never used one where the slot has no
-        block.
+        """Return the generation of each slot, uint64 of the shape (slots,): the block's generation, or one that was
+        never used if the slot is free.
         """
         superblock, one = self.slab.superblock, np.uint64(1)
         unused, unsound = self.seen_generations == 0, list(self.withdrawn)
@@ -71,10 +75,9 @@ class ScannedSlab(Verdicts):
 def scan_slabs(
     slabs: Sequence[Slab], origins: Origins, ahead: EarlyRecordScan | None = None
 ) -> tuple[list[ScannedSlab], LiveBlocks]:
-    """Scan `slabs`; the early scan `ahead` may have judged some of them. Return the verdicts on each slab, and the live
-    blocks of all slabs in one set of columns.
-
-    Raises OSError when the medium fails.
+    """Read and judge all records of `slabs`. Slabs that the early scan `ahead` has judged are not read again. `origins`
+    numbers the tenants and fingerprints. Return the verdicts for each slab, and the stored blocks of all slabs as
+    columns. Raises OSError if the medium fails.
     """
     scan = _Scan(slabs, origins)
     if ahead is not None:

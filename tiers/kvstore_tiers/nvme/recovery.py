@@ -53,7 +53,7 @@ _SLOT_STATES = np.array([SlotState.FREE, SlotState.WRITTEN, SlotState.QUARANTINE
 
 @dataclass
 class RecoveryReport:
-    """The result of a recovery: counts of what was found and of what was repaired."""
+    """The counts of what recovery (the start from a former process's slab files) found and dropped."""
 
     blocks: int = 0
     quarantined_slots: int = 0
@@ -65,7 +65,7 @@ class RecoveryReport:
     last_sequence: int = 0
 
     def sentence(self) -> str:
-        """Return a sentence for people about what was lost; an empty text when nothing was."""
+        """Return a sentence for the operator about what recovery lost; "" if nothing was lost."""
         losses = {
             "damaged records": self.damaged_records,
             "blocks behind the end of truncated slabs": self.truncated_blocks,
@@ -77,7 +77,9 @@ class RecoveryReport:
 
 
 def open_slabs(directory: TierDirectory, space: SlabSpace, *, require_direct: bool) -> RecoveryReport:
-    """Open every slab file and count its space. Slots are not handed out yet. A file without geometry is put aside."""
+    """Open every slab file of `directory` and add it to `space`, without handing out slots. A file without a valid
+    superblock is renamed to `.damaged`. Return a report with the count of those.
+    """
     report = RecoveryReport()
     opened = {n: SlabFile.open(directory, n, require_direct=require_direct) for n in directory.numbers()}
     directory.keep_format()  # all are ours: from here on the directory may be changed
@@ -100,8 +102,8 @@ def open_slabs(directory: TierDirectory, space: SlabSpace, *, require_direct: bo
 
 
 class Recovery:
-    """One pass over the slabs that `open_slabs` opened. `owed` holds the reason why the medium could not be brought
-    into the state of the books; then nothing may be written before `make_up`.
+    """The recovery of stored blocks from the slab files that `open_slabs` opened. If the medium could not be repaired,
+    `owed` has the error, and nothing may be written before `make_up` succeeds.
     """
 
     def __init__(
@@ -123,10 +125,9 @@ class Recovery:
         self._origins = Origins()
 
     def run(self) -> RecoveredBlocks:
-        """Judge the records, repair the medium, open the slabs for use, and return the blocks. Where the medium cannot
-        be written, the blocks are the same and the repair is owed.
-
-        Raises OSError when the medium cannot be read.
+        """Judge the records of all slabs, remove bad ones from the medium, make the slots usable, and return the stored
+        blocks. If the medium cannot be written, the blocks are returned and the repair is owed. Raises OSError if the
+        medium cannot be read.
         """
         judged, live = scan_slabs(list(self._space.slabs.values()), self._origins, self._ahead)
         for one in judged:
@@ -152,14 +153,14 @@ class Recovery:
 
     @property
     def is_on_medium(self) -> bool:
-        """Return whether the found blocks survive a crash: their records were synced, by this process or by an earlier
-        one that left a seal.
+        """True if the recovered blocks survive a power loss: their records were synced by this process, or a seal of
+        the last one says so.
         """
         return self.owed is None or self._seal.held
 
     def make_up(self) -> None:
-        """Bring the medium into the state of the books, if that is owed, and wait for it. Raises OSError: then it is
-        still owed.
+        """Write the repair that `run` could not write, and sync it. It does nothing if none is owed. Raises OSError if
+        it fails again.
         """
         with self._making_up:
             if self.owed is None:
@@ -316,7 +317,9 @@ def _forms(judged: list[ScannedSlab]) -> dict[str, Array]:
 
 
 def recovered_blocks(slab: Slab, last_sequence: int) -> Iterator[tuple[Slot, BlockHeader]]:
-    """Yield the blocks of a slab that recovery found and that were not freed since."""
+    """Yield slot and header of each block of `slab` that recovery found and that was not freed since. `last_sequence`
+    is the highest commit number that recovery found.
+    """
     records = slab.file.read_records()
     raw = memoryview(records.tobytes())
     for index in np.flatnonzero(records["state"] == RecordState.LIVE).tolist():
@@ -329,7 +332,9 @@ def recovered_blocks(slab: Slab, last_sequence: int) -> Iterator[tuple[Slot, Blo
 
 
 def still_there(slabs: dict[int, Slab], blocks: RecoveredBlocks) -> Array:
-    """Return which of `blocks` were not freed or quarantined since recovery found them."""
+    """Return a boolean array with one entry for each of `blocks`: True if it was neither freed nor quarantined since
+    recovery.
+    """
     found = np.zeros(len(blocks), dtype=bool)
     for first, last in _runs_of(blocks.container):
         slab = slabs.get(int(blocks.container[first]))

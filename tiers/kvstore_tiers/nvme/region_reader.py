@@ -32,25 +32,29 @@ _ROOM_BYTES = 64 << 10  # what most pipes hold; the tier scans further slabs by 
 
 
 def read_buffer(nbytes: int) -> memoryview:
-    """Return zeroed whole pages for direct I/O, freed with the last reference to them."""
+    """Return `nbytes` of zeroed memory that begins at a page, as direct I/O needs. It is freed with the last
+    reference.
+    """
     return memoryview(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
 def whole_pages(nbytes: int) -> int:
-    """Return `nbytes` rounded up to whole pages."""
+    """Return `nbytes` rounded up to a multiple of the page size."""
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 class SlabQueue:
-    """The reading end of the pipe of slab numbers."""
+    """A queue of slab numbers that several processes share by the reading end `fd` of a pipe; each number is taken
+    once.
+    """
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
 
     @classmethod
     def of(cls, numbers: Iterable[int]) -> SlabQueue:
-        """Make a queue of these slab numbers, of as many as the pipe has room for. A slab number is less than
-        `_NUMBERS`.
+        """Make a queue of the slab `numbers`. Numbers that the pipe has no room for (64 KiB, 4 bytes each) are left
+        out.
         """
         fd, filling = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(filling, False)  # a user with many pipes gets small ones
@@ -60,7 +64,7 @@ class SlabQueue:
         return cls(fd)
 
     def take(self) -> int | None:
-        """Take a number, which no other caller gets; None when none is left."""
+        """Return a slab number that no other caller gets; None if none is left."""
         raw = os.read(self.fd, _NUMBER_BYTES)
         return int.from_bytes(raw, "little") if raw else None
 
@@ -69,7 +73,9 @@ class SlabQueue:
 
 
 class FileStamp(NamedTuple):
-    """Identity and times of a slab file: equal stamps mean that it is the same file and has not been written."""
+    """The identity, length and times of a slab file. Equal stamps mean that the file is the same one and was not
+    written.
+    """
 
     device: int
     inode: int
@@ -83,7 +89,9 @@ class FileStamp(NamedTuple):
 
 
 class RecordRegion(NamedTuple):
-    """A slab's first superblock and all its records, in a buffer that the caller gives back."""
+    """The first superblock and all records of one slab, as read from its file. `buffer` is the memory under them, which
+    the caller gives back.
+    """
 
     slab: int
     stamp: FileStamp
@@ -93,7 +101,9 @@ class RecordRegion(NamedTuple):
 
 
 class RegionReader:
-    """Iterates over the regions of slabs taken from `queue`, as they are read; skips what cannot be read."""
+    """An iterator over the records of slabs whose numbers it takes from `queue`; two threads read ahead. Slabs that
+    cannot be read are left out.
+    """
 
     def __init__(self, slabs: Path, queue: SlabQueue) -> None:
         self._slabs = slabs
@@ -139,7 +149,9 @@ class RegionReader:
 
 
 def records_bytes(path: Path) -> int:
-    """Return the bytes of a slab's records, by its first superblock. Raises OSError."""
+    """Return the bytes that the records of the slab file `path` take, in whole pages, as its first superblock says.
+    Raises OSError.
+    """
     with open(path, "rb", buffering=0) as slab:
         return _records_bytes(slab.read(_BEGIN))
 

@@ -23,7 +23,7 @@ _NOTHING = np.empty(0)
 
 
 class SharedColumns(NamedTuple):
-    """Columns of a slab, in memory."""
+    """The verdicts on one slab's records as arrays in memory that two processes share, with one entry for each slot."""
 
     superblock: Array  # its bytes
     live: LiveBlocks
@@ -33,7 +33,7 @@ class SharedColumns(NamedTuple):
 
     @classmethod
     def within(cls, memory: mmap.mmap, slots: int) -> SharedColumns:
-        """Return the columns of a slab with `slots` slots; they are writable if `memory` is."""
+        """Return the arrays for a slab with `slots` slots inside `memory`; they are writable if `memory` is."""
         at = 0
 
         def carve(shape: int | tuple[int, int], kind: Any) -> Array:
@@ -56,7 +56,7 @@ class SharedColumns(NamedTuple):
 
     @classmethod
     def nbytes(cls, slots: int) -> int:
-        """Return the bytes of memory for a slab with `slots` slots."""
+        """Return how many bytes of memory the arrays for a slab with `slots` slots take."""
         total = 0
 
         def count(shape: int | tuple[int, int], kind: Any) -> Array:
@@ -69,7 +69,9 @@ class SharedColumns(NamedTuple):
 
 
 class SlabScanner:
-    """Scans whole slabs into the memory behind a descriptor. The memory grows as needed."""
+    """A judge of whole slabs that leaves its verdicts in the memory behind the descriptor `memory`, which grows with
+    each slab.
+    """
 
     def __init__(self, memory: int) -> None:
         self._memory = memory
@@ -77,8 +79,8 @@ class SlabScanner:
         self._checksums = RecordChecksums()
 
     def scan(self, region: RecordRegion) -> SlabReport | None:
-        """Scan a region and return the report on its slab; None where the region is not consistent, so that the tier
-        judges it later.
+        """Judge the records in `region` and return the report. Return None if superblock and file disagree, so that the
+        tier must judge the slab itself.
         """
         superblock = read_superblock(region.superblock)
         if not isinstance(superblock, Superblock) or superblock.number != region.slab:

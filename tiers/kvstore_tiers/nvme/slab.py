@@ -48,7 +48,9 @@ class SlotState(IntEnum):
 
 
 class Slab:
-    """The books of slab `superblock.number`. Its file is made, or its predecessor reformatted, at the first write."""
+    """The state in memory of one slab file's slots: which are in use, in which generation, and whether a record on the
+    medium names them. The file is made at the first write, or taken over from the slab `replaces` with a new slot size.
+    """
 
     def __init__(
         self,
@@ -93,11 +95,15 @@ class Slab:
 
     @property
     def has_settled_room(self) -> bool:
-        """Return whether a slot can be overwritten without a sync before it."""
+        """True if there is a free slot that no record on the medium names, so that it can be written without a sync
+        before.
+        """
         return self._making_error is None and (bool(self._returned) or self._untouched < self.superblock.slots)
 
     def allocate(self) -> Slot:
-        """Return a free slot, if possible one that no record on the medium names. The caller has checked `has_room`."""
+        """Return a free slot, if possible one that no record on the medium names. The caller has checked that
+        `has_room` is true.
+        """
         if self._returned:
             index = self._returned.pop()
         elif self._untouched < self.superblock.slots:
@@ -110,7 +116,9 @@ class Slab:
         return self.slot(index)
 
     def free(self, slot: Slot) -> int:
-        """Take a slot back, also a quarantined one. Return its index. The next use has a higher generation."""
+        """Free the allocated or quarantined `slot`, and return its index. Its next use has a higher generation. Raises
+        RuntimeError if it is not allocated.
+        """
         index = self.require_out(slot)
         may_be_live = self._may_be_live(index)
         self.states[index] = SlotState.FREE
@@ -125,7 +133,9 @@ class Slab:
         return index
 
     def settle(self, freed: dict[int, int]) -> None:
-        """Note that the free records of slots freed in these generations are on the medium."""
+        """Note that the medium no longer names the blocks of freed slots. `freed` maps slot numbers to the generations
+        in which they were freed.
+        """
         with self._settling:
             for index, generation in freed.items():
                 if self._unsettled.get(index) == generation:
@@ -135,24 +145,26 @@ class Slab:
                     self._hot.discard(index)
 
     def slot(self, index: int) -> Slot:
-        """Return slot `index` in its present generation."""
+        """Return the slot with the number `index`, in its present generation."""
         superblock = self.superblock
         return Slot(self.number, superblock.slot_offset(index), superblock.slot_bytes, self.generations[index])
 
     def require_out(self, slot: Slot) -> int:
-        """Return the index of an allocated slot. Raises RuntimeError when this use of the slot is not allocated."""
+        """Return the number of the allocated `slot`. Raises RuntimeError if it is not allocated in this generation."""
         index = self.superblock.index_of(slot.offset)
         if not self.states[index] or self.generations[index] != slot.generation:
             raise RuntimeError(f"{slot} is not allocated")
         return index
 
     def indices_in(self, state: SlotState) -> list[int]:
-        """Return the indices of the slots in `state`."""
+        """Return the numbers of all slots that are in `state`."""
         found: list[int] = np.flatnonzero(np.frombuffer(self.states, np.uint8) == state).tolist()
         return found
 
     def stored(self, index: int) -> tuple[int, int]:
-        """Return the length of what is stored in a slot behind its header, and the number of the codec that made it."""
+        """Return the length in bytes of what slot `index` stores behind its header, and the number of its codec (0 for
+        none).
+        """
         word = self._stored[index]
         return word & STORED_MASK, word >> CODEC_SHIFT
 
@@ -169,18 +181,18 @@ class Slab:
 
     @property
     def replaces(self) -> Slab | None:
-        """Return the slab whose file this slab takes over at its first write; None when this slab has a file or will
-        get a new one.
-        """
+        """The slab whose file this slab takes over at its first write; None if there is no such slab."""
         return self._replaces
 
     @property
     def is_stillborn(self) -> bool:
-        """Return whether the slab's file could not be made and nothing of the slab is on the medium."""
+        """True if the slab's file could not be made, so that nothing of it is on the medium."""
         return self._making_error is not None and self._file is None and self._replaces is None
 
     def make_file(self) -> None:
-        """Make or reformat the file if need be. Raises OSError; the slab then hands out no more slots."""
+        """Make the slab's file, or reformat the file that it takes over, unless that was done before. Raises OSError;
+        then the slab hands out no more slots.
+        """
         with self._making:
             if self._file is not None:
                 return
@@ -199,26 +211,32 @@ class Slab:
             self._file, self._replaces = old.file, None
 
     def retire(self) -> None:
-        """Forget the live records: the file is about to get another geometry."""
+        """Forget which blocks the records on the medium name, because the file is about to be reformatted or
+        deleted.
+        """
         with self._records:
             self.recorded = array("Q", bytes(8 * self.superblock.slots))
             self._unsynced_free, self._doubtful_free = {}, {}
             self._is_retired = True  # nothing of it may be written to the file any more
 
     def remove(self) -> None:
-        """Delete the file of a slab none of whose slots is out. Raises OSError."""
+        """Delete the slab's file. None of its slots may be in use. Raises OSError."""
         file = self._file or (self._replaces.file if self._replaces is not None else None)
         (self._replaces or self).retire()
         if file is not None:
             file.remove()
 
     def withdraw(self, indices: Iterable[int], sequence: int) -> None:
-        """Overwrite live records of these slots whose generation is over."""
+        """Overwrite the records of the slots `indices` whose block is gone, as part of commit number `sequence`.
+        Records of blocks that are still there stay. Raises OSError.
+        """
         with self._records:
             self._withdraw(indices, sequence)
 
     def publish(self, blocks: Iterable[tuple[int, BlockHeader]], sequence: int) -> None:
-        """Write live records of the blocks that are still in their slots."""
+        """Write records for `blocks` (slot number and header) that are still in their slots, as part of commit number
+        `sequence`. Raises OSError.
+        """
         with self._records:
             current = [(i, header) for i, header in blocks if self._holds(i, header.generation)]
             seed = self.superblock.record_seed
@@ -228,9 +246,8 @@ class Slab:
             self.file.write_records(records)
 
     def publish_quarantine(self, indices: Iterable[int], sequence: int) -> None:
-        """Mark the records of quarantined slots.
-
-        A slot that was freed meanwhile is in the next batch; its block must be gone after this one all the same.
+        """Write records that mark the slots `indices` as quarantined, as part of commit number `sequence`. Slots that
+        were freed meanwhile lose their record instead.
         """
         with self._records:
             indices = set(indices)
@@ -248,18 +265,16 @@ class Slab:
             self.file.write_records(marked)
 
     def sync(self) -> None:
-        """Make slots and records that were written durable. Raises OSError.
-
-        After a sync that failed the kernel takes pages for written that the medium did not get; the next sync of them
-        would answer for nothing. Records of blocks are written again by the commit that is tried again, free ones here.
+        """Make written slots and records durable. Raises OSError; then records of freed slots are written again before
+        the next sync, because the kernel may have dropped them.
         """
         with self._syncing:
             self._sync()
 
     def sync_hot(self, index: int, sequence: int) -> None:
-        """Withdraw the record of a slot whose bytes are about to change, if a record on the medium may name the slot
-        although its block was freed; return once no record names it. Settles other freed slots too, since a sync is
-        expensive. Raises OSError.
+        """Make sure that no record on the medium names slot `index`, whose bytes are about to be overwritten. It does
+        nothing if none can. Otherwise it withdraws the record, and the records of other freed slots, and syncs. Raises
+        OSError.
         """
         if index not in self._hot:
             return
@@ -274,7 +289,7 @@ class Slab:
         self.settle(freed)
 
     def note_written(self, index: int, header: BlockHeader) -> None:
-        """A slot's image is whole."""
+        """Note that slot `index` holds a whole block with this `header`."""
         self._stored[index] = stored_word(header.stored_bytes, header.codec)
         self.states[index] = SlotState.WRITTEN
 
@@ -287,7 +302,7 @@ class Slab:
     # -- recovery ----------------------------------------------------------------------------------------------------
 
     def adopt(self, states: bytes, generations: Column, stored: Column) -> None:
-        """Take over what recovery found, a SlotState, a generation and a `stored_word` a slot."""
+        """Set the state (a SlotState), the generation and the `stored_word` of each slot, as recovery found them."""
         self.states[:] = states
         taken = np.frombuffer(states, np.uint8) != SlotState.FREE
         np.frombuffer(self.generations, np.uint64)[:] = generations

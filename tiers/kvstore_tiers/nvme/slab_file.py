@@ -36,8 +36,8 @@ _UNREADABLE = 0xFF  # in place of each byte of a page that the medium cannot rea
 
 
 class SlabFile:
-    """An open slab file of the geometry `superblock`. `read_only` is True until `open_to_write` succeeds;
-    `why_read_only` is the error until then.
+    """An open slab file, with one descriptor for slots (direct I/O) and one for records. `superblock` describes its
+    layout. If it can only be read, `why_read_only` is the error, until `open_to_write` succeeds.
     """
 
     def __init__(
@@ -53,7 +53,9 @@ class SlabFile:
 
     @classmethod
     def create(cls, directory: TierDirectory, superblock: Superblock, *, require_direct: bool = False) -> SlabFile:
-        """Make a new slab file with all its space. Raises OSError (ENOSPC...), leaving nothing behind."""
+        """Make a new slab file with all its space allocated, and return it opened. Raises OSError, for example ENOSPC,
+        and leaves nothing behind.
+        """
         unfinished = directory.slab_path(superblock.number, "new")
         fd = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
@@ -75,10 +77,8 @@ class SlabFile:
 
     @classmethod
     def open(cls, directory: TierDirectory, number: int, *, require_direct: bool = False) -> SlabFile | str:
-        """Open an existing slab file, for reading only where it cannot be written. Return a sentence when both its
-        superblocks are lost.
-
-        Raises FormatUnsupported when a newer version wrote it, OSError when it cannot be opened.
+        """Open slab file `number` of `directory`, only for reading if it cannot be written. Return a sentence if no
+        valid superblock is found. Raises FormatUnsupported for another format, OSError if it cannot be opened.
         """
         path = directory.slab_path(number)
         superblock = find_superblock(path)
@@ -97,8 +97,8 @@ class SlabFile:
         return file
 
     def open_to_write(self) -> None:
-        """Let the descriptors, which keep their numbers, write what they could only read. Raises OSError, also
-        where the name is another file's by now."""
+        """Reopen a file that could only be read, for writing; its descriptors keep their numbers. Raises OSError, also
+        if the path leads to another file by now."""
         opened = []
         try:
             opened.append(open_direct(self.path, require_direct=self.direct)[0])
@@ -119,7 +119,7 @@ class SlabFile:
 
     @property
     def is_whole(self) -> bool:
-        """Return whether the file has its length, its space and both superblocks."""
+        """True if the file has its right length, all its space allocated, and both superblocks."""
         status, end = os.fstat(self._record_fd), self.superblock.file_bytes
         if status.st_size != end or status.st_blocks * 512 < end:
             return False
@@ -127,19 +127,17 @@ class SlabFile:
         return all(_readable(self._record_fd, at) == raw for at in (0, end - SUPERBLOCK_BYTES))
 
     def restore_length(self) -> None:
-        """Give a truncated file its space back (zeros), cut one that is too long, and write both superblocks. Raises
-        OSError."""
+        """Extend a truncated file with zeros, or cut one that is too long, and write both superblocks. Raises
+        OSError.
+        """
         if self.length_bytes > self.superblock.file_bytes:
             os.ftruncate(self._record_fd, self.superblock.file_bytes)
         os.posix_fallocate(self._record_fd, 0, self.superblock.file_bytes)
         _write_superblocks(self._record_fd, self.superblock)
 
     def reformat(self, superblock: Superblock) -> None:
-        """Give an empty slab another geometry, in a file that is as long or shorter. Raises OSError.
-
-        Old records are zeroed first, then what becomes records: at no time does a record that holds name a slot that
-        was zeroed, and the new superblock never sees bytes of old slots as records. A shorter file gets its superblock
-        at the new end first, and is cut last.
+        """Give the file of an empty slab the layout `superblock`, which must not be longer. Old records are zeroed
+        before anything else, so that at no time a valid record names bytes that are not its block. Raises OSError.
         """
         shrinks = superblock.file_bytes < self.superblock.file_bytes
         old_end, new_end = self.superblock.slots_offset, superblock.slots_offset
@@ -163,15 +161,15 @@ class SlabFile:
         self.superblock = superblock
 
     def read_records(self) -> Records:
-        """Read all records, in slot order; records beyond the end of a truncated file are zeros."""
+        """Return all records as an array of dtype RECORD_DTYPE in slot order. Records beyond the end of a truncated
+        file are zeros.
+        """
         raw = read_pages(self._record_fd, self.superblock.slots * RECORD_BYTES, SUPERBLOCK_BYTES)
         return np.frombuffer(raw.ljust(self.superblock.slots * RECORD_BYTES, b"\0"), dtype=RECORD_DTYPE)
 
     def read_records_into(self, buffer: memoryview, first: int) -> None:
-        """Fill `buffer` with the records from slot `first` on; zeros beyond the end of a truncated file, and bytes that
-        are no record where the medium cannot read.
-
-        Past the page cache where the medium can do that: `buffer` and the place of `first` are whole pages then.
+        """Fill `buffer` with the 256-byte records from slot `first` on. Records beyond the end of a truncated file are
+        zeros; unreadable pages form no valid record. With direct I/O the buffer and the position must be whole pages.
         """
         offset = SUPERBLOCK_BYTES + first * RECORD_BYTES
         try:
@@ -182,9 +180,7 @@ class SlabFile:
             _fill_by_page(self.slot_fd, buffer, offset)
 
     def expect_records(self) -> None:
-        """Announce that all records will be read soon, so that the kernel may begin to read them where reads go through
-        the page cache.
-        """
+        """Tell the kernel that all records will be read soon. It matters only for files without direct I/O."""
         if not self.direct:
             length_bytes = self.superblock.slots * RECORD_BYTES
             os.posix_fadvise(self._record_fd, SUPERBLOCK_BYTES, length_bytes, os.POSIX_FADV_WILLNEED)
@@ -193,8 +189,8 @@ class SlabFile:
         return os.pread(self._record_fd, RECORD_BYTES, SUPERBLOCK_BYTES + index * RECORD_BYTES)
 
     def write_records(self, records: Iterable[tuple[int, bytes]]) -> None:
-        """Write records by slot; neighbours in one call. The last one is written with the rest of its page: a page that
-        cannot be read can only be written as a whole."""
+        """Write `records`, pairs of slot number and 256 bytes. If the file's last record is among them, the rest of its
+        page is zeroed."""
         for first, run in _runs(sorted(records)):
             if first + len(run) // RECORD_BYTES == self.superblock.slots:
                 end = first * RECORD_BYTES + len(run)
@@ -202,8 +198,8 @@ class SlabFile:
             os.pwrite(self._record_fd, run, SUPERBLOCK_BYTES + first * RECORD_BYTES)
 
     def rewrite_records(self) -> Records:
-        """Write all records as they are read, and return them. Raises OSError; nothing is written then that could not
-        be read.
+        """Read all records, write the same bytes again, and return them as an array. Raises OSError; if reading fails,
+        nothing is written.
         """
         slots = self.superblock.slots
         raw = os.pread(self._record_fd, slots * RECORD_BYTES, SUPERBLOCK_BYTES).ljust(slots * RECORD_BYTES, b"\0")
@@ -211,25 +207,22 @@ class SlabFile:
         return np.frombuffer(raw, dtype=RECORD_DTYPE)
 
     def open_to_read(self) -> int:
-        """Open and return a new descriptor of the file for another process, which cannot write with it; the caller
-        closes it. The file is found by this object's descriptor, since another file may have the name by now. Raises
-        OSError.
+        """Return a new read-only descriptor of this file for another process; the caller closes it. It is this file
+        even if the path leads to another one by now. Raises OSError.
         """
         direct = os.O_DIRECT if self.direct else 0
         return os.open(f"/proc/self/fd/{self.slot_fd}", os.O_RDONLY | os.O_CLOEXEC | direct)
 
     def remove(self) -> None:
-        """Delete the file: nothing of it is needed any more. Raises OSError."""
+        """Delete the file and give its space back. Raises OSError."""
         self._is_removed = True
         self.path.unlink(missing_ok=True)
         sync_directory(self.path.parent)
         os.ftruncate(self._record_fd, 0)  # what has it open, the scrubber perhaps, does not keep the space
 
     def sync(self) -> None:
-        """Make slots and records that were written durable.
-
-        Raises OSError when the file was removed by another: no start would find what is in it, however well it was
-        synced.
+        """Make written slots and records durable. Raises OSError, also if somebody deleted the file, because no later
+        start would find it. It does nothing after `remove`.
         """
         if self._is_removed:
             return
@@ -238,7 +231,7 @@ class SlabFile:
             raise FileNotFoundError(errno.ENOENT, "removed while it was in use", str(self.path))
 
     def close(self) -> None:
-        """Close the descriptors. Idempotent."""
+        """Close both descriptors of the file. A second call does nothing."""
         if self.slot_fd >= 0:
             os.close(self.slot_fd)
             os.close(self._record_fd)
@@ -246,10 +239,8 @@ class SlabFile:
 
 
 def find_superblock(path: Path) -> Superblock | str:
-    """Return the geometry of a slab file, from its front or its end; a sentence when both superblocks are lost.
-
-    Raises FormatUnsupported when a newer version wrote it, OSError when the medium can read neither: then it is not
-    known whether they are lost.
+    """Return the superblock of the slab file `path`, from its first or its last page; a sentence if both are invalid.
+    Raises FormatUnsupported for another format, OSError if the medium can read neither page.
     """
     with open(path, "rb", buffering=0) as file:
         length_bytes = os.fstat(file.fileno()).st_size
@@ -266,8 +257,9 @@ def find_superblock(path: Path) -> Superblock | str:
 
 
 def discard_older(path: Path) -> bool:
-    """Remove the slabs of a directory that an older version wrote, with what says so; whether it was one. What else is
-    in it stays. Raises DirectoryError, also for one of a newer version, OSError."""
+    """Delete all slabs in the directory `path` if an older version wrote them, and return True. Return False if the
+    directory does not exist or has the present format. Other files stay. Raises DirectoryError, for example for a newer
+    format, and OSError."""
     if not path.is_dir():
         return False
     try:
@@ -299,8 +291,8 @@ def discard_older(path: Path) -> bool:
 
 
 def read_pages(fd: int, nbytes: int, offset: int) -> bytes:
-    """Read bytes of a file, fewer at its end. Bytes of pages that the medium cannot read form no valid record or
-    superblock.
+    """Return up to `nbytes` bytes of the file `fd` from `offset` on, fewer at its end. Pages that the medium cannot
+    read are replaced by bytes that form no valid record or superblock.
     """
     try:
         return os.pread(fd, nbytes, offset)

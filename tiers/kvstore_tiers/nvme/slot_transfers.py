@@ -58,7 +58,9 @@ class _Pages(threading.local):
 
 @dataclass(frozen=True, slots=True)
 class ImageRead:
-    """A slot image that was read and not yet judged. Valid until the thread's next transfer."""
+    """A slot image (header page and payload) that was read but not checked yet. It is valid until the next transfer of
+    this thread. `payload` is memory with the payload; `waiting` are the caller's segments that are still to be filled.
+    """
 
     raw_header: bytes
     payload: Sequence[Segment]
@@ -66,20 +68,20 @@ class ImageRead:
     waiting: Sequence[Segment]  # the caller's misaligned segments, which got nothing yet
 
     def deliver(self) -> None:
-        """Copy the payload to segments that could not be filled directly."""
+        """Copy the payload to the caller's segments, unless it was read into them directly."""
         if self.waiting:
             scatter(self.payload[0].address, self.nbytes, self.waiting)
 
 
 class SlotIO:
-    """Slot transfers, for any thread."""
+    """Direct reads and writes of slot images, with aligned page buffers for each thread. Any thread may use it."""
 
     def __init__(self) -> None:
         self._pages = _Pages()
 
     def stable(self, segments: Sequence[Segment], nbytes: int) -> Sequence[Segment]:
-        """Return the payload in memory that direct I/O accepts: the segments themselves or, where they are misaligned,
-        a copy.
+        """Return `segments`, which hold `nbytes` of payload, if direct I/O accepts their alignment; otherwise an
+        aligned copy.
         """
         if _is_aligned(segments):
             return segments
@@ -88,13 +90,15 @@ class SlotIO:
         return [bounce.segment(nbytes)]
 
     def scratch(self, nbytes: int) -> Segment:
-        """Return aligned memory of this thread, valid until the thread's next transfer of memory that is not
-        aligned.
+        """Return `nbytes` of aligned memory of this thread, rounded up to whole pages. It is valid until the thread's
+        next transfer of unaligned memory.
         """
         return self._bounce(nbytes).segment(aligned_up(nbytes))
 
     def write_image(self, fd: int, offset: int, header: bytes, payload: Sequence[Segment], nbytes: int) -> None:
-        """Write header and payload to a slot in one call. `payload` comes from `stable`. Raises OSError."""
+        """Write a slot image to the file `fd` at `offset`: the `header` page and `nbytes` of `payload`, which `stable`
+        returned. Raises OSError.
+        """
         pages = self._pages
         put_bytes(pages.header.address, header)
         whole_bytes = aligned_down(nbytes)
@@ -105,9 +109,8 @@ class SlotIO:
         _require_whole(written_bytes, HEADER_BYTES + aligned_up(nbytes), "written")
 
     def read_image(self, fd: int, offset: int, segments: Sequence[Segment], nbytes: int) -> ImageRead:
-        """Read a slot's header and the `nbytes` of its payload in one call. Raises OSError.
-
-        Aligned segments are filled at once, others by `ImageRead.deliver`.
+        """Read a slot image from the file `fd` at `offset`: the header page and `nbytes` of payload. Aligned `segments`
+        are filled at once, others only by `ImageRead.deliver`. Raises OSError.
         """
         pages = self._pages
         is_direct = _is_aligned(segments)
@@ -162,7 +165,7 @@ _OUR_LIMITS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})  # of this p
 
 
 class SlotPlace(NamedTuple):
-    """An allocated slot, with its slab and its index there."""
+    """An allocated slot with its slab and its number in that slab."""
 
     slab: Slab
     slot_index: int
@@ -170,7 +173,9 @@ class SlotPlace(NamedTuple):
 
 
 class SlotTransfers:
-    """Slot transfers for any thread, counted in `counters`. `journal` and `health` receive the end of each transfer."""
+    """The reads, writes and copies of an NVMe tier's slots, each run on the calling thread. `journal`, `health` and
+    `counters` are told how each one ended; `scratch` gives memory for decoding.
+    """
 
     def __init__(
         self, journal: Journal, health: TierHealth, counters: TransferCounters, scratch: Scratch, rates: CodecRates
@@ -201,7 +206,9 @@ class SlotTransfers:
         return self._health.watch_write(self._counters.wrote(Outcome(OutcomeKind.DONE, stored, nbytes)))
 
     def load(self, place: SlotPlace, expect_key: bytes, segments: Sequence[Segment]) -> Outcome:
-        """Read the payload as it was put."""
+        """Read the block `expect_key` from `place`, check it, and fill `segments` with its payload, decoded if a codec
+        made it.
+        """
         return self._watched(self._read_payload, place, expect_key, segments)
 
     def _watched(self, read: Read, place: SlotPlace, expect_key: bytes, segments: Sequence[Segment]) -> Outcome:
@@ -214,8 +221,8 @@ class SlotTransfers:
         return self._health.watch_read(self._counters.read(outcome))
 
     def lend(self, place: SlotPlace, load: Load, done: Completion) -> None:
-        """Lend the slot's file as `Tier.lend` describes. An error that the other tier caused does not count as a
-        failure of this medium.
+        """Open the file of the slot at `place` and pass it to `load` of another tier, as `Tier.lend` describes. `done`
+        gets the outcome. A failure of the other tier does not count against this medium.
         """
         slab, index, slot = place
         ended = self._lent.begin(done)
@@ -262,7 +269,7 @@ class SlotTransfers:
         return Outcome(OutcomeKind.DONE)
 
     def close(self) -> None:
-        """Wait until no tier reads a lent slot any more."""
+        """Wait until no other tier reads from a slot that was lent."""
         self._lent.wait()
 
     def _ready(self, slab: Slab, index: int) -> None:

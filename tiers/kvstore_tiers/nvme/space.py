@@ -28,7 +28,9 @@ MAX_SLABS = 512  # two descriptors each
 
 
 class SlabSpace(Containers[Slab]):
-    """Slabs of about `slab_bytes` within `capacity_bytes`; the slabs are larger where there would be too many files."""
+    """The list of an NVMe tier's slabs, which allocates their slots within `capacity_bytes`. New slab files have
+    `slab_bytes`, or more if there would be more than 512 files. It does no I/O.
+    """
 
     def __init__(
         self, directory: TierDirectory, capacity_bytes: int, slab_bytes: int, *, require_direct: bool = False
@@ -43,12 +45,13 @@ class SlabSpace(Containers[Slab]):
 
     @property
     def growth_bytes(self) -> int:
-        """Return what the next slab file takes of the file system, where the capacity allows one."""
+        """The bytes that the next slab file takes, if the capacity allows one."""
         return self._slab_bytes
 
     def allocate(self, nbytes: int, *, may_grow: bool) -> tuple[Slab, Slot] | None:
-        """Allocate a slot of exactly `nbytes`, from a slab with room, a new slab, or an empty one of another slot
-        size.
+        """Return a slab (a file cut into slots) and a free slot of exactly `nbytes` bytes in it, or None if there is no
+        room. A new slab is made only if `may_grow` is true; if there can be none, an empty slab of another slot size is
+        used.
         """
         candidates = self.with_room["", nbytes]
         while candidates and not candidates[-1].has_room:
@@ -69,7 +72,7 @@ class SlabSpace(Containers[Slab]):
         return slab, slot
 
     def free(self, slot: Slot) -> tuple[Slab, int]:
-        """Take a slot back. Return its slab and its index there."""
+        """Free `slot`, and return its slab and its number in that slab. Raises RuntimeError if it is not allocated."""
         slab = self.of(slot)
         had_room = slab.has_room
         index = slab.free(slot)
@@ -85,12 +88,12 @@ class SlabSpace(Containers[Slab]):
         return slab, index
 
     def adopt(self, slab: Slab) -> None:
-        """Count an existing slab."""
+        """Add `slab`, whose file exists, to the list. Its slots are not handed out before `open_room`."""
         self.slabs[slab.number] = slab
         self.nbytes += slab.nbytes
 
     def open_room(self, slabs: Iterable[Slab]) -> None:
-        """Hand out slots of slabs that were recovered."""
+        """Let free slots of the recovered `slabs` be handed out."""
         for slab in slabs:
             if slab.has_room:
                 self._list_room(slab)
@@ -98,7 +101,7 @@ class SlabSpace(Containers[Slab]):
                 self.empty[slab.number] = slab
 
     def discard(self, slab: Slab) -> None:
-        """Forget a slab whose file is gone or was never made."""
+        """Remove `slab` from the list, because its file is gone or was never made."""
         self.remove(slab)
         self.aside.discard(slab.number)
 
@@ -124,8 +127,8 @@ class SlabSpace(Containers[Slab]):
         return slab.used_slots == 0
 
     def check_books(self, quarantined: Iterable[Slot]) -> list[str]:
-        """Recount the slots of each slab, and the slots in `quarantined`. Return a sentence for each broken
-        invariant.
+        """Recount the used slots of each slab, and check that each slot in `quarantined` is marked so. Return a
+        sentence for each fault.
         """
         faults: list[str] = []
         for slab in self.slabs.values():
@@ -139,8 +142,8 @@ class SlabSpace(Containers[Slab]):
         return faults
 
     def check_held(self, containers: Column, offsets: Column, generations: Column) -> list[str]:
-        """Check the slots that the caller holds, given by columns: each must be allocated, in that generation, and not
-        in quarantine. Return a sentence for each one that is not.
+        """Check that every slot the caller holds is allocated and not quarantined. Slot i is `containers[i]`,
+        `offsets[i]` (bytes), `generations[i]`. Return a sentence for each one that is not.
         """
         faults: list[str] = []
         for number in np.unique(containers).tolist():

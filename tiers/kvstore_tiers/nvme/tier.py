@@ -59,7 +59,7 @@ _UNEXPLAINED = "quarantined before the last start"
 
 @dataclass(frozen=True, slots=True)
 class TierOptions:
-    """Options of an NVMe tier; `NvmeTier.open` describes them."""
+    """The options of an NVMe tier that `NvmeTier.open` describes."""
 
     io_threads: int
     quarantine_slots: int
@@ -69,7 +69,9 @@ class TierOptions:
 
 
 class NvmeTier(ContainerTier):
-    """The tier over one directory; `open` makes it."""
+    """A tier that keeps blocks in slab files of one directory; they are durable after `sync`. Make one by
+    `NvmeTier.open`.
+    """
 
     def __init__(
         self,
@@ -129,11 +131,10 @@ class NvmeTier(ContainerTier):
         coding: Coding = UNCODED,
         early_scan: EarlyRecordScan | None = None,
     ) -> NvmeTier:
-        """Lock and open a directory, made if need be; `recover` then lists its blocks. `early_scan` may have judged its
-        records.
-
-        Raises DirectoryInUse when another process has it, FormatUnsupported when a newer version wrote it,
-        DirectoryUnusable when it cannot hold a tier of this size, with or without direct I/O as required.
+        """Lock and open `directory`, which is made if it is missing, as a tier of at most `capacity_bytes`.
+        `slab_bytes` is the size of new slab files, `io_threads` the number of threads for transfers, `quarantine_slots`
+        the most corrupt slots that are kept; `require_direct` refuses a file system without direct I/O. `early_scan`
+        has perhaps judged the records, and is closed. Raises DirectoryInUse, FormatUnsupported or DirectoryUnusable.
         """
         if capacity_bytes <= FILES_BYTES:
             raise DirectoryUnusable(f"{capacity_bytes} bytes for {directory} hold no block: give it a larger capacity")
@@ -190,7 +191,9 @@ class NvmeTier(ContainerTier):
         self._journal.note_quarantined(slab, index)
 
     def quarantined(self) -> dict[Slot, str]:
-        """Return the slots out of use and the reasons, as far as they are known. `free` ends their quarantine."""
+        """Return the slots in quarantine with the reason of each, as far as it is known. `free` ends a slot's
+        quarantine.
+        """
         return dict(self._quarantined)
 
     def explain_quarantined(self, reasons: Mapping[Slot, str]) -> None:
@@ -217,8 +220,8 @@ class NvmeTier(ContainerTier):
         self._journal.note_written(slab, index, replace(header, tokens=b""))
 
     def discard(self, container: int, done: Completion) -> None:
-        """Delete the file of an empty slab that is set aside; after DONE call `discarded`. Raises RuntimeError for a
-        slab with a slot out."""
+        """Delete the file of slab `container`, which must be set aside and empty. After `done` got DONE, call
+        `discarded`. Raises RuntimeError if one of its slots is in use."""
         slab = self._space.slabs[container]
         if slab.used_slots:
             raise RuntimeError(f"slab {container} is not empty")
@@ -230,7 +233,7 @@ class NvmeTier(ContainerTier):
         self._threads.submit(remove, done)
 
     def discarded(self, container: int) -> None:
-        """Note that the file of slab `container` is deleted: its space is not counted any more."""
+        """Note that the file of slab `container` is deleted, so that its bytes no longer count."""
         slab = self._space.slabs[container]
         self._space.discard(slab)
         slab.close()
@@ -272,8 +275,8 @@ class NvmeTier(ContainerTier):
                 yield from recovered_blocks(slab, self.recovery_report.last_sequence)
 
     def recover_columns(self) -> RecoveredBlocks:
-        """Return the blocks as `Tier.recover_columns` describes. The first call returns the columns that recovery made,
-        and gives them up.
+        """Return the recovered blocks that are still there, as arrays. The first call is quick and frees what recovery
+        kept; a later one reads the records again.
         """
         recovered, self._recovered = self._recovered, None
         if recovered is None:

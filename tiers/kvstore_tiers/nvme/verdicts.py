@@ -32,7 +32,9 @@ Array = npt.NDArray[Any]
 
 @dataclass
 class LiveBlocks:
-    """The blocks that live records name, as columns in slot order. `origin` is the number of a `BlockOrigin`."""
+    """The stored blocks of one or more slabs as arrays with one entry for each block, in slot order. `slots` are slot
+    numbers, `key` and `parent` have the shape (blocks, 2), `origin` numbers a tenant and fingerprint (see `Origins`).
+    """
 
     slots: Array
     key: Array
@@ -47,7 +49,7 @@ class LiveBlocks:
 
     @classmethod
     def room(cls, blocks: int, make: Callable[..., Array] = np.empty) -> LiveBlocks:
-        """Make columns to fill, with room for `blocks`; `make` returns an array of a given shape and dtype."""
+        """Return arrays with room for `blocks` entries, not filled. `make(shape, dtype)` makes each array."""
         return cls(
             slots=make(blocks, np.uint64),
             key=make((blocks, 2), "<u8"),
@@ -65,11 +67,11 @@ class LiveBlocks:
         return len(self.slots)
 
     def part(self, chosen: Any) -> LiveBlocks:
-        """Return the chosen blocks: by a slice, without a copy, or by a mask, as copies."""
+        """Return the entries that `chosen` selects: a slice gives views of the arrays, a boolean mask gives copies."""
         return LiveBlocks(*(getattr(self, column.name)[chosen] for column in fields(self)))
 
     def move_to(self, place: LiveBlocks) -> None:
-        """Copy the columns to `place`, which may overlap them."""
+        """Copy all entries to the arrays of `place`, which has as many entries and may overlap these."""
         for column in fields(self):
             np.copyto(getattr(place, column.name), getattr(self, column.name))
 
@@ -81,8 +83,9 @@ class LiveBlocks:
 
 @dataclass
 class Verdicts:
-    """Verdicts on some records of a slab, in slot order. `states` has a RecordState a slot, `stored` a `stored_word`;
-    `withdrawn` are records that must go.
+    """The verdicts on consecutive records of a slab, with one entry for each slot. `states` are RecordStates, `stored`
+    are `stored_word`s, `live` are the stored blocks, `withdrawn` are slots whose record must be removed. `damaged` and
+    `truncated` are counts.
     """
 
     states: npt.NDArray[np.uint8]
@@ -96,8 +99,8 @@ class Verdicts:
 
     @staticmethod
     def joined(pieces: Sequence[Verdicts], room: LiveBlocks) -> Verdicts:
-        """Join several consecutive verdicts into one. Each had `room` for all its slots, directly behind the one before
-        it; their live blocks are moved together to the beginning of the room.
+        """Join the verdicts `pieces` on consecutive slots into one. Their live blocks lie in `room`, each piece's from
+        its first slot on, and are moved together to the beginning of it.
         """
         live = slots = 0
         for piece in pieces:
@@ -118,14 +121,18 @@ class Verdicts:
 
 
 class Origins:
-    """Numbers for `BlockOrigin`s, which many blocks share. Thread-safe."""
+    """A table that numbers block origins (tenant, fingerprint and layer group), which many blocks share. Any thread may
+    use it.
+    """
 
     def __init__(self) -> None:
         self._numbers: dict[bytes, int] = {}
         self._lock = threading.Lock()
 
     def number(self, words: Array) -> Array:
-        """Return a number for each of the records in these columns, and give new numbers to new origins."""
+        """Return the origin's number of each record, uint32 (n,). `words` are records as uint64 (32, n). New origins
+        get new numbers.
+        """
         origin, groups = words[_ORIGIN : _ORIGIN + _ORIGIN_WORDS], words[_GROUP_AND_DEPTH] & _GROUP_MASK
         found = np.empty(len(groups), np.uint32)
         left = np.ones(len(groups), dtype=bool)
@@ -138,12 +145,14 @@ class Origins:
         return found
 
     def number_of(self, raw: bytes) -> int:
-        """Return the number of an origin, given as the bytes that `raw` returns for it."""
+        """Return the number of the origin `raw`, 50 bytes in the form of `Origins.raw`; a new origin gets a new
+        number.
+        """
         with self._lock:
             return self._numbers.setdefault(raw, len(self._numbers))
 
     def raw(self) -> list[bytes]:
-        """Return all origins, ordered by number, as bytes that another `Origins` can read."""
+        """Return all origins in the order of their numbers, each as 50 bytes: fingerprint, tenant, layer group."""
         return list(self._numbers)
 
     def named(self) -> list[BlockOrigin]:
@@ -152,7 +161,9 @@ class Origins:
 
 @dataclass(frozen=True)
 class Judge:
-    """Judges records of a slab file of `length_bytes`. `checksums` is for one thread at a time."""
+    """A judge of the records of one slab file of `length_bytes`. `checksums` must not be used by another thread
+    meanwhile.
+    """
 
     superblock: Superblock
     length_bytes: int
@@ -160,8 +171,8 @@ class Judge:
     origins: Origins
 
     def judge(self, first: int, records: Array, room: LiveBlocks) -> list[Verdicts]:
-        """Judge `records` (shape (n, 32), little-endian words) of the slots from `first` on, in pieces that stay in the
-        cache. The live blocks of each piece are in `room` at the places of its slots."""
+        """Judge `records`, uint64 (n, 32), of the slots from number `first` on. Return the verdicts in pieces of up to
+        4096 slots. The stored blocks of a piece are written to `room`, from the place of its first slot on."""
         begins = range(0, len(records), BATCH_RECORDS)
         return [
             self._judge(first + begin, records[begin : begin + BATCH_RECORDS], room.part(slice(begin, None)))

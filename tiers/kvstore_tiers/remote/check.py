@@ -24,7 +24,9 @@ PATIENCE_S = 20.0
 
 @lru_cache(16)
 def mistake_in(url: str) -> str:
-    """Return the mistake in the URL; "" if there is none, or if its library is missing or hangs."""
+    """Return a sentence about what is wrong with the `url` of a remote store; "" if nothing is, or if the library that
+    could tell is missing.
+    """
     command = [sys.executable, "-m", "kvstore_tiers.remote.check"]
     try:
         checked = subprocess.run(

@@ -23,19 +23,19 @@ NAME_CHARACTERS = 48  # lower-case hexadecimal digits
 
 
 class MemoryHeld(TimeoutError):
-    """A read was given up, and its library may still write to the memory: the process must end before that memory is
-    used again.
+    """An error: a read was given up, but its library may still write to the memory. The process must end before that
+    memory is used again.
     """
 
 
 class CannotOpen(ValueError):
-    """The library understands the URL, and cannot open the store with it: a credential or a variable of the environment
-    may be missing.
+    """An error: the library understands the URL but cannot open the store, for example because a credential is
+    missing.
     """
 
 
 class Placed(NamedTuple):
-    """A value's name, and the memory that it is read into or written from."""
+    """The name of a value in a remote store, and the memory to read it into or write it from."""
 
     name: str
     memory: memoryview
@@ -49,9 +49,9 @@ class WriteResult(Enum):
 
 
 class Driver(ABC):
-    """A driver of one kind of remote store. `largest_value_bytes`: no longer value is ever written. `evicts`: the store
-    makes room by itself; otherwise the caller removes the values that leave its tier. `reads_at_once`: more calls of
-    `read` than this at once are no faster than one with all their values.
+    """A client of one kind of remote store that reads and writes named values. No value may exceed
+    `largest_value_bytes`. `evicts` says that the store makes room by itself. `reads_at_once` is the number of parallel
+    reads beyond which more are no faster.
     """
 
     largest_value_bytes: int
@@ -59,40 +59,39 @@ class Driver(ABC):
     reads_at_once: int = 2
 
     def lend(self, memory: memoryview) -> None:  # noqa: B027  # optional
-        """Give the driver the memory of all later `Placed.memory`, once before all else, so that a library may register
-        it.
+        """Give the driver the `memory` in which all later values lie, so that its library may register it. It is called
+        once, before all else.
         """
 
     def follow(self, owner: str, generation: int) -> None:  # noqa: B027  # optional
-        """Name the caller, once before the first call: processes of this `owner` and of lower generations are dead. The
-        store may still carry out their operations; a removal has to end these, or wait for them, before it returns.
+        """Tell the driver that this process acts for `owner` with number `generation`, and that the owner's processes
+        with lower numbers are dead. It is called once, before the first operation. A removal must also end what those
+        processes left under way.
         """
 
     @abstractmethod
     def sizes(self, names: Sequence[str]) -> list[int]:
-        """Return the bytes of each value; 0 for a missing one."""
+        """Return the bytes of the value of each name, in the order of `names`; 0 for a missing one."""
 
     @abstractmethod
     def read(self, wanted: Sequence[Placed]) -> list[int]:
-        """Copy each value to the front of its memory. Return the bytes of each value, 0 for a missing one. A value
-        longer than its memory is not copied, but its length is returned.
+        """Copy each value of `wanted` to the front of its memory. Return the length of each, 0 for a missing one. A
+        value longer than its memory is not copied.
         """
 
     @abstractmethod
     def write(self, values: Sequence[Placed]) -> list[WriteResult]:
-        """Store each value whose name is not taken; `values` are in the order of their chain. Of several writers of one
-        name exactly one gets STORED. The driver keeps no view of the memory.
+        """Store each of `values` whose name is free, and return a result for each. Of several writers of one name,
+        exactly one gets STORED. The driver keeps no view of the memory.
         """
 
     @abstractmethod
     def remove(self, names: Sequence[str]) -> None:
-        """Forget these values, if they exist: once this returns, no read of this or another client finds them, and the
-        store keeps no bytes of them that a client could ask for.
-        """
+        """Delete the values `names`. After this call no client can read them, and the store keeps no bytes of them."""
 
     def evict(self, names: Sequence[str]) -> None:
-        """Forget these values to make room. This client does not find them any more, other clients soon; the store may
-        keep their bytes for a while if that is cheaper. A later order to remove them is still carried out.
+        """Drop the values `names` to make room. This client no longer finds them; the store may keep the bytes for a
+        while.
         """
         self.remove(names)
 
@@ -102,4 +101,4 @@ class Driver(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Close the connection; values stay. Idempotent."""
+        """Close the connection to the store. The values stay. A second call does nothing."""

@@ -20,7 +20,9 @@ _TENANTS_KEPT = 1024
 
 
 class Sealer:
-    """Encrypts and decrypts by `secret`: the node's or its cluster's, 32 bytes."""
+    """An encryptor of block images for a remote store, by keys made from `secret`, 32 bytes of the node or the
+    cluster.
+    """
 
     def __init__(self, secret: bytes) -> None:
         self._name_key = hashlib.blake2b(secret, digest_size=32, person=b"kvstore names").digest()
@@ -33,12 +35,12 @@ class Sealer:
         self._tenant_key = tenant_key
 
     def value_name(self, name: bytes) -> str:
-        """Return the name in the store of the object `name` (32 bytes)."""
+        """Return the name under which the store gets the object `name` (32 bytes). It does not reveal `name`."""
         return hashlib.blake2b(name, key=self._name_key, digest_size=NAME_CHARACTERS // 2).hexdigest()
 
     def seal(self, name: bytes, image: memoryview, value: memoryview, *, plain: bool) -> None:
-        """Make the value of an image in `value`, which has the right size. The image of a plain value is in its place
-        there already: `image` is that part of it.
+        """Write the value for the store into `value`, which has the right size: `image` encrypted or, if `plain`, as it
+        is. A plain image must lie at its place in `value` already.
         """
         if plain:
             HEAD.pack_into(value, 0, MAGIC, VERSION, PLAIN, 0, len(image), bytes(16), bytes(12), 0)
@@ -49,8 +51,8 @@ class Sealer:
         self._cipher(name, salt).encrypt_into(nonce, image, bytes(value[:HEAD_BYTES]) + name, value[HEAD_BYTES:])
 
     def open(self, name: bytes, value: memoryview, image: memoryview, *, plain: bool) -> memoryview:
-        """Return the image in a value: in the front of `image`, or in place for a plain value. `plain`: whether a plain
-        value is accepted; an encrypted one always is. Raises DamagedObject.
+        """Return the block image in `value`, decrypted into `image`, or in place if it was stored plain. `plain` says
+        if a plain value is accepted. Raises DamagedObject.
         """
         if len(value) < HEAD_BYTES + TAG_BYTES:
             raise DamagedObject(f"the value has {len(value)} bytes, less than an envelope")

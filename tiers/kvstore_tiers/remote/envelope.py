@@ -33,5 +33,5 @@ assert HEAD.size == HEAD_BYTES
 
 
 def value_bytes(image_bytes: int) -> int:
-    """Return the bytes of the value of an image, of either kind."""
+    """Return the bytes of the value in which a block image of `image_bytes` is stored, encrypted or plain."""
     return HEAD_BYTES + image_bytes + TAG_BYTES

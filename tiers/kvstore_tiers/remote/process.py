@@ -33,9 +33,9 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class RemoteSettings:
-    """The settings of a worker. `secret` belongs to the node or cluster, hexadecimal. `readers`, `writers`: the numbers
-    of threads that call the driver. `owner`: a name that all workers of one tier share and no others; `generation`:
-    the number of earlier workers.
+    """The settings of a remote tier's worker process. `secret` is the node's or cluster's, in hex. `readers` and
+    `writers` are numbers of threads. `owner` is a name that only the workers of this tier share, `generation` the
+    number of earlier ones.
     """
 
     url: str
@@ -156,7 +156,9 @@ class _Running:
 
 
 class RemoteWorkerProcess:
-    """The worker process of the tier `name`. It shares the memory of `memory_fd`."""
+    """The worker process of the remote tier `name`, which calls the store's library. It shares the memory `memory_fd`
+    with the daemon, and is replaced when it dies.
+    """
 
     def __init__(self, name: str, settings: RemoteSettings, memory_fd: int) -> None:
         self._name = name
@@ -170,18 +172,20 @@ class RemoteWorkerProcess:
 
     @property
     def is_ready(self) -> bool:
-        """True if the present worker has opened its driver."""
+        """True if the present worker process has opened the store's driver."""
         running = self._running
         return running is not None and running.is_ready
 
     @property
     def pid(self) -> int | None:
-        """The process id of the present worker; None if it is dead."""
+        """The process number of the present worker; None if it is dead."""
         running = self._running
         return running.pid if running is not None and not running.is_dead else None
 
     def call(self, message: Message) -> Message:
-        """Return the worker's answer. Raises OSError for a request that failed, and if there is no worker."""
+        """Send `message` to the worker and return its answer. Raises OSError if the request fails or there is no
+        worker.
+        """
         answer = self._worker().call(message, self._settings.timeout_s + SPARE_S)
         if "error" in answer:
             raise OSError(answer["errno"], answer["error"])

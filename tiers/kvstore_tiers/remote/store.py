@@ -23,7 +23,7 @@ READERS, WRITERS = 2, 2  # threads of the worker
 
 
 class Exchange:
-    """Shared memory of `nbytes`, as `memory` in this process and as `fd` for another."""
+    """Shared memory of `nbytes`, mapped here as `memory`; another process maps it by the descriptor `fd`."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -61,8 +61,8 @@ class _ImagePlace(NamedTuple):
 
 
 class RemoteStore(ObjectStore):
-    """The object store of a remote tier. `url` as in `drivers`. `secret` belongs to the node or cluster.
-    `is_plain(digest)`: whether a tenant wants its blocks stored without encryption.
+    """An object store that calls the remote store at `url` through a worker process. `secret` is the node's or
+    cluster's. `is_plain(digest)` tells if a tenant wants its blocks stored without encryption.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class RemoteStore(ObjectStore):
 
     @property
     def restarts(self) -> int:
-        """The restarts of the worker since the tier was opened."""
+        """The number of times that the worker process was restarted since the tier was opened."""
         return self._worker.restarts
 
     def sizes(self, names: Sequence[bytes]) -> list[int]:

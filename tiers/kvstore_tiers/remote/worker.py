@@ -37,7 +37,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class RemoteWorker:
-    """The process that calls a remote store's driver. `memory` is shared with the daemon."""
+    """The main object of the process that calls a remote store's driver. `memory` is shared with the daemon."""
 
     def __init__(self, connection: Connection, memory: memoryview, driver: Driver, sealer: Sealer) -> None:
         self._connection = connection
@@ -48,7 +48,7 @@ class RemoteWorker:
         self._queues: dict[str, SimpleQueue[Message]] = {kind: SimpleQueue() for kind in ("read", "write", "ask")}
 
     def run(self, readers: int, writers: int) -> None:
-        """Serve until the daemon is gone."""
+        """Carry out requests with `readers` and `writers` threads until the daemon closes the connection."""
         for kind, count, most, serve in (
             ("read", readers, 1, self._read),
             ("write", writers, WRITE_BATCH, self._write),

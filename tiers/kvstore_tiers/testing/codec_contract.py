@@ -39,7 +39,7 @@ UNKNOWN = 253  # a number that no codec has
 
 
 class CodecContract(ABC):
-    """The suite; a subclass makes the codec."""
+    """A test suite that every codec must pass. A subclass makes the codec."""
 
     @abstractmethod
     def make_codec(self) -> Codec: ...
@@ -91,8 +91,8 @@ class CodecContract(ABC):
                         raise AssertionError(f"{payload.nbytes} bytes were decoded as {other}")
 
     def test_spoilt_bytes_are_refused_or_give_a_payload_of_the_right_length(self) -> None:
-        """Checksums find damage that the codec does not find; the codec must not crash, and must not write past the
-        payload."""
+        """Check that the codec neither crashes nor writes past the payload when its input is damaged. Checksums find
+        damage that the codec does not."""
         codec, chosen = self.make_codec(), random.Random(7)
         for header, payload, shape in [*_blocks()][::3]:
             stored, _ = self._stored(codec, header, payload, shape)

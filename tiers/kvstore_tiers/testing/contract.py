@@ -24,15 +24,15 @@ PAYLOAD_BYTES = 3 * 4096 + 1000  # ends within a page
 
 
 class TierContract:
-    """Obligations of a tier. `make_tier` opens an empty tier of about `capacity_bytes`; each test closes the tier that
-    it made.
+    """A test suite that every tier must pass. A subclass's `make_tier` opens an empty tier of about `capacity_bytes`;
+    each test closes the tier that it made.
     """
 
     def make_tier(self, capacity_bytes: int) -> Tier:
         raise TypeError("a subclass of TierContract must define make_tier")
 
     def verifies_writes(self, tier: Tier) -> bool:
-        """Return whether `tier` compares the bytes that it stored with a checksum that the caller gave."""
+        """Return True if `tier` compares the bytes that it stored with the checksum that the caller gave."""
         return False
 
     def test_a_block_comes_back_as_it_was_written(self) -> None:
@@ -267,7 +267,9 @@ class TierContract:
             assert outcome.kind is OutcomeKind.CORRUPT
 
     def test_a_container_is_emptied_for_another_size(self) -> None:
-        """Applies to tiers that give room out by containers; other tiers serve any size from the free room."""
+        """Check that a container whose slots were freed serves another slot size. It applies only to tiers that have
+        containers.
+        """
         with closing(self.make_tier(CAPACITY_BYTES)) as tier:
             slots = _fill(tier, 8192)
             convertible = tier.convertible(65536)

@@ -33,12 +33,12 @@ def new_names(count: int) -> list[str]:
 
 
 def noise(nbytes: int, seed: int = 0) -> bytes:
-    """Return `nbytes` random bytes of every value, zeros and line ends among them; another seed gives other bytes."""
+    """Return `nbytes` random bytes that include zeros and line ends, as `seed` determines."""
     return np.random.default_rng((seed, nbytes)).bytes(nbytes)
 
 
 class Lent:
-    """A driver and the memory that was lent to it: values pass through consecutive pieces of that memory."""
+    """A driver of a remote store with the memory that was lent to it, through which all its values pass."""
 
     def __init__(self, driver: Driver, lent_bytes: int = LENT_BYTES) -> None:
         self.driver = driver
@@ -48,7 +48,7 @@ class Lent:
         driver.lend(self._memory)
 
     def piece(self, nbytes: int) -> memoryview:
-        """Return a piece of the memory that no other caller has."""
+        """Return `nbytes` of the lent memory that no other caller has."""
         with self._lock:
             start, self._taken = self._taken, self._taken + nbytes
         assert self._taken <= len(self._memory), "the test needs more lent memory"
@@ -67,7 +67,7 @@ class Lent:
         return self.driver.write([Placed(name, self.filled(value)) for name, value in zip(names, values, strict=True)])
 
     def read(self, name: str, room: int) -> bytes | None:
-        """Return the value called `name`, of at most `room` bytes; None where there is none."""
+        """Return the value called `name`, of at most `room` bytes; None if the store has none."""
         (value,) = self.read_all([name], [room])
         return value
 
@@ -78,8 +78,8 @@ class Lent:
 
 
 class DriverContract:
-    """Obligations of a driver. `make_driver` opens one more driver of the same store, for two threads or more; each
-    test closes the drivers that it made.
+    """A test suite that every driver of a remote store must pass. A subclass's `make_driver` opens one more driver of
+    one store; each test closes the drivers that it made.
     """
 
     def make_driver(self) -> Driver:

@@ -54,17 +54,17 @@ class Fault:
 
 
 def gone(number: int = errno.EIO) -> tuple[Fault, ...]:
-    """Return the plan of a medium that answers everything with an error."""
+    """Return the faults of a medium that answers every operation with the error `number`."""
     return tuple(Fault(operation, "fail", errno=number) for operation in ("write", "read", "relocate", "sync", "probe"))
 
 
 def hung() -> tuple[Fault, ...]:
-    """Return the plan of a medium that answers nothing any more."""
+    """Return the faults of a medium that answers no operation any more."""
     return tuple(Fault(operation, "hang") for operation in ("write", "read", "relocate", "sync", "probe"))
 
 
 class FaultyTier(Tier):
-    """A tier that behaves as `inner` with `faults`. `plan` replaces the faults while the tier runs."""
+    """A tier for tests that passes everything to `inner`, except for the uses of its operations that `faults` spoil."""
 
     def __init__(self, inner: Tier, faults: Sequence[Fault] = ()) -> None:
         self.inner = inner
@@ -76,13 +76,13 @@ class FaultyTier(Tier):
         self._timers: list[threading.Timer] = []
 
     def plan(self, *faults: Fault) -> None:
-        """Replace the plan and count uses from 1 again."""
+        """Replace the faults by `faults`, and count the uses of operations from 1 again."""
         with self._lock:
             self._faults = faults
             self._uses.clear()
 
     def let_go(self) -> None:
-        """End what hangs as failed, as a device does that comes back after a reset."""
+        """End the operations that hang with FAILED, as a device does that comes back after a reset."""
         with self._lock:
             hanging, self._hanging = self._hanging, []
         for done in hanging:
@@ -154,9 +154,7 @@ class FaultyTier(Tier):
             self.inner.sync(passed)
 
     def probe(self, done: Completion, *, thorough: bool = True) -> None:
-        """Probe the inner tier. Only a thorough probe meets the plan: a probe that is not thorough only asks whether
-        the place exists.
-        """
+        """Probe the inner tier. Only a `thorough` probe is subject to the faults."""
         if passed := self._apply("probe", done) if thorough else done:
             self.inner.probe(passed, thorough=thorough)
 

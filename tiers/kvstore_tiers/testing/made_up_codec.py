@@ -21,7 +21,7 @@ from kvstore_tiers.codecs import TESTING_ENVIRONMENT, Codec, Encoded, Undecodabl
 
 
 def allow_made_up_codec() -> None:
-    """Let this process, and the processes that it starts, know the codec."""
+    """Register the codec of the tests in this process and in the processes that it starts."""
     os.environ[TESTING_ENVIRONMENT] = "1"
 
 
@@ -31,7 +31,7 @@ _FASTEST = 1
 
 
 class MadeUpCodec(Codec):
-    """Encodes and decodes the frames that the module describes."""
+    """A simple codec for tests."""
 
     name: ClassVar[str] = "made-up"
     number: ClassVar[int] = 255

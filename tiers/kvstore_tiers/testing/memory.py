@@ -35,8 +35,8 @@ from kvstore_tiers.threads import ResidentThreads
 
 
 class MemoryTier(Tier):
-    """A tier with `capacity_bytes` of slots in ordinary Python objects. `memory` is the kind of memory that the tier
-    reports to other tiers.
+    """A tier for tests that keeps `capacity_bytes` of slots in Python objects. `memory` is the kind of memory that it
+    pretends to be.
     """
 
     def __init__(self, capacity_bytes: int, *, name: str = "memory", memory: MemoryKind = MemoryKind.SYSTEM) -> None:

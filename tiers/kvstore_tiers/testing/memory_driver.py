@@ -12,8 +12,8 @@ from kvstore_tiers.remote.driver import Driver, Placed, WriteResult
 
 
 class MemoryStore:
-    """A store of at most `capacity_bytes` of values. It refuses values beyond that; with `evicts` the oldest values are
-    evicted instead.
+    """A remote store for tests that keeps at most `capacity_bytes` of values in this process. When it is full it
+    refuses values or, with `evicts`, drops the oldest.
     """
 
     def __init__(self, capacity_bytes: int = 1 << 30, *, evicts: bool = False) -> None:
@@ -42,7 +42,7 @@ class MemoryStore:
 
 
 class MemoryDriver(Driver):
-    """A client of `store`. Its calls raise ConnectionError while the store is not reachable."""
+    """A client of the test store `store`. Its calls raise ConnectionError while the store is set to be unreachable."""
 
     def __init__(self, store: MemoryStore, largest_value_bytes: int = 64 << 20) -> None:
         self.largest_value_bytes = largest_value_bytes

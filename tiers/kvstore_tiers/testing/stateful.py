@@ -25,9 +25,8 @@ OWNERS = ("", "tenant-a")
 def tier_state_machine(
     make_tier: Callable[[], Tier], reopen: Callable[[Tier], Tier] | None = None
 ) -> type[RuleBasedStateMachine]:
-    """Return a machine class; its `.TestCase` is a test.
-
-    `reopen`, for durable tiers, closes the tier and opens its place again: what was synced must then be recovered.
+    """Return a Hypothesis state machine that tests the tier that `make_tier` opens; its `.TestCase` is a test.
+    `reopen`, for durable tiers, closes a tier and opens it again, after which synced blocks must be there.
     """
     from hypothesis import strategies as st
     from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule

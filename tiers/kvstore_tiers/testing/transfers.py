@@ -23,13 +23,13 @@ PATIENCE_S = 60.0
 
 
 def finish(start: Callable[[Completion], None]) -> Outcome:
-    """Start one transfer and return its outcome."""
+    """Call `start` with a completion, wait for the transfer's end, and return its outcome."""
     return finish_all([start])[0]
 
 
 def finish_all(starts: Sequence[Callable[[Completion], None]]) -> list[Outcome]:
-    """Start transfers together. Return all outcomes, in order. Raises AssertionError when a transfer never ends or ends
-    twice.
+    """Start all transfers of `starts`, wait for them, and return their outcomes in order. Raises AssertionError if one
+    never ends or ends twice.
     """
     ended: list[tuple[int, Outcome]] = []
     all_ended = threading.Event()
@@ -48,7 +48,9 @@ def finish_all(starts: Sequence[Callable[[Completion], None]]) -> list[Outcome]:
 
 
 def block(number: int, payload_bytes: int, *, tokens: int = 4) -> tuple[BlockHeader, Bytes]:
-    """Make block `number`, with a payload that only this number and size give."""
+    """Return header and payload of test block `number`, with `payload_bytes` bytes that follow from the number and the
+    size.
+    """
     payload = np.random.default_rng([number, payload_bytes]).integers(0, 256, payload_bytes, dtype=np.uint8)
     header = BlockHeader(
         key=number.to_bytes(16, "big"),
@@ -64,8 +66,8 @@ def block(number: int, payload_bytes: int, *, tokens: int = 4) -> tuple[BlockHea
 
 
 def block_with_pattern(number: int, payload_bytes: int) -> tuple[BlockHeader, Bytes]:
-    """Make a block with `block`, and overwrite none, half or all of its payload with one repeated pattern, which codecs
-    make small."""
+    """Return header and payload of test block `number`, of whose payload none, half or all is one repeated pattern,
+    which codecs make small."""
     header, payload = block(number, payload_bytes)
     repeated = payload_bytes * (number // 2 % 3) // 2
     payload[:repeated] = np.resize(payload[:16], repeated)
@@ -73,7 +75,7 @@ def block_with_pattern(number: int, payload_bytes: int) -> tuple[BlockHeader, By
 
 
 def as_it_is(header: BlockHeader, payload: Bytes) -> AlignedBuffer:
-    """Return the slot image of a block whose payload is stored as it is."""
+    """Return the slot image (header page and payload) of a block that is stored without a codec."""
     image = AlignedBuffer(slot_bytes(payload.nbytes))
     if payload.nbytes:
         view_at(image.address + HEADER_BYTES, payload.nbytes)[:] = payload
@@ -99,8 +101,8 @@ def encoded(codec: Codec, header: BlockHeader, payload: Bytes, shape: PayloadSha
 def put_encoded(
     tier: Tier, codec: Codec, header: BlockHeader, payload: Bytes, shape: PayloadShape | None = None
 ) -> Slot | None:
-    """Allocate a slot and write the block in the form of `codec`; `shape` is as in `encoded`. Return the slot, or None
-    when there is no room. Raises AssertionError when the write fails."""
+    """Allocate a slot of `tier`, write the block in the form of `codec` and return the slot; None if there is no room.
+    `shape` is as in `encoded`. Raises AssertionError if the write fails."""
     image = encoded(codec, header, payload, shape)
     slot = tier.allocate(image.nbytes)
     if slot is not None:
@@ -110,8 +112,8 @@ def put_encoded(
 
 
 def put(tier: Tier, header: BlockHeader, payload: Bytes, owner: str = "") -> Slot | None:
-    """Allocate a slot and write the block. Return the slot, or None when there is no room. Raises AssertionError when
-    the write fails.
+    """Allocate a slot of `tier`, write the block and return the slot; None if there is no room. Raises AssertionError
+    if the write fails.
     """
     slot = tier.allocate(slot_bytes(payload.nbytes), owner)
     if slot is not None:
@@ -121,12 +123,12 @@ def put(tier: Tier, header: BlockHeader, payload: Bytes, owner: str = "") -> Slo
 
 
 def get(tier: Tier, slot: Slot, key: bytes, payload_bytes: int) -> tuple[Outcome, Bytes]:
-    """Read a block into new memory. Return the outcome and the bytes."""
+    """Read the block `key` of `payload_bytes` bytes from `slot`. Return the outcome and the bytes."""
     destination = np.zeros(payload_bytes, dtype=np.uint8)
     return finish(lambda done: tier.read(slot, key, [segment_of(destination)], done)), destination
 
 
 def pieces(array: Bytes, *cuts: int) -> list[Segment]:
-    """Return the array as a list of segments, cut at the offsets `cuts`."""
+    """Return the memory of `array` as a list of segments, cut at the byte offsets `cuts`."""
     bounds = [0, *cuts, array.nbytes]
     return [segment_of(array[a:b]) for a, b in pairwise(bounds)]

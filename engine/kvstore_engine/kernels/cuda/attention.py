@@ -55,9 +55,8 @@ class _Argument(ct.Structure):
 
 @dataclass(frozen=True, slots=True)
 class AttentionCrossover:
-    """The number of thread blocks for each multiprocessor from which on V1 is faster.
-
-    The default is what occupancy suggests; `crossover.settled` has measured values.
+    """The load from which on attention in one pass (V1) is faster than in partitions (V2), in thread blocks for each
+    multiprocessor.
     """
 
     blocks_per_multiprocessor: float = 2.0
@@ -81,7 +80,9 @@ class KernelRows:
 
 
 class PagedAttention:
-    """Attention of one cache shape. `tile`: keys staged at a time, of TILE_KEYS; 0 chooses."""
+    """The CUDA attention kernels for one shape of K/V cache. `tile` is the number of keys that are staged at a time; 0
+    chooses.
+    """
 
     def __init__(
         self, launcher: Launcher, shape: CacheShape, *, crossover: AttentionCrossover | None = None, tile: int = 0,
@@ -111,16 +112,16 @@ class PagedAttention:
         )
 
     def version(self, rows: int, longest_context: int, kind: LayerAttention = _PLAIN) -> int:
-        """Return 1 or 2: the kernel that `attend` runs by default."""
+        """Return which kernel `attend` runs by default for `rows` rows: 1 (one pass) or 2 (in partitions)."""
         fills = self.blocks_per_multiprocessor(rows) >= self._crossover.blocks_per_multiprocessor
         return 1 if fills or self._partitions(longest_context, kind) == 1 else 2
 
     def blocks_per_multiprocessor(self, rows: int) -> float:
-        """Return the thread blocks of one pass over `rows`, for each of the device's multiprocessors."""
+        """Return how many thread blocks each multiprocessor of the device gets in one pass over `rows` rows."""
         return rows * self.shape.kv_heads * self._parts / self._launcher.multiprocessors
 
     def scratch_bytes(self, rows: int, longest_context: int, kind: LayerAttention = _PLAIN) -> int:
-        """Return the bytes that V2 needs for its partitions."""
+        """Return the bytes of device memory that attention in partitions (version 2) needs beside its result."""
         records = rows * self.shape.query_heads * self._partitions(longest_context, kind)
         return 4 * records * (self.shape.head_dim + 1)
 

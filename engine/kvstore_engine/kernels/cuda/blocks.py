@@ -51,8 +51,8 @@ class BlockRuns:
 
     @classmethod
     def of_payloads(cls, tables: Int32Array, block_bytes: int) -> BlockRuns:
-        """Return the runs of payloads. `tables`: int32 [payloads, blocks_per_payload], the block ids of each
-        payload.
+        """Return the runs for copies between the pool and payloads. `tables` has the pool blocks of each payload, int32
+        [payloads, blocks_per_payload].
         """
         payloads, width = tables.shape
         first = np.repeat(np.arange(payloads), width), np.tile(np.arange(width), payloads)
@@ -62,7 +62,7 @@ class BlockRuns:
 
     @classmethod
     def within(cls, sources: Int32Array, targets: Int32Array, block_bytes: int) -> BlockRuns:
-        """Return the runs that copy block sources[i] to block targets[i]. Raises ValueError if a block is named
+        """Return the runs for copying block sources[i] over block targets[i]. Raises ValueError if a block is named
         twice.
         """
         named = np.concatenate((sources, targets))
@@ -74,7 +74,7 @@ class BlockRuns:
 
     @property
     def first_pieces(self) -> Int32Array:
-        """The number of pieces of PIECE_BYTES before each run: int32 [n + 1]."""
+        """The number of pieces of PIECE_BYTES bytes that precede each run, and in all, int32 [n + 1]."""
         pieces = -(-self.runs[:, 3].astype(np.int64) * self.block_bytes // PIECE_BYTES)
         return np.concatenate(([0], np.cumsum(pieces))).astype(np.int32)
 
@@ -86,8 +86,8 @@ def _merged(is_start: npt.NDArray[np.bool_], *sides: npt.NDArray[np.signedintege
 
 
 class BlockMover:
-    """A queue of moves on `blocks` thread blocks in all: a small number leaves the device to a step that runs beside
-    them.
+    """A launcher of CUDA kernels that copy pool blocks. `blocks` is the number of thread blocks; few leave the device
+    to a step that runs meanwhile.
     """
 
     def __init__(self, launcher: Launcher, *, blocks: int = 0) -> None:
@@ -105,15 +105,19 @@ class BlockMover:
         self._launch("kv_gather_blocks", planes, payloads, runs, on_device, **options)
 
     def scatter(self, planes: Any, payloads: Any, runs: BlockRuns, on_device: tuple[Any, Any], **options: int) -> None:
-        """Queue a copy of payloads into blocks of the pool. For the parameters see `gather`."""
+        """Queue copies of payloads into blocks of the pool. See `gather` for the parameters."""
         self._launch("kv_scatter_blocks", planes, payloads, runs, on_device, **options)
 
     def move(self, planes: Any, runs: BlockRuns, on_device: tuple[Any, Any], **options: int) -> None:
-        """Queue copies of blocks within each plane: a fork's copy, or compaction."""
+        """Queue copies of blocks to other blocks of the same plane, in every plane, as `runs` say. See `gather` for the
+        parameters.
+        """
         self._launch("kv_move_blocks", planes, 0, runs, on_device, **options)
 
     def swap(self, planes: Any, runs: BlockRuns, on_device: tuple[Any, Any], **options: int) -> None:
-        """Queue swaps: sources and targets change places in each plane."""
+        """Queue exchanges of the contents of source and target blocks in every plane, as `runs` say. See `gather` for
+        the parameters.
+        """
         self._launch("kv_swap_blocks", planes, 0, runs, on_device, **options)
 
     def _launch(

@@ -37,10 +37,8 @@ _log = logging.getLogger(__name__)
 def settled(
     attention: PagedAttention, architecture: str, device: str, measure: Callable[[], AttentionCrossover]
 ) -> AttentionCrossover:
-    """Return the environment's value, an earlier measurement, or the result of `measure`; the default if it fails.
-
-    `architecture` as NVRTC names it; `device`: other properties that its speed depends on. Raises UsageError for a
-    wrong setting.
+    """Return the crossover set in the environment, or an earlier measurement for this `architecture` and `device`, or
+    the result of `measure`; the default if measuring fails. Raises UsageError for a wrong setting.
     """
     asked = _asked()
     if asked is not None:
@@ -60,16 +58,16 @@ def settled(
 
 
 def measured(attention: PagedAttention, ratios: Mapping[int, float]) -> AttentionCrossover:
-    """Return the crossover that `pass_ratios` show. If partitions are faster for all rows that were tried, it is at
-    twice as many.
+    """Return the crossover that the `ratios` of `pass_ratios` show. If partitions were faster for all rows that were
+    tried, twice the largest number counts.
     """
     rows = least_rows(ratios) or 2 * max(ratios)
     return AttentionCrossover(attention.blocks_per_multiprocessor(rows))
 
 
 def least_rows(ratios: Mapping[int, float]) -> int | None:
-    """Return the number of rows from which on one pass is never slower than partitions; None: it is slower for the most
-    of them.
+    """Return the least number of rows from which on one pass is never slower than partitions, by `ratios` (rows to time
+    ratio); None if it is slower for the largest number.
     """
     least = None
     for rows in sorted(ratios, reverse=True):

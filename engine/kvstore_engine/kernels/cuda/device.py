@@ -34,9 +34,7 @@ _LAUNCHES, _TURNS = 4, 3  # of what is timed: in a graph, and how often that is 
 
 @dataclass(frozen=True, slots=True)
 class CacheWindow:
-    """A range of `nbytes` of device memory at `address`: only blocks that follow each other in the pool can be in
-    it.
-    """
+    """A range of `nbytes` of device memory at `address` that the device may keep in its L2 cache."""
 
     address: int
     nbytes: int
@@ -45,9 +43,8 @@ class CacheWindow:
     def of_blocks(
         cls, plane: int, block_bytes: int, blocks: npt.NDArray[np.int32], most_bytes: int
     ) -> CacheWindow | None:
-        """Return the longest run of consecutive ids among `blocks`, int32 [n] in the order of a block table, in the
-        plane at address `plane`, of at most `most_bytes`; the first of equally long runs. None if not even a block
-        fits.
+        """Return the range of the longest run of consecutive numbers among `blocks`, int32 [n], in the plane at the
+        address `plane`, cut to `most_bytes`. None if not even one block fits.
         """
         most = most_bytes // block_bytes if block_bytes > 0 else 0
         if most < 1 or not len(blocks):
@@ -59,7 +56,9 @@ class CacheWindow:
 
 
 class Device(CudaDevice, Launcher):
-    """Device `index` of this process. Raises CudaError, with what to do, if there is no usable device."""
+    """The CUDA device number `index` as a launcher of kernels. Raises CudaError, with what to do, if it cannot be
+    used.
+    """
 
     def __init__(self, index: int = 0) -> None:
         try:
@@ -78,7 +77,7 @@ class Device(CudaDevice, Launcher):
         self._functions: dict[tuple[KernelProgram, str], Any] = {}
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Call the driver. Raises CudaError."""
+        """Call the CUDA driver's function `name`, and return its result. Raises CudaError."""
         try:
             return super().call(name, *arguments)
         except DriverError as error:
@@ -102,12 +101,12 @@ class Device(CudaDevice, Launcher):
 
     @property
     def window_bytes(self) -> int:
-        """The most bytes that a window may hold; 0 if the device keeps nothing on request."""
+        """The most bytes that the device keeps in its L2 cache on request; 0 if it cannot."""
         return self.attribute(_MOST_WINDOW) if self.attribute(_MOST_KEPT) else 0
 
     def set_aside_cache(self, nbytes: int) -> int:
-        """Let windows have up to `nbytes` of the L2 cache, which other memory cannot use then; return how many the
-        device gives. It counts for the whole context. 0 ends that, and kept memory is kept no longer.
+        """Reserve up to `nbytes` of the L2 cache for windows, and return how many bytes the device gives. 0 ends the
+        reservation.
         """
         self.use_in_this_thread()
         limit = self.driver.CUlimit(_KEPT_LIMIT)
@@ -119,8 +118,8 @@ class Device(CudaDevice, Launcher):
         return self._kept_bytes
 
     def keep_in_cache(self, window: CacheWindow | None, *, stream: int) -> None:
-        """Let launches on `stream` from here on find `window` in the L2 cache in preference to other memory; of a
-        larger window than was set aside, a part. None: no window. `stream` is not the default one. Raises CudaError.
+        """Let later launches on `stream` (not the default one) keep the memory `window` in the L2 cache; None ends
+        that. Raises CudaError.
         """
         cuda = self.driver
         policy, value = cuda.CUaccessPolicyWindow(), cuda.CUstreamAttrValue()
@@ -134,8 +133,8 @@ class Device(CudaDevice, Launcher):
         self.call("cuStreamSetAttribute", cuda.CUstream(stream), cuda.CUstreamAttrID(_WINDOW), value)
 
     def seconds(self, queue: Callable[[int], object]) -> float:
-        """Return the seconds of the work that `queue(stream)` launches, without the time of launches: by events around
-        replays of a CUDA graph, the fastest of which counts. Raises CudaError.
+        """Return the seconds that the device takes for the work that `queue(stream)` launches: the fastest of several
+        replays. Raises CudaError.
         """
         cuda = self.driver
         self.synchronize()  # what is read was written on other streams

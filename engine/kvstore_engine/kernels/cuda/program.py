@@ -21,12 +21,12 @@ THREADS = 128  # of a thread block, in every kernel
 
 
 class CudaError(OperationError):
-    """A kernel cannot be compiled or launched here; the message says why and, if possible, what to do."""
+    """An error: a CUDA kernel cannot be compiled or launched. The message says why and, if possible, what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Element:
-    """A type of csrc/elements.h. `scaled` says that each token and K/V head has one float scale."""
+    """A type of stored numbers in csrc/elements.h. `scaled` says that each token and K/V head has a float scale."""
 
     type_name: str
     nbytes: int
@@ -90,7 +90,7 @@ class CacheShape:
 
 
 class KernelProgram(kvstore_cuda.compiler.Program):
-    """A source of csrc/ for one shape."""
+    """The source of a CUDA kernel with the constants of one cache shape."""
 
     __slots__ = ()
 
@@ -101,12 +101,12 @@ class KernelProgram(kvstore_cuda.compiler.Program):
 
 
 class Launcher(ABC):
-    """A launcher that compiles programs when they are first needed, keeps them, and queues their kernels."""
+    """An object that compiles CUDA programs when they are first needed and launches their kernels."""
 
     @property
     @abstractmethod
     def multiprocessors(self) -> int:
-        """The number of the device's processors that take thread blocks."""
+        """The number of the device's multiprocessors, each of which runs thread blocks."""
 
     @abstractmethod
     def launch(
@@ -120,8 +120,8 @@ class Launcher(ABC):
 
 
 def address_of(memory: Any) -> int:
-    """Return the address of an array: a torch tensor, a CuPy array, any `__cuda_array_interface__`, or the integer
-    itself.
+    """Return the device address of `memory`: a torch tensor, a CuPy array, any object with `__cuda_array_interface__`,
+    or an address itself.
     """
     if isinstance(memory, int):
         return memory
@@ -133,8 +133,8 @@ def address_of(memory: Any) -> int:
 
 
 def aligned(memory: Any, what: str) -> int:
-    """Return the address of `memory`, which the kernels read 16 bytes at a time. Raises ValueError if it is not a
-    multiple of 16.
+    """Return the device address of the array `memory`. Raises ValueError, which calls the array `what`, if the address
+    is no multiple of 16.
     """
     address = address_of(memory)
     if address % 16:

@@ -70,18 +70,16 @@ class NewTokens:
 
 
 def turns(positions: int, inverse_frequencies: npt.NDArray[np.float64], scale: float = 1.0) -> npt.NDArray[np.float32]:
-    """Return cosines and sines, float32 [positions, len(inverse_frequencies), 2], of angles computed in double
-    precision.
-
-    A position of 100,000 times a frequency in floats would be wrong by 0.005. `scale`: YaRN's magnitude.
+    """Return the cosines and sines of all positions, float32 [positions, len(inverse_frequencies), 2], multiplied by
+    `scale` (YaRN's magnitude). Angles are computed in double precision.
     """
     angles = np.arange(positions, dtype=np.float64)[:, None] * inverse_frequencies
     return (scale * np.stack((np.cos(angles), np.sin(angles)), axis=-1)).astype(np.float32)
 
 
 class RopeCache:
-    """The rotation of the first `rotary` dimensions; `interleaved`: pairs are neighbours, otherwise halves apart
-    (NeoX).
+    """The CUDA kernel that rotates new queries and keys and writes K and V to the cache. It rotates the first `rotary`
+    channels; `interleaved` pairs neighbours, otherwise the two halves.
     """
 
     def __init__(self, launcher: Launcher, shape: CacheShape, *, rotary: int = 0, interleaved: bool = False) -> None:
@@ -101,10 +99,9 @@ class RopeCache:
     def write(
         self, tokens: NewTokens, rotated: Any, planes: tuple[Any, Any], table: Any, *, stream: int = STREAM_OF_DEFAULT
     ) -> None:
-        """Queue the rotation and the write. rotated: [count, query_heads, head_dim], which may be the queries. table:
-        from `turns`.
-
-        The caller guarantees that positions are in the table and slots in the pool. Raises ValueError, CudaError.
+        """Queue a kernel that rotates the new queries to `rotated`, [count, query_heads, head_dim], and writes the
+        rotated keys and the values of `tokens` to the layer's `planes`. `table` comes from `turns`. The caller
+        guarantees that positions are in the table and slots in the pool. Raises ValueError or CudaError.
         """
         if tokens.count == 0:
             return

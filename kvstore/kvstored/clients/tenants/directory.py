@@ -33,8 +33,8 @@ _UID_TENANT = re.compile(r"uid-(0|[1-9]\d{0,9})\Z")
 
 @dataclass(frozen=True)
 class Tenant:
-    """A tenant as the daemon knows it. `digest` (16 bytes) stands in block headers and in the index; `secret` never
-    leaves the daemon.
+    """A tenant: the owner of blocks. `digest` (16 bytes) is in block headers and in the index; `secret`, from which its
+    keys are made, never leaves the daemon.
     """
 
     name: str
@@ -43,14 +43,16 @@ class Tenant:
     limits: TenantSection
 
     def puts_in_place(self, put: PutSection) -> bool:
-        """Return whether its clients may write blocks in place."""
+        """Return whether this tenant's clients may write blocks directly into arenas. `put` has the daemon's
+        default.
+        """
         own = self.limits.put_in_place
         return put.in_place if own is None else own
 
     @property
     def index_name(self) -> str:
-        """The tenant's name in the residency index and as an owner of arenas: its digest, which stays when labels
-        change.
+        """The tenant's name in the block index and as an owner of arenas: its digest in hex, which stays when the
+        tenant is renamed.
         """
         return self.digest.hex()
 
@@ -60,7 +62,7 @@ class Tenant:
 
 
 def uid_of(name: str) -> int | None:
-    """Return the uid in the name of an unlisted user's tenant; None for another name."""
+    """Return the user id in a tenant name of the form "uid-N", or None for any other name."""
     return int(name.removeprefix("uid-")) if _UID_TENANT.match(name) else None
 
 
@@ -73,8 +75,8 @@ def tenant_digest(identity: str) -> bytes:
 
 
 class TenantDirectory:
-    """The directory of tenants: it finds the tenant of a caller, and remembers the names behind digests. `listed` and
-    `default` are the configuration's tenants.
+    """A directory of tenants: it finds the tenant of a caller, and remembers the names behind digests. `listed` are the
+    tenants in the configuration; `default` says what happens to users that none of them lists.
     """
 
     def __init__(
@@ -100,7 +102,7 @@ class TenantDirectory:
             self._tenant(section)
 
     def named_entries(self, residency: Residency) -> list[Entry]:
-        """Return the names to save: the names of fingerprints, and of tenants that have blocks."""
+        """Return the entries to save: the names of fingerprints, and of tenants that have blocks in `residency`."""
         numbers = {index.name: number for number, index in enumerate(residency.tenants)}
         with_blocks = (
             tenant.name for tenant in self._tenants.values()
@@ -109,7 +111,7 @@ class TenantDirectory:
         return self._names.entries(with_blocks)
 
     def know(self, entries: Iterable[Entry]) -> None:
-        """Add the names in the saved `entries` to the names that are known already."""
+        """Add the names in the saved `entries`."""
         for name in self._names.know(entries):
             if name not in self._tenants and self.keyring.identity_of(name) is not None:
                 self._tenant(TenantSection(name))
@@ -118,16 +120,16 @@ class TenantDirectory:
                 self._join_family(fingerprint, number)
 
     def relist(self, listed: tuple[TenantSection, ...], default: str) -> None:
-        """Let `listed` and `default` be the configuration's tenants. The caller handles sessions."""
+        """Use `listed` and `default` as the configured tenants from now on. Sessions are the caller's concern."""
         left = {section.name for section in self.listed} - {section.name for section in listed}
         self.listed, self.default = listed, default
         for section in (*listed, *map(TenantSection, sorted(left))):
             self._tenant(section)
 
     def resolve(self, peer: Peer) -> Tenant | None:
-        """Return the tenant of a caller: listed by uid, otherwise by gid, otherwise the default; None if refused, and
-        `why_refused` says why. A number that may stand for any user, or any group, selects only a tenant with
-        `unmapped`.
+        """Return the tenant of the process `peer`: the one that lists its uid, otherwise its gid, otherwise the
+        default. Return None if it is refused; `why_refused` has the reason. An id that stands for any unmapped user or
+        group selects only a tenant with `unmapped`.
         """
         if peer.has_no_uid:
             strangers = next((section for section in self.listed if section.unmapped), None)
@@ -149,7 +151,7 @@ class TenantDirectory:
         return known
 
     def why_refused(self, peer: Peer) -> str:
-        """Return a sentence for a caller for whom `resolve` found no tenant: the reason, and the remedy."""
+        """Return a sentence with the reason and the remedy for a process for which `resolve` returned None."""
         if peer.has_no_uid:
             what, number = "user", peer.uid
         elif peer.has_no_gid and any(peer.gid in section.gids for section in self.listed):
@@ -164,8 +166,8 @@ class TenantDirectory:
         )
 
     def named(self, name: str) -> Tenant | None:
-        """Return the tenant that an operator may hand a token to: a listed one, or, if users are tenants, "uid-N". None
-        if there is none, or if it is closed for now.
+        """Return the tenant `name` to which an operator may give a token: a listed one, or "uid-N" if unlisted users
+        are tenants. Return None if there is none, or it is closed for now.
         """
         if not self.is_named(name):
             return None
@@ -175,28 +177,32 @@ class TenantDirectory:
         return self._tenant(TenantSection(name, uids=() if uid is None else (uid,)))
 
     def is_named(self, name: str) -> bool:
-        """Return whether `named` finds a tenant of this name, now or later."""
+        """Return whether `named` finds a tenant of this name, now or as soon as it is not closed any more."""
         if (section := self.section(name)) is not None:
             return not self.keyring.is_kept(name) or self._callable(section) is not None
         return self.default != "refuse" and uid_of(name) is not None and self.keyring.identity_of(name) is not None
 
     def section(self, name: str) -> TenantSection | None:
-        """Return the configuration's section of a tenant; None for a tenant that it does not list."""
+        """Return the configuration's section for the tenant `name`, or None when it is not listed."""
         return next((section for section in self.listed if section.name == name), None)
 
     def lister(self, uid: int) -> TenantSection | None:
-        """Return the section of the tenant that lists the user `uid`; None if none does."""
+        """Return the section of the tenant that lists the user `uid`, or None when none does."""
         return next((section for section in self.listed if uid in section.uids), None)
 
     def is_reachable(self, name: str) -> bool:
-        """Return whether a caller can be this tenant: a listed one, or a user that no tenant lists."""
+        """Return whether any caller can be the tenant `name`: it is listed, or it is a user that no listed
+        tenant has.
+        """
         uid = uid_of(name)
         if uid is None:
             return self.section(name) is not None
         return self.default != "refuse" and self.lister(uid) is None
 
     def refresh(self, *names: str) -> None:
-        """Look up the identities of names again, after a change; `names` are known from now on."""
+        """Look up the identities of all known tenants again, after names were bound anew, and add the tenants
+        `names`.
+        """
         for name, tenant in list(self._tenants.items()):
             if self.keyring.identity_of(name) is None:
                 del self._tenants[name]
@@ -210,12 +216,16 @@ class TenantDirectory:
         return next((tenant for tenant in self._tenants.values() if tenant.digest == digest), None)
 
     def remote_mode(self, digest: bytes) -> str:
-        """Return the setting of the tenant with this digest for its blocks in remote tiers; "" if it has none."""
+        """Return the `remote` setting of the tenant with this digest, for its blocks in remote tiers; "" if it has
+        none.
+        """
         tenant = self.by_digest(digest)
         return tenant.limits.remote if tenant is not None else ""
 
     def number(self, name: str, residency: Residency) -> int:
-        """Return the residency's number of a tenant by name. Raises KVStoreError if there is no such tenant."""
+        """Return the number that the block index uses for the tenant `name`. Raises KVStoreError if there is no such
+        tenant.
+        """
         tenant = self._tenants.get(name)
         if tenant is None:
             known = ", ".join(sorted(self._tenants)) or "none yet"
@@ -223,7 +233,7 @@ class TenantDirectory:
         return residency.tenant(tenant.index_name)
 
     def name_of_index(self, index_name: str) -> str:
-        """Return the name for people of the tenant that the residency index knows by `index_name`."""
+        """Return the name to show for the tenant that the block index calls `index_name` (its digest in hex)."""
         return self.name_of(bytes.fromhex(index_name))
 
     def name_of(self, digest: bytes) -> str:
@@ -234,7 +244,7 @@ class TenantDirectory:
         return list(self._tenants.values())
 
     def remember(self, fingerprint: Fingerprint) -> bytes:
-        """Note a fingerprint so that listings can name it; return its digest."""
+        """Remember `fingerprint`, so that listings can name it. Return its digest."""
         digest = fingerprint.digest()
         self._names.remember(digest, fingerprint)
         number = self._fingerprint_numbers.get(digest)
@@ -243,9 +253,8 @@ class TenantDirectory:
         return digest
 
     def fingerprint_number(self, digest: bytes) -> int:
-        """Return a small number for a fingerprint digest, stable while the daemon runs. At most
-        MAX_NUMBERED_FINGERPRINTS get one: a client that makes up more still stores and finds blocks under them, but
-        listings show those as one.
+        """Return the number of a fingerprint digest, which does not change while the daemon runs. At most
+        MAX_NUMBERED_FINGERPRINTS get a number of their own; all others share one, so listings show them as one.
         """
         number = self._fingerprint_numbers.get(digest)
         if number is None:
@@ -260,8 +269,8 @@ class TenantDirectory:
         return number
 
     def family(self, fingerprint: Fingerprint | None) -> Set[int]:
-        """Return the numbers of the fingerprints with this model name, account and shard: they may be meant to be
-        equal. The set grows with them. Empty for None.
+        """Return the numbers of the fingerprints with the same model name, account and shard as this one, which may
+        have been meant to be equal. The set grows when more become known. It is empty for None.
         """
         return frozenset() if fingerprint is None else self._families.get(_family_of(fingerprint), frozenset())
 
@@ -269,26 +278,28 @@ class TenantDirectory:
         self._families.setdefault(_family_of(fingerprint), set()).add(number)
 
     def known_number(self, digest: bytes) -> int:
-        """Return the number of a fingerprint; if it has none, a number that no block has."""
+        """Return the number of the fingerprint with this digest, or a number that no block has when it is not known."""
         return self._fingerprint_numbers.get(digest, UNKNOWN_FINGERPRINT)
 
     def fingerprint_digest(self, number: int) -> bytes:
-        """Return the digest whose `fingerprint_number` is `number`; zeros if it has no number of its own."""
+        """Return the digest of the fingerprint with this number, or zeros if no fingerprint has it alone."""
         return self._digests[number] if number < len(self._digests) else _NO_DIGEST
 
     def fingerprint(self, digest: bytes) -> Fingerprint | None:
         return self._names.fingerprints.get(digest)
 
     def state_kind(self, number: int, group_id: int) -> str:
-        """Return the kind of state that a layer group of a fingerprint has, by the number of the fingerprint; "" when
-        the kind is unknown. The kind is a fact of the group, so no block keeps it."""
+        """Return the kind of state ("full attention", say) of a layer group of the fingerprint with this number, or ""
+        when it is not known.
+        """
         known = self.fingerprint(self.fingerprint_digest(number))
         group = None if known is None else known.group(group_id)
         return "" if group is None else group.kind
 
     def window_blocks(self, number: int, group_id: int) -> int:
-        """Return how many blocks before a boundary a resume of a layer group needs, by the number of the fingerprint; 0
-        for all, and for a fingerprint that is not known."""
+        """Return how many blocks before a boundary are needed to resume there, for a layer group of the fingerprint
+        with this number. 0 stands for all blocks, and for an unknown fingerprint.
+        """
         known = self.fingerprint(self.fingerprint_digest(number))
         group = None if known is None else known.group(group_id)
         return 0 if known is None or group is None else group.window_blocks(known.block_tokens)

@@ -37,9 +37,11 @@ failpoints.declare("keyring.nvme-marked", "the NVMe directory has the check valu
 
 
 class Keyring:
-    """The tenants' names, identities and secrets, kept over restarts. `dram_is_lost`, `nvme_is_lost`: nothing reaches
-    the blocks there, and the caller drops them before `settle`. Raises ConfigError for a secret that is not the one of
-    the blocks, unless `new_secret`; OSError.
+    """The daemon's secret and the identity of each tenant name, kept over restarts. Keys are made from the secret and
+    the identity.
+
+    `dram_is_lost` and `nvme_is_lost` say that the blocks there cannot be reached any more; drop them before `settle`.
+    Raises ConfigError for a secret that is not the one of the blocks, unless `new_secret`, and OSError.
     """
 
     def __init__(
@@ -85,23 +87,23 @@ class Keyring:
             failpoints.hit("keyring.secret-written")
 
     def identity_of(self, name: str) -> str | None:
-        """Return the identity of a tenant's name; None if the name itself is another tenant's identity."""
+        """Return the identity of the tenant `name`, or None if that name is itself another tenant's identity."""
         bound = self._identities.get(name)
         if bound is not None:
             return bound
         return None if name in self._names else name
 
     def holder(self, identity: str) -> str | None:
-        """Return the name that has an identity other than itself, namely `identity`; None if there is none."""
+        """Return the name that was given `identity`, other than the name that equals it, or None."""
         return self._names.get(identity)
 
     def bound(self) -> dict[str, str]:
-        """Return the identities of the names that have an identity other than themselves."""
+        """Return the identities of the names whose identity is not the name itself."""
         return dict(self._identities)
 
     def claim(self, name: str) -> str:
-        """Return the name's identity, or a new one that nothing was ever stored under. Call `settle` before it is
-        used.
+        """Return the identity of the tenant `name`. If it has none, it gets a new one, under which nothing was ever
+        stored. Call `settle` before blocks are stored.
         """
         found = self.identity_of(name)
         if found is None:
@@ -110,7 +112,7 @@ class Keyring:
         return found
 
     def bind(self, name: str, identity: str) -> None:
-        """Give `name` the identity `identity`, and no other. Call `settle` before it is used. Raises RuntimeError if
+        """Give the tenant `name` this `identity`, and no other. Call `settle` before it is used. Raises RuntimeError if
         another name has it.
         """
         if self._names.get(identity, name) != name:
@@ -118,13 +120,15 @@ class Keyring:
         self.adopt(self.bound_so(name, identity))
 
     def release(self, name: str) -> None:
-        """Make `name` an identity of its own again, as before it took another name's identity, unless another name has
-        that identity by now. Call `settle` before it is used.
+        """Undo `bind`: the tenant `name` has its own name as its identity again, unless another name has that by now.
+        Call `settle` before it is used.
         """
         self.adopt({other: identity for other, identity in self._identities.items() if other != name})
 
     def bound_so(self, name: str, identity: str) -> dict[str, str]:
-        """Return `bound` as it would be if `name` alone had `identity`: to be written, then adopted."""
+        """Return the result that `bound` would have if `name` alone had `identity`. Write it with `write`, then call
+        `adopt`.
+        """
         kept = {other: its for other, its in self._identities.items() if other != name and its != identity}
         return kept if identity == name else {**kept, name: identity}
 
@@ -138,20 +142,21 @@ class Keyring:
 
     @property
     def is_settled(self) -> bool:
-        """True if the identity of every name is on the medium."""
+        """True when the identities of all names are on the medium."""
         return self._kept == self._identities
 
     def is_kept(self, name: str) -> bool:
-        """Return whether the identity of this name is on the medium, as far as could be seen."""
+        """Return whether the identity of the tenant `name` is on the medium, as far as is known."""
         return not self._is_behind or self._kept.get(name) == self._identities.get(name)
 
     def settle(self) -> None:
-        """Write to the medium whose blocks these are. Raises OSError."""
+        """Write the identities of all names to the medium. Raises OSError."""
         self.write(self._identities)
 
     def begin(self) -> None:
-        """Do `settle` at a start, which goes on if the secret was there before: names whose identities are not on the
-        medium are closed until `run` has written them. Raises OSError under a new secret.
+        """Write the identities at a start. If that fails and the secret is not new, the daemon starts all the same:
+        tenants whose identities are not on the medium are closed until `run` has written them. Raises OSError under a
+        new secret.
         """
         try:
             self.settle()
@@ -164,7 +169,7 @@ class Keyring:
             )
 
     async def run(self) -> None:
-        """Retry failed writes. Runs as a task."""
+        """Retry failed writes, for ever. Run it as a task."""
         while True:
             await asyncio.sleep(RETRY_S)
             if self._is_behind:
@@ -178,16 +183,14 @@ class Keyring:
                 log.debug("%s cannot be written: %s", self.path, error)
 
     def write(self, identities: dict[str, str]) -> None:
-        """Write identities that will be adopted afterwards. Waits for a device. Raises OSError: then the former file
-        stands.
+        """Write `identities`, which will be adopted afterwards. It blocks. Raises OSError, and then the former file is
+        unchanged.
         """
         with self._writing:
             self._write(identities)
 
     def require_room(self) -> None:
-        """Write the medium's content once more. Waits for a device. Raises OSError: then nothing new could be written
-        either.
-        """
+        """Write the present content once more, to see that it can be written. It blocks. Raises OSError."""
         with self._writing:
             replace_file(self.path, self._content(self._kept))
 

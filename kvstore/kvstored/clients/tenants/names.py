@@ -19,12 +19,12 @@ Entry = tuple[bytes, bytes]
 
 
 def is_plain(name: str) -> bool:
-    """Return whether `name` can be a tenant's name, listed or made of a user's number."""
+    """Return whether `name` has only characters that a tenant's name may have: printable ASCII."""
     return name.isascii() and name.isprintable()
 
 
 class Names:
-    """The fingerprints that have names, by digest."""
+    """A bounded collection of fingerprints by digest, so that people are shown names."""
 
     def __init__(self) -> None:
         self.fingerprints: dict[bytes, Fingerprint] = {}
@@ -32,7 +32,7 @@ class Names:
         self._nbytes = 0
 
     def remember(self, digest: bytes, fingerprint: Fingerprint) -> None:
-        """Keep a fingerprint, unless there is no room for it."""
+        """Keep `fingerprint` under `digest`, unless the collection is full."""
         if digest in self.fingerprints or len(self.fingerprints) >= MAX_NAMED_FINGERPRINTS:
             return
         text = fingerprint.canonical()
@@ -42,11 +42,13 @@ class Names:
             self._nbytes += len(text)
 
     def entries(self, tenants: Iterable[str]) -> list[Entry]:
-        """Return the entries to save in small state: one for each known fingerprint and for each name in `tenants`."""
+        """Return the entries to save: one for each fingerprint, and one for each tenant name in `tenants`."""
         return [*((_TENANT + name.encode(), b"") for name in sorted(tenants)), *self._entries]
 
     def know(self, entries: Iterable[Entry]) -> list[str]:
-        """Keep the fingerprints in the saved `entries`; return the names of tenants. Unknown entries are left out."""
+        """Keep the fingerprints in the saved `entries`, and return the tenant names in them. Entries of other kinds are
+        left out.
+        """
         tenants = []
         for key, text in entries:
             if key.startswith(_TENANT):

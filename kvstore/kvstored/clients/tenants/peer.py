@@ -18,9 +18,9 @@ _UCRED = struct.Struct("3i")
 
 @dataclass(frozen=True)
 class Peer:
-    """The process that connected, as it was at that moment; later changes do not count.
+    """The process at the other end of a Unix socket, as the kernel described it when it connected.
 
-    `pid` is 0 if the caller lives in a pid namespace that this process cannot see into. `cgroup` is "" if unknown.
+    `pid` is 0 if the caller is in a pid namespace that this process cannot see into. `cgroup` is "" if unknown.
     `has_no_uid`, `has_no_gid`: the number stands for any user or group that this process's user namespace does not map.
     `gid` is the primary group; others do not count.
     """
@@ -34,7 +34,9 @@ class Peer:
 
 
 def read_peer(connection: socket.socket) -> Peer:
-    """Return the peer of a connection. Raises OSError only if the socket itself is broken."""
+    """Return the process at the other end of the Unix socket `connection`. Raises OSError only if the socket itself is
+    broken.
+    """
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
     pid, uid, gid = _UCRED.unpack(raw)
     return Peer(
@@ -48,13 +50,15 @@ def read_peer(connection: socket.socket) -> Peer:
 
 
 def ourselves() -> Peer:
-    """Return the peer that a daemon would read for this process."""
+    """Return this process as a Peer, as another process would see it."""
     uid, gid = os.geteuid(), os.getegid()
     return Peer(os.getpid(), uid, gid, has_no_uid=is_unmapped("uid", uid), has_no_gid=is_unmapped("gid", gid))
 
 
 def has_exited(peer: Peer) -> bool:
-    """Return whether the process is certainly over, with everything it had mapped; False if that cannot be known."""
+    """Return whether the process `peer` has certainly exited, so that none of its mappings is left. Return False if
+    that cannot be known.
+    """
     if peer.pid <= 0:
         return False
     try:
@@ -99,8 +103,8 @@ def _pid_in_proc(pidfd: int) -> int:
 
 
 def read_cgroup(proc: Path, pid: int) -> str:
-    """Return the cgroup of a process: the one that names a container in a version 1 hierarchy, otherwise the unified
-    one. Raises OSError.
+    """Return the cgroup path of the process `pid`, read from the folder `proc`: the one that names a container in a
+    version 1 hierarchy, otherwise the unified one. Raises OSError.
     """
     lines = (proc / str(pid) / "cgroup").read_text(errors="replace").splitlines()
     paths = [line.split(":", 2)[2].removesuffix(" (deleted)") for line in lines if line.count(":") >= 2]

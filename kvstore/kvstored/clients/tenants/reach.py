@@ -3,7 +3,7 @@ automatic move of blocks to their user's new name.
 
 The rule: blocks that user N stored as tenant uid-N are never given to a tenant that does not list N. A tenant that is
 newly listed with that user alone takes them over. If others can be that tenant too, or have a token for either, only an
-operator may do so (operations/rename.py). No block is dropped. Runs at the start, before any client is served.
+operator may do so (admin/rename.py). No block is dropped. Runs at the start, before any client is served.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ log = logging.getLogger(__name__)
 
 
 class StoredAmounts:
-    """The amounts stored under identities at the moment."""
+    """The number and bytes of blocks stored under each tenant identity, at present."""
 
     def __init__(self, residency: Residency) -> None:
         self._residency = residency
         self._numbers = {index.name: number for number, index in enumerate(residency.tenants)}
 
     def number(self, identity: str) -> int | None:
-        """Return the residency's number of an identity; None if nothing was ever stored under it."""
+        """Return the number that the block index uses for `identity`, or None if nothing was ever stored under it."""
         return self._numbers.get(tenant_digest(identity).hex())
 
     def blocks(self, identity: str) -> int:
@@ -38,7 +38,7 @@ class StoredAmounts:
         return 0 if number is None else self._residency.tenant_blocks(number)
 
     def nbytes(self, identity: str) -> int:
-        """Return the bytes of an identity's blocks in the tier that has most of them."""
+        """Return the bytes of the blocks of `identity` in the tier that has most of them."""
         number, tiers = self.number(identity), range(len(self._residency.tiers))
         return 0 if number is None else max(self._residency.tenant_bytes(number, tier) for tier in tiers)
 
@@ -48,9 +48,9 @@ class StoredAmounts:
 
 
 def follow_users(tenants: TenantDirectory, residency: Residency, with_tokens: frozenset[str] = frozenset()) -> None:
-    """Give names the identities of their users' blocks, as far as the rule allows; they are on the medium when this
-    returns. `with_tokens`: names of tenants that others than their users can be. Raises OSError, with names as they
-    were.
+    """Give listed tenants the blocks of the users they list, where the rule of this module allows that; the change is
+    on the medium when this returns. `with_tokens` are tenants that token holders can be, too. Raises OSError, with
+    names unchanged.
     """
     keyring, stored = tenants.keyring, StoredAmounts(residency)
     before = keyring.bound()
@@ -83,7 +83,7 @@ def follow_users(tenants: TenantDirectory, residency: Residency, with_tokens: fr
 
 
 def out_of_reach(tenants: TenantDirectory, residency: Residency) -> list[str]:
-    """Return a sentence for each tenant that has blocks and no callers: the reason, and the remedy."""
+    """Return one sentence, with reason and remedy, for each tenant that has blocks and that no caller can be."""
     stored = StoredAmounts(residency)
     found = []
     for tenant in tenants.all():

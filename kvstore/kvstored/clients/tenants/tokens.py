@@ -21,7 +21,9 @@ _DIGEST = re.compile(r"[0-9A-Fa-f]{64}\Z")
 
 
 class Tokens:
-    """Digests of tokens and the names of their tenants. `tenant_of` takes the token as the caller sent it."""
+    """A table of bearer tokens: the SHA-256 digest of each and the name of its tenant. `find_tenant` returns the tenant
+    with a name, or None. `tenant_of` takes the token as the caller sent it.
+    """
 
     def __init__(self, entries: list[tuple[bytes, str]], find_tenant: Callable[[str], Tenant | None]) -> None:
         self._entries = entries
@@ -31,7 +33,7 @@ class Tokens:
         return len(self._entries)
 
     def replace(self, entries: list[tuple[bytes, str]]) -> None:
-        """Let these be the tokens from now on."""
+        """Use `entries` (digest and tenant name) as the tokens from now on."""
         self._entries = entries
 
     def tenant_of(self, token: str) -> Tenant | None:
@@ -46,15 +48,15 @@ class Tokens:
 def load_tokens(
     path: Path, find_tenant: Callable[[str], Tenant | None], is_tenant: Callable[[str], bool] | None = None
 ) -> Tokens:
-    """Return the tokens of a file. `is_tenant(name)`: whether `find_tenant` finds one, now or later. Raises ConfigError
-    as `read_tokens` does.
+    """Return the tokens in the file `path`. `is_tenant(name)` returns whether `find_tenant` finds this tenant, now or
+    later. Raises ConfigError as `read_tokens` does.
     """
     return Tokens(read_tokens(path, is_tenant or (lambda name: find_tenant(name) is not None)), find_tenant)
 
 
 def read_tokens(path: Path, is_tenant: Callable[[str], bool]) -> list[tuple[bytes, str]]:
-    """Return digests of tokens and the tenants' names. Raises ConfigError that names the line: others can read the
-    file, its form is wrong, or a tenant does not exist.
+    """Return the digests of tokens and the tenants' names in the file `path`. Raises ConfigError, which names the line,
+    if others can read the file, its form is wrong, or a tenant does not exist.
     """
     entries: list[tuple[bytes, str]] = []
     seen: dict[bytes, int] = {}
@@ -84,8 +86,8 @@ def read_tokens(path: Path, is_tenant: Callable[[str], bool]) -> list[tuple[byte
 
 
 def names_in(path: Path | None) -> frozenset[str]:
-    """Return the tenants that a tokens file names, before it is checked closely; none without a file. Raises
-    ConfigError for a file that cannot be read: then the other holders of tokens are unknown.
+    """Return the tenant names in the tokens file `path`, before the file is checked closely; none without a file.
+    Raises ConfigError for a file that cannot be read.
     """
     try:
         lines = path.read_text(errors="replace").splitlines() if path is not None else []

@@ -33,7 +33,7 @@ MIN_STAGING_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class MachineSizes:
-    """The machine that percentages and defaults refer to."""
+    """The sizes of the machine that percentages and defaults of settings refer to."""
 
     memory_bytes: int
     state_dir: Path
@@ -41,8 +41,8 @@ class MachineSizes:
 
 @dataclass(frozen=True)
 class Cluster:
-    """The needs of a tier on another machine: the secret of the node or its cluster, and the setting of a tenant's
-    section for remote tiers, by its digest ("" if it has none).
+    """The parameters that a remote tier needs: the secret of the node or its cluster, and a function that returns a
+    tenant's setting for remote tiers by its digest ("" if it has none).
     """
 
     secret: bytes
@@ -51,9 +51,9 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Start:
-    """The inputs for opening a tier at a start of the daemon: the witness of memory that a restart keeps, the number of
-    the first new arena and of the first chunk of device memory of this tier, an early scan of the NVMe directory,
-    and the cluster.
+    """The parameters for opening a tier. `witness` keeps its memory over a restart; `first_arena` and `first_chunk` are
+    the first numbers for new arenas and chunks of device memory; `early_scan` is a scan of the NVMe directory that has
+    begun.
     """
 
     witness: ChunkWitness | None = None
@@ -65,7 +65,9 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True)
 class TierSection(ABC):
-    """The section of one tier. `policy`, `ttl_s` and `keep_worth` decide which blocks leave it, and when."""
+    """The settings of one tier, of any kind. `policy`, `ttl_s` and `keep_worth` decide which blocks leave it,
+    and when.
+    """
 
     KIND: ClassVar[str]
     MOST: ClassVar[int] = 1  # tiers of this kind
@@ -80,18 +82,16 @@ class TierSection(ABC):
 
     @classmethod
     def is_before_host(cls, table: Table) -> bool:
-        """Return whether a tier with these keys stands before the one that clients map."""
+        """Return whether a tier with the settings `table` comes before the one that clients map (it is faster)."""
         return False
 
     @classmethod
     @abstractmethod
     def read(cls, name: str, table: Table, machine: MachineSizes) -> Self:
-        """Make a section from the keys of reference.toml or `DEFAULTS`, every one of them present. Raises
-        ConfigError.
-        """
+        """Return a section made from `table`, which has every key of this kind of tier. Raises ConfigError."""
 
     def check(self, machine: MachineSizes) -> None:
-        """Check the settings. Raises ConfigError for impossible values."""
+        """Check the settings against the sizes of the machine. Raises ConfigError for impossible values."""
         need(
             self.policy not in FOR_STUDIES,
             f"{self.name}.policy: {self.policy!r} is for studies (kvstored simulate --policy {self.policy}); "
@@ -102,12 +102,12 @@ class TierSection(ABC):
 
     @abstractmethod
     def open(self, start: Start) -> Tier:
-        """Open the tier. Raises the tier's errors. The caller closes it."""
+        """Open the tier with these settings. The caller closes it. Raises the errors of the tier's class."""
 
     @property
     @abstractmethod
     def place(self) -> str:
-        """The place of its blocks, for a listing."""
+        """The place of the tier's blocks, as a text for listings."""
 
     def _need_amount(self, key: str, value: float, unit: str) -> None:
         need(
@@ -137,8 +137,9 @@ class TierSection(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class CodedSection(TierSection):
-    """A tier whose blocks may have the form of `codec`; no client reads them in place. `codec_staging_bytes` of DRAM
-    hold blocks on their way into this form or out of it."""
+    """The settings of a tier whose blocks may be compressed with `codec`. `codec_staging_bytes` of DRAM hold blocks
+    while they are encoded or decoded.
+    """
 
     CHOOSES_CODECS: ClassVar[bool] = False  # whether `codec` may be "auto"
 
@@ -161,15 +162,15 @@ class CodedSection(TierSection):
 
 
 def coding_of(codec: str, staging_bytes: int) -> Coding:
-    """Return the form that blocks have in a tier."""
+    """Return the form that blocks have in a tier with the codec `codec` and `staging_bytes` of memory for encoding."""
     from kvstore_tiers.base import UNCODED, Coding
 
     return UNCODED if codec == NO_CODEC else Coding(codec, staging_bytes)
 
 
 def container(name: str, table: Table, key: str, capacity_bytes: int) -> int:
-    """Return the bytes of an arena or slab. `auto` is small enough that a block of a new size takes little of the
-    tier.
+    """Return the size in bytes of an arena or slab (`key`) of the tier `name`. For "auto" it is a small part of
+    `capacity_bytes`, so that a block of a new size takes little of the tier. Raises ConfigError.
     """
     if table[key] != AUTO:
         nbytes = size(name, table, key)

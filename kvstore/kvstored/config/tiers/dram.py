@@ -27,7 +27,9 @@ _NODES = Path("/sys/devices/system/node")
 
 @dataclass(frozen=True, kw_only=True)
 class SharedSection(TierSection):
-    """A tier in shared DRAM. Volatile, unless a restart keeps it."""
+    """The settings of a tier in DRAM that clients map. Its blocks are lost when the daemon ends, unless a restart keeps
+    them.
+    """
 
     KIND: ClassVar[str] = "shared"
 
@@ -98,7 +100,9 @@ class SharedSection(TierSection):
 
 @dataclass(frozen=True, kw_only=True)
 class MemorySection(CodedSection):
-    """Volatile, and not mapped by clients. `numa_node` -1: wherever the system puts it."""
+    """The settings of a tier in memory that clients do not map, such as slower memory. `numa_node` -1: wherever the
+    system puts it.
+    """
 
     KIND: ClassVar[str] = "memory"
     MOST: ClassVar[int] = 4
@@ -132,7 +136,7 @@ class MemorySection(CodedSection):
         super().check(machine)
 
     def open(self, start: Start) -> HostTier:
-        """Empty; it takes memory as it is filled."""
+        """Open the tier, empty. It takes memory as it is filled."""
         from kvstore_tiers.host import HostTier, SlowerMemory
 
         return HostTier(

@@ -28,11 +28,12 @@ LINK_SHARE = 0.25  # chosen, not measured: the rest of the link is for requests 
 
 @dataclass(frozen=True, kw_only=True)
 class GpuSection(TierSection):
-    """A tier in a GPU's memory. Volatile. `device`: counted from 0, as the CUDA driver counts. `admission`: which
-    blocks get a copy in a tier before the host's. `rate_bytes` bounds copies that no request waits for, in bytes a
-    second; None: `LINK_SHARE` of the link's observed speed, 0: no limit. `verify`: check copied blocks on the
-    device. `from_nvme`: the way by which a tier before the host's gets blocks that only NVMe has, past DRAM.
-    `register_host`: register DRAM with the device, which then copies it in place.
+    """The settings of a tier in a GPU's memory. `device` is counted from 0, as the CUDA driver counts. `admission` says
+    which blocks get a copy in a tier before the host's.
+
+    `rate_bytes` bounds copies that no request waits for, in bytes a second; None: `LINK_SHARE` of the link's observed
+    speed, 0: no limit. `verify`: check copied blocks on the device. `from_nvme` is how a tier before the host's gets
+    blocks that only NVMe has, past DRAM. `register_host`: register DRAM with the device, which then copies it in place.
     """
 
     KIND: ClassVar[str] = "gpu"
@@ -86,7 +87,7 @@ class GpuSection(TierSection):
         super().check(machine)
 
     def open(self, start: Start) -> GpuTier:
-        """Open the tier, empty. Waits for its worker process, and raises ConfigError if there is no such device or no
+        """Open the tier, empty, and wait for its worker process. Raises ConfigError if there is no such device or no
         driver.
         """
         from kvstore_proto.arena import DEVICE_ARENAS

@@ -22,7 +22,7 @@ MAX_QUARANTINE_SLOTS = 65536
 
 @dataclass(frozen=True, kw_only=True)
 class NvmeSection(CodedSection):
-    """`admission`, `endurance_...`: what may be written."""
+    """The settings of the NVMe tier. `admission` and the fields `endurance_…` decide which blocks may be written."""
 
     KIND: ClassVar[str] = "nvme"
     CHOOSES_CODECS: ClassVar[bool] = True

@@ -30,10 +30,11 @@ _LINE = re.compile(r"([a-z_]+)\s*=\s*(\S.*?)\s*\Z")
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteSection(TierSection):
-    """A tier on a remote store. `capacity_bytes`: the most bytes of blocks in the store that this node keeps
-    in its index.
-    `share`, `admission`, `rate_bytes`: which blocks are written there, and how fast (bytes a second; 0 is no limit).
-    `exchange_bytes`: memory shared with the worker process.
+    """The settings of a tier on a remote store. `capacity_bytes` bounds the blocks in the store that this node keeps in
+    its index.
+
+    `share`, `admission` and `rate_bytes` say which blocks are written there, and how fast (bytes a second; 0 is no
+    limit). `exchange_bytes` is memory shared with the worker process.
     """
 
     KIND: ClassVar[str] = "remote"
@@ -123,7 +124,9 @@ class RemoteSection(TierSection):
 
 
 def read_credentials(setting: str, path: Path | None) -> dict[str, str]:
-    """Return the lines `name = value` of a file; none without a file. Raises ConfigError that names `setting`."""
+    """Return the credentials in the file `path`, which has lines `name = value`; none without a file. Raises
+    ConfigError, which names `setting`.
+    """
     if path is None:
         return {}
     found: dict[str, str] = {}

@@ -20,7 +20,9 @@ SLICE_ROWS = 4096  # looked through in one piece
 
 
 class DeviceScrubber:
-    """The scrubber of the tiers of `store` whose memory clients may import. `run` is a task until it is cancelled."""
+    """A scrubber of device memory that clients may import: it verifies all copies there from time to time. Run `run` as
+    a task.
+    """
 
     def __init__(self, store: Store) -> None:
         self._settings = store.config.scrub
@@ -35,7 +37,7 @@ class DeviceScrubber:
             await asyncio.sleep(self._settings.interval_s)
 
     async def scrub(self) -> None:
-        """Do one pass, at the scrubber's rate."""
+        """Verify all copies in device memory once, at the scrubber's rate."""
         for position, tier in self._check.tiers.items():
             for first in range(0, len(self._residency.rows.mask), SLICE_ROWS):
                 mask = np.frombuffer(bytes(self._residency.rows.mask[first : first + SLICE_ROWS]), np.uint8)

@@ -34,8 +34,8 @@ ENDING_S = 5.0
 
 @dataclass
 class ScrubReport:
-    """The scrubber's report for operators. `state`: off | starting | waiting | reading | failed. Times are wall-clock
-    seconds, 0 for never.
+    """A report on the scrubber, for operators. `state` is off, starting, waiting, reading or failed. Times are
+    wall-clock seconds, 0 for never.
     """
 
     state: str = "off"
@@ -51,17 +51,17 @@ class ScrubReport:
 
 
 class Verification:
-    """A verification of one block on NVMe through the daemon's own read path, at the priority of maintenance. It has a
-    buffer of one block for that time, and discards the bytes. Invariant: the row is pinned while its slot is read,
-    so the answer is about that very block.
+    """The verification of single blocks on NVMe through the daemon's own read path, at the priority of maintenance. It
+    needs a buffer of one block for that time. Invariant: the row is pinned while its slot is read, so the answer is
+    about that very block.
     """
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
     async def verify(self, row: int) -> Outcome | None:
-        """Return how reading the NVMe copy of `row` ended, None if that cannot be said now. A bad copy is dealt with;
-        the breaker judges these reads as all others.
+        """Read and verify the NVMe copy of the block at `row`. Return the outcome, or None if it cannot be judged now.
+        A damaged copy is out of service afterwards.
         """
         residency, nvme, breaker = self._store.residency, self._store.nvme, self._store.breaker
         if nvme is None or breaker is None or not breaker.serves_reads:
@@ -101,14 +101,18 @@ class Verification:
 
 
 class ScrubPositionStore(Protocol):
-    """Keeps the scrubber's position over restarts. `was_tried`: to read it."""
+    """A keeper of the scrubber's position over restarts. `scrub` is the position as JSON, or None; the event
+    `was_tried` is set when reading it has been tried.
+    """
 
     scrub: bytes | None
     was_tried: asyncio.Event
 
 
 class Scrubber:
-    """`run` is a task until it is cancelled. `store` has an NVMe tier. `place` is where its position, JSON, is kept."""
+    """The daemon's side of the process that scrubs (verifies in the background) the NVMe tier of `store`. Run `run` as
+    a task. `place` keeps its position.
+    """
 
     def __init__(self, settings: ScrubSettings, store: Store, place: ScrubPositionStore) -> None:
         self._settings = settings
@@ -119,7 +123,9 @@ class Scrubber:
         self.report = ScrubReport("starting")
 
     async def run(self) -> None:
-        """Scrub, from where the daemon before was."""
+        """Run the scrubber's process, from the saved position on. It is started again when it dies, but not
+        too often.
+        """
         await asyncio.sleep(self._store.config.scrub.start_s)
         await self._place.was_tried.wait()
         self.report.last_pass_s = position_of(self._place.scrub or b"").last_pass_s

@@ -36,7 +36,7 @@ _RECORDS_A_READ = 4096
 
 @dataclass(frozen=True, slots=True)
 class Suspect:
-    """A slot whose bytes differ from its live record, or whose record is damaged (`key` is empty then)."""
+    """A slot whose bytes differ from its live record, or whose record is damaged (then `key` is empty)."""
 
     slab: int
     slot: int
@@ -48,7 +48,9 @@ class Suspect:
 
 @dataclass(frozen=True, slots=True)
 class SlotReading:
-    """The reading of one slot. `next_slot` is the slot to go on with after it."""
+    """The result of reading one slot: `nbytes` read, and the `suspect` if something is wrong. `next_slot` is the slot
+    to read next.
+    """
 
     slab: int
     next_slot: int
@@ -57,7 +59,9 @@ class SlotReading:
 
 
 class SlabReader:
-    """One slab file, read slot by slot. `wait(nbytes)` is called before each read and may sleep."""
+    """A reader of the live slots of one slab file, while the daemon may write to it. `wait(nbytes)` is called before
+    each read, and may sleep.
+    """
 
     def __init__(self, path: Path, number: int, wait: Callable[[int], None]) -> None:
         self._path = path
@@ -66,7 +70,9 @@ class SlabReader:
         self._buffer = AlignedBuffer(0)
 
     def readings(self, first: int) -> Iterator[SlotReading]:
-        """Yield every live slot from `first` on. A file that went away, or has no superblock now, has none."""
+        """Yield a reading of every live slot from the number `first` on; none if the file is gone or has no superblock
+        now.
+        """
         with suppress(FileNotFoundError, DirectoryError):
             superblock = find_superblock(self._path)
             if isinstance(superblock, str):

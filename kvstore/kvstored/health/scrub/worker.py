@@ -35,14 +35,14 @@ _END = 2**63  # above every number that is meant
 
 
 class Pace:
-    """A pace of `rate_bytes` a second; after a larger slot, the wait is longer."""
+    """A limit of `rate_bytes` a second on reads. After a larger slot the wait is longer."""
 
     def __init__(self, rate_bytes: int) -> None:
         self._rate_bytes = rate_bytes
         self._free_at_s = 0.0
 
     def take(self, nbytes: int, now_s: float) -> float:
-        """Count `nbytes` that are about to be read; return the seconds to wait before reading them."""
+        """Count `nbytes` that are about to be read at `now_s`. Return how many seconds to wait before."""
         start_s = max(now_s, self._free_at_s)
         self._free_at_s = start_s + nbytes / self._rate_bytes
         return start_s - now_s
@@ -50,9 +50,9 @@ class Pace:
 
 @dataclass
 class Position:
-    """The slot that comes next, by `slab` and `slot`, and when passes began and ended: wall-clock seconds, 0 for never.
-    It is kept over restarts. Losing it costs a pass from the front, nothing else, so anything odd in it counts as
-    lost."""
+    """The scrubber's position: the next slot (`slab`, `slot`), and when passes began and ended, in wall-clock seconds,
+    0 for never. It is kept over restarts. Losing it costs a pass from the front, so any odd value counts as lost.
+    """
 
     slab: int = 0
     slot: int = 0
@@ -63,9 +63,7 @@ class Position:
     last_pass_began_s: float = 0.0
 
     def due_in_s(self, interval_s: float, now_s: float) -> float:
-        """Return the seconds until a pass should begin; 0 if one is under way. A clock that was set back does not stop
-        passes.
-        """
+        """Return in how many seconds a pass should begin; 0 if one is under way, or the clock was set back."""
         if self.pass_began_s:
             return 0.0
         waited_s = now_s - self.last_pass_began_s
@@ -82,7 +80,7 @@ class Position:
 
 
 def position_of(content: bytes) -> Position:
-    """Return the position in JSON; the front for what is none."""
+    """Return the position in the JSON text `content`, or the start of a new pass if it is not valid."""
     try:
         raw = json.loads(content)
         position = Position(**{field.name: type(field.default)(raw[field.name]) for field in fields(Position)})  # type: ignore[misc]
@@ -92,12 +90,12 @@ def position_of(content: bytes) -> Position:
 
 
 class InputClosed(Exception):
-    """The daemon closed this process's standard input."""
+    """An error: the daemon has closed this process's standard input, so the process should end."""
 
 
 @dataclass(frozen=True)
 class ScrubSettings:
-    """The worker's orders from the daemon. `position`: as JSON; "" for none."""
+    """The settings that the daemon gives to the scrubber's process. `position` is JSON, or "" for none."""
 
     directory: str
     position: str
@@ -106,7 +104,7 @@ class ScrubSettings:
 
 
 class ScrubWorker:
-    """Passes over the slabs until `InputClosed`."""
+    """The passes of the scrubber's process over all slabs, until InputClosed is raised."""
 
     def __init__(self, settings: ScrubSettings) -> None:
         self._slabs = Path(settings.directory) / "slabs"
@@ -192,14 +190,14 @@ def say(what: str, fields: dict[str, object]) -> None:
 
 
 def pause(seconds: float) -> None:
-    """Sleep. Raises Ended if standard input is closed."""
+    """Sleep for `seconds`. Raises InputClosed when standard input is closed."""
     readable, _, _ = select.select([sys.stdin.fileno()], [], [], max(0.0, seconds))
     if readable and not os.read(sys.stdin.fileno(), 64):
         raise InputClosed
 
 
 def step_back() -> None:
-    """Take the lowest CPU and I/O priority, and arrange to end together with the daemon."""
+    """Take the lowest CPU and I/O priority, and let the kernel kill this process when the daemon ends."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     with suppress(OSError):

@@ -1,10 +1,10 @@
-"""A descriptor holder holds descriptors while there is no daemon.
+"""The keeping of descriptors outside the daemon, so that memory outlives it.
 
-The module owns which names are wanted, which of them the other side has, and how many it takes. It does not know what a
-descriptor is, nor how it is sent. Between the start and `settle` it never waits for the other side: a descriptor that
-cannot be sent at once is sent again later (`retry`), and only if it is still wanted then. Invariants: a descriptor
-given to `keep` and not `drop`ped is there for the next process, or `unkept` counts it; the number of descriptors sent
-is at most the number that the other side keeps.
+The module owns which names are wanted, which of them the other side (the holder process or systemd) has, and how many
+it takes. It does not know what a descriptor is, nor how it is sent. Between the start and `settle` it never waits for
+the other side: a descriptor that cannot be sent at once is sent again later (`retry`), and only if it is still wanted
+then. Invariants: a descriptor given to `keep` and not `drop`ped is there for the next process, or `unkept` counts it;
+the number of descriptors sent is at most the number that the other side keeps.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _SETTLE_STEP_S = 0.01
 
 
 class HolderError(Exception):
-    """Descriptors cannot be kept; the message says why and what to do. `is_for_want_of_room`: the file system takes no
-    writes.
+    """An error: descriptors cannot be kept outside the daemon. The message says why and what to do.
+    `is_for_want_of_room`: the file system takes no writes.
     """
 
     def __init__(self, message: str, *, is_for_want_of_room: bool = False) -> None:
@@ -30,11 +30,13 @@ class HolderError(Exception):
 
 
 def no_listener() -> None:
-    """Do nothing; it stands in for `DescriptorHolder.on_behind` while no task retries."""
+    """Do nothing. It is the value of `DescriptorHolder.on_behind` while no task retries."""
 
 
 class DescriptorHolder(ABC):
-    """A holder of descriptors under names. Any thread may call `keep` and `drop`."""
+    """A keeper of descriptors, by name, in another process (the holder process or systemd), for the daemon's next
+    process. Any thread may call `keep` and `drop`.
+    """
 
     name: str
 
@@ -54,8 +56,8 @@ class DescriptorHolder(ABC):
 
     @abstractmethod
     def fetch(self) -> dict[str, int]:
-        """Return the descriptors that the former process had kept. Call it once, before anything else. The caller owns
-        them.
+        """Return the descriptors that the former process had kept, by name. The caller owns them. Call it once, before
+        anything else.
         """
 
     @abstractmethod
@@ -64,14 +66,14 @@ class DescriptorHolder(ABC):
 
     @abstractmethod
     def close(self, *, forget: bool) -> None:
-        """End the connection, as the daemon ends. With `forget` nothing stays behind."""
+        """End the connection to the other process, as the daemon ends. With `forget` it keeps nothing."""
 
     def reopen(self) -> None:  # noqa: B027  # a service manager is never lost
-        """Begin anew after `lost`, with nothing kept. Raises HolderError."""
+        """Connect to a new process after `lost` was set; it keeps nothing yet. Raises HolderError."""
 
     def keep(self, name: str, descriptor: int) -> bool:
-        """Keep a descriptor; return whether it is kept now, otherwise `retry` will try again. The caller's descriptor
-        stays open and the caller's.
+        """Keep a copy of `descriptor` under `name`. Return whether it is kept now; if not, `retry` tries again. The
+        caller's descriptor stays open.
         """
         return self._try(name, descriptor)
 
@@ -79,7 +81,7 @@ class DescriptorHolder(ABC):
         self._try(name, -1)
 
     def retry(self) -> list[str]:
-        """Send descriptors that could not be sent; return the names that are kept only now."""
+        """Send the descriptors that could not be sent before. Return the names that are kept now."""
         with self._sending:
             done: list[str] = []
             keeps = [wanted for wanted in self._wanted.items() if wanted[1] >= 0]
@@ -95,7 +97,9 @@ class DescriptorHolder(ABC):
             return done
 
     def settle(self) -> list[str]:
-        """Do `retry`, for a moment at most, until nothing is left that the other side would take: the end is near."""
+        """Do `retry` for two seconds at most, until nothing is left that the other process would take, since the daemon
+        is about to end. Return the names that are kept now.
+        """
         done = self.retry()
         give_up_s = time.monotonic() + _SETTLE_S
         while self.is_behind and time.monotonic() < give_up_s:
@@ -109,7 +113,7 @@ class DescriptorHolder(ABC):
 
     @property
     def is_behind(self) -> bool:
-        """True if a descriptor waits that the other side has room for and would take soon."""
+        """True when a descriptor waits to be sent that the other process has room for."""
         with self._sending:
             return not self.lost and any(self._has_room(name, descriptor) for name, descriptor in self._wanted.items())
 

@@ -38,8 +38,9 @@ class _Absent:
 
 
 class FormerClients:
-    """The former clients, on the control loop. Call `restore` once, before any client is served. `keeps_leases`: the
-    daemon stops, and a client that leaves from now on may come back to the next process for its leases.
+    """The clients of the daemon's former process that may still read its memory. Call `restore` once, before any client
+    is served. Set `keeps_leases` when the daemon stops: a client that leaves from then on may get its leases back from
+    the next process.
     """
 
     def __init__(self, ledger: Ledger, leases: LeaseTable, counters: Counters) -> None:
@@ -52,11 +53,15 @@ class FormerClients:
 
     @property
     def epoch(self) -> bytes:
-        """The name of the numbering of arenas: while it stays, a client may go on using the arenas it has mapped."""
+        """The bytes that identify the numbering of arenas: while they stay the same, a client may go on using the
+        arenas it has mapped.
+        """
         return self._ledger.epoch
 
     def restore(self, adopted: Adopted, residency: Residency, expires_ns: int) -> None:
-        """Put former leases back in force, limbo too; slots without a reader are freed."""
+        """Make the leases of the former process valid again until `expires_ns`, also over slots whose block is gone;
+        such slots without a reader are freed. `adopted` is the memory that was taken over.
+        """
         for former in self._ledger.sessions():
             pidfd = _watch(former)
             if pidfd is None:
@@ -75,7 +80,9 @@ class FormerClients:
         self._leases.record_in(self._ledger, self._ledger.last_lease_id)
 
     def arrived(self, session: ClientSession, token: bytes) -> list[int]:
-        """Receive a client that connects. A former one gets its former session; return the leases that it has again."""
+        """Note that a client connects. If `token` is a token of a former session, `session` gets that session's number.
+        Return the numbers of the leases that it has again.
+        """
         former_id = self._by_token.get(token) if token else None
         absent = self._absent.get(former_id) if former_id is not None else None
         start = start_ticks(session.peer.pid) or 0
@@ -93,7 +100,7 @@ class FormerClients:
         self._ledger.close_session(session.session_id)
 
     def close(self) -> None:
-        """Stop watching; clients that still exist stay in the ledger, for the next process to watch."""
+        """Stop watching the former clients. Clients that still exist stay in the ledger, for the next process."""
         for absent in list(self._absent.values()):
             self._no_longer_absent(absent)
 

@@ -42,9 +42,8 @@ _NOT_NOW = (errno.EAGAIN, errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM)  # it
 
 
 class ProcessHolder(DescriptorHolder):
-    """The holder that uses the process of `kvstored.lifetime.holder`, which is started if nothing answers at its
-    socket. With `service`, the name of its socket, the process runs as a service of its own, and is never started
-    here.
+    """The keeping of descriptors in a process of `kvstored.lifetime.holder`, which is started if none answers at its
+    socket. With `service`, the name of its socket, it runs as a service of its own and is never started here.
     """
 
     name = "holder"
@@ -234,8 +233,8 @@ def _holder_limit() -> int:
 
 
 class SystemdHolder(DescriptorHolder):
-    """The holder that uses systemd: FDSTORE=1, FDNAME and SCM_RIGHTS on $NOTIFY_SOCKET; at the start, $LISTEN_FDS. See
-    sd_pid_notify_with_fds(3).
+    """The keeping of descriptors in systemd's store: FDSTORE=1, FDNAME and SCM_RIGHTS on $NOTIFY_SOCKET, and
+    $LISTEN_FDS at the start. See sd_pid_notify_with_fds(3).
     """
 
     name = "systemd"
@@ -274,7 +273,9 @@ class SystemdHolder(DescriptorHolder):
 
 
 def dismiss_others(holder: DescriptorHolder | None, state_dir: Path) -> None:
-    """Discard memory that an earlier daemon left with a holder that this one does not use."""
+    """Free the memory that an earlier daemon left with a keeper of descriptors other than `holder`, which this one
+    uses.
+    """
     if not isinstance(holder, SystemdHolder):
         for name, descriptor in stored_descriptors().items():
             empty_memory(descriptor)
@@ -293,8 +294,8 @@ def dismiss_others(holder: DescriptorHolder | None, state_dir: Path) -> None:
 
 
 def choose_holder(mode: str, state_dir: Path, linger_s: float) -> DescriptorHolder | None:
-    """Return the holder that `host.warm_restart` names; None for "off", and if the state directory has no room for its
-    socket: then blocks on NVMe are served without. Raises HolderError.
+    """Return the keeper of descriptors for the setting `host.warm_restart` (`mode`). Return None for "off", and when
+    the state directory has no room for its socket. Raises HolderError.
 
     "auto" is the holder that runs as a service of its own, if $KVSTORED_HOLDER names its socket and it answers;
     otherwise systemd, if the unit has a store; otherwise a holder that the daemon starts.

@@ -66,7 +66,7 @@ Place = tuple[int, int]
 
 
 class ForeignLedger(ValueError):
-    """The kept ledger cannot be used; the message says why."""
+    """An error: the ledger that was kept cannot be used. The message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,9 @@ class FormerLease:
 
 @dataclass(frozen=True, slots=True)
 class FormerSession:
-    """A client of the former process. `tokens`: the tokens by which it may name itself."""
+    """A client of the former process, as the ledger has it. `tokens` are the session tokens by which it may name
+    itself.
+    """
 
     session_id: int
     pid: int
@@ -87,8 +89,8 @@ class FormerSession:
 
 
 class Ledger:
-    """The ledger: a memfd that lists arenas, clients and leases for the daemon after this one. `descriptor` None: a
-    new, empty one; otherwise a kept one, which is checked first (ForeignLedger).
+    """A shared memory (memfd) that lists arenas, clients and leases for the daemon's next process. `descriptor` is the
+    file descriptor of a kept ledger, which is checked first (raises ForeignLedger); None makes a new ledger.
     """
 
     def __init__(self, state_dir: Path, descriptor: int | None = None) -> None:
@@ -115,17 +117,19 @@ class Ledger:
 
     @property
     def epoch(self) -> bytes:
-        """The name of the numbering of arenas: as long as it stays, an arena's number means the same memory."""
+        """The bytes that identify the numbering of arenas: while they stay the same, an arena's number means the same
+        memory.
+        """
         found: bytes = _HEAD.unpack_from(self._memory)[5]
         return found
 
     @property
     def next_arena(self) -> int:
-        """A number that no arena ever had."""
+        """An arena number that was never used."""
         return max(1, self._counter(_NEXT_ARENA))
 
     def next_chunk(self, first: int) -> int:
-        """Return a number that no chunk of device memory ever had, from the range that begins at `first`."""
+        """Return a number that no chunk of device memory ever had, in the range that begins at `first`."""
         return max(first, self._counter(_counter_of(first)))
 
     @property
@@ -145,16 +149,16 @@ class Ledger:
     # Arenas
 
     def arenas(self) -> list[ArenaRecord]:
-        """Return the arenas of the former process, by number."""
+        """Return the arenas of the former process, sorted by number."""
         found = [_ARENA.unpack_from(self._memory, at) for at in self._rows_of_arena.values()]
         return [ArenaRecord(number, nbytes, owner.hex(), *rest) for number, nbytes, owner, *rest in sorted(found)]
 
     def number_taken(self, number: int) -> None:
-        """Note that an arena has this number: no later one will have it in this epoch."""
+        """Note that an arena has this number, so that no later one gets it."""
         self._raise_counter(_counter_of(number), number + 1)
 
     def add_arena(self, record: ArenaRecord) -> bool:
-        """Add an arena; return False if there is no row left, or no tenant owns it."""
+        """Enter an arena. Return False if there is no row left, or no tenant owns it."""
         self.number_taken(record.number)
         if not self._free_arenas or len(record.owner) != 32:
             return False
@@ -186,7 +190,7 @@ class Ledger:
     # Clients
 
     def sessions(self) -> list[FormerSession]:
-        """Return the sessions that did not end while the former process ran, with their leases."""
+        """Return the sessions that had not ended when the former process ended, with their leases."""
         leases: dict[int, list[FormerLease]] = {}
         for lease_id, rows in list(self._rows_of_lease.items()):
             session_id, places = self._read_lease(rows)
@@ -203,8 +207,9 @@ class Ledger:
     def open_session(
         self, session_id: int, pid: int, start_ticks: int, token: bytes, former: bytes = bytes(16)
     ) -> None:
-        """Enter a client that connected; or a former one that reconnected, with a new token in place of the one that it
-        named (`former`), which it uses until it has received the new one.
+        """Enter a session of the process `pid` that started at `start_ticks`. If a former client reconnects, its
+        session keeps its number and gets the new `token`; `former` is the token that it named, which stays valid until
+        it has received the new one.
         """
         self._raise_counter(_LAST_SESSION, session_id)
         memory, at = self._memory, self._row_of_session.get(session_id)
@@ -300,7 +305,7 @@ class Ledger:
 
 
 def tier_of_chunk(number: int) -> int:
-    """Return the position of the tier that a chunk of device memory was numbered by."""
+    """Return the position of the tier to which a chunk of device memory with this number belongs."""
     return (number - DEVICE_ARENAS) // CHUNKS_A_TIER
 
 

@@ -28,8 +28,9 @@ log = logging.getLogger(__name__)
 
 
 class NodeMemory:
-    """Call, in this order: `open`, `charge_beside`, `adopt`, `restore_clients`, `close`. `warm`: what keeps DRAM over
-    a restart, None where nothing does. `is_forgotten`: at the end nothing of DRAM is left to a next process.
+    """The daemon's DRAM and the part of device memory that a restart keeps. Call, in this order: `open`,
+    `charge_beside`, `adopt`, `restore_clients`, `close`. `warm` keeps memory over a restart, None where nothing does.
+    `is_forgotten`: at the end nothing is left for a next process.
     """
 
     def __init__(self, config: Config) -> None:
@@ -40,8 +41,8 @@ class NodeMemory:
         self.is_forgotten = False
 
     def open(self, *, forget: bool) -> HostTier:
-        """Open the tier. `forget`: the blocks in DRAM are of no use any more. Raises HolderError; ValueError for a
-        capacity that is too small.
+        """Open the DRAM tier and return it. `forget`: free the blocks that a former process left. Raises HolderError,
+        and ValueError for a capacity that is too small.
         """
         host = self._config.host
         warm = self.warm = open_warm(host, self._config.daemon.state_dir, forget=forget)
@@ -53,8 +54,9 @@ class NodeMemory:
         return tier
 
     def charge_beside(self, tier: Tier) -> None:
-        """Count what a tier keeps in DRAM beside its blocks: header pages of blocks on a device, staging of a codec.
-        Raises ValueError where the host tier's capacity has no room for that."""
+        """Charge what `tier` keeps in DRAM in addition to blocks (header pages of a device tier, staging for a codec)
+        to the DRAM tier's capacity. Raises ValueError when there is no room for it.
+        """
         nbytes, name = tier.info.dram_bytes, tier.info.name
         label, what, lower = "headers", "header pages", "capacity"
         if not tier.info.coding.is_none:
@@ -67,17 +69,19 @@ class NodeMemory:
 
     @property
     def last_session_id(self) -> int:
-        """The last session id of the former process; 0 if unknown."""
+        """The last session number of the former process, 0 if unknown."""
         return self.warm.ledger.last_session_id if self.warm is not None else 0
 
     def start_of_device(self, start: Start, first_chunk: int) -> Start:
-        """Return the start of a tier whose chunks of device memory, if it has any, are numbered from `first_chunk`."""
+        """Return `start` with the first number for chunks of device memory, in the range that begins at `first_chunk`,
+        and with the part that keeps such memory over a restart, if there is one.
+        """
         if self.warm is None:
             return replace(start, first_chunk=first_chunk)
         return replace(start, first_chunk=self.warm.ledger.next_chunk(first_chunk), witness=self.warm)
 
     def adopt(self, tiers: Sequence[Tier], residency: Residency, tenants: TenantDirectory, clock: Clock) -> None:
-        """Enter the blocks that the former process left in DRAM and on devices."""
+        """Take over the blocks that the former process left in DRAM and on devices, into `tiers` and the index."""
         if self.warm is None or self._host is None:
             return
         self._adopted = self.warm.adopt(tiers, residency, tenants, clock)
@@ -89,12 +93,16 @@ class NodeMemory:
             )  # fmt: skip
 
     def settle(self) -> None:
-        """Keep what is not kept yet, or lose it: tiers of device memory are about to close."""
+        """Send all descriptors that are not kept yet to their keeper, since tiers of device memory are about
+        to close.
+        """
         if self.warm is not None:
             self.warm.settle()
 
     def restore_clients(self, store: Store, clock: Clock) -> FormerClients | None:
-        """Return the clients of the former process, with their leases on adopted blocks. The caller closes them."""
+        """Return the clients of the former process, with their leases on blocks that were taken over; None without warm
+        restart. The caller closes them.
+        """
         if self.warm is None:
             return None
         former = FormerClients(self.warm.ledger, store.leases, store.counters)
@@ -108,14 +116,18 @@ class NodeMemory:
         return former
 
     def after_stop(self) -> str:
-        """Return a sentence: what happens to DRAM, and to device memory if it holds blocks."""
+        """Return a sentence that says what happens to DRAM, and to device memory that holds blocks, after the daemon
+        has stopped.
+        """
         if self.warm is None:
             return 'DRAM is given back: nothing keeps it (host.warm_restart = "off", or host.sealed)'
         text = "DRAM is given back, as Ctrl-C asks for" if self.is_forgotten else self.warm.holder.after_stop
         return text.replace("DRAM", "DRAM, with what is on GPUs,", 1) if self.warm.keeps_device_memory else text
 
     def close(self, *, has_served: bool) -> None:
-        """Close the tier, as the last part of the store. Memory that is kept stays unchanged, with its blocks."""
+        """Close the DRAM tier. Memory that is kept stays unchanged, with its blocks. `has_served`: the daemon has
+        served clients.
+        """
         host, warm = self._host, self.warm
         if warm is None:
             if host is not None:

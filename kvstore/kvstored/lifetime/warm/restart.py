@@ -60,8 +60,9 @@ Place = tuple[int, int]
 
 @dataclass(slots=True)
 class Adopted:
-    """Everything that was taken over. `rows`: the block in each slot; `retired`: slots of blocks that are gone, with
-    tenants; `containers`: the arenas and chunks, whose other slots are free.
+    """The memory that was taken over from the former process. `rows` maps each place (container and offset) to the row
+    of its block. `retired` has slots whose blocks are gone but may be read, with their tenants. `containers` are the
+    arenas and chunks taken over.
     """
 
     rows: dict[Place, int] = field(default_factory=dict)
@@ -72,8 +73,8 @@ class Adopted:
 
 
 class WarmRestart:
-    """The witness of the host tier and of GPU tiers, made by `open_warm`. Call `adopt` once, before any client is
-    served; `run` is a task.
+    """The part that keeps the memory of the DRAM tier and of GPU tiers over a restart, made by `open_warm`. Tiers
+    notify it of new memory. Call `adopt` once, before any client is served; run `run` as a task.
     """
 
     def __init__(self, holder: DescriptorHolder, ledger: Ledger, kept: dict[str, int]) -> None:
@@ -87,8 +88,8 @@ class WarmRestart:
         self._of_devices = threading.Lock()  # which of their memory is held: tiers say so on threads of their own
 
     def adopt(self, tiers: Sequence[Tier], residency: Residency, tenants: TenantDirectory, clock: Clock) -> Adopted:
-        """Give the kept arenas and chunks to the `tiers`, and their blocks to residency, as far as capacities go.
-        Blocks that NVMe has too must be in `residency` already.
+        """Give the kept arenas and chunks to the `tiers`, and their blocks to the index, as far as capacities allow.
+        Return what was taken over. Blocks that NVMe has too must be in `residency` already.
         """
         adopted = Adopted()
         for record in sorted(self.ledger.arenas(), key=lambda record: -record.handed_out * record.slot_bytes):
@@ -142,7 +143,7 @@ class WarmRestart:
         counters.add("warm_dropped_slots", adopted.dropped_slots)
 
     async def run(self) -> None:
-        """Retry to keep descriptors, with another holder if this one is gone."""
+        """Retry to send descriptors to their keeper, and start another keeper if it is gone. Run it as a task."""
         loop, behind = asyncio.get_running_loop(), asyncio.Event()
 
         def wake() -> None:
@@ -184,12 +185,16 @@ class WarmRestart:
                 self.holder.keep(_worker_name(process), pidfd)
 
     def settle(self) -> None:
-        """Keep what is not kept yet, or lose it: the host tier is about to leave its arenas."""
+        """Send all descriptors that are not kept yet to their keeper, since the DRAM tier is about to give up its
+        arenas.
+        """
         for name in self.holder.settle():
             self._list(name)
 
     def close(self, *, forget: bool) -> None:
-        """Close the holder, after the host tier has left its arenas. With `forget` nothing stays for a next process."""
+        """Close the connection to the keeper, after the DRAM tier has given up its arenas. With `forget` nothing is
+        kept for a next process.
+        """
         if forget:
             self.holder.drop(LEDGER_NAME)
             for number in [each for each in self._arenas if each >= DEVICE_ARENAS]:  # their tiers left them
@@ -228,8 +233,8 @@ class WarmRestart:
                 os.close(memory)
 
     def has_memory(self, number: int, descriptor: int) -> None:
-        """Keep a chunk's memory, on a thread of the tier's. If no descriptor is left, the chunk's blocks end with this
-        process.
+        """Keep the device memory `descriptor` of the chunk `number`. It is called in a thread of the tier. If no
+        descriptor can be made, the chunk's blocks end with this process.
         """
         with self._of_devices, contextlib.suppress(OSError):
             if number in self._arenas:  # not given up meanwhile
@@ -265,8 +270,8 @@ class WarmRestart:
 
 
 def open_warm(host: SharedSection, state_dir: Path, *, forget: bool = False) -> WarmRestart | None:
-    """Return the warm restart that `host.warm_restart` asks for; None if it is off. With `forget` the former process's
-    memory is freed, because nothing reaches it. Raises HolderError.
+    """Return the warm restart that the setting `host.warm_restart` asks for, or None if it is off. With `forget` the
+    former process's memory is freed. Raises HolderError.
 
     Memory that a former process left with another holder, or in a form that this one cannot use, is freed.
     """

@@ -39,10 +39,12 @@ Slow = Callable[[ClientSession, pb.Request], AsyncGenerator[pb.Response, None]]
 
 
 class Verbs:
-    """Two tables by the name of a request's `op` field. A verb of `quick` answers without waiting for bytes to move;
-    where it returns None, or there is none, the verb of `slow` yields the answers, to a task: a store's may be two, and
-    it has begun when its verb returns; an acquire in an order has many. Both raise KVStoreError for a request that is
-    wrong as a whole. `explain` answers an explain of the client's own blocks."""
+    """The handlers of clients' requests, in two tables by the name of the request's `op` field.
+
+    A handler in `quick` answers at once; where it returns None, or there is none, the handler in `slow` yields the
+    answers to a task. A store may have two answers, an acquire in an order has many. Both raise KVStoreError for a
+    request that is wrong as a whole. `explain` answers an explain of the client's own blocks.
+    """
 
     def __init__(
         self,
@@ -82,7 +84,7 @@ class Verbs:
         self.store_inline = self._puts.store_inline
 
     def undelivered(self, session: ClientSession, reply: pb.Response) -> None:
-        """Take back what a reply granted that could not be sent."""
+        """Take back what `reply` granted (a lease or reserved slots), since it could not be sent."""
         if reply.HasField("acquire"):
             self._get.release(session, [reply.acquire.lease_id])
         elif reply.HasField("reserve_slots"):

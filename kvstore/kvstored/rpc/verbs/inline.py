@@ -52,7 +52,7 @@ _OF_FATE = {
 
 
 class InlineCalls:
-    """The unary calls of all callers. `message_bytes` bounds an answer."""
+    """The handlers of unary calls, whose block bytes are in the messages. `message_bytes` bounds an answer."""
 
     def __init__(self, verbs: Verbs, delete: Delete, store: Store, *, message_bytes: int) -> None:
         self._verbs = verbs

@@ -45,8 +45,8 @@ SLICE_SLOTS = 64  # between two looks at the loop: about 0.2 ms
 
 
 class PutVerb:
-    """The puts of all clients. A reservation lasts as long as a lease; a client may reserve as many bytes as it may
-    have of staging.
+    """The handlers of clients' puts: from staging memory, or from slots that the client reserved. A reservation lasts
+    as long as a lease; a client may reserve as many bytes as it may have of staging.
     """
 
     def __init__(self, put: Puts, store: Store) -> None:
@@ -58,7 +58,9 @@ class PutVerb:
         self._default_mode = store.config.durability.mode  # of tenants that have none of their own
 
     async def lend(self, session: ClientSession) -> pb.LendReply:
-        """Lend the client's staging memory, under a new number, once nothing reads it any more."""
+        """Lend the client its staging memory under a new number, after all puts that read it have ended. The loan is 0
+        for a client without staging.
+        """
         if session.staging is None:
             return pb.LendReply()
         session.loan += 1  # first, so that nothing new begins under the old one
@@ -68,8 +70,9 @@ class PutVerb:
         return pb.LendReply(loan=number)
 
     def store(self, session: ClientSession, whole: pb.Request) -> AsyncGenerator[pb.Response, None]:
-        """Store the blocks of a request, as `Puts.store`. Raises KVStoreError for an invalid request, and for more puts
-        at once than allowed."""
+        """Check the put in `whole` and begin it; yield its answers. Raises KVStoreError for an invalid request, and for
+        more puts at once than allowed.
+        """
         request, limits = whole.store, self._limits
         keys, parents = keys_of(request.keys, limits.max_keys), keys_of(request.parents, limits.max_keys)
         extras = keys_of(request.extras, limits.max_keys) if request.extras else [NO_EXTRA_FIELD] * len(keys)
@@ -102,7 +105,7 @@ class PutVerb:
     def store_inline(
         self, session: ClientSession, offer: Offer, durability: pb.DurabilityMode.ValueType
     ) -> AsyncGenerator[pb.Response, None]:
-        """Store blocks that were checked, or came in their message, as `Puts.store`."""
+        """Begin the put of `offer`, whose blocks were checked or came in the message, and yield its answers."""
         self._check_terms(session, offer)
         return _replies(self._put.store(session, offer, self._mode_of(session, durability)))
 
@@ -167,8 +170,8 @@ class PutVerb:
         return ReservedBlocks(taken, session.tenant_id, self._host, self._reservations)
 
     async def reserve(self, session: ClientSession, request: pb.ReserveSlots) -> pb.ReserveSlotsReply:
-        """Reserve slots of arenas for a put in place. Raises KVStoreError for a request that is wrong as a whole, or
-        not allowed.
+        """Reserve slots of arenas that the client will write to, and return their places. Raises KVStoreError for a
+        request that is wrong as a whole, or not allowed.
         """
         if request.give_back:
             self._reservations.give_back(session.session_id, request.give_back)
@@ -206,7 +209,7 @@ class PutVerb:
         )
 
     def undo(self, session: ClientSession, reply: pb.ReserveSlotsReply) -> None:
-        """Take back slots of a reply that could not be sent."""
+        """Free the reserved slots in `reply`, which could not be sent."""
         self._reservations.give_back(session.session_id, reply.reservation)
 
     async def _fill(self, session: ClientSession, reservation: Reservation, request: pb.ReserveSlots) -> None:

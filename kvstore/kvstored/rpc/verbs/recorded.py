@@ -24,8 +24,8 @@ log = logging.getLogger(__name__)
 
 
 def recorded(verbs: Verbs, path: Path, clock: Clock, stack: AsyncExitStack) -> Verbs:
-    """Return `verbs`, recorded to a file that `stack` closes; not recorded if that file cannot be written. Raises
-    FileExistsError if the file exists.
+    """Return `verbs`, with a recording of all requests to the file `path`, which `stack` closes. If the file cannot be
+    written, return `verbs` without a recording. Raises FileExistsError if the file exists.
     """
     try:
         recorder = Recorder(path, clock.monotonic_ns())
@@ -45,7 +45,9 @@ _OFFERED = (
 
 
 class RecordedVerbs(Verbs):
-    """Verbs that record and let `verbs` answer; see `Verbs`."""
+    """The handlers of clients' requests with a recorder: `verbs` answers, and each lookup, acquire, store and hint is
+    recorded.
+    """
 
     def __init__(self, verbs: Verbs, recorder: Recorder, clock: Clock) -> None:
         self._verbs = verbs

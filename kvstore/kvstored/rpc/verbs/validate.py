@@ -10,7 +10,7 @@ from kvstored.clients.sessions import ClientSession
 
 
 def check_keys(packed: bytes, max_keys: int) -> None:
-    """Check the form and the number of the keys in a packed field."""
+    """Check that `packed` has at most `max_keys` keys of 16 bytes each. Raises KVStoreError."""
     if len(packed) % KEY_BYTES:
         raise KVStoreError(ErrorKind.INVALID, f"packed keys are {KEY_BYTES} bytes each, got {len(packed)} bytes in all")
     count = len(packed) // KEY_BYTES
@@ -25,13 +25,13 @@ def check_parent(parent: bytes) -> None:
 
 
 def keys_of(packed: bytes, max_keys: int) -> list[bytes]:
-    """Return the keys of a packed field, in order."""
+    """Return the keys in `packed`, in order, after `check_keys`. Raises KVStoreError."""
     check_keys(packed, max_keys)
     return split_keys(packed)
 
 
 def terms_of(message: pb.Terms) -> Terms:
-    """Return the terms that a message asks for; `Retention.check` bounds them."""
+    """Return the terms (time to live, priority, pins) in the wire message `message`, not checked yet."""
     return Terms(
         message.ttl_s if message.HasField("ttl_s") else None,
         message.priority if message.HasField("priority") else None,
@@ -41,7 +41,7 @@ def terms_of(message: pb.Terms) -> Terms:
 
 
 def known_group(session: ClientSession, group_id: int) -> None:
-    """Check that the session's fingerprint has this layer group."""
+    """Check that the session's fingerprint has the layer group `group_id`. Raises KVStoreError."""
     if session.fingerprint.group(group_id) is None:
         known = [group.group_id for group in session.fingerprint.groups]
         raise KVStoreError(
@@ -50,7 +50,9 @@ def known_group(session: ClientSession, group_id: int) -> None:
 
 
 def payload_size(session: ClientSession, group_id: int, payload_bytes: int, max_block_bytes: int) -> None:
-    """Check that a group with a fixed size is given no other, and that the size is within the limit."""
+    """Check `payload_bytes`, the size of a block of the layer group: the fixed size if the fingerprint has one, and at
+    most `max_block_bytes`. Raises KVStoreError.
+    """
     expected = session.fingerprint.payload_bytes(group_id)
     if payload_bytes <= 0:
         raise KVStoreError(ErrorKind.INVALID, "payload_bytes must be more than 0")

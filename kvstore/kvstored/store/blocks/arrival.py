@@ -1,6 +1,5 @@
-"""Entering blocks and copies into the index.
-
-Owns the numbers of tenants and of row kinds. See `index` for the invariants.
+"""Entering blocks and copies into the block index. The module owns the numbers of tenants and of row kinds. See `index`
+for the invariants.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ _STORED = int(advance(CopyState.ABSENT, Step.RECOVER))  # what a copy is that co
 
 
 class Arrival:
-    """The entry of one block at a time (`insert`, `attach`, `publish`), or of a piece of a chain at once
-    (`store_run`).
+    """The part of the block index that enters blocks: one at a time (`insert`, `attach`, `publish`), or consecutive
+    blocks of a chain at once (`store_run`).
     """
 
     def __init__(self, view: ResidencyView, tree: ChainTree, listeners: Listeners, ghost_keys: int) -> None:
@@ -34,7 +33,7 @@ class Arrival:
         self._kind_numbers: dict[tuple[int, int, int], int] = {}
 
     def tenant(self, name: str) -> int:
-        """Return the number of a tenant, new when first seen."""
+        """Return the number of the tenant `name`. A name that was not seen before gets the next number."""
         number = self._tenant_numbers.get(name)
         if number is None:
             number = self._tenant_numbers[name] = len(self._view.tenants)
@@ -55,12 +54,14 @@ class Arrival:
         payload_bytes: int,
         now_ns: int,
     ) -> int:
-        """Return a row for a block without copies yet: `attach` one next, or `forget_empty` it.
+        """Return a row for the block `key`, which has no copies yet. Call `attach` next to give it one, or
+        `forget_empty` to end it.
 
-        `parent_key` is 16 zero bytes for the first of a chain; a parent that is not stored becomes a placeholder. The
-        new row starts with the access count that the ghost remembers; storing is an access of its own only through
-        `touch_run`. Raises CyclicChainError for a block that would be its own ancestor; RuntimeError when the block is
-        readable or being filled already."""
+        `parent_key` is 16 zero bytes for the first block of a chain; a parent that is not stored becomes a placeholder.
+        The row starts with the access count that is remembered of a removed block; the new storing counts as an access
+        only through `touch_run`. Raises CyclicChainError for a block that would be its own ancestor, RuntimeError when
+        the block is readable or being filled already.
+        """
         index = self._view.tenants[tenant]
         self._view.changes += 1
         if key == parent_key:
@@ -104,8 +105,10 @@ class Arrival:
         payload_bytes: int,
         now_ns: int,
     ) -> list[int]:
-        """Do `insert` and `attach` for each of `keys`, which continue the chain of row `parent` (-1: begin one), whole
-        and readable in `tier` at once. Raises RuntimeError for a key that has a row already."""
+        """Enter the blocks `keys`, readable in `tier` at once, as `insert` and `attach` would do for each. They
+        continue the chain of the row `parent` (-1: they begin a chain), and take `slots` in order. Return their rows.
+        Raises RuntimeError for a key that is stored already.
+        """
         rows, copies, index = self._view.rows, self._view.copies[tier], self._view.tenants[tenant]
         readable, unreadable, ghost = index.readable, index.unreadable, index.ghost
         kind = self.kind_number((tenant, fingerprint_id, group))
@@ -149,7 +152,9 @@ class Arrival:
         return found
 
     def attach(self, row: int, tier: int, slot: Slot, now_ns: int, *, filling: bool = False) -> None:
-        """Give `row` a copy in `tier`: readable at once, or (`filling`) after `publish`."""
+        """Give the block at `row` a copy in `tier`, at `slot`. It is readable at once; with `filling`, only after
+        `publish`.
+        """
         copies = self._view.copies[tier]
         self._view.changes += 1
         if self._view.rows.keys[row] is None:
@@ -165,7 +170,7 @@ class Arrival:
             self.publish(row, tier, now_ns)
 
     def publish(self, row: int, tier: int, now_ns: int) -> None:
-        """Make the copy that was being filled readable: it is whole."""
+        """Make the copy of the block at `row` in `tier`, which was being filled and is complete, readable."""
         copies = self._view.copies[tier]
         self._view.changes += 1
         copies.state[row] = advance(copies.state[row], Step.PUBLISH)
@@ -194,8 +199,8 @@ class Arrival:
             self._view.exactness.note(row, tier, error)
 
     def move(self, row: int, tier: int, slot: Slot) -> Slot:
-        """Let a readable copy be in `slot`, of its size, to which its bytes were copied. Return the slot that it left.
-        Raises RuntimeError for a copy that is not readable or a slot of another size.
+        """Let the readable copy in `tier` be at `slot`, to which the caller has copied its bytes. Return the former
+        slot. Raises RuntimeError for a copy that is not readable, or a slot of another size.
         """
         copies = self._view.copies[tier]
         left = self._view.slot(row, tier)
@@ -206,7 +211,9 @@ class Arrival:
         return left
 
     def kind_number(self, kind: tuple[int, int, int]) -> int:
-        """Return the number that stands for a Kind (tenant, fingerprint, group) in its column."""
+        """Return the number of the row kind `kind`, a tuple of tenant, fingerprint and layer group. A kind that was not
+        seen before gets the next number.
+        """
         number = self._kind_numbers.get(kind)
         if number is None:
             number = self._kind_numbers[kind] = len(self._view.kinds)
@@ -216,7 +223,7 @@ class Arrival:
         return number
 
     def notify_adopted(self, rows: Iterable[int], tier: int, now_ns: int) -> None:
-        """Notify the listeners of `rows`, new in `tier` all at once."""
+        """Notify the listeners that the blocks `rows` have come to `tier`, all at once, when the daemon started."""
         listener, is_followed = self._listeners.by_tier[tier], self._listeners.is_followed
         if isinstance(listener, NullListener) and not is_followed:
             return

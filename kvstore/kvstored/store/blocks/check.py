@@ -1,7 +1,7 @@
-"""The invariant walker of residency: it recounts everything from the rows and reports what disagrees.
+"""A check of the block index: it recounts everything from the rows and reports what disagrees.
 
-It is used in the teardown of tests, and by the daemon when idle, there in slices. Reads only; O(rows), some 25 bytes a
-row.
+It is used in the teardown of tests, and by the daemon when idle, there in slices. It changes nothing, takes time in
+proportion to the number of rows, and needs some 25 bytes of memory for each row.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _COPY_STEP_ROWS = 2**16  # copied between two pauses: about 0.1 ms
 
 
 def check(residency: ResidencyView) -> list[str]:
-    """Return broken invariants in words; none when all hold."""
+    """Check the whole block index, and return the broken invariants in words. The list is empty when all hold."""
     walk = TreeCheck(residency, bulk_keys=True)
     for _ in walk.walk_in_steps():
         pass
@@ -31,9 +31,9 @@ def check(residency: ResidencyView) -> list[str]:
 
 
 class TreeCheck:
-    """One check of the index: it walks over all rows. `steps` may be paused after each step, as long as nothing changes
-    before it continues; then call `shared`, in any thread. `bulk_keys`: also look up the keys that are in no dictionary
-    (`keys`).
+    """A check of the block index that runs in steps. `walk_in_steps` may be paused after each step, as long as nothing
+    changes the index before it continues. Afterwards call `shared`, in any thread. `bulk_keys`: also look up the keys
+    of bulk rows, which are in no dictionary.
     """
 
     def __init__(self, residency: ResidencyView, *, bulk_keys: bool = False) -> None:
@@ -48,7 +48,7 @@ class TreeCheck:
         self._links = array("I", bytes(4 * capacity))
 
     def walk_in_steps(self) -> Iterator[None]:
-        """Walk, with a pause after each step; faults are added to `faults`."""
+        """Check the rows, and yield after each step. What is wrong is appended to `faults`, in words."""
         yield from self._mark_live()
         for rows in self._live_runs():
             for row in rows:
@@ -67,7 +67,7 @@ class TreeCheck:
             yield from places.copy()
 
     def shared(self) -> list[str]:
-        """Return the slots that two rows share, in words."""
+        """Return, in words, the slots that more than one row has."""
         return [fault for places in self._places for fault in places.shared()]
 
     def _fault(self, what: str) -> None:

@@ -19,8 +19,8 @@ import numpy.typing as npt
 
 
 class Column(NamedTuple):
-    """One optional column of the index. `typecode` is a typecode of array.array; its size is the memory for each row
-    once the column is used.
+    """The definition of an optional column of the block index. `typecode` is a typecode of array.array; it sets the
+    bytes for each row once the column is used.
     """
 
     name: str
@@ -43,8 +43,9 @@ OF_COPIES = (
 
 
 class OptionalColumns:
-    """The columns of `table`; `grow` sets their number of rows. `used` has the columns that have memory, by name. It is
-    empty until `set` stores a first value, so a hot path only has to test whether it is empty."""
+    """A set of columns that take memory only when used. `used` maps names to the columns that have memory; it is empty
+    until `set` stores a first value, so a hot path only has to test whether it is empty.
+    """
 
     __slots__ = ("_rows", "_table", "used")
 
@@ -74,7 +75,7 @@ class OptionalColumns:
         return self._table[name].default
 
     def fill(self, name: str, rows: npt.NDArray[np.int64], values: npt.NDArray[Any]) -> None:
-        """Set `values` for `rows`, as one call of `set` for each row would."""
+        """Set the value of each of `rows` in the column `name` to the entry of `values` at the same position."""
         if len(rows):
             self.set(name, int(rows[0]), int(values[0]))
             if name not in self.used:
@@ -82,20 +83,21 @@ class OptionalColumns:
             np.frombuffer(self.used[name], np.dtype(self._table[name].typecode))[rows] = values
 
     def view(self, name: str) -> npt.NDArray[Any] | None:
-        """Return the column as an array for scans; None while all rows have the default. Drop the array before a row is
-        added."""
+        """Return the column `name` as an array with one value for each row, or None while all rows have the default.
+        Drop the array before a row is added, since it keeps the column from growing.
+        """
         column = self.used.get(name)
         return None if column is None else np.frombuffer(column, np.dtype(self._table[name].typecode))
 
     def grow(self, rows: int) -> None:
-        """Make room for `rows` rows in total."""
+        """Let every column have `rows` rows in total."""
         more, self._rows = rows - self._rows, rows
         for name, column in self.used.items():
             definition = self._table[name]
             column.extend(array(definition.typecode, [definition.default]) * more)
 
     def reset(self, rows: Sequence[int]) -> None:
-        """Set each of `rows` to the default in every column."""
+        """Set the values of `rows` to the default in every column."""
         for name, column in self.used.items():
             default = self._table[name].default
             for row in rows:

@@ -14,42 +14,44 @@ from kvstored.tier_set import MEMBERS
 
 class TierListener(Protocol):
     def inserted(self, rows: Sequence[int], now_ns: int) -> None:
-        """Note that `rows`, a piece of one chain, head first, have become resident in this tier (stored, promoted,
-        demoted into, or recovered).
+        """Note that the blocks `rows` have become readable in this tier. They follow one another in a chain, the first
+        one first; they were stored, promoted, demoted into this tier, or recovered.
         """
 
     def accessed(self, rows: Sequence[int], now_ns: int) -> None:
-        """Note that `rows`, in chain order (head first), all resident here, were used together."""
+        """Note that the blocks `rows`, all readable in this tier, were used together. They are in chain order."""
 
     def removed(self, rows: Sequence[int]) -> None:
-        """Note that `rows`, a piece of one chain, its end first, were removed from this tier; row numbers may be used
-        again for other blocks.
+        """Note that the blocks `rows` were removed from this tier. They are consecutive blocks of a chain, the last one
+        first. Other blocks may get their row numbers next.
         """
 
     def released(self, row: int) -> None:
-        """Note that `row` may be free to leave this tier now: a lease, a child, or being the last copy had kept it."""
+        """Note that the block at `row` may perhaps be evicted from this tier now. Before, it was leased, had a child in
+        the tier, or was the only copy.
+        """
 
 
 @runtime_checkable
 class KeyListener(Protocol):
-    """A listener that knows blocks by their keys, too, and whether or not they are stored."""
+    """A listener to a tier's events that also knows blocks by key, including blocks that are not stored."""
 
     def requested(self, rows: Sequence[int], missing: Sequence[bytes], tenant: int, now_ns: int) -> None:
-        """Note a use of `rows`, which may be none, by a request that asked for the blocks `missing` after them, which
-        no tier has.
+        """Note a request by `tenant` that used the blocks `rows`, perhaps none, and then wanted the blocks with the
+        keys `missing`, which no tier has.
         """
 
     def forget(self, tenant: int, keys: Sequence[bytes] | None) -> None:
-        """Keep nothing that names blocks `keys` of `tenant`, which were removed from every tier by order; or any (None)
-        that are not in this one.
+        """Drop everything that names the blocks `keys` of `tenant`, which their owner ordered to be removed from every
+        tier. None for `keys` stands for all blocks that are not in this tier.
         """
 
 
 class NullListener:
-    """The listener of a tier without a policy."""
+    """A listener that ignores the events of a tier without a policy."""
 
     def inserted(self, *event: Any, **named: Any) -> None:
-        """Do nothing, as for every event."""
+        """Ignore the event, as this listener does with every event."""
 
     accessed = removed = released = inserted
 
@@ -94,18 +96,19 @@ class _BesideByKey(_Beside):
 
 
 class PresenceListener(Protocol):
-    """An observer of every change of where a block can be read, in any tier."""
+    """A listener to every change of the tiers from which a block can be read."""
 
     def changed(self, tenant: int, key: bytes, mask: int, row: int) -> None:
-        """Note that there are readable copies in the tiers of `mask`, a TierSet as an int, now. `row` is still the
-        block's.
+        """Note that the block `key` of `tenant` is now readable in exactly the tiers of `mask`, a TierSet as an int.
+        `row` is still the row of this block.
         """
 
 
 class Listeners:
-    """The listeners of the index. `by_tier`: the listener of each tier. `presence`: the observers; `noted`: called with
-    the row alone of each change, if it is set; `is_followed`: there is one of them. `forgets`: another record of
-    blocks' names, if there is one; `uses`: another follower of their uses.
+    """A registry of everyone who is notified of changes in the block index. `by_tier` has each tier's listener;
+    `presence` has the observers of where blocks can be read, and `noted` is a function that is called with the row of
+    each such change; `is_followed` is True when there is either. `forgets` and `uses` are further functions, called on
+    deletions and on uses.
     """
 
     def __init__(self, view: ResidencyView) -> None:
@@ -121,7 +124,7 @@ class Listeners:
         self.uses: Callable[[Sequence[int], int], None] | None = None
 
     def listen(self, tier: int, listener: TierListener) -> None:
-        """Notify `listener` of the events in `tier` from now on; one listener a tier."""
+        """Notify `listener` of the events in `tier` from now on. It replaces the tier's former listener."""
         self._first[tier] = listener
         second = self._beside.get(tier)
         if second is not None:
@@ -132,37 +135,41 @@ class Listeners:
             self.by_key[tier] = listener
 
     def listen_beside(self, tier: int, second: TierListener | None) -> None:
-        """Notify `second`, too, of the events in `tier` from now on, whatever listener the tier gets; None ends it."""
+        """Notify `second`, in addition to the tier's listener, of the events in `tier` from now on. None ends that."""
         self._beside.pop(tier, None)
         if second is not None:
             self._beside[tier] = second
         self.listen(tier, self._first.get(tier, NullListener()))
 
     def observe(self, listener: PresenceListener) -> None:
-        """Notify `listener`, too, where blocks can be read, from now on."""
+        """Notify `listener` of every change of the tiers from which a block can be read, from now on."""
         self.presence.append(listener)
         self.is_followed = True
 
     def note_with(self, note: Callable[[int], object] | None) -> None:
-        """Call `note` with the row of every change of where a block can be read, from now on, instead of the former
-        function (None: nothing). It is called for each block of every put, so it should append the row and do its
-        work later, from residency's state at that time: the row may be another block's by then, under another
-        generation.
+        """Call `note` with the row of each block whose readable tiers have changed, from now on. It replaces the former
+        function; None calls none.
+
+        It is called for each block of every put, so it should append the row and do its work later, from the state of
+        the index at that time: the row may be another block's by then, under another generation.
         """
         self.noted = note
         self.is_followed = note is not None or bool(self.presence)
 
     def forget_with(self, listener: Callable[[int, Sequence[bytes] | None], None]) -> None:
-        """Call `listener`, too, when a tier's listener is to `forget`; there is one."""
+        """Call `listener` with the tenant and the keys (None: all) of every deletion by order, after the tiers'
+        listeners. It replaces the former function.
+        """
         self.forgets = listener
 
     def use_with(self, listener: Callable[[Sequence[int], int], None]) -> None:
-        """Call `listener` with the rows of each use, in chain order, after they were counted, and the tiers on the
-        device of the client, as a mask; there is one."""
+        """Call `listener` on each use of blocks, after it was counted, with the rows in chain order and with the tiers
+        on the client's device as a mask. It replaces the former function.
+        """
         self.uses = listener
 
     def presence_changed(self, row: int) -> None:
-        """Notify the observers that `row` can be read in other tiers than before."""
+        """Notify the observers that the block at `row` is readable in other tiers than before."""
         if self.noted is not None:
             self.noted(row)
         if self.presence:
@@ -178,6 +185,8 @@ class Listeners:
             self.forgets(tenant, keys)
 
     def release(self, row: int, tiers: int) -> None:
-        """Notify the listeners of `tiers`, the set as an int, that `row` may be free to be evicted from them."""
+        """Notify the listener of each tier in `tiers`, a TierSet as an int, that the block at `row` may perhaps be
+        evicted now.
+        """
         for tier in MEMBERS[tiers]:
             self.by_tier[tier].released(row)

@@ -28,7 +28,9 @@ ABSENCE = np.dtype([("key", "V16"), ("packed", "<u8")])
 
 @dataclass(frozen=True, slots=True)
 class Absence:
-    """The reason why a key is missing. `at_ns` is monotonic, to the millisecond; 0 if nothing is known of the key."""
+    """The reason why a block is missing. `at_ns` is the monotonic time of its removal, exact to a millisecond, and
+    `accesses` the number of its uses until then; both are 0 when nothing is known of the block.
+    """
 
     cause: Cause
     at_ns: int = 0
@@ -36,8 +38,8 @@ class Absence:
 
 
 class Ghost:
-    """A map of key to cause, time, accesses, packed into one int each. Entries are in a ring, so that they can be
-    copied piece by piece: a key remembered again moves to its head, and leaves a gap.
+    """A bounded record of the removed blocks of one tenant: for each key the reason, the time and the number of uses.
+    Entries are in a ring, so that they can be copied in steps. The entry that was made longest ago is dropped first.
     """
 
     __slots__ = ("_keys", "_limit", "_next", "_oldest", "_packed", "_places", "_size")
@@ -89,31 +91,34 @@ class Ghost:
         return Absence(cause, packed >> _TIME_SHIFT << _TICK_BITS, packed >> _CAUSE_BITS & _ACCESS_MAX)
 
     def beginning_with(self, hex_digits: str) -> list[bytes]:
-        """Return the keys that begin with `hex_digits`. It scans all entries: a millisecond per 10,000 keys."""
+        """Return the keys of removed blocks that begin with `hex_digits`. It scans all entries: a millisecond for
+        10,000 keys.
+        """
         whole = bytes.fromhex(hex_digits[: len(hex_digits) // 2 * 2])
         return [key for key in self._places if key.startswith(whole) and key.hex().startswith(hex_digits)]
 
     def accesses(self, key: bytes) -> int:
-        """Return how often the key had been used when it went; 0 when unknown."""
+        """Return how often the block `key` had been used when it was removed, 0 when that is not known."""
         at = self._places.get(key)
         return 0 if at is None else self._packed[at] >> _CAUSE_BITS & _ACCESS_MAX
 
     def drop(self, key: bytes) -> None:
-        """Note that the key was removed by order: this process can say so, and `copied` leaves it out. A key that was
-        removed by another order before keeps its cause."""
+        """Mark `key` as removed by order. This process still gives that as the reason for a miss, and `copied` leaves
+        the key out. A key that is marked already keeps its reason.
+        """
         at = self._places.get(key)
         if at is not None and self._packed[at] & _CAUSE_MASK not in _BY_ORDER:
             self._packed[at] = self._packed[at] & ~_CAUSE_MASK | Cause.DROPPED
 
     def drop_all(self) -> None:
-        """Do `drop` for every key."""
+        """Mark every key as removed by order, as `drop` does."""
         packed = np.frombuffer(self._packed, np.uint64)
         others = ~np.isin(packed & np.uint64(_CAUSE_MASK), _BY_ORDER)
         packed[others] = packed[others] & np.uint64(~_CAUSE_MASK & (1 << 64) - 1) | np.uint64(Cause.DROPPED)
 
     def copied(self) -> Iterator[npt.NDArray[np.void]]:
-        """Yield the entries (dtype ABSENCE), a step at a time, without blocks that were removed by order. The caller
-        may let others go on between two steps; later changes may be included or not.
+        """Yield the entries in steps, as arrays of dtype ABSENCE, without blocks that were removed by order. Other
+        tasks may run between two steps; their changes may be included or not.
         """
         for first in range(0, len(self._keys), _STEP):
             keys = self._keys[first : first + _STEP]
@@ -125,8 +130,9 @@ class Ghost:
             yield found[~np.isin(packed & _CAUSE_MASK, _BY_ORDER)]
 
     def restore(self, copied: npt.NDArray[np.void], later_ns: int) -> None:
-        """Remember what `copied` gave, as of times that are `later_ns` later on this clock, of keys that are not known
-        from this process."""
+        """Remember the entries `copied`, saved by an earlier process, of keys that this process knows nothing about.
+        `later_ns` is added to their times, to translate them to this process's clock.
+        """
         found = copied[np.argsort(copied["packed"], kind="stable")[-self._limit :]]
         packed = found["packed"]
         times_ns = np.maximum((packed >> _TIME_SHIFT << _TICK_BITS).astype(np.int64) + later_ns, 2**_TICK_BITS)

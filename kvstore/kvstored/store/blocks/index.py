@@ -33,16 +33,18 @@ _ACCESSES_MAX = 0xFFFF
 
 
 class UseCounts:
-    """Counts uses of blocks, in the columns `accesses` and `last_access_ns`, and the pins that keep all copies of a
-    block: a lease pins what it covers, and so does a transfer."""
+    """The part of the block index that counts uses of blocks and pins. A pin keeps all copies of a block; leases and
+    transfers pin the blocks that they need.
+    """
 
     def __init__(self, view: ResidencyView, listeners: Listeners) -> None:
         self._view = view
         self._listeners = listeners
 
     def touch_run(self, rows: Sequence[int], now_ns: int, device_tiers: int = NO_TIERS) -> None:
-        """Count an access of `rows` together, in chain order (head first): a hit, or the storing of new blocks.
-        `device_tiers`: those on the client's device."""
+        """Count one access of each of the blocks `rows`, which were used or newly stored together. They are in chain
+        order. `device_tiers` are the tiers on the client's device.
+        """
         mask = self._view.rows.mask
         everywhere, somewhere = self._count(rows, now_ns)
         for tier in MEMBERS[somewhere]:
@@ -55,7 +57,9 @@ class UseCounts:
     def request_run(
         self, tenant: int, rows: Sequence[int], missing: Sequence[bytes], now_ns: int, device_tiers: int = NO_TIERS
     ) -> None:
-        """Count an access as `touch_run` by a request that asked for the blocks `missing` after `rows` as well."""
+        """Count an access of the blocks `rows`, as `touch_run` does, by a request that also wanted the blocks `missing`
+        after them, which are not stored.
+        """
         if not missing:
             self.touch_run(rows, now_ns, device_tiers)
             return
@@ -86,24 +90,24 @@ class UseCounts:
         return everywhere, somewhere
 
     def record_refusal(self, tenant: int, key: bytes, cause: Cause, now_ns: int) -> None:
-        """Remember that a block that was offered is not stored. A DECLINED block counts as if it had been stored, used
+        """Remember why the offered block `key` was not stored. A DECLINED block counts as if it had been stored, used
         and evicted at once.
         """
         ghost = self._view.tenants[tenant].ghost
         ghost.remember(key, cause, now_ns, ghost.accesses(key) + (cause is Cause.DECLINED))
 
     def pin(self, row: int) -> None:
-        """Count one more reason why no copy of the block may be evicted."""
+        """Add a pin to the block at `row`: none of its copies is evicted while it has a pin."""
         self._view.pins[row] = self._view.pins.get(row, 0) + 1
 
     def pin_run(self, rows: Sequence[int]) -> None:
-        """Do `pin` for each of `rows`."""
+        """Add a pin to each of the blocks `rows`."""
         pins = self._view.pins
         for row in rows:
             pins[row] = pins.get(row, 0) + 1
 
     def unpin(self, row: int) -> None:
-        """Remove one reason. Raises RuntimeError if the block is not pinned."""
+        """Remove one pin of the block at `row`. Raises RuntimeError if it has none."""
         left = self._view.pins.get(row, 0) - 1
         if left < 0:
             raise RuntimeError(f"row {row} unpinned more often than pinned")
@@ -114,7 +118,9 @@ class UseCounts:
         self._listeners.release(row, self._view.rows.mask[row])
 
     def set_owners(self, row: int, owners: int) -> None:
-        """Let `owners`, bits of the block's tenant, be who pinned it; all of them together are one pin."""
+        """Set which of the tenant's owners have pinned the block at `row`; bit i of `owners` stands for owner i. All
+        owners together hold one pin, and 0 removes it.
+        """
         view, before = self._view, self._view.pinned_by(row)
         view.rows.optional.set("pinned_by", row, owners)
         if bool(before) != bool(owners):
@@ -122,19 +128,22 @@ class UseCounts:
             (self.pin if owners else self.unpin)(row)
 
     def release(self, row: int) -> None:
-        """Notify the policies that a readable block may perhaps be evicted now."""
+        """Notify the policies that the readable block at `row` may perhaps be evicted now."""
         self._listeners.release(row, self._view.rows.mask[row])
 
     def unpin_run(self, tokens: Iterable[int]) -> None:
-        """Unpin each block that still exists: a block that was found damaged lost its pins when it was removed."""
+        """Remove one pin of each block that `tokens` name, if it still exists. A block that was removed by force has
+        lost its pins already.
+        """
         for row in map(self._view.current, tokens):
             if row >= 0:
                 self.unpin(row)
 
 
 class Residency(ResidencyView):
-    """The index over `tiers`, fastest first: the questions of its view, and the changes that its parts make.
-    `ghost_keys`: how many removed keys are remembered, for each tenant.
+    """The block index: which blocks exist, in which of `tiers` (fastest first) they are, and which may be evicted.
+    ResidencyView answers questions; the parts that are joined here make changes. `ghost_keys` is the number of removed
+    keys that are remembered for each tenant.
     """
 
     def __init__(

@@ -45,7 +45,9 @@ def _unpacker(keys: int) -> struct.Struct:
 
 
 def unpack_keys(packed: bytes) -> tuple[bytes, ...]:
-    """Return the keys in 16 * n packed bytes. Raises ValueError if the length is no multiple of 16."""
+    """Return the keys that are packed in `packed`, 16 bytes each. Raises ValueError if the length is no
+    multiple of 16.
+    """
     keys, rest = divmod(len(packed), KEY_BYTES)
     if rest:
         raise ValueError(f"packed keys must be a multiple of {KEY_BYTES} bytes, got {len(packed)}")
@@ -53,8 +55,8 @@ def unpack_keys(packed: bytes) -> tuple[bytes, ...]:
 
 
 class KeyTable:
-    """A table that finds positions in a column of keys by key, many at a time: the positions in `members`, or all. The
-    column is a parameter of each call and is not kept.
+    """A hash table that finds positions in an array of keys, many at a time. It holds the positions in `members`, or
+    all if that is None. The array is a parameter of each call and is not kept.
     """
 
     __slots__ = ("multiplier", "places", "shift", "table")
@@ -68,15 +70,15 @@ class KeyTable:
         self.places = np.frombuffer(self.table, np.int32)
 
     def move(self, first: int) -> None:
-        """Let the table name positions that are `first` higher."""
+        """Add `first` to every position in the table."""
         if first:
             self.places[self.places != _NOTHING] += np.int32(first)
 
     def find_each(
         self, keys: Column, wanted: Column, may_be: Callable[[Column], Sequence[bool]] | None = None
     ) -> Column:
-        """Return the position in `keys`, or -1, of each of `wanted` (shape (n, 2), little-endian words). `may_be` says
-        which positions with an equal key count.
+        """Return for each key in `wanted` its position in `keys`, or -1. Both have shape (n, 2), little-endian 64-bit
+        words. `may_be` gets positions with an equal key and says which of them count.
         """
         found = np.full(len(wanted), _NOTHING, np.int32)
         left, places = np.arange(len(wanted)), self._homes(wanted[:, 0])
@@ -124,7 +126,9 @@ class KeyTable:
 
 
 class BulkKeys:
-    """The bulk rows of one tenant, found by key: the rows in `table`, whose positions are rows."""
+    """A table of one tenant's bulk rows, by key. A bulk row is a block that was taken over at the daemon's start and
+    has not changed since, so that its key is in no dictionary.
+    """
 
     __slots__ = ("_all", "_multiplier", "_rows", "_shift", "_table")
 
@@ -133,13 +137,13 @@ class BulkKeys:
         self._multiplier, self._shift, self._table = table.multiplier, table.shift, table.table
 
     def members(self) -> Column:
-        """Return the rows that have a place here."""
+        """Return the rows that have an entry in this table, also rows that are no bulk rows any more."""
         places = self._all.places
         found: Column = places[places != _NOTHING]
         return found
 
     def get(self, key: bytes) -> int:
-        """Return the bulk row of `key`, or -1."""
+        """Return the bulk row of the block `key`, or -1 when there is none."""
         rows, table = self._rows, self._table
         keys, mask, moved = rows.bulk_keys, rows.mask, rows.keys
         place = (int.from_bytes(key[:4], "little") * self._multiplier & _WORD_MASK) >> self._shift
@@ -162,8 +166,8 @@ class BulkKeys:
         return False
 
     def find_run(self, keys: Sequence[bytes], hot: Callable[[bytes], int | None]) -> list[int]:
-        """Return the rows of the leading run of `keys` that are `hot` or bulk rows, as `get` for each, without a call
-        for each.
+        """Return the rows of the leading blocks of `keys` that are stored, up to the first that is not. `hot` is the
+        lookup in the dictionary of the other blocks: it returns a row or None.
         """
         rows, table = self._rows, self._table
         bulk_keys, mask, moved = rows.bulk_keys, rows.mask, rows.keys
@@ -184,7 +188,7 @@ class BulkKeys:
         return found
 
     def find_each(self, keys: Column) -> Column:
-        """Return the bulk row, or -1, of each of `keys` (shape (n, 2), little-endian words)."""
+        """Return for each of `keys` its bulk row, or -1. `keys` has shape (n, 2), little-endian 64-bit words."""
         mask, moved = self._rows.mask, self._rows.keys
 
         def is_bulk(rows: Column) -> list[bool]:
@@ -194,8 +198,9 @@ class BulkKeys:
 
 
 class TenantIndex:
-    """The index of one tenant. `readable`: key → row of blocks that can be served. `unreadable`: rows being filled, and
-    placeholders. `bulk`: rows of readable blocks, `bulk_blocks` of which are still bulk rows.
+    """The keys of one tenant. `readable` maps keys to rows of blocks that can be read; `unreadable` maps them to rows
+    that are being filled or are placeholders. `bulk` finds rows taken over at the start, of which `bulk_blocks` are
+    still bulk rows (their key is in no dictionary).
     """
 
     __slots__ = ("bulk", "bulk_blocks", "fingerprints", "ghost", "name", "readable", "unreadable")
@@ -215,7 +220,7 @@ class TenantIndex:
         return len(self.readable) + self.bulk_blocks
 
     def find(self, key: bytes) -> int:
-        """Return the row of a readable block, or -1."""
+        """Return the row of the readable block `key`, or -1 when there is none."""
         row = self.readable.get(key)
         if row is None:
             return -1 if self.bulk is None else self.bulk.get(key)

@@ -21,8 +21,8 @@ Int64Array = npt.NDArray[np.int64]
 
 
 class Page(NamedTuple):
-    """A page of a listing. `after` is the cursor of the next page, or 0 at the end. A page may hold fewer rows than
-    asked for, even none.
+    """A page of a listing of blocks. `next` is the cursor for the next page, 0 on the last page. A page may have fewer
+    rows than the caller wanted, even none.
     """
 
     rows: list[int]
@@ -30,13 +30,11 @@ class Page(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """A choice of readable blocks; all of them by default.
+    """A filter of readable blocks. Without any field it selects all of them.
 
-    tenant:     only this tenant's, by number.
-    tier:       only blocks with a readable copy in the tier at this position.
-    prints:     only blocks of these fingerprints, by number.
-    key_prefix: only keys whose hex digits begin so.
-    matches:    only rows that this answers True for; asked last.
+    `tenant` and `prints` select by the numbers of the tenant and of fingerprints; `tier` selects blocks with a readable
+    copy in the tier at this position; `key_prefix` selects keys whose hex digits begin so. `matches` gets a row and
+    returns True when it is selected; it is called last.
     """
 
     tenant: int | None = None
@@ -47,7 +45,7 @@ class Selection(NamedTuple):
 
     @property
     def slice_rows(self) -> int:
-        """Return how many rows one look at the index may take."""
+        """The number of rows that one scan of the index may cover, so that it does not hold up other tasks."""
         return _SCAN_ROWS if self.matches is None and not self.key_prefix else min(_SCAN_ROWS, _SCAN_SLOW_ROWS)
 
 
@@ -55,7 +53,9 @@ ALL_BLOCKS = Selection()
 
 
 def select(residency: ResidencyView, selection: Selection, first: int, end: int) -> Int64Array:
-    """Return the selected rows among [first, end), in row order. Looks at each, so keep the range short."""
+    """Return the rows in [`first`, `end`) whose blocks `selection` selects, in ascending order. It looks at every row,
+    so keep the range short.
+    """
     columns = residency.rows
     mask = np.frombuffer(columns.mask, np.uint8, end - first, first)
     is_chosen = mask != 0 if selection.tier is None else holding(mask, selection.tier)
@@ -75,8 +75,8 @@ def select(residency: ResidencyView, selection: Selection, first: int, end: int)
 
 
 async def select_all(residency: ResidencyView, selection: Selection) -> AsyncIterator[Int64Array]:
-    """Yield the selected rows, part by part, with a turn of the loop after each; later changes may be included or
-    not.
+    """Yield the selected rows of the whole index in parts, and let other tasks run after each. Their changes may be
+    included or not.
     """
     first = 0
     while first < residency.rows.capacity:
@@ -87,18 +87,19 @@ async def select_all(residency: ResidencyView, selection: Selection) -> AsyncIte
 
 
 def column_of(residency: ResidencyView, name: str, rows: Int64Array) -> Int64Array:
-    """Return the value of the column `name` of `residency.rows` for each row."""
+    """Return the values of the column `name` of the block table, as an array with one entry for each of `rows`."""
     return np.asarray(getattr(residency.rows, name))[rows].astype(np.int64)
 
 
 def pin_counts(residency: ResidencyView, rows: Int64Array) -> Int64Array:
-    """Return `pin_count` of each row."""
+    """Return the number of pins of each of `rows`, as an array."""
     return np.fromiter(map(residency.pin_count, rows.tolist()), np.int64, len(rows))
 
 
 def page(residency: ResidencyView, selection: Selection = ALL_BLOCKS, *, after: int = 0, limit: int = 100) -> Page:
-    """Return selected blocks from cursor `after` on, in row order. A block stored or removed between two pages may be
-    missed; none is listed twice while it is stored."""
+    """Return at most `limit` selected blocks from the cursor `after` on, in row order. A block that is stored or
+    removed between two pages may be missed; none is listed twice while it is stored.
+    """
     if limit < 1:
         raise ValueError("a page holds at least one block")
     end = min(residency.rows.capacity, after + selection.slice_rows)
@@ -113,8 +114,8 @@ def _filtered(rows: Int64Array, keep: Callable[[int], bool]) -> Int64Array:
 
 
 def rows_of_fingerprint(residency: ResidencyView, fingerprint_id: int, tenant: int | None = None) -> list[int]:
-    """Return every readable row of a fingerprint, deepest first, so that removing them in order leaves no hole on
-    the way.
+    """Return the rows of all readable blocks of a fingerprint, the deepest in its chain first. Blocks that are removed
+    in this order leave no hole in a chain. `tenant` restricts it to one tenant.
     """
     chosen = Selection(tenant, prints=frozenset({fingerprint_id}))
     rows = select(residency, chosen, 0, residency.rows.capacity)
@@ -124,8 +125,9 @@ def rows_of_fingerprint(residency: ResidencyView, fingerprint_id: int, tenant: i
 
 
 def rows_in(residency: ResidencyView, tier: int, container: int) -> list[int]:
-    """Return the rows with a copy (in any state) in a container, by offset. The scan takes about 1 ms for a million
-    rows."""
+    """Return the rows with a copy (in any state) in `container`, an arena or slab of `tier`, sorted by offset. The scan
+    takes about 1 ms for a million rows.
+    """
     copies = residency.copies[tier]
     here = np.frombuffer(copies.container, np.uint32) == container
     rows = np.flatnonzero(here & (np.frombuffer(copies.state, np.uint8) != 0))
@@ -134,6 +136,6 @@ def rows_in(residency: ResidencyView, tier: int, container: int) -> list[int]:
 
 
 def row_at(residency: ResidencyView, tier: int, container: int, offset: int) -> int:
-    """Return the row with a copy (in any state) at `offset` of a container, or -1. It scans as `rows_in` does."""
+    """Return the row with a copy (in any state) at `offset` of `container` in `tier`, or -1. It scans all rows."""
     offsets = residency.copies[tier].offset
     return next((row for row in rows_in(residency, tier, container) if offsets[row] == offset), -1)

@@ -21,8 +21,8 @@ Tokens = npt.NDArray[np.uint64]
 
 
 class ChainColumns(NamedTuple):
-    """A copy of the columns for `find`, by row: parent row (-1: none), tiers with a readable copy, depth,
-    generation.
+    """A copy of columns of the block table for `find`, each with one entry for each row: the parent's row (-1: none),
+    the tiers with a readable copy, the depth, the generation.
     """
 
     parent: bytes
@@ -32,15 +32,17 @@ class ChainColumns(NamedTuple):
 
 
 class Orphans(NamedTuple):
-    """The orphans when the snapshot was taken, the deepest first: the order in which they may be evicted."""
+    """The orphans at the time of a snapshot, the deepest first. `tokens` names all of them; `by_tier` has for each tier
+    the tokens of those with a readable copy in it.
+    """
 
     tokens: Tokens
     by_tier: list[Tokens]  # those of them with a readable copy there
 
 
 def snapshot(residency: ResidencyView) -> ChainColumns | None:
-    """Return a copy of the chains, some 13 bytes a row; None if every parent is stored, which the tenants' counts show
-    at once. Blocks of windowed and recurrent layer groups, which need no parent, are left out.
+    """Return a copy of the chains, some 13 bytes for each row, or None when no block's parent is missing. Blocks of
+    sliding-window and recurrent layer groups, which need no parent, are left out.
     """
     rows, windows = residency.rows, residency.kind_window
     missing = (row for tenant in residency.tenants for row in tenant.unreadable.values() if rows.links[row])
@@ -54,8 +56,9 @@ def snapshot(residency: ResidencyView) -> ChainColumns | None:
 
 
 def find(chains: ChainColumns, tiers: int) -> Orphans:
-    """Find the orphans by pointer jumping: as many passes over the rows as the longest chain's length has binary digits
-    (Wyllie 1979). The generations are the snapshot's: a row may hold another block by now.
+    """Return the orphans in the snapshot `chains`; `tiers` is the number of tiers. Their tokens have the snapshot's
+    generations, since a row may hold another block by now. It takes as many passes as the longest chain's length has
+    binary digits.
     """
     parent = np.frombuffer(chains.parent, np.int32).astype(np.int64)
     mask = np.frombuffer(chains.mask, np.uint8)

@@ -24,14 +24,18 @@ _IS_BY_ORDER = [cause in BY_ORDER for cause in range(max(Cause) + 1)]
 
 
 class TakenCopy(NamedTuple):
-    """A copy that has left the index. The caller frees the slot: at once, or through limbo if readers may remain."""
+    """A copy that has been removed from the index. The caller frees `slot` in `tier`: at once, or later if readers may
+    remain.
+    """
 
     tier: int
     slot: Slot
 
 
 class Removal:
-    """The ways to remove: by choice a block is removed whole or one copy at a time; by force it is removed whole."""
+    """The part of the block index that removes blocks and copies. By choice (eviction, quota) it removes a block or one
+    copy, under rules; by force it removes the whole block.
+    """
 
     def __init__(self, view: ResidencyView, tree: ChainTree, listeners: Listeners) -> None:
         self._view = view
@@ -39,11 +43,11 @@ class Removal:
         self._listeners = listeners
 
     def remove(self, row: int, cause: Cause, now_ns: int) -> list[TakenCopy]:
-        """Remove every copy of a block and remember why. The row ends, or remains as a placeholder under its children.
+        """Remove every copy of the block at `row`, remember `cause`, and return the removed copies. The row ends, or
+        becomes a placeholder if it has children.
 
-        By choice (EVICTED, QUOTA) raises RuntimeError unless `may_forget(row)`. By force (the other
-        causes) leases end too: pins are dropped, and the caller sees to it that readers keep their bytes
-        (limbo).
+        For the causes EVICTED and QUOTA it raises RuntimeError unless `may_forget(row)`. Any other cause removes by
+        force: pins are dropped, and the caller must not reuse a slot while a reader may still look at it.
         """
         if _IS_BY_CHOICE[cause] and not self._view.may_forget(row):
             raise RuntimeError(f"row {row} cannot be {cause.name.lower()}: pinned, parent of a block, or being filled")
@@ -65,8 +69,8 @@ class Removal:
         return taken
 
     def forget(self, tenant: int, keys: Sequence[bytes] | None) -> None:
-        """Let the ghosts' knowledge of `keys`, or of all keys of `tenant` (None), end with the process: until then they
-        say `dropped`. Blocks that are stored stay.
+        """Mark the removed blocks `keys` of `tenant` (None: all of them) as removed by order: after a restart nothing
+        of them is known. Blocks that are stored stay.
         """
         ghost = self._view.tenants[tenant].ghost
         self._view.changes += 1
@@ -80,10 +84,8 @@ class Removal:
     def remove_chosen(
         self, tier: int, choose: Callable[[int], int], count: int, cause: Cause, now_ns: int
     ) -> list[Slot]:
-        """Remove the row that `choose(now_ns)` names, `count` times or until it names none (-1); return their slots.
-        Raises RuntimeError for a block with a copy in another tier.
-
-        Nearly every eviction takes the short way: a block with one readable copy and no child.
+        """Evict up to `count` blocks from `tier`, and return their slots. `choose` gets `now_ns` and returns the next
+        row to remove, or -1 to stop. Raises RuntimeError for a block with a copy in another tier.
         """
         view, listener, bit = self._view, self._listeners.by_tier[tier], ONLY[tier]
         rows, copies, pins, kind_tenant = view.rows, view.copies[tier], view.pins, view.kind_tenant
@@ -124,9 +126,9 @@ class Removal:
         return freed
 
     def remove_run(self, run: Sequence[int], tier: int, cause: Cause, now_ns: int) -> list[Slot]:
-        """Remove each of `run`, a piece of one chain, its end first, that has no copies but in `tier`; return their
-        slots. The listener is notified of them together. Raises the error of `remove` for the first that may not be
-        removed, once the ones before it have been.
+        """Remove the blocks `run`, consecutive blocks of a chain with the last one first, which have copies in `tier`
+        alone. Return their slots. The tier's listener is notified of them together. When one may not be removed, it
+        raises the error of `remove`, and the blocks before it in `run` have been removed.
         """
         rows, copies, pins, bit = self._view.rows, self._view.copies[tier], self._view.pins, ONLY[tier]
         keys, parents, links, accesses = rows.keys, rows.parent, rows.links, rows.accesses
@@ -170,11 +172,11 @@ class Removal:
         return freed
 
     def detach(self, row: int, tier: int) -> Slot:
-        """Remove one copy and return its slot, which the caller frees.
+        """Remove the copy of the block at `row` in `tier`, and return its slot, which the caller frees.
 
-        A FILLING copy may always be removed (the transfer failed); a row left without any copy ends as in
-        `forget_empty`. A readable one may be removed only while another tier has one, otherwise RuntimeError: call
-        `remove` then, with a cause.
+        A copy that is being filled may always be removed, and a row without any copy then ends unless it has children.
+        A readable copy may be removed only while another tier has one; otherwise it raises RuntimeError, and `remove`
+        is the call to make.
         """
         state = self._view.copies[tier].state[row]
         if state != _FILLING and not self._view.tier_mask(row).without(tier):

@@ -29,8 +29,8 @@ _ROW_MASK: int = 2**ROW_BITS - 1
 
 
 class RowColumns:
-    """The columns with the properties of blocks. Scalar access to array.array is 3x as fast as numpy's, and control
-    code is scalar; scans view them through numpy.
+    """The columns of the block table, with one row for each block. They are array.array, whose access to one value is
+    three times as fast as numpy's; scans view them through numpy.
     """
 
     def __init__(self) -> None:
@@ -70,9 +70,9 @@ class RowColumns:
         self.optional.grow(self.capacity)
 
     def take_bulk(self, packed_keys: bytes) -> int:
-        """Take new bulk rows for these keys, one after another, without parents, children or copies; returns the first.
-
-        The caller gives each a readable copy before anything else happens."""
+        """Add a new bulk row for each of the packed keys, without parents, children or copies, and return the first
+        row's number. Give each row a readable copy before anything else happens.
+        """
         first, count = self.capacity, len(packed_keys) // KEY_BYTES
         self._add(count)
         before = self.bulk_keys.ljust(first * KEY_BYTES, b"\0")
@@ -81,16 +81,20 @@ class RowColumns:
         return first
 
     def key(self, row: int) -> bytes | None:
-        """Return the key of a row; None when it is free."""
+        """Return the key of the block at `row`, or None when the row is free."""
         key = self.keys[row]
         return self.bulk_key(row) if key is None and self.mask[row] else key
 
     def bulk_key(self, row: int) -> bytes:
-        """Return the key of a bulk row."""
+        """Return the key of the block at `row`, which must be a bulk row (taken over at the start and not changed
+        since).
+        """
         return self.bulk_keys[row * KEY_BYTES : (row + 1) * KEY_BYTES]
 
     def take(self, key: bytes, kind: int, depth: int, payload_bytes: int) -> int:
-        """Return a row for `key`, without parent, children or copies."""
+        """Return a new row for the block `key`, without parent, children or copies. `kind` is the number of its row
+        kind, and `depth` its place in the chain, from 0.
+        """
         if not self._free:
             self._grow()
         row = self._free.pop()
@@ -103,14 +107,15 @@ class RowColumns:
         return row
 
     def reserve(self, count: int) -> array[int]:
-        """Return at least `count` free rows, the next one last. The caller that pops one gives it all that `take`
-        would."""
+        """Return the list of free rows, with at least `count` entries. The caller takes rows from its end, and sets for
+        each all that `take` would set.
+        """
         while len(self._free) < count:
             self._grow()
         return self._free
 
     def give_back(self, row: int) -> None:
-        """End a row. Raises RuntimeError while it has a copy or a child."""
+        """End `row`, which may then be used for another block. Raises RuntimeError while it has a copy or a child."""
         if self.keys[row] is None or self.links[row] or self.mask[row] or self.filling[row]:
             raise RuntimeError(f"row {row} given back while in use")
         self.keys[row] = None
@@ -122,7 +127,7 @@ class RowColumns:
             self.optional.reset((row,))
 
     def give_back_run(self, rows: Sequence[int]) -> None:
-        """Do `give_back` for rows whose key and parent are taken away already, and without children."""
+        """End each of `rows`, whose keys and parents the caller has cleared, and which have no children."""
         generation = self.generation
         for row in rows:
             generation[row] = (generation[row] + 1) & 0xFFFFFFFF
@@ -132,14 +137,14 @@ class RowColumns:
             self.optional.reset(rows)
 
     def renew(self, row: int) -> None:
-        """Make every token of `row` stale."""
+        """Make every token of `row` stale: `current` returns -1 for it from now on."""
         self.generation[row] = (self.generation[row] + 1) & 0xFFFFFFFF
 
     def token(self, row: int) -> int:
         return self.generation[row] << ROW_BITS | row
 
     def current(self, token: int) -> int:
-        """Return the row of a token, or -1 when the block it named is gone."""
+        """Return the row that `token` names, or -1 when the block it stood for is gone."""
         row = token & _ROW_MASK
         if row >= self.capacity or self.generation[row] != token >> ROW_BITS:
             return -1
@@ -149,9 +154,7 @@ class RowColumns:
 
 
 def add_zeros(column: array[int], more: int) -> None:
-    """Add `more` zeros to a column. The first of them are made in place: copying from a million zeros would touch that
-    memory for nothing.
-    """
+    """Append `more` zeros to the array `column`, in place."""
     if column or not more:
         column.frombytes(bytes(column.itemsize * more))
     else:
@@ -160,8 +163,8 @@ def add_zeros(column: array[int], more: int) -> None:
 
 
 def grown(column: array[int], more: int) -> array[int]:
-    """Return a column with `more` zeros after it: this array, or for an empty one a new array of just this length. The
-    spare room of a grown array is one part in 16.
+    """Return `column` with `more` zeros appended. An empty array is replaced by a new one of exactly this length;
+    otherwise it is the same array.
     """
     if not column:
         return array(column.typecode, [0]) * more
@@ -170,8 +173,9 @@ def grown(column: array[int], more: int) -> array[int]:
 
 
 class TierCopies:
-    """The columns of one tier. Rows beyond the columns' end have no copy: call `grow` before the first `put` of a
-    row."""
+    """The columns of one tier: by row, the state and the slot of the block's copy. Rows beyond the columns' end have no
+    copy; call `grow` before the first `put` of a row.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -208,7 +212,7 @@ class TierCopies:
         self.blocks += 1
 
     def put_run(self, rows: Sequence[int], slots: Sequence[Slot], tenant: int) -> None:
-        """Do `put` for each row."""
+        """Enter a copy for each of `rows`, at the entry of `slots` at the same position, as `put` does for one."""
         containers, offsets, sizes, generations = self.container, self.offset, self.nbytes, self.generation
         held_bytes = 0
         for row, (container, offset, nbytes, generation) in zip(rows, slots, strict=True):
@@ -221,7 +225,7 @@ class TierCopies:
         self.blocks += len(rows)
 
     def reserve(self, tenant: int, nbytes: int) -> None:
-        """Count `nbytes` more of slots for blocks to come, or fewer."""
+        """Add `nbytes` (negative to subtract) to the bytes of slots that are reserved for coming blocks of `tenant`."""
         self.reserved_by_tenant[tenant] += nbytes
 
     def take(self, row: int, tenant: int) -> Slot:
@@ -233,7 +237,7 @@ class TierCopies:
         return _new_slot(Slot, (self.container[row], self.offset[row], nbytes, self.generation[row]))
 
     def take_run(self, rows: Sequence[int], tenant: int) -> list[Slot]:
-        """Do `take` for each row."""
+        """Remove the copies of `rows`, which belong to `tenant`, and return their slots."""
         containers, offsets, sizes, generations = self.container, self.offset, self.nbytes, self.generation
         taken = [_new_slot(Slot, (containers[row], offsets[row], sizes[row], generations[row])) for row in rows]
         self.bytes_by_tenant[tenant] -= sum([sizes[row] for row in rows])

@@ -13,12 +13,12 @@ from kvstored.tier_set import ONLY
 
 
 class CyclicChainError(ValueError):
-    """The caller wanted to store a block as its own ancestor: the caller's keys are forged or mixed up."""
+    """An error: a block was to be stored as its own ancestor, so the caller's keys are forged or mixed up."""
 
 
 class ChainTree:
-    """The tree of chains: the parent and children of each block. `forget_empty` ends a row that nothing needs any more;
-    a row that has a copy or a child is kept.
+    """The part of the block index that keeps the tree of chains: each block's parent and children, and placeholders for
+    missing parents.
     """
 
     def __init__(self, view: ResidencyView, listeners: Listeners) -> None:
@@ -27,7 +27,7 @@ class ChainTree:
         self._below: dict[int, int] = {}  # by a stored block's row, a placeholder that was its child; it may be stale
 
     def take(self, key: bytes, kind: int, depth: int, payload_bytes: int) -> int:
-        """Return a new row, without parent, children or copies."""
+        """Return a new row for the block `key`, without parent, children or copies."""
         row = self._view.rows.take(key, kind, depth, payload_bytes)
         if row >= len(self._view.copies[0].state):
             for copies in self._view.copies:
@@ -35,7 +35,9 @@ class ChainTree:
         return row
 
     def check_revivable(self, row: int, parent: int) -> None:
-        """Raise RuntimeError for a row that has a copy, CyclicChainError if `parent` descends from it."""
+        """Check that the placeholder `row` can become a block whose parent is the row `parent`. Raises RuntimeError if
+        it has a copy, CyclicChainError if `parent` descends from it.
+        """
         if self._view.rows.mask[row] or self._view.rows.filling[row]:
             raise RuntimeError(f"row {row} inserted while it has a copy")
         ancestor = parent
@@ -45,7 +47,7 @@ class ChainTree:
             ancestor = self._view.rows.parent[ancestor]
 
     def unlink(self, row: int) -> int:
-        """Cut `row` from its parent and return that parent, or -1."""
+        """Cut `row` from its parent, and return the parent's row, or -1 if it had none."""
         rows = self._view.rows
         parent = rows.parent[row]
         if parent >= 0:
@@ -56,8 +58,9 @@ class ChainTree:
         return parent
 
     def forget_empty(self, row: int) -> None:
-        """End a row that has no copy, unless it has children; then its placeholder ancestors, likewise. Of placeholders
-        that follow one another, and whose children need no parents, one is kept."""
+        """End `row`, which has no copy, unless it has children; then end its ancestors that are placeholders without
+        children. Of placeholders that follow one another, and whose children need no parents, one is kept.
+        """
         rows = self._view.rows
         self._view.changes += 1
         if rows.links[row] and self._is_spare(row):
@@ -100,8 +103,8 @@ class ChainTree:
         rows.give_back(row)
 
     def parent_or_placeholder(self, tenant: int, key: bytes, kind: int, depth: int, payload_bytes: int) -> int:
-        """Return the row of the parent `key` of a block in `depth`, or a new placeholder of that block's `kind` and
-        size.
+        """Return the row of the block `key`, which is the parent of a block at `depth`. If it is not stored, return a
+        new placeholder with this `kind` and size.
         """
         index = self._view.tenants[tenant]
         row = index.row(key)
@@ -110,7 +113,9 @@ class ChainTree:
         return row
 
     def to_dictionary(self, row: int) -> None:
-        """Move the key of `row`, a bulk row that is about to change, to the dictionary. A free row is left alone."""
+        """Move the key of the bulk row `row`, which is about to change, to the dictionary of its tenant. It does
+        nothing for a free row.
+        """
         rows = self._view.rows
         key = rows.key(row)
         if key is not None:
@@ -120,7 +125,9 @@ class ChainTree:
             index.bulk_blocks -= 1
 
     def to_bulk(self, row: int) -> None:
-        """Move the key of `row` out of the dictionary if the row is again as it was when it was taken over."""
+        """Make `row` a bulk row again, without an entry in the dictionary, if it is as it was when it was taken over.
+        Otherwise do nothing.
+        """
         rows, slowest = self._view.rows, len(self._view.copies) - 1
         index = self._view.tenants[self._view.kind_tenant[rows.kind[row]]]
         key = rows.keys[row]

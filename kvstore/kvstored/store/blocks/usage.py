@@ -39,14 +39,18 @@ Entry = tuple[bytes, bytes]
 
 
 class Known(NamedTuple):
-    """Saved uses of blocks, with dtype `USE`. `wrong`: the number of rows with a wrong checksum; they are left out."""
+    """The saved uses of blocks, an array of dtype `USE`. `wrong` counts rows that were left out, since their checksum
+    is wrong.
+    """
 
     uses: npt.NDArray[np.void]
     wrong: int
 
 
 class UsageRows:
-    """The uses of the blocks in one tier. `alone`: leave out blocks that have a copy in the durable tier."""
+    """The saved uses of the blocks in one tier, which survive a restart. `alone` leaves out blocks that have a copy in
+    the durable tier.
+    """
 
     def __init__(self, residency: Residency, tier: int, *, alone: bool = False) -> None:
         self._residency, self._tier, self._alone = residency, tier, alone
@@ -55,8 +59,10 @@ class UsageRows:
     # What is to be saved
 
     def digests(self, touched_after_ns: int | None = None) -> Generator[None, None, Numbers]:
-        """Return one number for each bucket of values. A row that was used after `touched_after_ns` counts with one use
-        more, so its bucket differs from the result without this argument."""
+        """Return an array with one digest for each bucket of saved values; a bucket whose digest has changed must be
+        saved again. A row used after `touched_after_ns` (monotonic) counts as used once more, so its bucket differs.
+        The generator yields where other tasks may run.
+        """
         residency, columns = self._residency, self._residency.rows
         buckets = max(_LEAST_BUCKETS, 2 ** (residency.copies[self._tier].blocks // _ROWS_A_BUCKET).bit_length())
         found = np.zeros(buckets, np.uint64)
@@ -73,7 +79,9 @@ class UsageRows:
         return found
 
     def parts(self, digests: Numbers) -> list[Numbers]:
-        """Return the buckets that differ from the saved ones, in parts that are small enough for memory."""
+        """Return the numbers of the buckets whose digest differs from the saved one, in parts that are small enough for
+        memory.
+        """
         is_like = self.saved if len(self.saved) == len(digests) else np.zeros(len(digests), np.uint64)
         changed = np.flatnonzero(is_like != digests).astype(np.uint64)
         return [
@@ -82,8 +90,9 @@ class UsageRows:
         ]
 
     def entries(self, part: Numbers, buckets: int, wall_less_monotonic_ns: int) -> Generator[None, None, list[Entry]]:
-        """Return the values of the groups in the buckets `part`, as entries. `wall_less_monotonic_ns` is the wall clock
-        minus the monotonic clock."""
+        """Return the keys and values to save for the buckets `part`, of `buckets` in all. `wall_less_monotonic_ns` is
+        the wall clock minus the monotonic clock. The generator yields where other tasks may run.
+        """
         chosen = np.zeros(buckets, bool)
         chosen[part] = True
         found: list[tuple[Numbers, Numbers, npt.NDArray[np.void]]] = []
@@ -121,7 +130,9 @@ class UsageRows:
     # What was saved
 
     def known(self, entries: Sequence[Entry]) -> Generator[None, None, Known]:
-        """Return the saved uses of blocks that are in the tier. `entries` are in the order of their keys."""
+        """Return the saved uses of blocks that are in the tier. `entries` are the saved keys and values, sorted by key.
+        The generator yields where other tasks may run.
+        """
         whole = [each for each in entries if len(each[0]) == _GROUP_KEY.size and len(each[1]) == GROUP_BYTES]
         wrong = GROUP_SLOTS * (len(entries) - len(whole))
         keys = np.frombuffer(b"".join([key for key, _ in whole]), ">u4").reshape(-1, 2).astype(np.uint64)
@@ -149,9 +160,10 @@ class UsageRows:
         return Known(np.concatenate(parts) if parts else np.empty(0, USE), wrong)
 
     def apply(self, known: Known, now_ns: int, wall_ns: int, adopted_ns: int) -> Generator[None, None, int]:
-        """Set the last use and the number of uses of blocks to the values in `known`; return the number of blocks. A
-        block that was used after `adopted_ns` keeps that use as its last one. Ages longer than the time for which the
-        monotonic clock has run are scaled down together, so their order holds. Policies must be made anew after it."""
+        """Set the last use and the number of uses of blocks to the values in `known`, and return the number of blocks.
+        A block that was used after `adopted_ns` keeps that use as its last one. Ages longer than the time for which the
+        monotonic clock has run are scaled down together, so their order holds. Make the policies anew afterwards.
+        """
         parts = [known.uses[first : first + _STEP_ROWS] for first in range(0, len(known.uses), _STEP_ROWS)]
         longest_ns, blocks = 1, 0
         for part in parts:
@@ -215,14 +227,16 @@ class UsageRows:
 
 
 def hashes_of(keys: bytes) -> Numbers:
-    """Return the hash of each of the packed `keys`, as it is in a row."""
+    """Return an array with a 64-bit hash of each of the packed `keys`, as a usage row holds it."""
     halves = np.frombuffer(keys, "<u8").reshape(-1, 2)
     hashes: Numbers = _mixed(_mixed(halves[:, 1].copy()) + halves[:, 0])
     return hashes
 
 
 def described(key: bytes, value: bytes) -> dict[str, object]:
-    """Return the fields of one value, for people. Raises ValueError or struct.error for bytes of another form."""
+    """Return the fields of one saved value by name, to be shown to people. Raises ValueError or struct.error for bytes
+    of another form.
+    """
     container, group = _GROUP_KEY.unpack(key)
     rows = np.frombuffer(value, ROW)
     numbers = np.arange(len(rows), dtype=np.uint64)

@@ -1,8 +1,6 @@
-"""The view gives read access to the columns of the residency index, and answers all questions about them.
-
-Policies and listings get this view. It changes no row or copy, except that `reset_facts` resets optional columns; the
-parts that `index` puts together make the changes.
-"""
+"""The view gives read access to the columns of the block index, and answers all questions about them. Policies and
+listings get this view. It changes no row or copy, except that `reset_facts` resets optional columns; the parts that
+`index` puts together make the changes."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ _RESIDENT = int(CopyState.RESIDENT)  # a plain int: half the time of a compariso
 
 
 class RowKind(NamedTuple):
-    """The facts that blocks of one row kind share."""
+    """The tenant, fingerprint and layer group that all blocks of one row kind have in common, by number."""
 
     tenant: int
     fingerprint_id: int
@@ -36,17 +34,16 @@ class RowKind(NamedTuple):
 
 
 class ResidencyView:
-    """Answers questions about rows of live blocks; the answers for a free row mean nothing. A tier is named by its
-    position. `durable`: the position of the tier that outlives the daemon, -1 if there is none; the last tier by
-    default. `in_memory`: how many tiers, from the first on, are in memory; by default all tiers before the durable one.
-    `mapped`: the position of the tier that clients map, where puts are stored and leases are given; a tier before it
-    has copies of blocks that are used often. `exported`: the tiers before it that a client on their device may read in
-    place. `closed`: the tiers that no new lease may name now. `changes` differs whenever a row or a copy was added,
-    removed or changed its state; uses and pins do not count. `deletions`: how many times blocks were deleted by order.
-    `window_of(fingerprint_id, group)`: how many blocks before a boundary a resume there needs; 0: all, or not known.
-    `shape_of(fingerprint digest, group, payload bytes)`: the shape of a payload, None if it is not known; it may be
-    called from any thread.
-    """
+    """The read-only view of the block index. It answers questions about rows of live blocks; for a free row the answers
+    mean nothing. A tier is named by its position. `durable`: the position of the tier that outlives the daemon, -1 if
+    there is none; the last tier by default. `in_memory`: how many tiers, from the first on, are in memory; by default
+    all tiers before the durable one. `mapped`: the position of the tier that clients map, where puts are stored and
+    leases are given; a tier before it has copies of blocks that are used often. `exported`: the tiers before it that a
+    client on their device may read in place. `closed`: the tiers that no new lease may name now. `changes` differs
+    whenever a row or a copy was added, removed or changed its state; uses and pins do not count. `deletions`: how many
+    times blocks were deleted by order. `window_of(fingerprint_id, group)`: how many blocks before a boundary a resume
+    there needs; 0: all, or not known. `shape_of(fingerprint digest, group, payload bytes)`: the shape of a payload,
+    None if it is not known; any thread may call it."""
 
     def __init__(
         self,
@@ -82,25 +79,27 @@ class ResidencyView:
         return self.tiers.index(name)
 
     def readable(self, device_tiers: TierSet) -> TierSet:
-        """Return the tiers that a client can read in place. `device_tiers`: the tiers on the client's device."""
+        """Return the tiers that a client can read in place: the mapped tier, and each of `device_tiers` (the tiers on
+        its device) that takes new leases."""
         return device_tiers.difference(self.closed).with_tier(self.mapped)
 
     # Looking up
 
     def find(self, tenant: int, key: bytes) -> int:
-        """Return the row of a readable block, or -1."""
+        """Return the row of the block `key` of `tenant` if it is readable in some tier, otherwise -1."""
         return self.tenants[tenant].find(key)
 
     def find_any(self, tenant: int, key: bytes) -> int:
-        """Return the row of a block that is readable or being filled, or of a placeholder; -1 if there is no row."""
+        """Return the row of the block `key` of `tenant`, readable or being filled or a placeholder; -1 if none."""
         return self.tenants[tenant].row(key)
 
     def find_run(self, tenant: int, packed_keys: bytes) -> list[int]:
-        """Return the rows of the leading run of readable blocks. O(keys); 64 keys take a few microseconds."""
+        """Return the rows of the leading blocks of `packed_keys` that are readable, up to the first that is not. 64
+        keys take a few microseconds."""
         return self.find_keys(tenant, unpack_keys(packed_keys))
 
     def find_keys(self, tenant: int, keys: Iterable[bytes]) -> list[int]:
-        """Return the rows that `find_run` returns, for keys that are not packed."""
+        """Return the rows of the leading blocks of `keys` that are readable, up to the first that is not."""
         index, keys = self.tenants[tenant], tuple(keys)
         found: list[int] = []
         for row in map(index.readable.get, keys):
@@ -112,7 +111,7 @@ class ResidencyView:
         return found
 
     def find_each(self, tenant: int, packed_keys: bytes) -> list[int]:
-        """Return for every key the row of its readable block, or -1."""
+        """Return for each of `packed_keys` the row of its readable block, or -1."""
         index, keys = self.tenants[tenant], unpack_keys(packed_keys)
         if index.bulk is not None:
             return [index.find(key) for key in keys]
@@ -120,8 +119,8 @@ class ResidencyView:
         return [readable.get(key, -1) for key in keys]
 
     def find_column(self, tenant: int, keys: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
-        """Return for every key (dtype V16) the row of its readable block, or -1. Use it for many keys: a million take
-        0.3 s."""
+        """Return for each of `keys` (dtype V16) the row of its readable block, or -1, as an array. Use it for many
+        keys: a million take 0.3 s."""
         index = self.tenants[tenant]
         get, found = index.readable.get, np.full(len(keys), -1, np.int64)
         if index.bulk is not None:
@@ -131,9 +130,8 @@ class ResidencyView:
         return found
 
     def why_missing(self, tenant: int, key: bytes, fingerprint_id: int = -1, family: Set[int] = frozenset()) -> Absence:
-        """Return the reason why `key` is not readable. The reason is OTHER_FINGERPRINT if the tenant never stored
-        blocks under `fingerprint_id`, but did under another fingerprint in `family`.
-        """
+        """Return why the block `key` of `tenant` is not readable. The reason is OTHER_FINGERPRINT if the tenant never
+        stored blocks under `fingerprint_id`, but did under another fingerprint in `family`."""
         index = self.tenants[tenant]
         row = index.find(key)
         if row >= 0 and self.expires_s(row):
@@ -148,7 +146,7 @@ class ResidencyView:
     # Where it is
 
     def slot(self, row: int, tier: int) -> Slot:
-        """Return the slot of the copy in `tier`. Raises RuntimeError if there is no copy."""
+        """Return the slot of the copy of the block at `row` in `tier`. Raises RuntimeError if it has no copy there."""
         if not self.copies[tier].state[row]:  # ABSENT
             raise RuntimeError(f"row {row} has no copy in {self.tiers[tier]}")
         return self.copies[tier].slot(row)
@@ -172,22 +170,21 @@ class ResidencyView:
         return CopyState(self.copies[tier].state[row])
 
     def is_in(self, row: int, tier: int) -> bool:
-        """Return whether `tier` has a copy, readable or not."""
+        """Return whether the block at `row` has a copy in `tier`, readable or being filled."""
         return bool(self.copies[tier].state[row])
 
     def has(self, row: int, tier: int) -> bool:
-        """Return whether `tier` has a readable copy."""
+        """Return whether the block at `row` has a readable copy in `tier`."""
         return tier in MEMBERS[self.rows.mask[row]]
 
     def tier_mask(self, row: int) -> TierSet:
-        """Return the tiers that have a readable copy."""
+        """Return the tiers in which the block at `row` has a readable copy."""
         return TIER_SETS[self.rows.mask[row]]
 
     def fastest(self, row: int, device_tiers: int = NO_TIERS) -> int:
-        """Return the tier from which a client has the block soonest: the mapped tier if it has a readable copy,
-        otherwise the first tier with a readable copy on the client's device, otherwise the first tier with a readable
-        copy; -1 if there is none.
-        """
+        """Return the tier from which a client can have the block at `row` soonest, or -1 if it has no readable copy.
+        That is the mapped tier if it has a copy, otherwise the first tier with one among `device_tiers` (those on the
+        client's device), otherwise the first of all. Exact copies go before lossy ones."""
         return self.fastest_of(self.exactness.best_tiers(row), device_tiers)
 
     def fastest_of(self, tiers: int, device_tiers: int) -> int:
@@ -199,7 +196,7 @@ class ResidencyView:
         return nearest[0] if nearest else -1
 
     def fastest_in_memory(self, row: int) -> int:
-        """Return the fastest tier with a readable copy if this tier is in memory, or -1."""
+        """Return the fastest tier with a readable copy of the block at `row`, or -1 when that tier is not in memory."""
         position = self.fastest(row)
         return position if position < self.in_memory else -1
 
@@ -209,14 +206,14 @@ class ResidencyView:
         return self.pins.get(row, 0)
 
     def is_held(self, row: int) -> bool:
-        """Return whether the copies of the block must stay in their slots: it is leased, or being copied. Pins of
-        owners keep the copies in their tiers, not in their slots."""
+        """Return whether the copies of the block at `row` must stay in their slots: it is leased, or being copied. A
+        pin of an owner keeps the copies in their tiers, not in their slots."""
         return self.pins.get(row, 0) > bool(self.pinned_by(row))
 
     def is_evictable(self, row: int, tier: int) -> bool:
-        """Return whether the copy in `tier` may be evicted now: it is RESIDENT and unpinned, and has no child in this
-        tier that needs it. The slowest tier cannot demote: there the block also needs another copy, or no such child in
-        any tier."""
+        """Return whether the copy in `tier` of the block at `row` may be evicted now. It must be readable and unpinned,
+        and have no child in this tier that needs it. The slowest tier cannot demote: there the block also needs another
+        copy, or no such child in any tier."""
         copies, rows = self.copies[tier], self.rows
         if copies.state[row] != _RESIDENT or row in self.pins:
             return False
@@ -232,8 +229,7 @@ class ResidencyView:
 
     def run_above(self, row: int, tier: int, limit: int) -> list[int]:
         """Return `row`, which may be evicted from `tier` now, and the rows above it that may be evicted after the row
-        below has gone. `limit` is the most rows to return.
-        """
+        below has gone. `limit` is the most rows to return."""
         copies, pins, rows = self.copies[tier], self.pins, self.rows
         parents, links, mask = rows.parent, rows.links, rows.mask
         state, kids, only = copies.state, copies.kids, ONLY[tier] if tier == len(self.copies) - 1 else NO_TIERS
@@ -251,37 +247,37 @@ class ResidencyView:
         return found
 
     def may_forget(self, row: int) -> bool:
-        """Return whether the block may be removed from all tiers by choice: it is unpinned, has no child that needs it,
-        and no copy is being filled."""
+        """Return whether the block at `row` may be evicted from all tiers: it is unpinned, no child needs it, and no
+        copy is being filled."""
         return not ((self.rows.links[row] and self.dependents(row)) or self.rows.filling[row] or row in self.pins)
 
     def stands_alone(self, row: int) -> bool:
-        """Return whether the blocks behind this one are of use without it: its layer group keeps a window or a state,
-        so each block serves boundaries of its own."""
+        """Return whether the blocks that follow the block at `row` in its chain are of use without it. That is so in a
+        layer group with a sliding window or a recurrent state, where a block serves its own boundary."""
         return self.kind_window[self.rows.kind[row]] > 0
 
     def dependents(self, row: int, tier: int | None = None) -> int:
-        """Return the number of child rows that are of no use without the block; with `tier`, of child rows with a copy
-        in `tier`."""
+        """Return how many children of the block at `row` need it; with `tier`, only those with a copy in that tier."""
         children = self.children(row, tier)
         return 0 if children and self.stands_alone(row) else children
 
     def being_filled(self, row: int) -> bool:
-        """Return whether a tier has a FILLING copy of the block: a put, promotion or demotion is under way."""
+        """Return whether a copy of the block at `row` is being filled in some tier, by a put, promotion or demotion."""
         return self.rows.filling[row] != 0
 
     def children(self, row: int, tier: int | None = None) -> int:
-        """Return the number of child rows; with `tier`, only the child rows that have a copy in `tier`."""
+        """Return how many rows have `row` as their parent; with `tier`, only those with a copy in that tier."""
         return self.rows.links[row] if tier is None else self.copies[tier].kids[row]
 
     # What it is
 
     def token(self, row: int) -> int:
-        """Return a name that is valid as long as the block is stored. Keep the token, not the row, across an await."""
+        """Return a token that names the block at `row` while it is stored. Across an await, keep the token, not the
+        row."""
         return self.rows.token(row)
 
     def current(self, token: int) -> int:
-        """Return the row of the block named `token`, or -1 when the block is gone."""
+        """Return the row of the block that `token` names, or -1 when it is not stored any more."""
         return self.rows.current(token)
 
     def is_current(self, token: int) -> bool:
@@ -296,7 +292,8 @@ class ResidencyView:
         return key
 
     def parent(self, row: int) -> int:
-        """Return the row of the parent (perhaps a placeholder), or -1 for the first block of a chain."""
+        """Return the row of the block before the one at `row` in its chain (or of its placeholder), or -1 for the
+        first."""
         return self.rows.parent[row]
 
     def parent_key(self, row: int) -> bytes:
@@ -307,11 +304,11 @@ class ResidencyView:
         return self.kind_tenant[self.rows.kind[row]]
 
     def tenants_of(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the tenant of each row; the vectorised form of `tenant_of`."""
+        """Return the tenant's number for each of `rows`, as an array."""
         return np.array(self.kind_tenant, np.int64)[np.frombuffer(self.rows.kind, np.uint32)[rows]]
 
     def kind(self, row: int) -> RowKind:
-        """Return the tenant, fingerprint and group of a row's block."""
+        """Return the tenant, fingerprint and layer group of the block at `row`."""
         return self.kinds[self.rows.kind[row]]
 
     def depth(self, row: int) -> int:
@@ -321,36 +318,36 @@ class ResidencyView:
         return self.rows.payload_bytes[row]
 
     def slot_bytes(self, row: int) -> int:
-        """Return the bytes of a slot that holds the payload of the block as it is, in any tier."""
+        """Return the size in bytes of a slot for the uncompressed payload of the block at `row`, in any tier."""
         return slot_bytes(self.rows.payload_bytes[row])
 
     def last_access_ns(self, row: int) -> int:
         return self.rows.last_access_ns[row]
 
     def accesses(self, row: int) -> int:
-        """Return the number of accesses in this life and, if the ghost remembers them, in earlier lives. The number
-        saturates at 65,535."""
+        """Return how often the block at `row` was used, including uses before an eviction if they are remembered. The
+        number stops at 65,535."""
         return self.rows.accesses[row]
 
     def expires_s(self, row: int) -> int:
-        """Return when the block expires, in whole seconds of the monotonic clock; 0 means never."""
+        """Return when the block at `row` expires, in whole seconds of the monotonic clock; 0 means never."""
         return self.rows.optional.get("expires_s", row)
 
     def priority(self, row: int) -> int:
-        """Return the priority of the block: in a full tier a block with a lower priority leaves first."""
+        """Return the priority of the block at `row`. A full tier gives up blocks with a lower priority first."""
         return self.rows.optional.get("priority", row)
 
     def pinned_by(self, row: int) -> int:
-        """Return a set of bits: bit n is set when the owner of pins with number n of the block's tenant has pinned the
-        block."""
+        """Return which owners have pinned the block at `row`, as bits: bit n stands for the tenant's owner number n."""
         return self.rows.optional.get("pinned_by", row)
 
     def terms_of(self, row: int) -> tuple[int, int, int]:
-        """Return `expires_s`, `priority` and `pinned_by` of the block."""
+        """Return the expiry (monotonic seconds), the priority and the pinning owners of the block at `row`."""
         return self.expires_s(row), self.priority(row), self.pinned_by(row)
 
     def reset_facts(self, row: int) -> None:
-        """Reset the optional columns of a block that is gone; its row may remain as a placeholder."""
+        """Set the optional columns of `row` to their defaults, since its block is gone. The row may remain as a
+        placeholder."""
         if self.pinned_by(row):
             self.pinned_bytes[self.tenant_of(row)] -= self.slot_bytes(row)
         if self.terms_gone is not None and self.rows.optional.get("later_terms", row):
@@ -358,21 +355,21 @@ class ResidencyView:
         self.rows.optional.reset((row,))
 
     def codec(self, row: int, tier: int) -> int:
-        """Return the number of the codec that made the stored bytes of the copy in `tier`; 0 means that they are the
+        """Return the number of the codec that compressed the copy in `tier` of the block at `row`; 0 means a plain
         payload."""
         return self.copies[tier].optional.get("codec", row)
 
     def stored_bytes(self, row: int, tier: int) -> int:
-        """Return the number of stored bytes of the copy in `tier`, which is smaller than the payload if a codec made
-        them."""
+        """Return how many bytes the copy in `tier` of the block at `row` takes, without its header: fewer than the
+        payload if it is compressed."""
         return self.copies[tier].optional.get("stored_bytes", row) or self.rows.payload_bytes[row]
 
     def tenant_bytes(self, tenant: int, tier: int) -> int:
-        """Return the slot bytes of a tenant in a tier, FILLING copies included."""
+        """Return the bytes of all slots that `tenant` has in `tier`, slots that are being filled included."""
         return self.copies[tier].bytes_by_tenant[tenant]
 
     def reserved_bytes(self, tenant: int, tier: int) -> int:
-        """Return the slot bytes that a tenant has reserved in a tier for blocks to come."""
+        """Return the bytes of the slots in `tier` that `tenant` has reserved for blocks it will put."""
         return self.copies[tier].reserved_by_tenant.get(tenant, 0)
 
     def tenant_blocks(self, tenant: int) -> int:

@@ -34,8 +34,9 @@ _IN_DOUBT = {  # by mode, what has yet to go well when a probe has; a full mediu
 
 
 class TierBreaker:
-    """The breaker of `tier`, called `part` in messages. `last_probe_s` is the longest pause between two probes; short
-    if the medium is another machine, which may be back at any moment.
+    """The circuit breaker of `tier`: it stops reads or writes there while they fail or hang, and probes until they
+    work. `part` is the tier's name in messages. `last_probe_s` is the longest pause between two probes; short for a
+    tier on another machine, which may be back at any moment.
     """
 
     def __init__(
@@ -79,19 +80,19 @@ class TierBreaker:
         return self.mode in (Mode.OK, Mode.FULL, Mode.READ_ONLY)
 
     def stalled_us(self) -> int:
-        """Return how long the oldest transfer in flight has been under way."""
+        """Return for how many microseconds the oldest transfer in flight has been under way; 0 when none is."""
         return (self._clock.monotonic_ns() - self._oldest_ns()) // 1000
 
     # How transfers end
 
     def began(self) -> int:
-        """Note that a transfer is handed to the tier. Call `ended` with the returned number."""
+        """Note that a transfer is handed to the tier. Return its number, for `ended`."""
         self._started += 1
         self._in_flight[self._started] = self._clock.monotonic_ns()
         return self._started
 
     def ended(self, number: int, what: str, outcome: Outcome) -> None:
-        """Note how a transfer ended; `what` is its kind: read, write or sync."""
+        """Note the `outcome` of the transfer `number`; `what` is its kind: "read", "write" or "sync"."""
         self._in_flight.pop(number, None)
         if outcome.ok:
             self._failed_in_a_row[what] = 0
@@ -103,7 +104,9 @@ class TierBreaker:
             self._follow_tier()  # not after each that went well: a report of many slabs takes tens of microseconds
 
     def forgo(self, number: int) -> None:
-        """Note the end of work that shows only that the medium does not hang."""
+        """Note that the transfer `number` has ended, without judging it; it shows only that the medium does
+        not hang.
+        """
         self._in_flight.pop(number, None)
 
     def _failed(self, what: str, outcome: Outcome) -> None:
@@ -141,7 +144,7 @@ class TierBreaker:
     # Time
 
     def tick(self) -> None:
-        """Notice transfers that hang, and probe when it is time; called a few times a second."""
+        """Notice transfers that hang, and probe the tier when it is time. Call it a few times a second."""
         now_ns = self._clock.monotonic_ns()
         late_ns, self._ticked_ns = now_ns - self._ticked_ns, now_ns
         if late_ns > LATE_TICK_S * NS_PER_S:

@@ -17,8 +17,8 @@ _V1_NO_LIMIT = 1 << 62  # what version 1 shows where no limit is set is a little
 
 @dataclass(frozen=True, slots=True)
 class MemoryReading:
-    """A reading of memory. `where` names the limit that is nearest. `stalled_percent`: the share of the last 10 s in
-    which all tasks waited for memory.
+    """A reading of the free memory. `where` names the limit that is nearest. `stalled_percent` is the share of the last
+    10 s in which all tasks waited for memory.
     """
 
     free_bytes: int
@@ -27,7 +27,9 @@ class MemoryReading:
 
 
 class MemoryWatch:
-    """`proc` and `cgroups` are where the kernel's files are; tests give their own."""
+    """A reader of how much memory is left before the kernel kills a process. `proc` and `cgroups` are the folders of
+    the kernel's files; tests give their own.
+    """
 
     def __init__(self, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> None:
         self._proc = proc

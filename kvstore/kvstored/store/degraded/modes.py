@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class Mode(Enum):
-    """The part of its work that a tier does now. The values are the states that `kvctl tiers` shows."""
+    """The kind of work that a tier does at present. The values are the states that `kvctl tiers` shows."""
 
     OK = "ok"
     FULL = "full"  # the medium has no room: what is there is read and overwritten, nothing grows
@@ -34,7 +34,9 @@ SHEDDING = frozenset({Mode.SLOW, Mode.READ_ONLY, Mode.FAILED})
 
 @dataclass(frozen=True, slots=True)
 class Degradation:
-    """One part that is not OK. `since_ns` is monotonic."""
+    """A part of the daemon that does not do all of its work, with its mode, the reason, and the monotonic time since
+    when.
+    """
 
     part: str
     mode: Mode
@@ -43,7 +45,9 @@ class Degradation:
 
 
 class DegradedModes:
-    """The modes of all parts. Each of `on_change` is called with the name of a part whose mode has changed, at once."""
+    """A record of the modes of all parts. The functions in `on_change` are called at once with the name of a part whose
+    mode has changed.
+    """
 
     def __init__(self, clock: Clock, counters: Counters) -> None:
         self._clock = clock
@@ -59,7 +63,7 @@ class DegradedModes:
         return list(self._now.values())
 
     def sentences(self) -> list[str]:
-        """Return a line for each part that is not OK, for `kvctl status`."""
+        """Return one line for each part that is not OK, for `kvctl status`."""
         now_ns = self._clock.monotonic_ns()
         return [
             f"{item.part} is {item.mode.value} for {(now_ns - item.since_ns) / NS_PER_S:.0f} s: {item.reason}"
@@ -67,7 +71,7 @@ class DegradedModes:
         ]
 
     def enter(self, part: str, mode: Mode, reason: str) -> None:
-        """Set the mode of a part; an unchanged mode is not reported again."""
+        """Set the mode of `part`, and log and count it. If the mode does not change, do nothing."""
         before = self.mode(part)
         if before is mode:
             return

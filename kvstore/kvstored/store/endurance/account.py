@@ -33,12 +33,12 @@ failpoints.declare("endurance.saved", "an allotment of the endurance budget is i
 
 
 def packed(state: SavedBudget) -> bytes:
-    """Return a budget as it is saved: JSON."""
+    """Return the budget `state` as bytes to save (JSON)."""
     return json.dumps({"version": _VERSION, **asdict(state)}).encode()
 
 
 def unpacked(raw: bytes) -> SavedBudget:
-    """Return a budget that was saved; an empty one for what is not whole: damage must not give budget away."""
+    """Return the budget saved as `raw`. Damaged bytes give an empty budget, since damage must not give any away."""
     try:
         found = json.loads(raw)
         if found["version"] != _VERSION:
@@ -61,7 +61,9 @@ def _boot_id() -> str:
 
 @dataclass(frozen=True, slots=True)
 class EnduranceReport:
-    """The account as an operator sees it. All fields but `spent_bytes` are 0 if there is no budget."""
+    """A report on the endurance account, for an operator. Without a budget all fields but `spent_bytes` are 0.
+    `trouble` says why the budget cannot be read or saved.
+    """
 
     bytes_per_day: int
     left_bytes: int
@@ -71,8 +73,9 @@ class EnduranceReport:
 
 
 class EnduranceAccount:
-    """The account of one drive. With `bytes_per_day` 0 there is no limit, and nothing is saved. Else nothing is granted
-    until `begin`, when it is known what is left."""
+    """The account of bytes that may be written to one NVMe drive. With `bytes_per_day` 0 there is no limit, and nothing
+    is saved. Otherwise nothing is granted before `begin`.
+    """
 
     def __init__(self, bytes_per_day: int, clock: Clock, counters: Counters) -> None:
         self._bytes_per_day = bytes_per_day
@@ -90,8 +93,9 @@ class EnduranceAccount:
         self._was_spent = False
 
     def begin(self, save: Save, saved: bytes | None, *, was_lost: bool = False) -> None:
-        """Grant what is left. `save` makes a budget durable, or raises OSError. `saved`: what it was given last, None
-        on a first start; `was_lost`: where that is damaged, and the bucket is empty."""
+        """Start to grant bytes. `save` makes a budget durable, or raises OSError. `saved` is what it saved last, None
+        on a first start (a full day's worth). `was_lost`: the saved budget is damaged, so the account starts empty.
+        """
         if self._bytes_per_day:
             self._save = save
             left = unpacked(saved) if saved is not None else EMPTY if was_lost else None
@@ -111,7 +115,9 @@ class EnduranceAccount:
         return budget.left_bytes(self._clock.monotonic_ns()) < SCARCE_SHARE * budget.burst_bytes
 
     def charge(self, tenant: int, nbytes: int, *, waited: bool = False) -> WriteVerdict:
-        """Take `nbytes` for a tenant, or return why not. Waiting requests come before requests that only ask."""
+        """Take `nbytes` from the budget for `tenant`. Return GRANTED, or the reason why not. Callers that wait
+        (`waited`) come before others of the same tenant.
+        """
         verdict = self._judge(tenant, nbytes, waited)
         if verdict is WriteVerdict.GRANTED:
             self._counters.add("endurance_bytes", nbytes)
@@ -119,13 +125,13 @@ class EnduranceAccount:
 
     @property
     def left_bytes(self) -> int | None:
-        """The bytes that could be granted now; None where there is no limit."""
+        """The bytes that could be granted now, None where there is no limit."""
         if self._is_waiting:
             return 0
         return None if self._budget is None else self._budget.left_bytes(self._clock.monotonic_ns())
 
     def reject(self, tenant: int) -> WriteVerdict:
-        """Answer as `charge` does for more than is left, which need not be counted then."""
+        """Return the reason why a request of `tenant` for more than is left is refused, as `charge` would."""
         if self._is_waiting:
             return WriteVerdict.SAVING
         now_ns = self._clock.monotonic_ns()
@@ -136,7 +142,7 @@ class EnduranceAccount:
         return WriteVerdict.SPENT
 
     def charge_unasked(self, nbytes: int) -> bool:
-        """Take `nbytes` for what has to be written anyway, if the allotment covers it; no tenant's share counts."""
+        """Take `nbytes` for a write that no tenant asked for. Return False when the allotment does not cover it."""
         if self._is_waiting:
             return False
         if self._budget is not None:
@@ -148,7 +154,7 @@ class EnduranceAccount:
         return True
 
     def refund_unasked(self, nbytes: int) -> None:
-        """Give back the bytes of `charge_unasked`: none of them was written."""
+        """Give back `nbytes` taken by `charge_unasked`, since they were not written."""
         self._counters.add("endurance_bytes", -nbytes)
         if self._budget is None:
             self._unlimited_spent_bytes -= nbytes
@@ -158,9 +164,10 @@ class EnduranceAccount:
     async def charge_in_time(
         self, tenant: int, cost: Callable[[], int | None], timeout_s: float, *, allotment_only: bool = False
     ) -> WriteVerdict:
-        """Take bytes as `charge` does, but wait up to `timeout_s` for the budget to earn them, in the order of
-        requests. Return GRANTED, or the last verdict. `cost` is evaluated anew each time (it may be `TOO_MUCH`);
-        None ends the wait. With `allotment_only` wait for no more than an allotment.
+        """Take bytes for `tenant` as `charge` does, waiting up to `timeout_s` until the budget has earned them, in the
+        order of calls. Return GRANTED, or the last reason why not. `cost()` returns the bytes to take, `TOO_MUCH`, or
+        None to stop waiting; it is called before each try. With `allotment_only` wait only while an allotment is being
+        saved.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
@@ -186,13 +193,13 @@ class EnduranceAccount:
         return verdict
 
     def refund(self, tenant: int, nbytes: int) -> None:
-        """Give back a tenant's charge: none of it was written."""
+        """Give back `nbytes` that `tenant` was charged, since they were not written."""
         self.refund_unasked(nbytes)
         if self._budget is not None:
             self._shares.used(tenant, -nbytes, self._clock.monotonic_ns())
 
     def tick(self) -> None:
-        """Take an allotment ahead of need; a few times a second is enough."""
+        """Take a new allotment before the old one is spent. Call it a few times a second."""
         self._allot_ahead(0)
 
     def report(self) -> EnduranceReport:
@@ -206,7 +213,7 @@ class EnduranceAccount:
         )
 
     async def close(self) -> None:
-        """Save the rest. A closed account grants nothing any more."""
+        """Save the unspent rest of the budget. A closed account grants nothing any more."""
         if self._allotting is not None:
             await asyncio.wait([self._allotting])
         if self._budget is None or self._save is None:

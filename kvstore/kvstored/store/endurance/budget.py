@@ -34,14 +34,14 @@ _DECAY_STEP_S = 60.0
 
 
 def medium_bytes(slot_bytes: int) -> int:
-    """Return the bytes that a block in a slot of this size costs the medium in its whole life there, without its
-    commit.
+    """Return how many bytes a block in a slot of `slot_bytes` costs the medium over its whole life, without
+    the sync.
     """
     return slot_bytes + OVERHEAD_BYTES
 
 
 class WriteVerdict(Enum):
-    """An answer to a request to write."""
+    """The answer to a request to write: GRANTED, or the reason why not."""
 
     GRANTED = "granted"
     SAVING = "saving"  # there is budget, but an allotment of it has to be saved first: ask again when it is
@@ -51,8 +51,8 @@ class WriteVerdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SavedBudget:
-    """The budget that outlives the process. `monotonic_ns` counts for an equal `boot_id` alone; otherwise the wall
-    clock says how long no process ran.
+    """The part of the budget that outlives the process. `monotonic_ns` is compared only on the same boot (`boot_id`);
+    otherwise `wall_ns` says how long no process ran.
     """
 
     level_bytes: int
@@ -64,21 +64,23 @@ class SavedBudget:
 
 @dataclass(frozen=True, slots=True)
 class ClockReading:
-    """The present, by every clock there is."""
+    """A reading of all clocks at one moment, with the name of the machine's boot."""
 
     monotonic_ns: int
     wall_ns: int
     boot_id: str
 
     def since_ns(self, saved: SavedBudget) -> int:
-        """Return the nanoseconds since `saved`; never negative, however the wall clock was set."""
+        """Return the nanoseconds from `saved` to this reading; never negative, however the wall clock was set."""
         if saved.boot_id and saved.boot_id == self.boot_id:
             return max(0, self.monotonic_ns - saved.monotonic_ns)
         return max(0, self.wall_ns - saved.wall_ns)
 
 
 class BurstBudget:
-    """The bucket of one tier. `saved` None: a first start, with a full bucket."""
+    """A token bucket of bytes to write, which holds one day's worth. `saved` is the budget of an earlier process; None
+    on a first start, with a full bucket.
+    """
 
     def __init__(self, bytes_per_day: int, saved: SavedBudget | None, now: ClockReading) -> None:
         self.bytes_per_day = bytes_per_day
@@ -99,7 +101,9 @@ class BurstBudget:
         return int(self._level_bytes) + self._allotted_bytes + self._saving_bytes
 
     def spend(self, nbytes: int, now_ns: int) -> WriteVerdict:
-        """Take `nbytes` from the allotment, all or nothing."""
+        """Take `nbytes` from the allotment (the part that may be spent). Return GRANTED, SAVING when a new allotment
+        would cover it, or SPENT.
+        """
         if nbytes <= self._allotted_bytes:
             self._allotted_bytes -= nbytes
             self.spent_bytes += nbytes
@@ -107,22 +111,22 @@ class BurstBudget:
         return WriteVerdict.SAVING if nbytes <= self.left_bytes(now_ns) else WriteVerdict.SPENT
 
     def give_back(self, nbytes: int) -> None:
-        """Undo a `spend`: nothing was written after all."""
+        """Undo a `spend` of `nbytes`, since nothing was written."""
         self._allotted_bytes = min(self._allotted_bytes + nbytes, self.burst_bytes - self._saving_bytes)
         self.spent_bytes -= nbytes
 
     # Allotments
 
     def wants_allotment(self, wanted_bytes: int, now_ns: int) -> bool:
-        """Return whether to take a new chunk: before the old one is quite spent, so that no write waits for it."""
+        """Return whether to take a new allotment now. `wanted_bytes` is what a waiting write needs, 0 for none."""
         if self._saving_bytes:
             return False
         self._refill(now_ns)
         return self._level_bytes >= 1 and self._allotted_bytes < max(wanted_bytes, self.chunk_bytes // 2)
 
     def begin_allotment(self, wanted_bytes: int, now: ClockReading) -> SavedBudget:
-        """Take a chunk, or as much as is wanted, out of the bucket, and return the budget to save; then call
-        `end_allotment`.
+        """Take an allotment out of the bucket, and return the budget to save before it may be spent. Call
+        `end_allotment` next. `wanted_bytes` is what a waiting write needs.
         """
         self._refill(now.monotonic_ns)
         needed = max(self.chunk_bytes, wanted_bytes - self._allotted_bytes)
@@ -131,7 +135,9 @@ class BurstBudget:
         return self._saved(int(self._level_bytes), now)
 
     def end_allotment(self, *, saved: bool) -> None:
-        """End the allotment: if it is saved on the medium it may be spent, otherwise it goes back to the bucket."""
+        """End `begin_allotment`. If the budget was `saved`, the allotment may be spent; otherwise it goes back to the
+        bucket.
+        """
         if saved:
             self._allotted_bytes += self._saving_bytes
         else:
@@ -139,9 +145,7 @@ class BurstBudget:
         self._saving_bytes = 0
 
     def close(self, now: ClockReading) -> SavedBudget:
-        """Return the budget to save at an orderly end: the unspent allotment goes back. Nothing can be spent after
-        this.
-        """
+        """Return the budget to save at an orderly end, with the unspent allotment. Nothing can be spent afterwards."""
         self._refill(now.monotonic_ns)
         left_bytes = int(self._level_bytes) + self._allotted_bytes + self._saving_bytes
         self._level_bytes, self._allotted_bytes, self._saving_bytes = 0.0, 0, 0
@@ -158,7 +162,7 @@ class BurstBudget:
 
 
 class FairShares:
-    """Fair portions of a scarce budget: no tenant gets more.
+    """The fair portions of a scarce endurance budget: a tenant that has written more than its part has to wait.
 
     While more than half a day's worth is left, the first to ask is served: budget that no other tenant wants should not
     be held back. Below that, a tenant that has written more than its part of the recent writes of all active tenants
@@ -180,7 +184,7 @@ class FairShares:
         self._used[tenant] = max(0.0, self._used.get(tenant, 0.0) + nbytes)
 
     def is_over(self, tenant: int, now_ns: int) -> bool:
-        """Return whether the tenant has had more than a fair portion of the active tenants' writes."""
+        """Return whether `tenant` has written more than its fair portion of the recent writes of all active tenants."""
         self._decay(now_ns)
         horizon_ns = now_ns - round(ACTIVE_S * NS_PER_S)
         active = {number for number, at_ns in self._asked_ns.items() if at_ns >= horizon_ns} | {tenant}

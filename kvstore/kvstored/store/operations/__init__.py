@@ -19,7 +19,9 @@ __all__ = ["Client", "Operations"]
 
 
 class Operations:
-    """All operations over one store."""
+    """The request handlers of one store: `put`, `get`, `look_up`, `hints`, `delete`, and `discovery` (questions to
+    remote tiers).
+    """
 
     def __init__(self, store: Store, deletions: DeletionLog) -> None:
         self.put = Puts(store)

@@ -18,7 +18,7 @@ from kvstored.tier_set import NO_TIERS, TierSet
 
 
 class Owner(Protocol):
-    """The tenant that a client's blocks belong to. `digest` is written into their headers."""
+    """A tenant that owns a client's blocks. `digest` is written into the headers of those blocks."""
 
     @property
     def name(self) -> str: ...
@@ -29,7 +29,7 @@ class Owner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class NoProcess:
-    """A process that is not known, or is this one."""
+    """A stand-in for a client's process that is unknown, or that is the daemon itself: pid 0, uid -1."""
 
     pid: int = 0
     uid: int = -1
@@ -37,8 +37,8 @@ class NoProcess:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Client:
-    """The client that an operation of the store works for. `tenant_id` is the residency's number for the tenant,
-    `fingerprint_id` its number for the fingerprint.
+    """A client that the store's operations work for: a session of the daemon, or a simulated engine. `tenant_id` and
+    `fingerprint_id` are the numbers that the block index uses for the client's tenant and fingerprint.
     """
 
     session_id: int
@@ -60,21 +60,26 @@ class Client:
 
     @property
     def account(self) -> str:
-        """The user for whom the engine asks, if it serves several."""
+        """The user for whom the engine computed the blocks, from the fingerprint; "" unless it serves several users as
+        one tenant.
+        """
         return self.fingerprint.account
 
     def why_missing(self, residency: ResidencyView, key: bytes) -> Cause:
-        """Return why a block that this client asked for is not readable."""
+        """Return why the block `key` of this client's tenant cannot be read. `residency` is the block index."""
         row = residency.find(self.tenant_id, key) if self.exact and residency.exactness.has_lossy else -1
         if row >= 0 and not residency.exactness.served_tiers(row):
             return Cause.LOSSY_ONLY
         return residency.why_missing(self.tenant_id, key, self.fingerprint_id, self.family).cause
 
     def needs_parents(self, group_id: int) -> bool:
-        """Return whether no block of a layer group can be used without the one before it: true unless it keeps a window
-        or a state."""
+        """Return True when a block of the layer group `group_id` can only be used together with the block before it in
+        its chain. It is False for an unknown group, and for a group that keeps a sliding window or a recurrent state.
+        """
         group = self.fingerprint.group(group_id)
         return group is not None and not group.window_blocks(self.fingerprint.block_tokens)
 
     def put_ended(self) -> None:
-        """Note that a put of this client reads nothing any more."""
+        """Do the client's work at the end of a put: from now on the put reads none of the client's memory. Here that is
+        nothing.
+        """

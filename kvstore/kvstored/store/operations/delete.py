@@ -24,7 +24,7 @@ SETTLE_TIMEOUT_S = 2.0  # for blocks that are being copied to another tier just 
 
 
 class Fate(Enum):
-    """The end of one key of a deletion."""
+    """The result of a deletion for one key."""
 
     DELETED = "deleted"
     MISSING = "missing"  # was not stored
@@ -37,15 +37,17 @@ _GONE = (Fate.DELETED, Fate.MISSING)
 
 @dataclass(frozen=True)
 class DeletionResult:
-    """The result of a deletion. `fates` in the order of the keys; payload bytes of the blocks that were deleted."""
+    """The result of a deletion. `fates` has one entry for each requested key, in their order; `nbytes` is the sum of
+    the payload bytes of the deleted blocks.
+    """
 
     fates: list[Fate]
     nbytes: int
 
 
 class Delete:
-    """The deletions of all clients, noted in `deletions`. A copy of a block that is under way is waited for; a deleted
-    block is removed from key-addressed tiers too, where it could be found again.
+    """The operation that deletes blocks for clients and notes each deletion in the log `deletions`. It waits for copies
+    under way, and removes the blocks from remote tiers as well, where another process could find them again.
     """
 
     def __init__(self, store: Store, deletions: DeletionLog) -> None:
@@ -57,8 +59,9 @@ class Delete:
         self._final_removals = 0
 
     async def delete(self, client: Client, keys: Sequence[bytes]) -> DeletionResult:
-        """Delete the blocks `keys`, in chain order. Raises KVStoreError (UNAVAILABLE) if the deletion did not reach the
-        disk: then asking again, even if nothing is left to delete, tries that again.
+        """Delete the blocks `keys` of the client's tenant; `keys` are in chain order. Raises KVStoreError (UNAVAILABLE)
+        when the deletion could not be made durable; then call it again with the same keys, even if none of them is
+        stored any more.
         """
         tenant = client.tenant_id
         residency, writeback = self._residency, self._writeback

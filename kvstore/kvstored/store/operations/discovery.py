@@ -30,8 +30,8 @@ LATE_S = 10.0  # an answer that comes later than this is of no use
 
 
 class Question:
-    """A question for the blocks `missing` of a chain; `parents` are the keys of the blocks before each. `entered` is
-    set when the index has the blocks found in time.
+    """A question to remote tiers: which of the blocks `missing` of a chain do they have? `parents` are the keys of the
+    blocks before each. `entered` is set when the blocks found before the deadline are in the block index.
     """
 
     def __init__(
@@ -51,8 +51,9 @@ class Question:
 
 
 class Discovery:
-    """The questions to all key-addressed tiers of a store. `value` says whether asking pays, `times` how long each
-    tier, by position, takes to answer."""
+    """The component that asks a store's remote (key-addressed) tiers for blocks that the block index does not have.
+    `value` estimates whether a question pays; `times` maps a tier's position to how long its answers took.
+    """
 
     def __init__(self, store: Store) -> None:
         self._residency, self._tiers, self._rooms = store.residency, store.keyed, store.rooms
@@ -66,11 +67,13 @@ class Discovery:
 
     @property
     def is_possible(self) -> bool:
-        """True if there is a key-addressed tier."""
+        """True if the store has a remote (key-addressed) tier to ask."""
         return bool(self._tiers)
 
     def declines(self, client: Client, blocks: int) -> bool:
-        """Return whether asking for this number of missing blocks certainly does not pay; if not, call `ask`."""
+        """Return True when it is certain that asking the remote tiers for `blocks` missing blocks does not pay. When it
+        returns False, call `ask`, which decides.
+        """
         if not self.is_possible:
             return True
         if not self.value.declines(client.tenant_id, blocks * client.fingerprint.block_tokens):
@@ -81,8 +84,9 @@ class Discovery:
     def ask(
         self, client: Client, keys: bytes, known: int, group: int, limit_ms: int, parent: bytes = NO_PARENT
     ) -> Question | None:
-        """Ask for the blocks of a chain after its first `known`, if that pays; return the question, if waiting at most
-        `limit_ms` for it pays too. `keys` are packed; `parent` is the key of the block before them.
+        """Ask the remote tiers for the blocks of a chain after its first `known` blocks, if that pays. `keys` are
+        packed, 16 bytes each; `parent` is the key of the block before the first key; `group` is the layer group;
+        `limit_ms` is how long the caller can wait. Return the question when waiting for its answer pays, else None.
         """
         blocks, tokens = len(keys) // KEY_BYTES - known, client.fingerprint.block_tokens
         positions = [position for position in self._tiers if self._may_be_asked(position, client)]
@@ -108,7 +112,9 @@ class Discovery:
         return question if verdict is RemoteVerdict.WAIT and is_quick else None
 
     async def wait(self, question: Question, limit_ms: int) -> None:
-        """Wait for the answer, until the deadline; blocks found in time are in the index then."""
+        """Wait until `question` is answered, for `limit_ms` milliseconds at most. Blocks that were found in time are
+        then in the block index.
+        """
         with suppress(TimeoutError):  # `wait_for` of Python 3.11 loses a cancellation that comes with the answer
             async with asyncio.timeout(min(limit_ms, DEADLINE_MS) / 1000):
                 await question.entered.wait()

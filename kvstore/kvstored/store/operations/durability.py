@@ -28,7 +28,7 @@ class Durability(IntEnum):
 
 
 class DurabilityMode(IntEnum):
-    """The durability that a put asks for."""
+    """The durability that a client requests for the blocks of a put."""
 
     NONE = 1  # memory only; reaches the durable tier when it is demoted, if that admits it
     BATCH = 2  # written through in the background, what is admitted
@@ -42,9 +42,12 @@ def settle_present(
     mode: DurabilityMode,
     durability: bytearray,
 ) -> Settling:
-    """Enter into `durability` which of the blocks `found` (place in the request and row, in chain order) are durable;
-    return the futures that will say whether the others become so. Call it in the turn of the loop in which they were
-    found: write-back pins the blocks it takes.
+    """Find which blocks of a put, stored already before it, are durable.
+
+    `found` has the position in the request and the row in the block table of each such block, in chain order. The
+    entries of `durability` at the positions of durable blocks are set. For the other blocks that `mode` wants durable,
+    return by position the future that says whether the block becomes durable. Call it before the event loop's next turn
+    after the blocks were found, since only write-back pins them.
     """
     settling: Settling = {}
     if writeback is None:
@@ -68,8 +71,11 @@ def settle_present(
 def with_terms(
     retention: Retention, found: Iterable[tuple[int, int]], settling: Settling, durability: bytearray | None = None
 ) -> Settling:
-    """Return `settling`, in which blocks whose terms no header has are durable only once small state has the terms.
-    `found`: place in the request and row of each block; `durability`: what is known of them already."""
+    """Return a copy of `settling` that also waits for the terms (expiry, priority) of the blocks to be saved.
+
+    A block whose terms are not in its header is durable only when the saved state has them. `found` has the position in
+    the request and the row of each block; `durability` holds the known answers by position, None when there are none.
+    """
     late = [position for position, row in found if retention.later.is_unsaved(row)]
     known = durability if durability is not None else b""
     wanted = [at for at in late if at in settling or (known and known[at] == Durability.DURABLE)]

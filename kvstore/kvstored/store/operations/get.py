@@ -3,9 +3,7 @@
 A get finds the leading blocks that are stored and pins them (`Loading`), asks other stores for the next ones, promotes
 blocks that its client does not read in place, and leases the blocks that have come. Invariants: a lease holds only
 slots whose block is readable in a tier that the client reads; its rows are pinned from before the first wait; a get
-that is cancelled, or whose client is gone, leaves no pin behind, and cancels queued promotions that no other get waits
-for; a read under way ends by itself.
-"""
+that is cancelled, or whose client is gone, leaves no pin, and cancels queued promotions that no other get waits for."""
 
 from __future__ import annotations
 
@@ -29,7 +27,8 @@ from kvstored.tier_set import MEMBERS, TierSet
 
 
 class Gets:
-    """The gets of all clients. `discovery` asks other stores."""
+    """The operation that leases stored blocks to clients. `discovery` asks remote tiers for blocks that are not stored
+    here."""
 
     def __init__(self, store: Store, discovery: Discovery) -> None:
         self._store = store
@@ -41,9 +40,8 @@ class Gets:
         self._wait_ms = store.config.movement.acquire_wait_ms
 
     def acquire_mapped(self, client: Client, asked: GetRequest) -> Acquired | None:
-        """Return the lease, if every block of the run is mapped already or only mapped ones are wanted; None if
-        something must be promoted or verified first.
-        """
+        """Lease the requested blocks without waiting. Return None when a block must first be promoted, verified or
+        asked for."""
         resident = rows = self._run(client, asked)
         mask, readable = self._exactness.masks(exact=client.exact), self._readable(client, asked)
         mapped = next((position for position, row in enumerate(rows) if not mask[row] & readable), len(rows))
@@ -57,7 +55,8 @@ class Gets:
         return self._end(client, asked, rows, {}, resident)
 
     async def acquire(self, client: Client, asked: GetRequest) -> Acquired:
-        """Promote blocks that are not mapped, wait for them, and lease the leading blocks that arrived in time."""
+        """Promote the requested blocks that are not mapped, wait for them, and lease the leading blocks that arrived in
+        time."""
         rows = self._run(client, asked)
         question = self._ask(client, asked, len(rows))
         loading = Loading(self._store, rows, self._readable(client, asked), exact=client.exact)
@@ -78,13 +77,11 @@ class Gets:
     async def acquire_in_order(
         self, client: Client, asked: GetRequest, held: int = 0
     ) -> AsyncGenerator[Outlook | GrantedRun | Acquired, None]:
-        """Yield the outlook at once; then runs of blocks as they become readable; the last answer says why the chain
-        ends. Blocks left over when the time is up, or when the caller stops, are given back.
-
-        The first `held` blocks are in the engine's own memory: their access is counted, they are not loaded. Policies
-        are notified at the end, when the blocks are in the mapped tier: before, that tier's policy would take a request
-        for a whole chain for a request for its mapped blocks alone.
-        """
+        """Serve a get in parts. Yield an Outlook first, then a GrantedRun for each run of blocks that becomes readable,
+        and at last an Acquired that says why the chain ends. Blocks left when the caller stops or the time is up are
+        unpinned. The first `held` blocks are in the engine's own memory: their access is counted, and they are not
+        loaded. Policies are notified at the end: before the blocks are mapped, they would see a request for the mapped
+        ones alone."""
         began_ns, used, has_leased = self._clock.monotonic_ns(), None, False
         rows = self._run(client, asked)
         question = self._ask(client, asked, len(rows))
@@ -120,7 +117,7 @@ class Gets:
         yield Acquired(found, self._cause(client, asked, found))
 
     def release(self, client: Client, lease_ids: Sequence[int]) -> int:
-        """Return how many of these leases were the client's, and have ended now."""
+        """End the leases `lease_ids` of the client, and return how many of them existed and were the client's."""
         return sum(self._leases.release(client.session_id, lease_id) for lease_id in lease_ids)
 
     # What is there
@@ -136,8 +133,7 @@ class Gets:
 
     def _ask(self, client: Client, asked: GetRequest, known: int) -> Question | None:
         """Ask for blocks that other processes may have stored after the first `known` blocks; return the question, if
-        waiting pays.
-        """
+        waiting pays."""
         missing = asked.blocks - known
         if not missing or self._discovery.declines(client, missing):
             return None
@@ -177,8 +173,7 @@ class Gets:
 
     async def _add_found(self, client: Client, asked: GetRequest, loading: Loading, question: Question) -> int:
         """Add the blocks that continue the chain of `loading`, once they are found; return how many of them can be
-        had.
-        """
+        had."""
         await self._discovery.wait(question, asked.wait_ms(DEADLINE_MS))
         rows, known = self._run(client, asked), len(loading.tokens)
         if [self._residency.token(row) for row in rows[:known]] != loading.tokens:
@@ -234,8 +229,7 @@ class Gets:
         continues: bool = False,
     ) -> GrantedRun:
         """Grant a lease over `rows`, which are pinned and mapped; the first is at position `first`. It names device
-        memory if the client reads that, otherwise the mapped tier.
-        """
+        memory if the client reads that, otherwise the mapped tier."""
         residency = self._residency
         tokens, mapped = [residency.token(row) for row in rows], residency.mapped
         others = self._readable(client, asked).without(mapped)  # of most clients none

@@ -18,11 +18,9 @@ from kvstored.tier_set import TierSet
 
 
 class Loading:
-    """The blocks of one get on their way to a tier that its client reads in place; positions are places in its chain.
-    They are pinned until `lease` or `close`. "Mapped" here means: readable in one of the tiers `readable`. `rows`
-    are as they were found. `sources`: the source tier of each block that was not mapped when `begin` looked, by
-    position.
-    """
+    """The blocks of one get while they are copied to a tier that its client reads in place, pinned until `lease` or
+    `close`. A position is a block's place in the chain. "Mapped" here means: in one of the tiers `readable`. `rows` are
+    the blocks' rows as found; `sources` maps a position to the tier that the block is copied from."""
 
     def __init__(self, store: Store, rows: Sequence[int], readable: TierSet, *, exact: bool) -> None:
         self._device_promotions = [each for each in store.device_promotions if each.destination in readable]
@@ -42,11 +40,11 @@ class Loading:
 
     @property
     def is_over(self) -> bool:
-        """True if `wait` has reported the end of all promotions."""
+        """True when `wait` has reported the end of every promotion of this get."""
         return not self._coming and not self._arrived
 
     def extend(self, rows: Sequence[int]) -> range:
-        """Add blocks of the chain, after the known ones; return their positions."""
+        """Add and pin the blocks `rows`, which continue the chain. Return their positions."""
         first = len(self.tokens)
         self.rows += rows
         self.tokens += [self._residency.token(row) for row in rows]
@@ -56,9 +54,8 @@ class Loading:
         return positions
 
     async def verify(self, positions: range) -> int:
-        """Verify copies in the mapped tier, as far as the configuration asks for it; return how many blocks from the
-        first of `positions` on can still be had. A damaged block that another tier has can be had by promotion.
-        """
+        """Verify the blocks' copies in the mapped tier, as far as the configuration wants that. Return how many blocks,
+        counted from the first of `positions`, can still be read. A damaged block counts if another tier has a copy."""
         rows = self.rows[positions.start : positions.stop]
         if self._dram_check.wanted(rows):
             bad = await self._dram_check.verify(rows)
@@ -70,9 +67,8 @@ class Loading:
         return len(rows)
 
     def begin(self, positions: Iterable[int], due_ns: int) -> int:
-        """Start to promote the blocks that are not mapped, in this order; `wait` reports the others. The caller waits
-        until `due_ns` at most. Return how many milliseconds they are worth waiting for.
-        """
+        """Start to promote the blocks at `positions` that are not mapped, in this order; `wait` reports all. The caller
+        waits until `due_ns` (monotonic) at most. Return for how many milliseconds waiting pays."""
         residency, promoter = self._residency, self._promoter
         lacking = []
         for position in positions:
@@ -95,9 +91,9 @@ class Loading:
         return patience_ms
 
     async def wait(self, until_ns: int, *, for_all: bool = False) -> list[int]:
-        """Return ascending positions of blocks that are mapped now and were not reported before: at the first of them,
-        or when all promotions have ended. Empty if time is up, or if the ended promotions failed.
-        """
+        """Wait for blocks; return the ascending positions of blocks that are mapped now and were not reported before.
+        It returns when the first has come, with `for_all` when all promotions have ended. The list is empty when the
+        monotonic time `until_ns` has passed, or when the promotions failed."""
         if self._coming and (for_all or not self._arrived):
             self._wakes_at = 0 if for_all else len(self._coming) - 1
             self._change.clear()
@@ -110,18 +106,20 @@ class Loading:
         return sorted(position for position in arrived if self.is_mapped(position))
 
     def is_mapped(self, position: int) -> bool:
-        """Return whether the block is in a tier that the client reads in place."""
+        """Return whether the block at `position` is in a tier that the client reads in place."""
         row = self._residency.current(self.tokens[position])
         return row >= 0 and bool(self._residency.exactness.masks(exact=self._exact)[row] & self._readable)
 
     def lease(self, positions: Iterable[int]) -> list[int]:
-        """Return the rows of blocks whose pins belong to a lease from now on."""
+        """Let the pins of the blocks at `positions` belong to a lease from now on. Return the rows of these blocks."""
         positions = list(positions)
         self._pinned.difference_update(positions)
         return [self._residency.current(self.tokens[position]) for position in positions]
 
     def close(self) -> None:
-        """Stop waiting, and give back the remaining pins. Idempotent."""
+        """End the wait: give up promotions under way and remove the pins that no lease has. A second call
+        does nothing.
+        """
         coming, self._coming = self._coming, {}
         for position, promotion in coming.items():
             if not promotion.done():

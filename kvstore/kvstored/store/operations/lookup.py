@@ -25,14 +25,17 @@ DUE_MAX_MS = 24 * 3600 * 1000
 
 
 def leading(present: Sequence[bool]) -> int:
-    """Return how many blocks come before the first that is missing."""
+    """Return how many entries of `present` come before the first False: the number of leading blocks that are
+    stored.
+    """
     return present.index(False) if False in present else len(present)
 
 
 @dataclass(frozen=True, slots=True)
 class Presence:
-    """The answer to a lookup. By block: its row, -1 if it is missing or out of reach, and the microseconds that it adds
-    until all are mapped. `usable` leading blocks count; `cause` says why no more do, None if all do.
+    """The answer to a lookup of a chain. `rows` has the row of each requested block, or -1 when the block is missing or
+    cannot be reached. `load_us` has for each block the microseconds that it adds to the time for loading the chain. The
+    first `usable` blocks can be restored; `cause` says why the next one cannot, None when all can.
     """
 
     rows: list[int]
@@ -42,7 +45,9 @@ class Presence:
 
 
 class LookUp:
-    """The lookups of all clients. `discovery` asks other stores."""
+    """The operation that answers which blocks of a chain are stored, without a lease. Through `discovery` it asks
+    remote tiers for blocks this store does not know.
+    """
 
     def __init__(self, store: Store, discovery: Discovery) -> None:
         self._discovery = discovery
@@ -50,18 +55,19 @@ class LookUp:
         self._counters, self._flows, self._clock = store.counters, store.flows, store.clock
 
     def count(self, client: Client) -> None:
-        """Count one request, of any number of chains."""
+        """Count one lookup request of `client`, however many chains it names."""
         self._counters.add("lookups")
         self._flows.looked_up(client)
 
     @property
     def can_ask(self) -> bool:
-        """True if there is a key-addressed tier, which `ask` can ask."""
+        """True if the store has a remote (key-addressed) tier that `ask` can ask."""
         return self._discovery.is_possible
 
     def ask(self, client: Client, keys: bytes, group: int, parent: bytes, wait_ms: int) -> Question | None:
-        """Ask key-addressed tiers for the packed `keys` from the first one that is unknown here; return the question,
-        if a wait of at most `wait_ms` for its answer pays. `parent` is the key of the block before the first.
+        """Ask remote tiers for the blocks of `keys` (packed, 16 bytes each) from the first one this store does not
+        know. Return the question when a wait of at most `wait_ms` for its answer pays, otherwise None. `parent` is the
+        key of the block before the first one; `group` is the layer group.
         """
         blocks = len(keys) // KEY_BYTES
         known = len(self._retention.find_run(client.tenant_id, keys))
@@ -70,15 +76,15 @@ class LookUp:
         return self._discovery.ask(client, keys, known, group, wait_ms, parent)
 
     async def wait(self, questions: Iterable[Question], wait_ms: int) -> None:
-        """Wait at most `wait_ms` for the answers to `questions`."""
+        """Wait at most `wait_ms` in all for the answers to `questions`."""
         until_ns = self._clock.monotonic_ns() + wait_ms * NS_PER_MS
         for question in questions:
             left_ms = (until_ns - self._clock.monotonic_ns()) // NS_PER_MS
             await self._discovery.wait(question, max(left_ms, 0))
 
     def look_up(self, client: Client, keys: bytes, usable_of: Callable[[Sequence[bool]], int] = leading) -> Presence:
-        """Return the places of the packed `keys`. `usable_of` says how far a chain can be restored, from which of its
-        blocks are present.
+        """Look up the blocks `keys` (packed, 16 bytes each). `usable_of` gets one bool for each key, True when its
+        block is present, and returns how many leading blocks can be restored.
         """
         residency, blocks = self._residency, len(keys) // KEY_BYTES
         found = self._retention.find_each(client.tenant_id, keys)
@@ -98,8 +104,8 @@ class LookUp:
 
 @dataclass(frozen=True, slots=True)
 class PrefetchResult:
-    """The result of a prefetch: the numbers of stored blocks that were mapped already, or queued to be mapped; and
-    their payload bytes.
+    """The result of a prefetch of a chain. `stored_blocks` leading blocks are stored; `resident_blocks` of them were
+    mapped already, and `scheduled_blocks`, with `scheduled_bytes` of payload, are queued for promotion.
     """
 
     resident_blocks: int
@@ -109,7 +115,7 @@ class PrefetchResult:
 
 
 class Hints:
-    """The hints of all clients."""
+    """The operations by which engines announce what they will need: prefetch, hint, touch, and renewal of leases."""
 
     def __init__(self, store: Store) -> None:
         self._residency, self._leases = store.residency, store.leases
@@ -119,8 +125,9 @@ class Hints:
         self._prefetch_budget_bytes = store.config.movement.prefetch_budget_bytes
 
     def prefetch(self, client: Client, keys: bytes, budget_bytes: int = 0, in_ms: int = 0) -> PrefetchResult:
-        """Start to move the leading run up, head first, within the budget and the room for prefetch. A later demand
-        takes over queued blocks. `in_ms`: when a request for it is expected, 0: unknown.
+        """Queue the leading stored blocks of the packed `keys` for promotion, the first block first, within
+        `budget_bytes` (0: the configured budget). A later get takes over queued blocks. `in_ms` is in how many
+        milliseconds a request for the chain is expected, 0 when that is not known.
         """
         residency = self._residency
         budget_bytes = min(budget_bytes or self._prefetch_budget_bytes, self._prefetch_budget_bytes)
@@ -143,8 +150,8 @@ class Hints:
         return PrefetchResult(resident, scheduled, len(rows), scheduled_bytes)
 
     def hint(self, client: Client, keys: Sequence[bytes], hint: ChainHint, due_in_ms: int | None) -> int:
-        """Pass on an expectation about the chain `keys`, and in how many milliseconds a request for it is due; return
-        how many of its leading blocks are stored.
+        """Give the policies the expectation `hint` about the chain `keys`. `due_in_ms` is in how many milliseconds a
+        request for the chain is due, or None. Return how many leading blocks of the chain are stored.
         """
         now_ns = self._clock.monotonic_ns()
         known = self._residency.find_keys(client.tenant_id, keys)
@@ -154,8 +161,9 @@ class Hints:
         return len(known)
 
     def touch(self, client: Client, keys: bytes, terms: Terms = NO_TERMS) -> int:
-        """Count an access of the leading run and set its terms; how many blocks that is. Raises KVStoreError for terms
-        out of bounds."""
+        """Count an access of the leading stored blocks of the packed `keys`, and set their terms (expiry, priority,
+        pin). Return the number of these blocks. Raises KVStoreError for terms out of bounds.
+        """
         residency, rows = self._residency, self._retention.find_run(client.tenant_id, keys)
         if terms != NO_TERMS:
             newly = [row for row in rows if not residency.pinned_by(row)]
@@ -165,6 +173,8 @@ class Hints:
         return len(rows)
 
     def renew(self, client: Client, lease_ids: Sequence[int]) -> int:
-        """Let leases of the client live for `lease_ttl_ms` from now; return how many there were."""
+        """Let the leases `lease_ids` of the client live for `lease_ttl_ms` from now. Return how many of them
+        existed.
+        """
         expires_ns = self._clock.monotonic_ns() + self.lease_ttl_ms * NS_PER_MS
         return sum(self._leases.renew(client.session_id, lease_id, expires_ns) for lease_id in lease_ids)

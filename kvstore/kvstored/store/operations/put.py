@@ -73,7 +73,7 @@ class _Intake:
 
 
 class Puts:
-    """The puts of all clients. Without a durable tier everything is volatile."""
+    """The operation that stores blocks for clients. Without a durable tier every block is volatile."""
 
     def __init__(self, store: Store) -> None:
         self._residency = store.residency
@@ -90,13 +90,13 @@ class Puts:
         self.being_written: set[tuple[int, bytes]] = set()  # (tenant, key)
 
     async def finish(self) -> None:
-        """Wait for puts under way, whether or not the clients are still there."""
+        """Wait for all puts under way, also those whose clients have gone."""
         while self._running:
             await asyncio.wait(set(self._running))
 
     def store(self, client: Client, offer: Offer, mode: DurabilityMode) -> AsyncGenerator[PutAnswer, None]:
-        """Yield one answer when the blocks are published; a second, final one when pending ones have settled. The first
-        part has begun when this returns, if it needs no eviction.
+        """Start a put of `offer`, and yield its answers: one when the blocks are published, and a final one when it is
+        known which are durable. The first part has begun when this returns, if it needs no eviction.
 
         A client that dies meanwhile must not leave half a block behind: a task stores the blocks to the end. After a
         bug in between, the task takes back the begun blocks, and raises the error.

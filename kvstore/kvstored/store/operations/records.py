@@ -27,7 +27,7 @@ NOWHERE = -1
 
 
 class StoreStatus(IntEnum):
-    """The result of one block of a put."""
+    """The result of a put for one block."""
 
     FAILED = 0
     STORED = 1
@@ -42,32 +42,36 @@ class StoreStatus(IntEnum):
 
 
 class StagedBlocks(Protocol):
-    """The place of the blocks of a put until they are stored; each is named by its offset."""
+    """A memory that holds the blocks of a put until they are stored. A block is named by its offset in this memory."""
 
     def tokens_at(self, offset: int) -> bytes:
-        """Return the packed token ids of the block there; none for a block whose key does not come from tokens."""
+        """Return the packed token ids of the block at `offset`; empty when the block's key does not come from
+        tokens.
+        """
         ...
 
     def payload_at(self, offset: int, nbytes: int) -> Segment: ...
 
 
 class Reserved(StagedBlocks, Protocol):
-    """Blocks that are in slots of their tier already."""
+    """The blocks of a put that the client wrote directly into slots of the tier."""
 
     def take(self, offset: int) -> Slot:
-        """Return the slot, which belongs to a block from now on: the caller attaches it in this turn of the loop."""
+        """Return the slot of the block at `offset`. From now on it belongs to that block: attach it to the block's row
+        before the event loop's next turn.
+        """
         ...
 
     def end(self) -> None:
-        """Free the slots that no block has taken. Idempotent."""
+        """Free the slots that were not taken. A second call does nothing."""
         ...
 
 
 @dataclass(slots=True)
 class StagedBlock:
-    """One block of a put, at `position` in its request: the client's description of it, and its place: at `offset` in
-    `staged`, which is `reserved` too if the block is in its slot already; `nbytes` is its slot's size. Once it has
-    begun, `token` names its row; `outcome` is the end of its copy.
+    """A block of a put, as the client described it. `position` is its place in the request, `offset` its place in
+    `staged`, and `nbytes` the size of its slot. `reserved` is set when the block is in its slot already. Once storing
+    it has begun, `token` names its row, and `outcome` is set when its copy has ended.
     """
 
     position: int
@@ -84,8 +88,8 @@ class StagedBlock:
     outcome: Outcome | None = None
 
     def is_made_of(self, tokens: bytes, client: Client) -> bool:
-        """Return whether `tokens`, continuing the block's parent, make its key for `client`. Blocks without tokens (put
-        by their keys) have nothing to check.
+        """Return whether the packed token ids `tokens`, after the block's parent, hash to the block's key for `client`.
+        Return True for a block without tokens, whose key cannot be checked.
         """
         if not tokens:
             return True
@@ -102,8 +106,8 @@ class StagedBlock:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """The blocks that a put wants stored, in chain order; each sequence has one entry a block. `offsets` are places in
-    `staged`; NOWHERE for a block that the client believes to be stored and has not written.
+    """The blocks that a put wants stored, in chain order. Each sequence has one entry for each block. `offsets` are
+    places in `staged`, or NOWHERE for a block that the client believes to be stored and has not written.
     """
 
     group: int
@@ -118,7 +122,7 @@ class Offer:
     terms: Terms = NO_TERMS  # how long to keep the blocks
 
     def block(self, position: int) -> StagedBlock:
-        """Return the block at `position`."""
+        """Return the block at `position` of the request as a StagedBlock."""
         payload_bytes = self.payload_bytes[position]
         return StagedBlock(
             position, self.keys[position], self.parents[position], self.extras[position], self.group, payload_bytes,
@@ -127,7 +131,9 @@ class Offer:
 
 
 class PutAnswer(NamedTuple):
-    """The answer to a put, by block of its offer: its StoreStatus and its Durability. `final`: no block is pending."""
+    """An answer to a put. Byte i of `statuses` is the StoreStatus of block i of the offer, and byte i of `durability`
+    its Durability. `final` is True when no block's durability is pending.
+    """
 
     statuses: bytes
     durability: bytes
@@ -136,8 +142,9 @@ class PutAnswer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GetRequest:
-    """A get of a chain. `keys` are packed, in chain order. `max_wait_ms` and `deadline_ms` bound the wait for
-    promotions, 0: the daemon's own bound alone. `context`: the engine's description of the request, for policies.
+    """A client's request to lease a chain. `keys` are packed, 16 bytes each, in chain order. `max_wait_ms` and
+    `deadline_ms` bound the wait for promotions; 0 leaves the daemon's own bound alone. `context` is the engine's
+    description of its request, for policies.
     """
 
     keys: bytes
@@ -156,19 +163,21 @@ class GetRequest:
         return len(self.keys) // KEY_BYTES
 
     def wait_ms(self, most_ms: int) -> int:
-        """Return how long to wait in milliseconds, if `most_ms` bounds every wait."""
+        """Return for how many milliseconds this request may wait; `most_ms` is the daemon's own bound."""
         return min(self.max_wait_ms or most_ms, self.deadline_ms or most_ms)
 
     def device_tiers_of(self, client: Client) -> TierSet:
-        """Return the tiers on the client's device that the lease may name."""
+        """Return the tiers in the memory of the client's device in which a lease may name blocks; none if `host_only`
+        is set.
+        """
         return NO_TIERS if self.host_only else client.device_tiers
 
 
 @dataclass(frozen=True, slots=True)
 class GrantedRun:
-    """Blocks `first`, `first + 1`, … of a chain, readable now: one lease on their slots in the mapped tier. `promoted`:
-    the number read for this get, by tier. `expires_in_ms` counts from the start of a get in order, otherwise from
-    now.
+    """A lease on consecutive blocks of a chain, from position `first` on, all readable now. `rows` and `slots` have one
+    entry for each block. `promoted` counts the blocks that were read for this get, by the tier they came from.
+    `expires_in_ms` counts from the start of a get that is served in parts, otherwise from now.
     """
 
     first: int
@@ -182,9 +191,9 @@ class GrantedRun:
 
 @dataclass(frozen=True, slots=True)
 class Acquired:
-    """The end of a get: `blocks` leading blocks are leased, in `run` unless they came in parts. `cause` says why the
-    block after them is missing; None if none is. If only mapped blocks were wanted, `resident_blocks` is the number
-    of stored ones in all, and `load_us` the time for loading them.
+    """The end of a get. `blocks` leading blocks are leased; `run` is their lease, None when they came in parts. `cause`
+    says why the next block is missing, None when none is. When only mapped blocks were wanted, `resident_blocks` counts
+    all stored blocks, and `load_us` is the expected time for loading them in microseconds.
     """
 
     blocks: int
@@ -196,15 +205,17 @@ class Acquired:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """The expected time of each resident block: the fastest tier that has it, and the microseconds until it is
-    readable.
+    """The expected time at which each stored block of a get is readable. For each block, `tiers` has the fastest tier
+    that holds it, and `ready_us` the microseconds until it is readable.
     """
 
     tiers: list[int]
     ready_us: list[int]
 
     def add(self, tiers: Sequence[int], ready_us: Sequence[int]) -> None:
-        """Add blocks that follow, and are loaded beside the known ones."""
+        """Append blocks that follow the known ones in the chain and are loaded beside them. None of them is ready
+        before them.
+        """
         last_us = max(self.ready_us, default=0)
         self.tiers.extend(tiers)
         self.ready_us.extend(max(last_us, each) for each in ready_us)

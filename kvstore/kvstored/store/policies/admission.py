@@ -1,7 +1,7 @@
-"""Admission: whether a block is worth writing to a tier at all.
+"""Admission: the decision whether a block should be written to a tier at all.
 
-76 % of the blocks of a production chat trace are used once; writing them to flash wears it and evicts what is
-used again. Admission keeps prefixes whole: a block with a child in the tier that needs it is always admitted.
+76 % of the blocks of a production chat trace are used once; writing them to flash wears it and evicts what is used
+again. Admission keeps prefixes whole: a block with a child in the tier that needs it is always admitted.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from kvstored.store.policies.base import WARM_WORTH, EvictionPolicy, Weighs
 
 
 class Admission(ABC):
-    """Decides which blocks are worth writing to a tier. Pure: it asks residency and changes nothing. `above`: the
-    policy of the tier that blocks come from.
+    """A rule that decides which blocks are written to a tier. It asks the block index and changes nothing. `above` is
+    the policy of the tier that blocks come from.
     """
 
     def __init__(self, residency: ResidencyView, tier: int, above: EvictionPolicy | None = None) -> None:
@@ -23,11 +23,13 @@ class Admission(ABC):
         self.above = above
 
     def admit(self, row: int, now_ns: int) -> bool:
-        """Return whether `row` should get a copy in this tier."""
+        """Return whether the block at `row` should get a copy in this tier."""
         return self.residency.dependents(row, self.tier) > 0 or self._worth(row, now_ns)
 
     def judges_by_worth(self, row: int, now_ns: int) -> bool:
-        """Return whether the worth of the block's chain decides, and not the number of its uses."""
+        """Return whether the expected uses of the block's chain decide about the block at `row`, and not its number of
+        uses so far.
+        """
         return False
 
     @abstractmethod
@@ -35,18 +37,18 @@ class Admission(ABC):
 
 
 class Always(Admission):
-    """An admission that admits everything. Right if the tier outlives restarts and wear does not matter."""
+    """An admission of every block. It suits a tier that outlives restarts and whose wear does not matter."""
 
     def _worth(self, row: int, now_ns: int) -> bool:
         return True
 
 
 class SecondTouch(Admission):
-    """An admission of blocks from their second use on, counting uses before they were last forgotten.
+    """An admission of blocks that were used at least twice. Uses before an eviction count if they are remembered.
 
-    The ghost of residency is the memory: a block that returns after eviction starts with its former count, as with the
-    ghost lists of 2Q (Johnson & Shasha, VLDB 1994) and ARC. A bad choice if a session's blocks must survive a restart
-    after one use, and if the time between two uses is longer than the ghost remembers.
+    A block that returns after eviction starts with its former count, as with the ghost lists of 2Q (Johnson & Shasha,
+    VLDB 1994) and ARC. A bad choice if a session's blocks must survive a restart after one use, and if the time between
+    two uses is longer than removed blocks are remembered.
     """
 
     _ACCESSES = 2
@@ -56,7 +58,9 @@ class SecondTouch(Admission):
 
 
 class Reused(Admission):
-    """An admission of blocks that are likely to be used elsewhere too: used again, or continued by several chains."""
+    """An admission of blocks that other nodes are likely to use too: used at least twice, or continued by at least two
+    chains.
+    """
 
     _ACCESSES, _CHILDREN = 2, 2
 
@@ -66,9 +70,9 @@ class Reused(Admission):
 
 
 class ByWorth(SecondTouch):
-    """An admission of blocks that are worth their place in the tier above: warm or hot, or worth more than `keep_worth`
-    where that is set. Without a known worth (the policy above has none, or decides as LRU for now) it is second
-    touch.
+    """An admission of blocks whose expected uses an hour are high enough: at least `keep_worth` of the policy of the
+    tier above, or warm where that is 0. Without an estimate (that policy has none, or decides as LRU for now) two uses
+    admit a block, as with SecondTouch.
 
     So a new session is written if similar sessions come back, and a prompt similar to ones that are never asked for
     again is not. A bad choice if every block must survive a restart.

@@ -36,7 +36,7 @@ HOT_WORTH, WARM_WORTH = 60.0, 4.0  # uses an hour of holding a block, for polici
 
 
 class ResidencyClass(Enum):
-    """The expectation when a block will be needed again, relative to the others in its tier."""
+    """A class of blocks by how soon they are expected to be used again, compared with the others in their tier."""
 
     HOT = "hot"
     WARM = "warm"
@@ -49,7 +49,9 @@ Rows = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The share of a tenant in one tier: guaranteed and allowed bytes. `priority`: lower is evicted first."""
+    """A tenant's share of one tier. `min_bytes` are guaranteed, and more than `max_bytes` (None: no limit) are not
+    allowed. Tenants with a lower `priority` lose blocks first.
+    """
 
     min_bytes: int = 0
     max_bytes: int | None = None
@@ -58,15 +60,18 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class PolicySettings:
-    """`keep_worth`: a block of less `worth` is not worth its place (policies without a worth ignore it); 0: never."""
+    """The settings of a policy. A block with fewer expected uses an hour than `keep_worth` should not stay in its tier
+    even if there is room; 0 keeps all. Policies that do not estimate uses ignore it.
+    """
 
     keep_worth: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class RequestContext:
-    """Optional knowledge about a request beyond its blocks; a policy must work without. `number` names it in
-    `answered`, which is called when it ends if `is_answered_later`.
+    """An engine's description of a request. A policy must work without it. `number` identifies the request in
+    `answered`, which is called when the request ends if `is_answered_later`. `kind` is the engine's name for this type
+    of request.
     """
 
     number: int
@@ -77,7 +82,10 @@ class RequestContext:
 
 @dataclass(frozen=True, slots=True)
 class ChainHint:
-    """An engine's expectation about a chain; None and 0: not given. `due_ns`: when an expected request uses it."""
+    """An engine's expectation about a chain. A field with None or 0 was not given. `will_continue` is the probability
+    that the chain is continued; `due_ns` is the monotonic time at which an expected request uses it; `answer_tokens` is
+    the length of the answer.
+    """
 
     will_continue: float | None = None
     due_ns: int | None = None
@@ -87,8 +95,8 @@ class ChainHint:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The key to reading the state that an earlier process saved. `tenants` maps its numbers of tenants to the present
-    ones (-1: the tenant is gone), `later_ns` is added to saved times, `now_ns` is the time now.
+    """The translation of a state saved by an earlier process. `tenants` maps its tenant numbers to present ones (-1:
+    the tenant is gone), `later_ns` is to be added to saved times, `now_ns` is the time now.
     """
 
     tenants: npt.NDArray[np.int64]
@@ -97,10 +105,8 @@ class Origin:
 
 
 class EvictionPolicy(ABC):
-    """A policy, which decides what leaves a tier; the module has the obligations of both sides. It listens to
-    residency.
-
-    `name`: the name by which it was asked for (`policy_names`).
+    """A policy: it decides which blocks leave one tier. The module describes the obligations of policy and caller. It
+    is notified of the tier's events by the block index. `name` is the configured name of the policy.
     """
 
     def __init__(
@@ -113,14 +119,16 @@ class EvictionPolicy(ABC):
         self.shares: dict[int, Share] = {}
 
     def set_share(self, tenant: int, share: Share) -> None:
-        """Set the tenant's share of the tier from now on. The caller ensures that minima fit the capacity."""
+        """Set the share of `tenant` in this tier from now on. The caller ensures that all minima together fit the
+        capacity.
+        """
         if share == Share():
             self.shares.pop(tenant, None)  # so that `shares` has only those that bind
         else:
             self.shares[tenant] = share
 
     def spares_minimum(self, row: int) -> bool:
-        """Return whether the tenant of `row`, a copy in this tier, keeps its minimum without it."""
+        """Return whether the tenant of the block at `row` keeps its guaranteed bytes in this tier without it."""
         tenant = self.residency.tenant_of(row)
         share = self.shares.get(tenant)
         if share is None:
@@ -132,29 +140,27 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def inserted(self, rows: Sequence[int], now_ns: int) -> None:
-        """Add `rows`, which are new in this tier: a piece of one chain, head first. Storing counts as an access only
-        through `accessed`.
+        """Add the blocks `rows`, which are new in this tier: consecutive blocks of a chain, the first one first.
+        Storing counts as an access only through `accessed`.
         """
 
     def adopt(self, rows: npt.NDArray[np.int64]) -> None:
-        """Add `rows`, which were in the tier before this policy was, the next victim first."""
+        """Add the blocks `rows`, which were in the tier before this policy was made, the first to evict first."""
         last_access_ns = self.residency.rows.last_access_ns
         for row in rows.tolist():
             self.inserted((row,), last_access_ns[row])
 
     @abstractmethod
     def accessed(self, rows: Sequence[int], now_ns: int) -> None:
-        """Note that `rows` (head first) were used together; residency's `accesses` and `last_access_ns` are up to
-        date.
-        """
+        """Note that the blocks `rows`, in chain order, were used together. The index has counted the use already."""
 
     @abstractmethod
     def removed(self, rows: Sequence[int]) -> None:
-        """Forget `rows`, which have left this tier: a piece of one chain, its end first."""
+        """Forget the blocks `rows`, which have left this tier: consecutive blocks of a chain, the last one first."""
 
     @abstractmethod
     def released(self, row: int) -> None:
-        """Note that `row` may be free to be evicted now."""
+        """Note that the block at `row`, which could not be evicted before, may perhaps be evicted now."""
 
     # Decisions
 
@@ -162,14 +168,14 @@ class EvictionPolicy(ABC):
     def next_victim(self, now_ns: int, *, exclude: Container[int] = (), tenant: int | None = None) -> int:
         """Return the row whose copy should be evicted from this tier next, or -1 if none may be.
 
-        `exclude` is small: rows the caller cannot move just now. With `tenant`, only among that tenant's (it is at its
-        own maximum), and its minimum does not protect it from itself.
+        `exclude` has a few rows that the caller cannot move just now. With `tenant`, only that tenant's blocks count
+        (it is at its maximum), and its guaranteed minimum does not protect them.
         """
 
     def next_victims(self, now_ns: int, limit: int) -> list[int]:
-        """Return the rows that `next_victim` would name if it were asked up to `limit` times, each time after the row
-        before had left: a piece of one chain, its end first, as far as that is known already. Empty if none may be
-        evicted.
+        """Return up to `limit` rows in the order in which `next_victim` would return them, each after the one before
+        had left. They are consecutive blocks of a chain, the last one first. The list may be shorter than `limit`, and
+        is empty if none may be evicted.
         """
         row = self.next_victim(now_ns)
         return [row] if row >= 0 else []
@@ -178,19 +184,19 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def classes(self, rows: Rows, now_ns: int) -> npt.NDArray[np.int64]:
-        """Return the class of each of `rows`, which are in this tier: 0 is cold, 1 warm, 2 hot. Vectorised."""
+        """Return the class of each of `rows`, which are in this tier, as an array: 0 is cold, 1 warm, 2 hot."""
 
     def residency_class(self, row: int, now_ns: int) -> ResidencyClass:
-        """Return the class of `row`, which is in this tier."""
+        """Return the class of the block at `row`, which is in this tier."""
         return _CLASSES[self.classes(np.array([row]), now_ns)[0]]
 
     def class_counts(self, now_ns: int) -> dict[ResidencyClass, int]:
-        """Return the tier's rows by class. Takes some 10 ms a million."""
+        """Return how many blocks of the tier are in each class. A million blocks take some 10 ms."""
         counts = np.bincount(self.classes(self._here(), now_ns), minlength=len(_CLASSES))
         return dict(zip(_CLASSES, counts.tolist(), strict=True))
 
     def class_bytes(self, now_ns: int) -> dict[ResidencyClass, int]:
-        """Return the bytes of the tier's slots by class."""
+        """Return the bytes of the tier's slots whose blocks are in each class."""
         rows = self._here()
         nbytes = np.frombuffer(self.residency.copies[self.tier].nbytes, np.uint32)[rows]
         found = np.bincount(self.classes(rows, now_ns), nbytes, len(_CLASSES))
@@ -208,77 +214,84 @@ class EvictionPolicy(ABC):
 
 
 class Learns(ABC):
-    """A policy that learns from requests, of stored blocks or not, and goes on from its state after a restart."""
+    """A policy that learns from requests, for stored and missing blocks alike, and whose state survives a restart."""
 
     name: str
 
     @abstractmethod
     def requested(self, rows: Sequence[int], missing: Sequence[bytes], tenant: int, now_ns: int) -> None:
-        """Note an access, as `accessed` does (unless `rows` is empty), by a request that also asked for the blocks
-        `missing` after them, which no tier has; they may be stored next.
+        """Note a request by `tenant` that used the blocks `rows` (perhaps none), as `accessed` does, and also wanted
+        the blocks with the keys `missing` after them. No tier has those; they may be stored next.
         """
 
     @abstractmethod
     def arriving(self, tenant: int, parent: int, keys: Sequence[bytes], now_ns: int) -> None:
-        """Note that blocks `keys`, which continue row `parent` (-1: they begin a chain, or it is not known), will be
-        stored here: before room is made for them, and whether or not a request has missed them.
+        """Note that the blocks `keys` are about to be stored in this tier. They continue the block at row `parent` (-1:
+        they begin a chain, or it is not known). It is called before room is made for them.
         """
 
     @abstractmethod
     def export_state(self) -> Iterator[Piece]:
-        """Yield the learned state beyond the use of single blocks, a piece of at most half a millisecond at a time.
-
-        Events may come between two pieces: their changes may be included or not. Bounded; it names blocks by key and
-        tenant, and none that `forget` was called for.
+        """Yield the learned state in pieces, each made in at most half a millisecond. It names blocks by key and
+        tenant, and none for which `forget` was called. Events may come between two pieces: their changes may be
+        included or not.
         """
 
     @abstractmethod
     def import_state(self, state: State, origin: Origin) -> None:
-        """Go on from `state`, the joined pieces of a policy of this name and tier, before any event but `adopt`; blocks
-        in it that are not stored any more are kept as blocks that have left. Raises ValueError, having changed
-        nothing, for a state that this version or these settings cannot use.
+        """Continue from `state`, the joined pieces of a policy of the same name and tier. Call it before any event but
+        `adopt`. Blocks in it that are not stored any more count as evicted. Raises ValueError, having changed nothing,
+        for a state that this version or these settings cannot use.
         """
 
     @abstractmethod
     def forget(self, tenant: int, keys: Sequence[bytes] | None) -> None:
-        """Keep nothing that names blocks `keys` of `tenant`, which were removed from every tier by order; or any (None)
-        that are not in this one.
+        """Drop everything that names the blocks `keys` of `tenant`, which their owner ordered to be removed. None for
+        `keys` stands for all blocks that are not in this tier.
         """
 
 
 class Listens(ABC):
-    """A policy that receives engines' reports."""
+    """A policy that uses engines' descriptions of their requests and their expectations."""
 
     @abstractmethod
     def expect(self, context: RequestContext) -> None:
-        """Treat the next `accessed` as a part of this request. A caller without this knowledge does not call it."""
+        """Note that the next call of `accessed` or `requested` belongs to the request that `context` describes."""
 
     @abstractmethod
     def answered(self, number: int, output_tokens: int, now_ns: int, hint: ChainHint | None = None) -> None:
-        """Note that the request that `expect` named `number` has ended. `hint`: the engine's expectation."""
+        """Note that the request that `context.number` of `expect` named has ended with `output_tokens` tokens. `hint`
+        is the engine's expectation of what follows.
+        """
 
     @abstractmethod
     def on_hint(self, tenant: int, row: int, key: bytes, hint: ChainHint, now_ns: int) -> None:
-        """Note an engine's expectation about the chain down to block `key`; `row` is -1 if it is stored nowhere."""
+        """Note an engine's expectation about the chain that ends with the block `key` of `tenant`. `row` is its row, or
+        -1 if no tier has it.
+        """
 
 
 class Weighs(ABC):
-    """A policy that knows the worth of a block."""
+    """A policy that estimates the worth of a block: the expected uses for each hour that it is held."""
 
     @abstractmethod
     def expected_uses_per_hour(self, row: int, now_ns: int) -> float | None:
-        """Return the expected uses for each hour that the block is held, for a row in this tier; None: not known."""
+        """Return the expected uses for each hour that the block at `row` is held in this tier. Return None when no
+        estimate is known.
+        """
 
     @abstractmethod
     def below_keep_worth(self, now_ns: int, limit: int) -> list[int]:
-        """Return up to `limit` rows that may be evicted and are worth less than `settings.keep_worth`, the least first.
-        Takes O(limit), but for a look at all now and then.
+        """Return up to `limit` rows that may be evicted and whose expected uses an hour are below
+        `settings.keep_worth`, the lowest first. Most calls take time in proportion to `limit`; now and then one looks
+        at all chains.
         """
 
     @abstractmethod
     def declines(self, tenant: int, key: bytes, depth: int, victim: int, now_ns: int) -> bool:
-        """Return whether the block `key`, which will be stored, is worth less than `victim`, whose place it would take:
-        then it is not stored (bypass), nor are the blocks after it. Asked right after `next_victim`.
+        """Return whether the new block `key` is worth less than `victim`, whose place it would take; then it and the
+        blocks after it are not stored. `depth` is its place in its chain, from 0. It is called right after
+        `next_victim`.
         """
 
 
@@ -294,10 +307,10 @@ def deliver_hint(
     hint: ChainHint,
     now_ns: int,
 ) -> None:
-    """Pass an engine's `hint` to `policies`, from a daemon's clients and from a recording alike.
+    """Pass an engine's `hint` to all of `policies` that use hints.
 
-    The hint is about the chain that ends with block `key`; for a request that is due, about its stored leading run,
-    down to the last of `rows`: a queued prompt ends with blocks that are new.
+    It is about the chain of `tenant` that ends with the block `key`. An expected request (`due_ns`) is reported for the
+    stored leading blocks `rows` instead, since a queued prompt ends with blocks that are new.
     """
     listening = [policy for policy in policies if isinstance(policy, Listens)]
     of_the_end = replace(hint, due_ns=None)

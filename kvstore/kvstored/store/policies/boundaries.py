@@ -1,12 +1,10 @@
-"""The blocks of windowed and recurrent layer groups that no boundary needs at which a request is likely to resume.
+"""A priority below all others for blocks that no likely request needs, in sliding-window and recurrent layer groups.
 
 A request is likely to resume at the end of what was stored of a prompt, and at a block that several chains continue:
 there another prompt has branched. A sliding window needs the last blocks before that boundary, a recurrent group the
 one with the state. All other blocks of these groups are *spent*: they have a priority below all that users can give,
-leave a full tier first, whatever policy orders the others (`ranked`), and stay while there is room. A block that a user
-gave a priority keeps it.
-
-Nothing is done for blocks of groups that need all of a chain.
+leave a full tier first under any policy (`ranked`), and stay while there is room. A block that a user gave a priority
+keeps it. Nothing is done for blocks of groups that need all of a chain.
 """
 
 from __future__ import annotations
@@ -27,14 +25,16 @@ _SLICE_ROWS = 256  # between two pauses
 
 
 class Boundaries:
-    """Marks blocks as spent, and takes the mark away from blocks that a new branch needs."""
+    """A component that gives the lowest priority to blocks that no likely request needs ("spent" blocks), and takes it
+    back when a new branch needs them. It concerns sliding-window and recurrent layer groups.
+    """
 
     def __init__(self, residency: Residency, priorities: Priorities, clock: Clock) -> None:
         self._residency, self._priorities, self._clock = residency, priorities, clock
 
     def stored(self, rows: Sequence[int]) -> None:
-        """Note that the blocks in `rows` were stored: chains end with the last ones, and may branch before the first
-        ones. O(rows and one window).
+        """Note that the blocks `rows` were stored, and mark or unmark blocks of their chains. It takes time in
+        proportion to `rows` and one window.
         """
         residency = self._residency
         windows, kinds, parents = residency.kind_window, residency.rows.kind, residency.rows.parent
@@ -66,8 +66,8 @@ class Boundaries:
                 return
 
     def learn_soon(self) -> None:
-        """Take over the windows of fingerprints that were not known before at once, and mark blocks that are stored
-        already a few at a time, in later turns of the running event loop.
+        """Start `learn` for fingerprints that were not known before. Its steps run in later turns of the running event
+        loop.
         """
         self._go_on(self.learn())
 
@@ -76,8 +76,8 @@ class Boundaries:
             asyncio.get_running_loop().call_soon(self._go_on, steps)
 
     def learn(self) -> Iterator[None]:
-        """Take over the windows of fingerprints that were not known before, for blocks that are stored already; pause
-        now and then.
+        """Take over the window sizes of fingerprints that were not known before, and mark the blocks that are stored
+        already. The generator pauses between steps so that other tasks can run.
         """
         residency, now_ns = self._residency, self._clock.monotonic_ns()
         known = [residency.window_of(kind.fingerprint_id, kind.group) for kind in residency.kinds]

@@ -53,9 +53,9 @@ _DEFAULT = LearningSettings()
 
 
 class ChainHazard(EvictionPolicy, Learns, Listens, Weighs):
-    """The policy chain-hazard: it evicts the blocks with the fewest expected uses. An access costs O(1), except for
-    looks at all chains, one in some requests; memory is 21 bytes a row more than LRU, 100 a chain, and a dictionary
-    entry for a key of the ghost.
+    """The policy chain-hazard: it evicts the blocks with the fewest expected uses for the room they take, learned from
+    chains. Nearly every access takes constant time; memory is 21 bytes for each row more than LRU, 100 for each chain,
+    and a dictionary entry for each remembered key.
     """
 
     def __init__(
@@ -73,7 +73,9 @@ class ChainHazard(EvictionPolicy, Learns, Listens, Weighs):
 
     @property
     def is_lru(self) -> bool:
-        """True if LRU's order is in force: too little is known, or LRU leads."""
+        """True while this policy decides as LRU (least recently used): too little is known yet, or LRU would
+        hit more.
+        """
         return self.follower.is_lru
 
     def set_share(self, tenant: int, share: Share) -> None:
@@ -262,7 +264,7 @@ class ChainHazard(EvictionPolicy, Learns, Listens, Weighs):
         return block_value(self.follower.book, chain, row, now_ns * NS) * HOUR_S
 
     def classes(self, rows: Rows, now_ns: int) -> npt.NDArray[np.int64]:
-        """Return classes by the chains' ranks, once there are any."""
+        """Return classes by the chains' expected uses, once there are any; before, LRU's classes."""
         found = self.follower.lru.classes(rows, now_ns)
         if self.follower.is_lru:
             return found

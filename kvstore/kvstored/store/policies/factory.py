@@ -22,8 +22,8 @@ from kvstored.tier_set import holding
 
 
 def create(name: str, residency: Residency, tier: int, settings: PolicySettings | None = None) -> EvictionPolicy:
-    """Return the policy `name` for a tier, listening to residency and knowing the present blocks. Raises ValueError as
-    `create_empty` does.
+    """Return the policy `name` for the tier at position `tier`. It is notified of the tier's events and knows its
+    present blocks. Raises ValueError for an unknown name.
     """
     policy = create_empty(name, residency, tier, settings)
     _adopt(policy)
@@ -32,10 +32,10 @@ def create(name: str, residency: Residency, tier: int, settings: PolicySettings 
 
 
 def create_empty(name: str, residency: Residency, tier: int, settings: PolicySettings | None = None) -> EvictionPolicy:
-    """Return the policy `name` for a tier, which knows no block and does not listen.
+    """Return the policy `name` for the tier at position `tier`, without any block and without notifications.
 
-    `name` may be an address, MODULE:MAKER, of one that the configuration does not know. Raises ValueError for an
-    unknown name, listing the known ones.
+    `name` may also be an address, MODULE:MAKER, of a policy outside this package. Raises ValueError for an unknown
+    name, listing the known ones.
     """
     make: Any = _load(name, POLICIES, "policy")
     if inspect.isclass(make) and issubclass(make, Discipline):
@@ -48,8 +48,8 @@ def create_empty(name: str, residency: Residency, tier: int, settings: PolicySet
 
 
 def create_admission(name: str, residency: Residency, tier: int, above: EvictionPolicy | None = None) -> Admission:
-    """Return the admission `name` for a tier; `above` is the policy of the tier that its blocks come from. Raises
-    ValueError for an unknown name, listing the known ones.
+    """Return the admission `name` for the tier at position `tier`; `above` is the policy of the tier that its blocks
+    come from. Raises ValueError for an unknown name, listing the known ones.
     """
     admission = _load(name, ADMISSIONS, "admission")(residency, tier, above)
     if not isinstance(admission, Admission):
@@ -58,7 +58,7 @@ def create_admission(name: str, residency: Residency, tier: int, above: Eviction
 
 
 def joined(pieces: Iterable[Piece]) -> dict[str, Array]:
-    """Return the state that a policy's pieces make up."""
+    """Return one array for each name, the pieces with that name joined in order."""
     parts: dict[str, list[Array]] = {}
     for name, piece in pieces:
         parts.setdefault(name, []).append(piece)
@@ -66,7 +66,7 @@ def joined(pieces: Iterable[Piece]) -> dict[str, Array]:
 
 
 def succeed(policy: EvictionPolicy, former: EvictionPolicy, now_ns: int) -> None:
-    """Let a new policy go on from the learned state of `former`, its predecessor, if they are of one kind."""
+    """Let the new `policy` continue from the learned state of `former`, if both are of the same name and learn."""
     if isinstance(policy, Learns) and isinstance(former, Learns) and policy.name == former.name:
         state = joined(former.export_state())
         policy.import_state(state, Origin(np.arange(len(policy.residency.tenants)), 0, now_ns))
@@ -95,7 +95,9 @@ def _adopt(policy: EvictionPolicy) -> None:
 
 
 def eviction_order(last_access_ns: npt.NDArray[np.uint64], depth: npt.NDArray[np.uint32]) -> npt.NDArray[np.int64]:
-    """Return the order of blocks by their last use, children before parents, as positions in the columns."""
+    """Return positions in the two columns, in the order in which the blocks should be evicted: by last use, children
+    before parents.
+    """
     if not len(depth):
         return np.empty(0, np.int64)
     height = depth.max() - depth

@@ -79,7 +79,9 @@ class _Buckets:
 
 
 class LfuTtl(OrderedPolicy):
-    """O(1) an access, O(log K) a new K; 21 bytes a row."""
+    """The policy lfu-ttl: it evicts the block used least often, with ageing. An access takes constant time; memory is
+    21 bytes for each row.
+    """
 
     def __init__(
         self, residency: ResidencyView, tier: int, settings: PolicySettings | None = None, name: str = ""

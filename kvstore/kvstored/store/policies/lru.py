@@ -22,7 +22,8 @@ _HOT_SHARE = 0.25  # of a tier's worth of accesses
 
 
 class Lru(OrderedPolicy):
-    """The policy: it evicts the block used longest ago. An event costs O(1); memory is 16 bytes a row.
+    """The policy lru: it evicts the block used longest ago. An event takes constant time; memory is 16 bytes for each
+    row.
 
     Classes go by age in accesses: hot is younger than a quarter of a tier's worth, warm than a tier's worth.
     """

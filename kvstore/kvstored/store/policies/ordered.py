@@ -32,10 +32,11 @@ def choose_tenant(
     first: Callable[[int], int],
     standing: Callable[[int], float],
 ) -> int:
-    """Return the row that leaves the policy's tier next, over all tenants, or -1.
+    """Return the row that leaves the policy's tier next, chosen among `tenants` tenants, or -1.
 
-    `first`: a tenant's row that would be evicted first, or -1. Of the first rows of two tenants that are otherwise
-    equal, the one of lower `standing` leaves.
+    `first(tenant)` returns the tenant's row that would be evicted first, or -1. Blocks of tenants over their maximum go
+    first, then blocks of tenants with a lower priority; between equals, the row with the lower `standing(row)`. A
+    tenant at its minimum loses none.
     """
     residency, tier = policy.residency, policy.tier
     chosen = -1
@@ -58,12 +59,11 @@ _GROWTH_MIN_ROWS = 1024
 
 
 class OrderedPolicy(EvictionPolicy):
-    """A policy with a total order. Subclasses keep the order (`_enqueue`, `_dequeue`, `_queue`, `_rank`) and set
-    `stamp` on every access.
+    """A policy that keeps all blocks of a tier in one order for each tenant. Subclasses keep the order (`_enqueue`,
+    `_dequeue`, `_queue`, `_rank`) and set `stamp` on every access.
 
-    `where`: OUT, QUEUED, PARKED or RETURNED, by row. `stamp`: the value of `accesses` when the row was last used, by
-    row: unique, so ranks made of it are. `accesses`: the tier's accesses so far. `rows`: the number of rows in the
-    tier.
+    `where` is OUT, QUEUED, PARKED or RETURNED, by row. `stamp` is the value of `accesses` when the row was last used,
+    by row, and unique. `accesses` counts the tier's accesses so far, `rows` its blocks.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class OrderedPolicy(EvictionPolicy):
         self.rows += len(rows)
 
     def know(self, rows: Sequence[int]) -> int:
-        """Make room for `rows` of one tenant, which will be stored; return the tenant."""
+        """Make room in the columns for `rows`, new blocks of one tenant. Return the tenant's number."""
         last = max(rows)
         if last >= len(self.where):
             self._grow(max(last + 1, self.residency.rows.capacity, len(self.where) + _GROWTH_MIN_ROWS))
@@ -177,7 +177,7 @@ class OrderedPolicy(EvictionPolicy):
         )
 
     def first(self, tenant: int, now_ns: int, exclude: Container[int]) -> int:
-        """Return the tenant's row of smallest rank that may be evicted and is not excluded, or -1."""
+        """Return the row of `tenant` that would be evicted first, or -1. It may be evicted, and is not in `exclude`."""
         best = self._first_returned(tenant, exclude)
         best_rank = self._rank(best) if best >= 0 else 0
         may_name, tier = self.may_name, self.tier
@@ -213,14 +213,14 @@ class OrderedPolicy(EvictionPolicy):
         return found
 
     def here(self) -> npt.NDArray[np.bool_]:
-        """Return by row number whether it is in the tier."""
+        """Return an array that says for each row number whether its block is in the tier."""
         found: npt.NDArray[np.bool_] = np.frombuffer(self.where, dtype=np.uint8) != OUT
         return found
 
 
 def together(rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | slice:
-    """Return an index that picks `rows` (each once, at least one) from a column, perhaps in another order: one slice if
-    they are side by side, as after a start. A million scattered ones are ten times as slow.
+    """Return an index that picks `rows` (distinct, at least one) from a column, perhaps in another order: one slice if
+    they are consecutive, otherwise `rows`. A slice is ten times as fast for a million rows.
     """
     first, last = int(rows.min()), int(rows.max())
     return slice(first, last + 1) if last - first + 1 == len(rows) else rows

@@ -26,11 +26,10 @@ from kvstored.store.policies.rowqueue import QueueArrays, RowQueue
 
 
 class Queues:
-    """The queues of each tenant: `inside` queues, numbered from 0, and the door, which is queue number `inside`.
-
-    `where`: the policy's state of each row, as in `ordered`. `of`: queues by tenant. `sizes`: by tenant, the rows of
-    each queue but the door, parked ones too. `queue_of`, `uses`: by row; uses since it was stored, or since the
-    discipline looked at it.
+    """The queues of rows of each tenant: queues numbered from 0 for rows inside, and the door (queue number `inside`),
+    where new rows wait. `of` has the queues by tenant; `sizes`, by tenant, the number of rows in each queue but the
+    door, parked ones included. By row: `where` is its state as in `ordered`, `queue_of` its queue, and `uses` its uses
+    since it was stored or last looked at.
     """
 
     __slots__ = ("door", "links", "of", "queue_of", "residency", "sizes", "uses", "where")
@@ -46,7 +45,9 @@ class Queues:
         self.uses = bytearray()
 
     def move(self, row: int, tenant: int, to: int) -> None:
-        """Move `row` to the back of queue `to`, in line again if it was parked."""
+        """Move `row` to the back of the queue `to` of `tenant`. A parked row (one that could not be evicted) is queued
+        again.
+        """
         if self.where[row] == QUEUED:
             self.unlink(row, tenant)
         sizes, before = self.sizes[tenant], self.queue_of[row]
@@ -65,14 +66,16 @@ class Queues:
         self.sizes.append([0] * self.door)
 
     def grow(self, rows: int) -> None:
-        """Make room for `rows` rows."""
+        """Let the columns have `rows` rows in total."""
         self.links.grow(rows)
         for column in (self.queue_of, self.uses):
             column.extend(bytes(rows - len(column)))
 
 
 class Discipline(ABC):
-    """The policy's own part: where a new block goes, what a use does, and who leaves."""
+    """A rule over a few queues of rows: which queue a new block enters, what a use changes, and which block
+    is evicted.
+    """
 
     inside: int  # how many queues there are behind the door
 
@@ -87,32 +90,34 @@ class Discipline(ABC):
 
     @abstractmethod
     def candidate(self, tenant: int, refused: Collection[int]) -> int:
-        """Return the row that is evicted first among the tenant's queued rows inside that are not `refused`, or -1. It
-        may reorder rows that it spares.
+        """Return the row of `tenant` that would be evicted first, not counting rows in `refused` and at the door, or
+        -1. It may move rows that it spares to other queues.
         """
 
     def entrance(self, row: int, tenant: int) -> int:
-        """Return the queue of a new row that is let in."""
+        """Return the number of the queue that the new `row` enters."""
         return 0
 
     def used(self, row: int, tenant: int) -> None:  # noqa: B027  # optional
         """Note that `row`, queued or parked, was used again."""
 
     def arriving(self) -> None:  # noqa: B027  # optional
-        """Note that a run of blocks will be inserted."""
+        """Note that blocks are about to be inserted."""
 
     def stored(self, rows: Sequence[int], held: int) -> None:  # noqa: B027  # optional
-        """Note that `rows` were inserted; `held` rows are in the tier now."""
+        """Note that the blocks `rows` were inserted; the tier has `held` rows now."""
 
     def leaving(self, row: int, tenant: int) -> None:  # noqa: B027  # optional
-        """Note that `row` leaves the tier; it is in its queue still."""
+        """Note that `row` is leaving the tier. It is still in its queue."""
 
     def left(self, queue: int, tenant: int) -> None:  # noqa: B027  # optional
-        """Note that a row of the tenant's `queue` has left, and the row that waited at the door was let in."""
+        """Note that a row of the queue number `queue` of `tenant` has left, and that a row that waited at the door has
+        been let in.
+        """
 
 
 def first_of(queue: RowQueue, refused: Collection[int]) -> int:
-    """Return the first of `queue` that is not `refused`, or -1."""
+    """Return the first row of `queue` that is not in `refused`, or -1."""
     if not refused:
         return queue.front
     for row in queue:
@@ -126,7 +131,9 @@ _HOT_USES = 2
 
 
 class QueuedPolicy(OrderedPolicy):
-    """A policy that keeps each tenant's rows in the queues of `discipline`, behind a door."""
+    """A policy that keeps each tenant's rows in the queues of a `discipline`. A new row waits at a "door" queue until
+    another has left.
+    """
 
     def __init__(
         self,

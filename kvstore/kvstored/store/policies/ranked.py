@@ -23,8 +23,9 @@ _STAMP_BITS = 64
 
 
 class Ranked(OrderedPolicy):
-    """The blocks of a tier that have a priority: the lowest priority first and, within a priority, the least recently
-    used block first."""
+    """An order of the blocks of one tier that have a priority: the lowest priority first, then the least
+    recently used.
+    """
 
     def __init__(self, residency: ResidencyView, tier: int) -> None:
         super().__init__(residency, tier, name="priority")
@@ -43,7 +44,7 @@ class Ranked(OrderedPolicy):
             self.where[row] = QUEUED
 
     def knows(self, rows: Sequence[int]) -> list[int]:
-        """Return the rows among `rows` that are in this order."""
+        """Return the rows among `rows` that are in this order, since they have a priority and a copy in the tier."""
         where = self.where
         return [row for row in rows if row < len(where) and where[row] != OUT]
 
@@ -123,8 +124,9 @@ class _BothByKey(_Both):
 
 
 class Priorities:
-    """Sets the priorities of blocks, and keeps the order of the blocks that have one. `in_tier` has the order of each
-    tier; it is empty until a block is given a priority."""
+    """The priorities of blocks. `in_tier` maps a tier to the order of its blocks with a priority; it is empty until the
+    first block gets one.
+    """
 
     def __init__(self, residency: Residency) -> None:
         self._residency = residency
@@ -132,13 +134,13 @@ class Priorities:
         self.in_tier: dict[int, Ranked] = {}
 
     def follow(self, policy: EvictionPolicy) -> None:
-        """Let `policy`, which listens to its tier, decide about blocks without a priority from now on."""
+        """Let `policy` order the blocks of its tier that have no priority, from now on."""
         self._policies[policy.tier] = policy
         if self.in_tier:
             self._listen(policy)
 
     def set(self, row: int, priority: int, now_ns: int) -> None:
-        """Give a readable block the priority `priority`; 0 removes its priority."""
+        """Give the readable block at `row` this `priority`; 0 removes it."""
         residency = self._residency
         if residency.priority(row) == priority:
             return
@@ -156,7 +158,7 @@ class Priorities:
             residency.release(row)
 
     def resume(self) -> None:
-        """Begin the order of recovered blocks that have a priority, by their last use."""
+        """Order recovered blocks that have a priority by their last use."""
         priority = self._residency.rows.optional.view("priority")
         if priority is not None:
             rows = np.flatnonzero(priority)
@@ -165,7 +167,9 @@ class Priorities:
             self.begin(rows[np.argsort(last_ns, kind="stable")].tolist())
 
     def begin(self, rows: Sequence[int]) -> None:
-        """Begin the order of each tier with `rows`, which have a priority already; the first row leaves first."""
+        """Order the blocks `rows`, which have a priority already, in each tier; among equals the first row is evicted
+        first.
+        """
         for tier, policy in self._policies.items():
             ranked = self.in_tier[tier] = Ranked(self._residency, tier)
             self._listen(policy)

@@ -18,7 +18,7 @@ _NONE = -1
 
 
 class QueueArrays:
-    """The arrays under a family of queues."""
+    """The two arrays of links that a family of row queues shares. A row is in at most one of the queues."""
 
     __slots__ = ("after", "before")
 
@@ -33,7 +33,7 @@ class QueueArrays:
 
 
 class RowQueue:
-    """A queue of rows. Front: next to be evicted. Back: newest."""
+    """A doubly linked queue of rows. The front is evicted next; the back is the newest."""
 
     __slots__ = ("_after", "_before", "back", "front")
 
@@ -54,7 +54,7 @@ class RowQueue:
         self.back = row
 
     def extend(self, rows: npt.NDArray[np.int64]) -> None:
-        """`push_back` for each of `rows`, of which there is one at least."""
+        """Append `rows`, at least one, in their order."""
         first, last, back = int(rows[0]), int(rows[-1]), self.back
         numbers = rows.astype(np.int32)  # which are scattered twice as fast as what has to be cast on the way
         np.frombuffer(self._before, np.int32)[rows[1:]] = numbers[:-1]
@@ -89,7 +89,7 @@ class RowQueue:
             self.back = before
 
     def to_back(self, row: int) -> None:
-        """`unlink` and `push_back` in one."""
+        """Move `row`, which must be in this queue, to its back."""
         befores, afters = self._before, self._after
         after = afters[row]
         if after < 0:
@@ -119,7 +119,7 @@ class RowQueue:
 
 
 class TenantQueues:
-    """One queue for each tenant, over common links."""
+    """A set of row queues, one for each tenant, over shared arrays of links."""
 
     __slots__ = ("links", "of")
 
@@ -128,5 +128,5 @@ class TenantQueues:
         self.of: list[RowQueue] = []  # by tenant
 
     def add(self) -> None:
-        """Add the next tenant's queue."""
+        """Add an empty queue for the next tenant number."""
         self.of.append(RowQueue(self.links))

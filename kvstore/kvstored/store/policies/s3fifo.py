@@ -21,8 +21,9 @@ _USES_MAX = 3
 
 
 class S3Fifo(Discipline):
-    """The policy S3-FIFO: a small queue, a main queue, and a ghost. An event costs O(1); it remembers as many keys as
-    the main queue has room for, nine tenths of the tenant's blocks.
+    """The policy s3fifo: new blocks enter a small queue, blocks used there move to a main queue, and keys of blocks
+    evicted from the small queue are remembered. An event takes constant time; it remembers as many keys as nine tenths
+    of the tenant's blocks.
     """
 
     inside = 2

@@ -45,9 +45,11 @@ class Standing(IntEnum):
 
 @dataclass(slots=True)
 class PrefetchFigures:
-    """The figures of one tenant, or of all; then `standing` is the lowest of any tenant. Bytes count slots.
-    `demanded_blocks` are promotions that a request did wait for; `spared_s`: loading time that requests were spared,
-    by the rate of the links. `evicted_blocks`: the wasted ones that left before their time was over.
+    """The figures of prefetch for one tenant, or for all tenants; then `standing` is the lowest of any tenant. Bytes
+    are slot sizes.
+
+    `demanded_blocks` were promoted while a request waited for them. `spared_s` is the loading time that requests were
+    spared, by the rate of the links. `evicted_blocks` are wasted blocks that were evicted before their time was over.
     """
 
     standing: Standing = Standing.FULL
@@ -66,18 +68,18 @@ class PrefetchFigures:
 
     @property
     def precision(self) -> float:
-        """The share of the judged blocks that a request used, late or not."""
+        """The share of prefetched blocks that a request used, in time or late, among those whose fate is known."""
         used = self.used_blocks + self.late_blocks
         return used / max(1, used + self.wasted_blocks)
 
     @property
     def recall(self) -> float:
-        """The share of the blocks that had to be promoted for requests that were there in time."""
+        """The share of blocks prefetched in time, among all blocks that requests needed promoted."""
         return self.used_blocks / max(1, self.used_blocks + self.demanded_blocks)
 
     @property
     def wasted_share(self) -> float:
-        """The share of the judged bytes that was wasted."""
+        """The share of prefetched bytes that no request used, among those whose fate is known."""
         return self.wasted_bytes / max(1, self.wasted_bytes + self.used_bytes)
 
     @property
@@ -138,8 +140,8 @@ class _Account:
 
 @dataclass(slots=True)
 class Hold:
-    """The wait of a chain's blocks for its request, until `until_s`; `renewed_s`: when the policy was last asked to
-    keep it.
+    """The time until which the prefetched blocks of one chain wait for its request: `until_s`. `renewed_s` is when the
+    policy was last asked to keep them; `blocks` is their number.
     """
 
     until_s: float
@@ -149,8 +151,8 @@ class Hold:
 
 @dataclass(slots=True)
 class Held:
-    """A block that was brought, and not used yet. `slot` names its copy, `chain` the guess, which said `probability`;
-    `risk_bytes`: the bytes it counts as waste until it is judged.
+    """A block that was prefetched and not used yet. `slot` is the place of its copy; `chain` is the last key of the
+    chain that the guess named, with its `probability`. `risk_bytes` are counted as waste until its fate is known.
     """
 
     chain: bytes
@@ -163,7 +165,9 @@ class Held:
 
 
 class PrefetchCredit:
-    """The credit of all tenants. At most `most_held_bytes` of the mapped tier wait for their use."""
+    """The record of how useful prefetch was for each tenant, which decides how much a tenant gets. Prefetched blocks
+    that wait for their use take at most `most_held_bytes` of the mapped tier.
+    """
 
     def __init__(self, waste_limit: float, min_probability: float, most_held_bytes: int, counters: Counters) -> None:
         self._waste_limit = waste_limit
@@ -179,8 +183,8 @@ class PrefetchCredit:
     # What may be brought
 
     def may_bring(self, tenant: int, probability: float, nbytes: int, under_way: int, now_s: float) -> bool:
-        """Return whether to bring a block of `nbytes` of a chain with this probability, beside `under_way` blocks of
-        the tenant.
+        """Return whether to prefetch a block of `nbytes` for `tenant`, of a chain that is requested with this
+        `probability`, while `under_way` blocks of the tenant are being prefetched.
         """
         if probability < self._min_probability or self._held_bytes >= self._most_held_bytes:
             return False
@@ -203,8 +207,8 @@ class PrefetchCredit:
     # What happened
 
     def brought(self, tenant: int, key: bytes, held: Held, until_s: float) -> None:
-        """Note that the block is mapped now, and no request has asked for it; it waits until `until_s`. An earlier copy
-        of it, if any, has left meanwhile.
+        """Note that the block `key` was prefetched and no request has wanted it yet; it waits until `until_s`. If an
+        earlier prefetched copy is known, it counts as wasted.
         """
         if key in self.held_of(tenant):
             self.wasted(tenant, key, held.landed_s, is_evicted=True)
@@ -226,7 +230,9 @@ class PrefetchCredit:
         figures.prefetched_bytes += held.nbytes
 
     def late(self, tenant: int, nbytes: int, probability: float, now_s: float) -> None:
-        """Note that a request came for the block while it was being brought."""
+        """Note that a request came for a block of `nbytes` while it was being prefetched, by a guess of this
+        `probability`.
+        """
         self._counters.add("predicted_blocks")
         self._counters.add("predicted_late_blocks")
         account = self._account(tenant)
@@ -238,19 +244,19 @@ class PrefetchCredit:
         self._judge(account, nbytes, probability, now_s, is_used=True)
 
     def held_of(self, tenant: int) -> dict[bytes, Held]:
-        """Return the tenant's held blocks by key; the caller must not change the result."""
+        """Return the prefetched blocks of `tenant` that wait for their use, by key. Do not change the result."""
         return self._held.get(tenant, {})
 
     def hold(self, tenant: int, chain: bytes) -> Hold | None:
-        """Return the hold of the blocks that wait for this chain's request, if there are any."""
+        """Return how long the prefetched blocks of `chain` (its last key) wait, or None if there are none."""
         return self._holds.get((tenant, chain))
 
     def is_over(self, tenant: int, held: Held, now_s: float) -> bool:
-        """Return whether the time in which a prefetched block must be used is over."""
+        """Return whether the time in which the prefetched block `held` should have been used is over."""
         return now_s >= self._holds[tenant, held.chain].until_s
 
     def used(self, tenant: int, key: bytes, now_s: float) -> None:
-        """Note that a request has come for the block, and it was there."""
+        """Note that a request has used the prefetched block `key`."""
         self._counters.add("predicted_used_blocks")
         held = self._take(tenant, key)
         account = self._account(tenant)
@@ -262,7 +268,9 @@ class PrefetchCredit:
         self._judge(account, held.nbytes, held.probability, now_s, is_used=True)
 
     def wasted(self, tenant: int, key: bytes, now_s: float, *, is_evicted: bool) -> None:
-        """Note that the block has left, or its time is over."""
+        """Note that the prefetched block `key` was evicted (`is_evicted`), or that its time is over, before a request
+        used it.
+        """
         self._counters.add("predicted_wasted_blocks")
         held = self._take(tenant, key)
         account = self._account(tenant)
@@ -273,7 +281,9 @@ class PrefetchCredit:
         self._judge(account, held.nbytes, held.probability, now_s, is_used=False)
 
     def to_look_at(self, limit: int) -> list[tuple[int, bytes, Held]]:
-        """Return up to `limit` blocks that wait for their use, in turn."""
+        """Return up to `limit` prefetched blocks that wait for their use: tenant, key and record. Calls go round all of
+        them in turn.
+        """
         found = []
         for _ in range(min(limit, len(self._looked_at))):
             waiting = tenant, key, held = self._looked_at.popleft()
@@ -283,7 +293,9 @@ class PrefetchCredit:
         return found
 
     def statistics(self, tenant: int | None, demanded_blocks: int) -> PrefetchFigures:
-        """Return a copy of a tenant's figures; None: of all tenants."""
+        """Return a copy of the figures of `tenant`, or of all tenants together (None), with this number of
+        `demanded_blocks`.
+        """
         if tenant is None:
             found = _sum([self.statistics(each, 0) for each in self._tenants])
         else:
@@ -298,8 +310,8 @@ class PrefetchCredit:
     # Over a restart
 
     def pieces(self) -> Iterator[Array]:
-        """Yield the state that decides how much each tenant gets (dtype CREDIT), in small pieces. Blocks that wait for
-        their use are not judged in it.
+        """Yield what decides how much each tenant gets, in small arrays of dtype CREDIT. Blocks that wait for their use
+        are left out.
         """
         rows = (
             (tenant, each.at_s, each.used_bytes, each.wasted_bytes, each.used_blocks, each.block_bytes,
@@ -309,7 +321,7 @@ class PrefetchCredit:
         return parts(rows, CREDIT, COPIED)
 
     def restore(self, credit: Array, later_s: float, now_s: float) -> None:
-        """Go on from the joined `pieces` of a credit whose clock was `later_s` behind."""
+        """Continue from `credit`, the joined saved `pieces`; `later_s` is added to saved times."""
         for tenant, at_s, used_bytes, wasted_bytes, used_blocks, block_bytes, bins in credit.tolist():
             self._tenants[tenant] = _Account(
                 used_bytes=used_bytes, wasted_bytes=wasted_bytes, used_blocks=used_blocks,

@@ -24,8 +24,8 @@ MISSING_MAX = 1024  # missing keys passed on to policies; they take up to a micr
 
 
 class Feed:
-    """Reports each request once to policies and the predictor, with hints and deletions. `policies` has the policies of
-    all tiers. `compute` is notified of misses and puts.
+    """A distributor of events from the store's operations to policies and the predictor: each request once, hints, and
+    deletions. `policies` has the policies of all tiers. `compute` learns of misses and puts.
     """
 
     def __init__(
@@ -47,7 +47,9 @@ class Feed:
     def got(
         self, tenant: int, session: int, packed: bytes, found: int, context: RequestContext | None, now_ns: int
     ) -> None:
-        """A get of the chain `packed`, whose first `found` blocks were there, has been answered."""
+        """Note that a get of the chain `packed` (16 bytes a key), whose first `found` blocks were there, has been
+        answered.
+        """
         if missing := packed[found * KEY_BYTES : (found + 1) * KEY_BYTES]:
             self._compute.missed(tenant, missing, now_ns)
         if not self._predictor.works or not packed:
@@ -57,10 +59,9 @@ class Feed:
             self._requested(tenant, keys, context or _NOT_KNOWN, now_ns)
 
     def put(self, tenant: int, keys: Sequence[bytes], parent: bytes, now_ns: int) -> None:
-        """A put of blocks `keys`, which continue the block `parent`.
-
-        An engine whose lookup finds nothing sends no get. The put of a whole chain then is the first that policies
-        receive of its request."""
+        """Note a put of the blocks `keys`, which continue the block `parent`. An engine whose lookup finds nothing
+        sends no get, so the put of a whole chain is the first that policies learn of its request.
+        """
         if not keys:
             return
         is_reported = self._compute.put(tenant, keys[0], len(keys), now_ns)
@@ -70,14 +71,16 @@ class Feed:
             self._requested(tenant, [*self._above(tenant, parent), *keys], _NOT_KNOWN, now_ns)
 
     def answered(self, number: int, output_tokens: int, now_ns: int) -> None:
-        """Note that the request that its context named `number` has ended."""
+        """Note that the request `number` (of its RequestContext) has ended with `output_tokens` tokens."""
         for policy in self.policies:
             if isinstance(policy, Listens):
                 policy.answered(number, output_tokens, now_ns)
         self._predictor.attempt(lambda it: it.answered(number, output_tokens, now_ns / NS_PER_S), None)
 
     def hinted(self, tenant: int, keys: Sequence[bytes], rows: Sequence[int], hint: ChainHint, now_ns: int) -> None:
-        """Note an engine's expectation about the chain `keys`; `rows` are its leading blocks that are stored."""
+        """Note an engine's expectation `hint` about the chain `keys`; `rows` are the rows of its leading blocks that
+        are stored.
+        """
         deliver_hint(self.policies, self._residency, tenant, keys[-1], rows, hint, now_ns)
         if not self._predictor.works:
             return
@@ -88,7 +91,7 @@ class Feed:
         self._prefetcher.wake()
 
     def forgotten(self, tenant: int, keys: Sequence[bytes] | None) -> None:
-        """Keep nothing that names these blocks (None: any of the tenant's): they were deleted."""
+        """Drop everything that names the blocks `keys` of `tenant` (None: all its blocks), since they were deleted."""
         self._predictor.attempt(lambda it: it.forget(tenant, keys), None)
         self._recent.forget(tenant, keys)
         self._prefetcher.forgotten(tenant, keys)

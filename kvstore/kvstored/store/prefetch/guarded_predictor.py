@@ -27,8 +27,8 @@ Answer = TypeVar("Answer")
 
 
 def create_predictor(name: str, model: Path | None = None) -> Predictor | None:
-    """Return the predictor `name`; None for the one that predicts nothing. Its module is imported here. `model`: the
-    file for a predictor that is made with a model. Raises ValueError with one line if it cannot be used.
+    """Return the predictor `name`, or None for the name of no prediction. `model` is the file for a predictor that
+    needs a model. Raises ValueError with one line if the predictor cannot be used.
     """
     address = PREDICTORS[name]
     if not address:
@@ -42,7 +42,9 @@ def create_predictor(name: str, model: Path | None = None) -> Predictor | None:
 
 
 class GuardedPredictor:
-    """A predictor whose exceptions end it and nothing else. `failure`: the predictor's exception; "" while it works."""
+    """A wrapper around a predictor: after its first exception it is not used any more, and no request fails. `failure`
+    is that exception's text, "" while the predictor works.
+    """
 
     def __init__(self, predictor: Predictor | None) -> None:
         self._predictor = predictor
@@ -55,7 +57,9 @@ class GuardedPredictor:
         return self._predictor is not None and not self.failure
 
     def attempt(self, call: Callable[[Predictor], Answer], otherwise: Answer) -> Answer:
-        """Return the result of `call` on the predictor; `otherwise` if there is none, or none that works."""
+        """Return the result of `call` with the predictor as its argument. Return `otherwise` if there is no predictor,
+        or it has failed or fails now.
+        """
         if self._predictor is None or self.failure:
             return otherwise
         try:
@@ -81,14 +85,16 @@ class GuardedPredictor:
         return self.attempt(checked, [])
 
     def pieces(self) -> Iterator[Piece]:
-        """Yield the predictor's learned state; end early if that fails."""
+        """Yield the predictor's learned state in pieces. It ends early if the predictor fails."""
         nothing: Iterator[Piece] = iter(())
         found = self.attempt(lambda predictor: predictor.export_state(), nothing)
         while (piece := self.attempt(lambda _: next(found, None), None)) is not None:
             yield piece
 
     def import_state(self, state: dict[str, Array], later_s: float) -> None:
-        """Go on from `state`. Raises ValueError, having changed nothing, for a state that the predictor cannot use."""
+        """Let the predictor continue from `state`, adding `later_s` to saved times. Raises ValueError, having changed
+        nothing, for a state that it cannot use.
+        """
 
         def refusal(predictor: Predictor) -> ValueError | None:
             try:
@@ -105,7 +111,9 @@ _PREDICTOR, _CREDIT, _ENDS = "predictor/", "credit", "ends"
 
 
 class PrefetchState:
-    """The state of one store's prefetch. It exports nothing without a working predictor."""
+    """The state of one store's prefetch that is saved for a restart: the predictor's, the tenants' credit, and recent
+    requests.
+    """
 
     def __init__(self, predictor: GuardedPredictor, recent: RecentRequests, credit: PrefetchCredit) -> None:
         self._predictor = predictor
@@ -114,7 +122,7 @@ class PrefetchState:
 
     @property
     def name(self) -> str:
-        """The predictor's name: another predictor does not go on from this one's state."""
+        """The predictor's name. A state is used by a predictor of the same name only."""
         return self._predictor.name
 
     @property
@@ -124,11 +132,13 @@ class PrefetchState:
 
     @property
     def hints(self) -> int:
-        """The number of hints given to the predictor since the start: when it changes, so does the learned state."""
+        """The number of hints given to the predictor since the start; when it has changed, so has the learned state."""
         return self._predictor.hints
 
     def export_state(self) -> Iterator[Piece]:
-        """Yield the state in pieces that take at most half a millisecond each; events may come between two."""
+        """Yield the state in pieces that take at most half a millisecond each, nothing without a working predictor.
+        Events may come between two pieces.
+        """
         if self._predictor.works:
             for name, piece in self._predictor.pieces():
                 yield _PREDICTOR + name, piece
@@ -138,7 +148,9 @@ class PrefetchState:
                 yield _ENDS, piece
 
     def import_state(self, state: State, origin: Origin) -> None:
-        """Go on from the joined pieces. Raises ValueError, having changed nothing, for a state that cannot be used."""
+        """Continue from `state`, the joined pieces. Raises ValueError, having changed nothing, for a state that cannot
+        be used.
+        """
         if not self._predictor.works:
             return
         later_s, now_s = origin.later_ns / NS_PER_S, origin.now_ns / NS_PER_S

@@ -20,14 +20,16 @@ _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.r
 
 
 def learned(path: Path | None) -> LearnedPredictor:
-    """Return the predictor with the model of this file. Raises ValueError with one line."""
+    """Return a predictor with the model in the file `path`. Raises ValueError, with one line, if there is none or it
+    cannot be used.
+    """
     if path is None:
         raise ValueError("it needs a model: make one with kvstored predictor train")
     return LearnedPredictor(read_model(path))
 
 
 def read_model(path: Path) -> ReturnTrees:
-    """Return the model of a file. Raises ValueError with one line that names the file."""
+    """Return the model in the file `path`. Raises ValueError with one line that names the file."""
     try:
         with zipfile.ZipFile(path) as packed:
             members = packed.infolist()
@@ -64,6 +66,6 @@ def _array(packed: zipfile.ZipFile, member: zipfile.ZipInfo) -> Array:
 
 
 def write_model(path: Path, arrays: Mapping[str, Array]) -> None:
-    """Replace `path` by a model of `arrays`, as a whole or not at all. Raises OSError."""
+    """Write `arrays` as a model to `path`, which is replaced as a whole or not at all. Raises OSError."""
     with replaced_file(path, mode=usual_mode(), is_shared=True) as out:
         np.savez_compressed(out, allow_pickle=False, **arrays)

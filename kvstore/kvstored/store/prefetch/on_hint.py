@@ -40,7 +40,9 @@ _Chain = tuple[int, bytes]
 
 
 class Lateness:
-    """The lateness of announced requests, as a share of the announced pause; inf: they did not come."""
+    """A record of how late announced requests of one tenant came, as a share of the announced pause; inf stands for a
+    request that did not come.
+    """
 
     def __init__(self, latest: Iterable[float] = AT_FIRST) -> None:
         self._latest = deque(latest)
@@ -54,12 +56,12 @@ class Lateness:
 
     @property
     def latest(self) -> list[float]:
-        """The lateness values, the oldest first."""
+        """The recorded values, the oldest first."""
         return list(self._latest)
 
     def between(self, after: float, until: float) -> tuple[float, float, float]:
-        """Return, for requests later than `after`: the chance of at most `until`, and the lateness of a tenth and of a
-        half of these.
+        """Return, for requests whose lateness is above `after`: the chance that it is at most `until`, and, of those,
+        the lateness that a tenth and that a half do not exceed.
         """
         known = self._sorted
         begin, end = bisect_right(known, after), bisect_right(known, until)
@@ -87,8 +89,9 @@ class _Due:
 
 
 class OnHint(Predictor):
-    """The predictor on-hint: it guesses what engines' hints say. An event or deleted key costs O(log n); `guesses`
-    costs O(hints of which half the pause has passed).
+    """The predictor on-hint: it predicts the requests that engines' hints announce, as far as such hints were right
+    before. An event takes logarithmic time; `guesses` takes time in proportion to the hints half of whose pause has
+    passed.
     """
 
     name = "on-hint"

@@ -41,7 +41,9 @@ RENEWED_S = 2.0  # so often, at most, the policy is asked to keep a chain
 
 @dataclass(frozen=True, slots=True)
 class PrefetchStatus:
-    """`failure`: why the predictor is off, "" while it works. `tenants`: figures by tenant's number."""
+    """A report on a store's prefetch. `failure` is why the predictor is off, "" while it works. `tenants` has figures
+    by tenant number, `all` the figures of all tenants together.
+    """
 
     is_enabled: bool
     predictor: str
@@ -63,7 +65,7 @@ class _Walked:
 
 
 class Prefetcher:
-    """The prefetcher of one store."""
+    """The component that promotes blocks which the predictor expects to be requested."""
 
     def __init__(
         self,
@@ -93,7 +95,7 @@ class Prefetcher:
         self._pump_is_due = False
 
     def tick(self) -> None:
-        """Plan and hand out blocks; call it a few times a second."""
+        """Make a new plan and start promotions; call it a few times a second."""
         self._recent.tidy()
         if not self._predictor.works:
             return
@@ -101,7 +103,7 @@ class Prefetcher:
         self.wake()
 
     def wake(self) -> None:
-        """Plan anew, since something was learned, unless that was just done."""
+        """Make a new plan soon, since something was learned, unless one was made less than `PLAN_S` ago."""
         is_due = self._now_s() - self._planned_s >= PLAN_S
         if self.is_enabled and self._predictor.works and is_due and self._planning is None:
             self._planned_s = self._now_s()
@@ -109,7 +111,7 @@ class Prefetcher:
             self._planning.add_done_callback(self._planning_ended)
 
     def requested(self, tenant: int, keys: Sequence[bytes], now_ns: int) -> None:
-        """Note that a request has asked for these blocks, and the available ones are mapped."""
+        """Note that a request has asked for the blocks `keys` of `tenant`; the stored ones are mapped now."""
         held_of = self._credit.held_of(tenant)
         if held_of:
             now_s = now_ns / NS_PER_S
@@ -120,7 +122,9 @@ class Prefetcher:
                     self._credit.wasted(tenant, key, now_s, is_evicted=True)
 
     def forgotten(self, tenant: int, keys: Sequence[bytes] | None) -> None:
-        """Note that blocks were deleted: they are not expected or judged any more."""
+        """Note that the blocks `keys` of `tenant` (None: all its blocks) were deleted: they count as wasted
+        prefetches.
+        """
         held_of = self._credit.held_of(tenant)
         for key in list(held_of) if keys is None else [key for key in keys if key in held_of]:
             self._credit.wasted(tenant, key, self._now_s(), is_evicted=True)

@@ -30,7 +30,9 @@ HOUR_S = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class UnmappedBlock:
-    """A block that is not mapped: its `token`, the tier `source` that it is read from, and how long that takes."""
+    """A block that is not in the mapped tier: its `token`, its slot's size, the tier `source` that it is read from, and
+    the seconds that this takes.
+    """
 
     token: int
     nbytes: int
@@ -40,8 +42,9 @@ class UnmappedBlock:
 
 @dataclass(frozen=True, slots=True)
 class PrefetchCandidate:
-    """A chain that may be requested, and its blocks that are not mapped, in the order in which they are of use.
-    `until_s`: how long they would be held for it."""
+    """A chain that will perhaps be requested, between `first_s` and about `due_s`. `key` is its last block; `blocks`
+    are its blocks that are not mapped, in the order of use. They would be held for it until `until_s`.
+    """
 
     tenant: int
     key: bytes
@@ -52,13 +55,13 @@ class PrefetchCandidate:
     blocks: Sequence[UnmappedBlock]
 
     def uses_an_hour(self, now_s: float) -> float:
-        """Return the expected uses an hour of a block that is brought now, while it is held."""
+        """Return the expected uses for each hour that a block brought at `now_s` is held."""
         held_s = self.probability * (self.due_s - now_s) + (1 - self.probability) * (self.until_s - now_s)
         return self.probability * HOUR_S / max(1.0, held_s)
 
     @property
     def value(self) -> float:
-        """The seconds of waiting that a byte saves, on the mean."""
+        """The expected seconds of waiting saved for each byte that is brought."""
         nbytes = sum(block.nbytes for block in self.blocks)
         return self.probability * sum(block.load_s for block in self.blocks) / nbytes if nbytes else 0.0
 
@@ -86,8 +89,8 @@ class _Entry:
 
 
 class PrefetchQueue:
-    """Chooses the next block to prefetch from a predictor's guesses. `budget_bytes_per_s`: for each link, 0: no limit.
-    `ahead_bytes`: for each link.
+    """A plan of blocks to prefetch, which chooses the next one. Each link has a budget of `budget_bytes_per_s` (0: no
+    limit) and at most `ahead_bytes` under way.
     """
 
     def __init__(self, budget_bytes_per_s: int, ahead_bytes: int) -> None:
@@ -110,8 +113,8 @@ class PrefetchQueue:
         return self._by_tenant[tenant]
 
     def plan(self, candidates: Iterable[PrefetchCandidate]) -> list[int]:
-        """Replace the wanted chains by `candidates`. Return the tokens under way of chains that are no longer wanted,
-        each once. Another caller may wait for these promotions.
+        """Replace the planned chains by `candidates`. Return the tokens of blocks under way whose chains are no longer
+        wanted, each once; another caller may still wait for these promotions.
         """
         wanted: set[tuple[int, bytes]] = set()
         entries = []
@@ -133,7 +136,7 @@ class PrefetchQueue:
         return given_up
 
     def drop(self, tenant: int, key: bytes) -> None:
-        """Drop a chain that is not wanted any more."""
+        """Remove the chain of `tenant` that ends with `key` from the plan."""
         kept = []
         for entry in self._plan:
             if (entry.candidate.tenant, entry.candidate.key) != (tenant, key):
@@ -144,7 +147,9 @@ class PrefetchQueue:
         self._plan = kept
 
     def next(self, now_s: float) -> tuple[PrefetchCandidate, UnmappedBlock] | None:
-        """Return the block to hand out now, or None. It stays in the plan until `started`, `skip` or `drop`."""
+        """Return the block to start now, with its chain, or None. It stays in the plan until `started`, `skip` or
+        `drop`.
+        """
         for entry in self._plan:
             block = entry.left[-1]
             source = self._source(block.source)
@@ -154,7 +159,7 @@ class PrefetchQueue:
         return None
 
     def started(self, candidate: PrefetchCandidate, block: UnmappedBlock) -> None:
-        """Note that a block has been handed out: it is under way until `ended`."""
+        """Note that the promotion of `block` has started: it is under way until `ended`."""
         source = self._source(block.source)
         source.bucket.spend(block.nbytes)
         source.under_way_bytes += block.nbytes
@@ -163,7 +168,7 @@ class PrefetchQueue:
         self.skip(block)
 
     def skip(self, block: UnmappedBlock) -> None:
-        """Skip the block, which `next` named: it need not be brought any more."""
+        """Remove `block`, which `next` returned, from the plan: it need not be prefetched."""
         for at, entry in enumerate(self._plan):
             if entry.left[-1] is block:
                 entry.left.pop()

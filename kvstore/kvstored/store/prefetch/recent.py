@@ -48,14 +48,16 @@ class _Tenant:
 
 
 class RecentRequests:
-    """The recent requests of all tenants. Each call costs O(1)."""
+    """A record of the requests of the last minutes, by tenant, which says whether a get or put is a new request. Each
+    call takes constant time.
+    """
 
     def __init__(self) -> None:
         self._tenants: dict[int, _Tenant] = {}
 
     def got(self, tenant: int, session: int, keys: Sequence[bytes], found: int, now_ns: int) -> bool:
-        """Note a get of the chain `keys`, whose first `found` blocks were stored. Return whether the get is a new
-        request.
+        """Note a get of the chain `keys` by `session`, whose first `found` blocks were stored. Return True when it is a
+        new request, False for the second get of one.
         """
         recent, last = self._of(tenant), keys[-1]
         recent.deleted.difference_update(keys)
@@ -72,8 +74,8 @@ class RecentRequests:
         return True
 
     def put(self, tenant: int, keys: Sequence[bytes], parent: bytes, now_ns: int) -> bool:
-        """Note a put of blocks that continue block `parent`. Return whether the put is a new request: no earlier get or
-        put led to it.
+        """Note a put of the blocks `keys`, which continue the block `parent`. Return True when it is a new request,
+        False when it belongs to an earlier get or put.
         """
         recent, last = self._of(tenant), keys[-1]
         recent.deleted.difference_update(keys)
@@ -88,22 +90,22 @@ class RecentRequests:
         return not end
 
     def end_of(self, tenant: int, keys: Sequence[bytes]) -> bytes:
-        """Return the last key of the request that the chain `keys` belongs to; the last of `keys` where no request is
-        known.
+        """Return the last key of the request that the chain `keys` belongs to, or the last of `keys` when no such
+        request is known.
         """
         recent = self._of(tenant)
         ends = (recent.marks[key][0] for key in keys[: -LOOKED_BACK - 1 : -1] if key in recent.marks)
         return next((end for end in ends if end not in recent.deleted), keys[-1])
 
     def names(self, tenant: int, end: bytes) -> Sequence[bytes]:
-        """Return blocks of the request whose last block is `end`, the deepest first. They may include the request's
+        """Return keys of the request whose last block is `end`, the deepest first. They may include the request's
         answer, and may lack its last blocks.
         """
         recent = self._tenants.get(tenant)
         return (end,) if recent is None else recent.names.get(end, (end,))
 
     def forget(self, tenant: int, keys: Sequence[bytes] | None) -> None:
-        """Name the blocks `keys` no more; None means all blocks of the tenant."""
+        """Stop naming the blocks `keys` of `tenant`; None stands for all of its blocks."""
         if keys is None:
             self._tenants.pop(tenant, None)
         elif (recent := self._tenants.get(tenant)) is not None:

@@ -1,9 +1,9 @@
-"""The admission of blocks to tiers that they need not be in: a key-addressed one, or one before DRAM.
+"""The admission of blocks to tiers that they need not be in: a remote (key-addressed) tier, or device memory before
+DRAM.
 
-A gate says which blocks are worth a write there, and how fast they may be written, where the lane has no budget of its
-own; there is one for a tier, for what is evicted from the tier above it and for what is copied early, so that both
-together keep to the rate. A frequency admission says whether a block may take the place of another one. Both ask
-admissions and residency, and write nothing.
+A gate says which blocks should be written to its tier, and how fast, where the lane has no budget of its own. One gate
+serves evictions from the tier above and early copies alike, so that both together keep to the rate. A frequency
+admission says whether a block may take the place of another one. Both ask admissions and the index, and write nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NOTES_MAX = 4096  # victims that won; without its note a victim stays longer
 
 @dataclass(frozen=True, slots=True)
 class RemoteWrites:
-    """Rules for writes to a key-addressed tier. `share` is `evicted` (write a block when the tier above evicts it, if
+    """The rules for writes to a remote tier. `share` is `evicted` (write a block when the tier above evicts it, if
     `admission` wants it), `reused` (write early also blocks that were used twice or have several continuations) or
     `all` (write every block early). `bytes_per_s` 0 means no limit.
     """
@@ -39,8 +39,10 @@ class RemoteWrites:
 
 
 class TierGate:
-    """The gate of one tier. `admission` judges what is evicted; `early` what may be written before, None: nothing.
-    `refuses(row)` says whether a block must not be written."""
+    """The judge of which blocks one tier should get. `admission` judges blocks that are evicted from the tier above,
+    `early` judges blocks that may be copied before (None: no block is). `refuses(row)` returns True for a block that
+    must not be written.
+    """
 
     def __init__(
         self, residency: ResidencyView, admission: Admission, early: Admission | None, bytes_per_s: int, clock: Clock,
@@ -55,7 +57,9 @@ class TierGate:
         self._counters = counters
 
     def admits(self, row: int) -> bool:
-        """Say whether a block that is evicted should get a copy, and may now."""
+        """Return whether the block at `row`, which is being evicted, should get a copy in this tier, and whether the
+        rate allows it now.
+        """
         if self._refuses(row):
             return False
         if not self._admission.admit(row, self._clock.monotonic_ns()):
@@ -67,7 +71,7 @@ class TierGate:
         return True
 
     def shares(self, row: int) -> bool:
-        """Say whether a block should get a copy before it is evicted."""
+        """Return whether the block at `row` should get a copy in this tier before it is evicted."""
         if self._early is None or self._refuses(row):
             return False
         return self._early.admit(row, self._clock.monotonic_ns())
@@ -80,25 +84,24 @@ class TierGate:
         return self._bucket.ready(self._clock.monotonic_ns())
 
     def wait_s(self) -> float:
-        """Return the seconds until the budget allows the next write."""
+        """Return in how many seconds the rate allows the next write."""
         now_ns = self._clock.monotonic_ns()
         return (self._bucket.ready_at_ns(now_ns) - now_ns) / NS_PER_S
 
     def spend(self, nbytes: int) -> None:
-        """Charge the slot of a block that is being written to the budget."""
+        """Charge a write of `nbytes` to the tier's rate."""
         self._bucket.ready(self._clock.monotonic_ns())
         self._bucket.spend(nbytes)
 
 
 class FrequencyAdmission:
-    """The admission to the full tier at position `tier` by frequency of use: a block is copied there only if it was
-    used more often than the one that would leave for it.
+    """A rule for a full tier: a block is copied there only if it was used more often than the block that would leave
+    for it.
 
-    Admission by comparison with the victim is TinyLFU's (Einziger, Friedman, Manes, ACM TOS 13(4), 2017). Uses are
-    counted by residency, over evictions too, and not by a sketch: nothing is done at a use. A block that was popular
-    once must give way in the end, so a victim loses in any case once the tier has declined `_TURNOVERS` times its own
-    blocks since the last use of the victim that was seen here. Without this admission a set of blocks that are used in
-    turn, larger than the tier, is copied there over and over, and hardly one is read from it.
+    The comparison with the victim is TinyLFU's (Einziger, Friedman, Manes, ACM TOS 13(4), 2017). The index counts uses,
+    over evictions too, so nothing is done at a use. A block that was popular once must give way in the end: a victim
+    loses in any case once the tier has declined `_TURNOVERS` times its own blocks since the victim's last use that was
+    seen here. Without this rule, blocks that are used in turn and do not all fit would be copied over and over.
     """
 
     def __init__(self, residency: ResidencyView, tier: int) -> None:
@@ -108,8 +111,8 @@ class FrequencyAdmission:
         self._won: dict[int, tuple[int, int]] = {}  # by token: its last use, and `_declined` when that was first seen
 
     def admits(self, row: int, victim: int, blocks: int = 1) -> bool:
-        """Return whether `row` takes the place of `victim`. If it does not, `blocks` blocks are counted as declined:
-        `row` and the blocks that need it.
+        """Return whether the block at `row` should take the place of the block at `victim`. If not, count `blocks`
+        blocks as declined: `row` and the blocks that cannot be used without it.
         """
         residency = self._residency
         token, last_use_ns = residency.token(victim), residency.rows.last_access_ns[victim]
@@ -127,9 +130,9 @@ class FrequencyAdmission:
 
 
 class TierIntake(NamedTuple):
-    """The parts that a tier needs to take in blocks that no eviction sends to it. `link` leads to the tier of `room`;
-    `gate` says which blocks the tier should have. `frequency` decides about places in a tier before DRAM; where it is
-    None, a block may take the place of any other.
+    """The parts by which a tier takes in blocks that no eviction sends to it. `link` leads to the tier, and `room`
+    finds slots there; `gate` says which blocks the tier should have. `frequency` decides whether a block may take
+    another's place in a full tier; None lets it take any place.
     """
 
     link: TierLink

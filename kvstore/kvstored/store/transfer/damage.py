@@ -29,9 +29,11 @@ Retire = Callable[[Slot, int], None]
 
 
 class Damage:
-    """The judge of bad copies. `tiers` and `retire` are in the order of the residency's: `retire[position](slot,
-    tenant)` takes slots of a tier in memory; a slot of the durable one is quarantined. `commit` is None without a
-    durable tier. `to_write_again` has the tokens of blocks whose durable copy was bad, until write-back takes them."""
+    """The judge of copies whose bytes turned out damaged, lost or unreadable. `tiers` and `retire` are in the order of
+    the index's tiers; `retire[position](slot, tenant)` frees a slot of a tier in memory, and a slot of the durable tier
+    is quarantined. `commit` is None without a durable tier. `to_write_again` has the tokens of blocks whose durable
+    copy was bad and must be written again.
+    """
 
     def __init__(
         self,
@@ -52,8 +54,8 @@ class Damage:
         self.to_write_again: list[int] = []
 
     def is_copied(self, move: BlockMove, outcome: Outcome | Unmoved) -> bool:
-        """Return whether a move went well, and treat the copy that it read as damaged where the outcome says so. Where
-        the block was removed by force meanwhile, or has lost that copy, nothing is left to do.
+        """Return whether a move succeeded. If `outcome` says that the copy it read was damaged or unreadable, take that
+        copy out of service, unless it is gone already.
         """
         if isinstance(outcome, Unmoved):
             return False
@@ -65,9 +67,9 @@ class Damage:
         return outcome.ok
 
     def found(self, position: int, row: int, reason: str) -> None:
-        """Take the bad copy of a block in the tier at `position` out of service. While another read or copy of the
-        block is under way, the bad copy stays and is found again: the bytes that were read from it fail their
-        checksum.
+        """Take the damaged copy of the block at `row` in the tier at `position` out of service. `reason` goes to the
+        log. While another read or copy of the block is under way the copy stays: its checksum fails again at the next
+        read.
         """
         residency = self._residency
         is_durable = position == residency.durable
@@ -94,8 +96,8 @@ class Damage:
             self._log(position, slot, f"{what}{other} has it, it is read again")
 
     def lost(self, position: int, row: int, reason: str) -> None:
-        """Note that the tier at `position`, which may forget blocks, has lost its copy. Where no other tier has a copy,
-        the block is forgotten.
+        """Note that the tier at `position`, which may lose blocks, has lost the copy of the block at `row`. If no other
+        tier has a copy, the block is removed.
         """
         residency = self._residency
         self._counters.add("forgotten_blocks")
@@ -106,8 +108,9 @@ class Damage:
             self.forget(row, Cause.FORGOTTEN, reason)
 
     def unreadable(self, position: int, row: int, reason: str) -> None:
-        """Give up a sound copy in the tier at `position` that this build cannot turn back into its payload: a put is to
-        find the place of the block free. Where another tier has a copy, the block lives on with that one."""
+        """Give up an undamaged copy that this build cannot decode, of the block at `row` in the tier at `position`. If
+        no other tier has a copy, the block is removed, so that it can be put again.
+        """
         residency = self._residency
         if residency.being_filled(row):
             return
@@ -122,8 +125,8 @@ class Damage:
             self.forget(row, Cause.READ_FAILED, reason)
 
     def forget(self, row: int, cause: Cause, reason: str) -> None:
-        """Remove a block from the index, with its cause. The durable bytes are kept aside; the slot in memory is free
-        once it has no reader.
+        """Remove the block at `row` from the index, with `cause`. Its durable slot is quarantined with `reason`; its
+        slot in memory is freed once it has no reader.
         """
         residency = self._residency
         orphans, tenant = residency.dependents(row), residency.tenant_of(row)

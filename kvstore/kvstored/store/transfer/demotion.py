@@ -24,10 +24,10 @@ from kvstored.telemetry import Flows
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Limits of a demotion: `at_once` blocks may be under way, and a caller waits until one of them has been under way
-    for `wait_s`. So a tier that hangs delays the tier above once, and not for each block. `gate` says which blocks
-    are worth a demotion. `direct` is the link from DRAM, for blocks that DRAM has. `priority` is DEMAND where a put
-    waits for the room.
+    """The limits of demotions into one tier. At most `at_once` blocks are under way. A caller waits until the oldest
+    demotion has taken `wait_s` seconds (None: to the end), so a tier that hangs delays the tier above once and not for
+    each block. `gate` says which blocks get a copy. `direct` is the link from DRAM, for blocks that DRAM has.
+    `priority` is DEMAND where a put waits for the room.
     """
 
     at_once: int = 1 << 30
@@ -38,7 +38,9 @@ class Bounds:
 
 
 class Demotion:
-    """Demotes blocks along `link` into `room`; `beyond` is the demoter of the tier below that one."""
+    """The copying of evicted blocks into the tier below, along `link` and into `room`. `beyond` is the demoter to the
+    next tier down, for blocks that find no room here.
+    """
 
     def __init__(
         self, residency: Residency, link: TierLink, room: Room, beyond: Demoter, damage: Damage, flows: Flows,
@@ -54,8 +56,8 @@ class Demotion:
         self._moves: Moves[BlockMove] = Moves(residency, self._make_room)
 
     def wants(self, row: int) -> bool:
-        """Return whether an evicted block should get a copy in the tier below: False where it has one, where too many
-        demotions are under way, or where the gate declines it.
+        """Return whether the evicted block at `row` should get a copy in the tier below. It is False when that tier has
+        a copy, too many demotions are under way, or the gate declines the block.
         """
         if self._residency.is_in(row, self._link.destination) or not self._link.is_open:
             return False
@@ -65,8 +67,8 @@ class Demotion:
         return len(self._moves) < bounds.at_once and (bounds.gate is None or bounds.gate.admits(row))
 
     async def write_back(self, row: int) -> bool:
-        """Demote a block. Return whether the tier below has a copy now. The demotion goes on where the wait for it ends
-        before it does.
+        """Copy the block at `row` to the tier below. Return whether it has a copy there (or further down) now. When the
+        bound on the wait is reached first, return False; the copy goes on.
         """
         residency, bounds = self._residency, self._bounds
         move = self._moves.find(residency.token(row))
@@ -102,7 +104,7 @@ class Demotion:
         return row >= 0 and self._beyond.wants(row) and await self._beyond.write_back(row)
 
     def copies_of(self, tokens: Collection[int]) -> list[asyncio.Task[bool]]:
-        """Return the demotions of these blocks that are under way."""
+        """Return the tasks of demotions under way for the blocks that `tokens` name."""
         return self._moves.copies_of(tokens)
 
     async def progress(self) -> bool:

@@ -25,7 +25,9 @@ from kvstored.tier_set import TierSet
 
 
 class DevicePromotion:
-    """Reads blocks from NVMe into the tier of `intake`, which admits by frequency of use; `promoter` leads to DRAM."""
+    """The reading of blocks from NVMe straight into the device memory of the tier of `intake`, without a slot in DRAM.
+    `promoter` promotes to DRAM the blocks that cannot go this way.
+    """
 
     def __init__(
         self,
@@ -50,11 +52,13 @@ class DevicePromotion:
 
     @property
     def destination(self) -> int:
-        """Return the position of the tier that blocks are read to."""
+        """The position of the device tier that blocks are read into."""
         return self._link.destination
 
     def choose(self, rows: Iterable[int]) -> set[int]:
-        """Return the `rows`, in the order of their chain, that should go this way."""
+        """Return the rows among `rows`, given in chain order, whose blocks should be read straight into the device
+        tier.
+        """
         residency, chosen = self._residency, set[int]()
         if not self._link.is_open:
             return chosen
@@ -66,8 +70,10 @@ class DevicePromotion:
         return chosen
 
     def promote(self, row: int, due_ns: int) -> asyncio.Future[bool] | None:
-        """Read a row that was chosen: the future resolves to whether the block is readable on the device or in DRAM.
-        None where the device has no room. The caller stops waiting at `due_ns`."""
+        """Read the block at `row`, which `choose` returned, into the device tier. The future resolves to True when the
+        block is readable there or in DRAM. Return None when the device has no room. The caller stops waiting at
+        `due_ns` (monotonic).
+        """
         token = self._residency.token(row)
         move = self._moves.find(token)
         if move is not None:
@@ -83,8 +89,9 @@ class DevicePromotion:
         return asyncio.shield(move.task)
 
     def give_up(self, token: int) -> None:
-        """Note that a caller no longer waits for a block that `promote` took. When no caller is left and the read has
-        not begun, it is cancelled."""
+        """Note that one caller of `promote` no longer waits for the block that `token` names. When no caller is left
+        and the read has not begun, it is cancelled.
+        """
         move = self._moves.find(token)
         if move is not None:
             move.give_up()
@@ -98,7 +105,7 @@ class DevicePromotion:
                 move.cancel()
 
     def copies_of(self, tokens: Collection[int]) -> list[asyncio.Task[bool]]:
-        """Return the reads of these blocks that are under way."""
+        """Return the tasks of reads under way for the blocks that `tokens` name."""
         return self._moves.copies_of(tokens)
 
     def _is_wanted(self, row: int) -> bool:

@@ -44,8 +44,8 @@ Result = TypeVar("Result")
 
 
 class Again(Enum):
-    """The reason why there is no slot yet. AGAIN: another evacuation has ended, so the caller should ask the tier
-    again. BUSY: the evacuation takes too long.
+    """The reason why emptying a container gave no slot yet. AGAIN: another evacuation has ended, so ask the tier for a
+    slot again. BUSY: the other evacuation takes too long.
     """
 
     AGAIN = "again"
@@ -57,8 +57,9 @@ BUSY: Final = Again.BUSY
 
 
 class Evacuation:
-    """Empties containers of `tier`. `on_damage(row, reason)` is called for copies that are found damaged on their
-    way."""
+    """The emptying of containers (arenas or slabs) of `tier`, one at a time, so that they can hold slots of another
+    size or owner. `on_damage(row, reason)` is called for a copy that is found damaged while it is moved.
+    """
 
     def __init__(
         self,
@@ -96,9 +97,13 @@ class Evacuation:
         *,
         insists: bool = False,
     ) -> Slot | Again | None:
-        """Return a slot of `nbytes` of `owner`, in a container that is emptied for it, if possible of the kind of
-        `container`, without evicting rows that are `spared`; None when no container can be emptied now. A caller
-        `insists` where there is nothing else to evict: then wait a little for blocks that are being read or written."""
+        """Empty a container, and return a slot of `nbytes` for `owner` in it, or None when no container can be emptied
+        now.
+
+        Containers of the kind of `container` come first. Rows in `spared` are not evicted, and no more than `allowance`
+        permits. With `insists`, set where nothing else can be evicted, it waits a little for blocks that are being read
+        or written.
+        """
         if insists and (pause_s := self._pause_s(nbytes, owner)) > 0:
             await asyncio.sleep(pause_s)
             return None
@@ -112,21 +117,21 @@ class Evacuation:
             raise
 
     async def vacate(self, container: int) -> bool:
-        """Empty this container, regardless of what that evicts of its kind. Return whether it is empty."""
+        """Empty `container`, however much must be evicted for that. Return whether it is empty."""
         return await asyncio.shield(self._start(self._vacate(container)))
 
     async def wait(self) -> bool:
-        """Wait until an evacuation that is under way has ended; False when that takes too long."""
+        """Wait until the evacuation under way has ended. Return False when that takes longer than `TURN_WAIT_S`."""
         ended, _ = await asyncio.wait(self._running, timeout=TURN_WAIT_S, return_when=asyncio.FIRST_COMPLETED)
         return bool(ended)
 
     async def settle(self, timeout_s: float) -> None:
-        """Wait for what is under way, before the tier is closed."""
+        """Wait for evacuations under way, for `timeout_s` at most, before the tier is closed."""
         if self._running:
             await asyncio.wait(self._running, timeout=timeout_s)
 
     def kind_of(self, container: int) -> set[int]:
-        """Return all containers of the same size and owner."""
+        """Return the containers with the slot size and owner of `container`, itself included."""
         reports = self._tier.containers()
         kind = next(((each.owner, each.slot_bytes) for each in reports if each.container == container), None)
         return {each.container for each in reports if (each.owner, each.slot_bytes) == kind}

@@ -1,9 +1,8 @@
-"""Taking a copy out of one tier: dropped where another tier has one, demoted where it is the last and worth it, else
-forgotten with its block.
+"""Taking a copy out of one tier: dropped where another tier has one, demoted where it is the last and should be kept,
+else removed with its block.
 
-Owns the step from "this block is evicted" to "its slot is being freed". Never chooses the block.
-Invariants: a pinned copy is kept; a chain gets no hole; a slot with readers is held in limbo, within its tenant's
-limit.
+Owns the step from "this block is evicted" to "its slot is being freed". Never chooses the block. Invariants: a pinned
+copy is kept; a chain gets no hole; a slot with readers is held in limbo (kept from reuse), within its tenant's limit.
 """
 
 from __future__ import annotations
@@ -24,25 +23,27 @@ SLICE_EVICTIONS = 16  # between two looks at the loop: about 0.3 ms
 
 
 class SlotExit(Protocol):
-    """The way of a slot whose block was removed from its tier: the slot is free at once, or once its last reader is
-    done. For a tier that clients map, `LeaseTable` implements it.
+    """A way to free slots whose block was removed from a tier: at once, or when the last reader is done. LeaseTable is
+    one, for the tier that clients map.
     """
 
     def has_readers(self, slot: Slot) -> bool:
-        """Say whether a client may still read the slot, under a lease or after one."""
+        """Return whether a client may still read `slot`, under a lease or shortly after one."""
         ...
 
     def may_retire(self, slot: Slot, tenant: int) -> bool:
-        """Say whether a block of `tenant` may be evicted from this slot."""
+        """Return whether a block of `tenant` may be evicted from `slot`: False when the tenant has too many slots
+        waiting for readers.
+        """
         ...
 
     def retire(self, slot: Slot, tenant: int) -> None:
-        """Take over the slot, from which a block of `tenant` was removed."""
+        """Free `slot`, from which a block of `tenant` was removed, at once or when its last reader is done."""
         ...
 
 
 class UnmappedExit:
-    """The exit of a tier that no client maps: a slot has no readers, and is free at once."""
+    """A SlotExit for a tier that no client maps: a slot has no readers, and is freed at once."""
 
     def __init__(self, tier: Tier) -> None:
         self._tier = tier
@@ -58,33 +59,35 @@ class UnmappedExit:
 
 
 class Demoter(Protocol):
-    """Gives a block a copy in the tier below: `WriteBack` where that is NVMe, else `Demotion`."""
+    """A component that gives evicted blocks a copy in the tier below: `WriteBack` if that is NVMe, otherwise
+    `Demotion`.
+    """
 
     def wants(self, row: int) -> bool:
-        """Return whether the evicted copy is worth a copy in the tier below, or has to be kept because its children
-        need it.
+        """Return whether the evicted block at `row` should get a copy in the tier below, or must get one because
+        children need it.
         """
         ...
 
     def write_back(self, row: int) -> Awaitable[bool]: ...
 
     async def progress(self) -> bool:
-        """Wait until a write under way has ended. Return False when none is under way. A block that is being written
-        cannot be evicted.
+        """Wait until a write under way, which keeps its block from being evicted, has ended. Return False when none is
+        under way.
         """
         ...
 
 
 class Copier(Protocol):
-    """Copies blocks to another tier for no request. The blocks are pinned meanwhile."""
+    """A component that copies blocks to another tier although no request wants that. Blocks are pinned meanwhile."""
 
     def copies_of(self, tokens: Collection[int]) -> Sequence[asyncio.Task[Any]]:
-        """Return the copies of these blocks that are under way."""
+        """Return the tasks of copies under way for the blocks that `tokens` name."""
         ...
 
 
 class NoDemotion:
-    """The demoter below the slowest tier, where there is nothing."""
+    """A demoter for the slowest tier, below which there is no tier: it wants no block."""
 
     def wants(self, row: int) -> bool:
         return False
@@ -98,7 +101,9 @@ class NoDemotion:
 
 @dataclass(slots=True)
 class Allowance:
-    """The most that may be evicted for one block: a container's worth and its own size."""
+    """A bound on what may be evicted to store one block: `container_bytes` (one container) plus `block_bytes` (the
+    block itself). `spent_bytes` counts what was evicted so far.
+    """
 
     block_bytes: int
     container_bytes: int
@@ -109,7 +114,7 @@ class Allowance:
 
 
 class Eviction:
-    """Evicts from the tier at `position`."""
+    """The removal of copies from the tier at `position`, with a demotion to the tier below if it is wanted."""
 
     def __init__(
         self,
@@ -130,15 +135,15 @@ class Eviction:
         self._flow = flows.tiers[position]
 
     def may_go(self, row: int) -> bool:
-        """Say whether the copy may be evicted from this tier now."""
+        """Return whether the copy of the block at `row` may be evicted from this tier now."""
         residency, position = self._residency, self.position
         return residency.is_evictable(row, position) and self._exits.may_retire(
             residency.slot(row, position), residency.tenant_of(row)
         )
 
     async def evict(self, row: int, cause: Cause) -> bool:
-        """Take the copy out of this tier. Return False when it must stay: it is leased, or it is the only copy of a
-        block that a chain needs.
+        """Evict the copy of the block at `row` from this tier, with a demotion first if it is wanted. Return False when
+        it must stay: it is leased, or it is the only copy of a block that other blocks need.
         """
         residency, position = self._residency, self.position
         if not self.may_go(row):
@@ -158,13 +163,17 @@ class Eviction:
         return residency.has(row, position) is False
 
     def expire(self, row: int) -> bool:
-        """Let a copy go that was idle for too long, if it may; whether it is gone."""
+        """Evict the copy of the block at `row`, which was idle for too long, if it may be evicted. Return whether it is
+        gone.
+        """
         if self.may_go(row):
             self.take(row, Cause.EXPIRED)
         return not self._residency.has(row, self.position)
 
     def take(self, row: int, cause: Cause) -> None:
-        """Take out a copy that may be evicted. Where no other tier has a copy, the block is removed with it."""
+        """Remove the copy of the block at `row`, which may be evicted, without demotion. Where no other tier has a
+        copy, the whole block is removed with `cause`.
+        """
         residency, position, retire = self._residency, self.position, self._exits.retire
         tenant = residency.tenant_of(row)
         if TIER_SETS[residency.tier_mask(row)].without(position):

@@ -37,7 +37,7 @@ _QUEUE_FROM_BYTES = 8 << 20  # less is no queue
 
 
 class Refusal(Enum):
-    """The reason why a block was not written. The values go over the admin socket; kvctl has a sentence for each."""
+    """The reason why a block was not written to NVMe. The values are sent to kvctl, which has a sentence for each."""
 
     ADMISSION = "admission"  # not worth a write yet
     WORTH = "worth"  # nor is its chain, by what is known of such chains
@@ -63,9 +63,7 @@ _COUNTERS = {
 
 
 class WriteState(Enum):
-    """The progress of a write. A write that has BEGUN is in the tier's hands; a write that is WRITTEN is durable after
-    the next sync.
-    """
+    """The progress of a write to NVMe. BEGUN: the tier has it. WRITTEN: it is durable after the next sync."""
 
     QUEUED = "queued"
     BEGUN = "begun"
@@ -75,15 +73,17 @@ class WriteState(Enum):
 
 @dataclass(slots=True, eq=False)
 class Write(BlockMove):
-    """A move to the durable tier. `settled` resolves to whether the copy is durable."""
+    """A move of one block to the durable tier. `settled` resolves to True when the copy is durable, False when it will
+    not be.
+    """
 
     settled: asyncio.Future[bool] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     state: WriteState = WriteState.QUEUED
 
 
 class Backlog:
-    """Blocks on their way to the durable tier, by token: some gather for the next batch, some are being written.
-    `bytes_per_s()` is the write rate that the disk has shown.
+    """The writes on their way to the durable tier. `writes` has them by token; those in `gathering` wait for the next
+    batch. `bytes_per_s()` returns the write rate that the disk has shown.
     """
 
     def __init__(self, bytes_per_s: Callable[[], float]) -> None:
@@ -98,30 +98,30 @@ class Backlog:
 
     @property
     def queued(self) -> int:
-        """Count the writes that are started and that the tier does not have yet."""
+        """The number of writes that have been started and that the tier does not have yet."""
         return len(self.writes) - len(self.gathering) - self.begun
 
     @property
     def has_more(self) -> bool:
-        """Say whether the tier will get more writes: queued ones, or some that gather for the next batch."""
+        """True when the tier will get more writes: queued ones, or writes that gather for the next batch."""
         return self.queued > 0 or bool(self.gathering)
 
     @property
     def seconds(self) -> float:
-        """Return the seconds that the disk needs for the backlog."""
+        """The seconds that the disk needs for the backlog."""
         return self.nbytes / self._bytes_per_s() if self.nbytes > _QUEUE_FROM_BYTES else 0.0
 
 
 def missing_path(
     residency: ResidencyView, row: int, is_coming: Callable[[int], bool], most: int = MAX_CHAIN_BLOCKS
 ) -> list[int] | None:
-    """Return `row` and its ancestors that NVMe does not have and that are not on their way there, head first.
+    """Return the block at `row` and its ancestors that NVMe does not have and that are not being written, the first of
+    the chain first.
 
-    The path ends where the chain is broken: an ancestor without a readable copy cannot be written. A block of a
-    windowed or recurrent layer group is the whole path: it is of use without the ones before it. A path longer than
-    `MAX_PATH_BLOCKS` is cut at its end: the head is written first, and `row` has to be asked for again. Return None
-    when more than `most` blocks are missing: a caller that cannot pay for them need not walk to the end of a long
-    chain.
+    The path ends at an ancestor without a readable copy, which cannot be written. A block of a sliding-window or
+    recurrent layer group is the whole path, since it is of use alone. A path longer than `MAX_PATH_BLOCKS` is cut at
+    its end, so call again for `row` later. `is_coming(row)` returns whether a write is under way. Return None when more
+    than `most` blocks are missing.
     """
     path: list[int] = []
     durable = residency.durable
@@ -137,7 +137,9 @@ def missing_path(
 
 
 class WriteGate:
-    """The judge of writes to the durable tier. Mode `always` waits `throttle_ms` for budget."""
+    """The judge of writes to the durable tier: it says which blocks are written, and pays for them from the endurance
+    budget. A put in mode `always` waits up to `throttle_ms` for budget.
+    """
 
     def __init__(
         self,
@@ -163,14 +165,16 @@ class WriteGate:
         self._is_commit_paid = False
 
     def admits(self, row: int) -> bool:
-        """Say whether a block is worth a write that no client insists on, and remember why not."""
+        """Return whether the block at `row` should be written although no client insists on it. A refusal is remembered
+        with its reason.
+        """
         refusal = self._why_not(row)
         if refusal is not None:
             self.refuse(self._residency.token(row), refusal)
         return refusal is None
 
     def is_coming(self, row: int) -> bool:
-        """Say whether a write of the block waits or is under way."""
+        """Return whether a write of the block at `row` waits or is under way."""
         return self._residency.token(row) in self.backlog
 
     def _why_not(self, row: int) -> Refusal | None:
@@ -196,8 +200,9 @@ class WriteGate:
     # Paying
 
     def path(self, row: int) -> list[int] | None:
-        """Return what has to be written for `row` to be of use after a restart, head first; nothing when it is there.
-        None when it is more blocks of this size than the budget has left, however far the chain goes on."""
+        """Return the blocks to write so that the block at `row` can be used after a restart, the first of the chain
+        first; empty when all are written. Return None when the budget has too little left for them.
+        """
         return missing_path(self._residency, row, self.is_coming, self._affordable_blocks(row))
 
     def _affordable_blocks(self, row: int) -> int:
@@ -208,7 +213,9 @@ class WriteGate:
         return blocks if blocks < MAX_PATH_BLOCKS else MAX_CHAIN_BLOCKS  # a longer path is cut to what can be paid for
 
     def pay(self, row: int) -> list[int] | WriteVerdict:
-        """Pay for the path of a block. Return the path, or the reason why the budget does not allow it."""
+        """Charge the endurance budget for the block at `row` and the ancestors to be written with it. Return these
+        rows, or the verdict that refuses them.
+        """
         path, tenant = self.path(row), self._residency.tenant_of(row)
         if path is None:
             return self.endurance.reject(tenant)
@@ -219,8 +226,10 @@ class WriteGate:
         return path
 
     async def pay_in_time(self, token: int, *, insists: bool) -> list[int] | None:
-        """Pay as `pay` does, waiting for the budget if a client insists, else only for an allotment of it. Return None
-        when it was not in time, or the block has gone meanwhile."""
+        """Pay as `pay` does for the block that `token` names. If a client `insists`, wait up to `throttle_ms` for
+        budget, otherwise only for an allotment of it. Return None when the budget did not come in time, or the block is
+        gone.
+        """
         residency = self._residency
         row = residency.current(token)
         if row < 0:
@@ -247,13 +256,16 @@ class WriteGate:
         return None
 
     def refund(self, tenant: int, slot_bytes: int, written_bytes: int = 0) -> None:
-        """Take back what was paid for a block of which nothing was written, or which took a slot of `written_bytes`
-        alone."""
+        """Give back to the budget what `tenant` paid for a block with a slot of `slot_bytes`, less the cost of
+        `written_bytes` that were written all the same.
+        """
         cost_bytes = medium_bytes(slot_bytes) - (medium_bytes(written_bytes) if written_bytes else 0)
         self.endurance.refund(tenant, cost_bytes)
 
     def commit_begins(self) -> None:
-        """Note that a group commit starts. Blocks that come too late for it need another one, which is paid for now."""
+        """Note that a group commit (a sync for all written blocks) starts. Pay for the next one if more writes wait for
+        it.
+        """
         self._is_commit_paid = self.backlog.has_more and self.endurance.charge_unasked(COMMIT_BYTES)
 
     def _cost_of(self, path: list[int]) -> int:
@@ -266,7 +278,7 @@ class WriteGate:
     # Saying no
 
     def refuse(self, token: int, refusal: Refusal) -> None:
-        """Remember why a block is not written."""
+        """Remember why the block that `token` names is not written."""
         counter = _COUNTERS.get(refusal)
         if counter is not None and self._refusals.get(token) is not refusal:  # once, however often it is asked
             self._counters.add(counter)
@@ -276,15 +288,15 @@ class WriteGate:
             self._refusals.popitem(last=False)
 
     def refusal_of(self, row: int) -> Refusal | None:
-        """Return why a block was not written; None when it was not asked for, or is on its way."""
+        """Return why the block at `row` was not written. Return None when no write was wanted, or one is under way."""
         return self._refusals.get(self._residency.token(row))
 
     def begins(self, token: int) -> None:
-        """Forget a refusal of a block that is written after all."""
+        """Forget the refusal of the block that `token` names, which is written after all."""
         self._refusals.pop(token, None)
 
     def breaker_or(self, verdict: WriteVerdict) -> Refusal:
-        """Return what a verdict of the budget means for a block."""
+        """Return the reason to show for the budget's refusal `verdict`; TIER if the tier takes no writes anyway."""
         if not self.breaker.takes_writes:
             return Refusal.TIER
         return Refusal.SHARE if verdict is WriteVerdict.OVER_SHARE else Refusal.BUDGET

@@ -25,7 +25,9 @@ RETRY_S, LAST_RETRY_S = 1.0, 60.0  # after a sync that failed; longer each time,
 
 
 class BatchLimits(NamedTuple):
-    """Bounds of a batch: a write waits up to `delay_ms` for more writes, and until the batch has `blocks` of them."""
+    """The bounds of a batch of writes: a write waits up to `delay_ms` for more writes, or until there are `blocks` of
+    them.
+    """
 
     delay_ms: int
     blocks: int
@@ -49,7 +51,9 @@ class _Unsynced:
 
 
 class GroupCommit:
-    """The commits of the writes in the gate's backlog: queued ones ask for a sync when they begin."""
+    """The syncs of NVMe, each of which makes all writes begun before it durable. The writes are those in the backlog of
+    `gate`.
+    """
 
     def __init__(
         self,
@@ -75,7 +79,9 @@ class GroupCommit:
         self.pending: dict[int, asyncio.Future[bool]] = {}  # by token: what says that its newest copy is durable
 
     def begun(self, write: Write) -> None:
-        """Sync after `write`, which is the tier's now, or when there is more to sync. `ended` follows."""
+        """Note that the tier has begun `write`. A sync follows soon, together with other writes. Call `ended` when the
+        write ends.
+        """
         write.state = WriteState.BEGUN
         self.backlog.begun += 1
         self._unsynced.writes.append(write)
@@ -86,20 +92,22 @@ class GroupCommit:
             self._begin_in(self._delay_s)
 
     def ended(self, write: Write, *, went_well: bool) -> None:
-        """Note how a write that had begun ended: nothing of one that failed can become durable."""
+        """Note that `write`, which had begun, has ended. If it failed, nothing of it becomes durable."""
         write.state = WriteState.WRITTEN if went_well else WriteState.FAILED
         if not went_well:
             self._forget(write)
 
     def when_synced(self) -> asyncio.Future[bool]:
-        """Return a future that says whether the copies whose writes have begun by now are durable."""
+        """Return a future that resolves to True when the copies whose writes have begun by now are durable, False if
+        the sync fails.
+        """
         settled: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._unsynced.waiting.append(settled)
         self.begin()
         return settled
 
     def begin(self) -> None:
-        """Sync, unless a sync runs: what begins meanwhile goes with the next one."""
+        """Start a sync of the writes begun so far, unless one runs: then the next sync includes them."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -112,7 +120,9 @@ class GroupCommit:
         self._nvme.sync(self._completions.to_loop(lambda outcome: self._ended(batch, number, outcome)))
 
     def sync(self) -> asyncio.Future[Outcome]:
-        """Make durable what was written and freed on NVMe before this call, by a sync of its own."""
+        """Start a sync of its own on NVMe. The future resolves to its outcome; on success, everything written and freed
+        before this call is durable.
+        """
         done: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         number = self.gate.breaker.began()
 

@@ -61,8 +61,9 @@ _LIMITS = {
 
 @dataclass(frozen=True, slots=True)
 class LaneSettings:
-    """Bounds of one lane. The priors describe the device until enough has been moved to know it. `spare_bytes_per_s` is
-    for everything but demand together; or `spare_share`, of the device's rate while busy. 0 for both is no limit."""
+    """The settings of one lane. The `prior_` fields describe the device until enough has been moved to measure it. All
+    work but demand shares a budget of `spare_bytes_per_s`, or of `spare_share` of the device's rate; 0 for both: no
+    limit."""
 
     max_in_flight: int = 8
     limits: dict[Priority, Limits] = field(default_factory=_LIMITS.copy)
@@ -81,12 +82,12 @@ class LaneSettings:
 
     @property
     def has_budget(self) -> bool:
-        """Say whether what is not demand has a limit."""
+        """True when all work but demand shares a budget of bytes a second."""
         return self.spare_share > 0 or self.spare_bytes_per_s > 0
 
 
 class Refused(Enum):
-    """The reason why an item was not queued; it takes the place of the ticket."""
+    """The reason why `submit` did not queue an item; it is returned instead of the item's ticket."""
 
     QUEUE_FULL = "the queue of this priority is full"
     ITEM_TOO_LARGE = "larger than a prefetch item may be"
@@ -95,7 +96,7 @@ class Refused(Enum):
 
 @dataclass(slots=True)
 class LaneItem(Generic[Work]):
-    """Work in a lane. The lane counts it by `ticket`; `arrival` orders demand that is due at one time."""
+    """Work in a lane, known by its `ticket`. `arrival` orders demand that has the same deadline."""
 
     ticket: int
     work: Work
@@ -110,8 +111,7 @@ class LaneItem(Generic[Work]):
 
 @dataclass(frozen=True, slots=True)
 class LaneStatistics:
-    """A report on a lane. Tuples are indexed by Priority. `service_bytes_per_s` is the device's rate while it is busy,
-    `bytes_per_s` the lane's recent rate."""
+    """A report on a lane. Tuples are indexed by Priority. `service_bytes_per_s` is the device's rate while busy."""
 
     name: str
     queued: tuple[int, ...]
@@ -127,8 +127,8 @@ class LaneStatistics:
 
 
 class Lane(Generic[Work]):
-    """One lane: it queues items and says which one starts next, by the rules above. Times are in monotonic nanoseconds
-    and never go back."""
+    """A queue of copies in one direction between two media, which says what starts next, by priority, deadline and byte
+    rate. Times are in monotonic nanoseconds and never go back."""
 
     def __init__(self, name: str, settings: LaneSettings | None = None) -> None:
         self.name = name
@@ -157,7 +157,7 @@ class Lane(Generic[Work]):
         self._failed = 0
 
     def share_medium(self, others: Iterable[Lane[Work]]) -> None:
-        """Let demand in any of `others` (the other direction of one disk, say) hold up this lane's prefetch."""
+        """Let demand in any of `others`, lanes on the same medium, hold up this lane's prefetch."""
         self.neighbours = [lane for lane in others if lane is not self]
 
     # What the caller does to items
@@ -165,8 +165,8 @@ class Lane(Generic[Work]):
     def submit(
         self, priority: Priority, nbytes: int, work: Work, now_ns: int, due_ns: int | None = None
     ) -> int | Refused:
-        """Queue `work` and return its ticket. `due_ns` says when it is of no use any more. A refused item leaves a
-        trace in the statistics alone."""
+        """Queue `work` of `nbytes` bytes; return its ticket, or why it was refused. At `due_ns` it is of no use any
+        more."""
         refused: Refused | None = None
         if self._closed:
             refused = Refused.CLOSED
@@ -184,8 +184,8 @@ class Lane(Generic[Work]):
         return self._tickets
 
     def promote(self, ticket: int, priority: Priority, now_ns: int, due_ns: int | None = None) -> bool:
-        """Raise a queued item (a prefetch that a client now waits for) to the end of a higher priority's queue, or
-        bring demand forward. Return False when the ticket is gone, in flight, or was of no less urgency already."""
+        """Move a queued item to the end of the queue of a higher `priority`, or give demand an earlier `due_ns`. Return
+        False when the item is not queued, or was as urgent."""
         item = self._queued(ticket)
         if item is None or item.priority < priority:
             return False
@@ -204,7 +204,7 @@ class Lane(Generic[Work]):
         return True
 
     def cancel(self, ticket: int, now_ns: int) -> Work | None:
-        """Take back a queued item. Return None when it is in flight or gone: then wait for its completion."""
+        """Remove a queued item and return its work. Return None when it is in flight or gone."""
         item = self._queued(ticket)
         if item is None:
             return None
@@ -215,7 +215,7 @@ class Lane(Generic[Work]):
         return item.work
 
     def close(self) -> list[Work]:
-        """Refuse from now on, and give back everything queued. What is in flight still completes."""
+        """Refuse new items from now on, and return the work of queued ones. Items in flight still complete."""
         self._closed = True
         left = [item for queue in self._queues for item in queue.values()]
         for item in left:
@@ -226,7 +226,7 @@ class Lane(Generic[Work]):
     # Scheduling
 
     def next(self, now_ns: int) -> list[LaneItem[Work]]:
-        """Return everything that should start now; it counts as in flight from here on."""
+        """Return the items that should start now; they count as in flight from here on."""
         started: list[LaneItem[Work]] = []
         while self.has_queued and len(self._running) < self.settings.max_in_flight:
             item = self._choose(now_ns)
@@ -237,7 +237,8 @@ class Lane(Generic[Work]):
         return started
 
     def completed(self, ticket: int, now_ns: int, *, ok: bool = True) -> None:
-        """Note that an item in flight has ended. Raise RuntimeError for a ticket that is not in flight."""
+        """Note that an item in flight has ended, well if `ok`. Raise RuntimeError for a ticket that is not in
+        flight."""
         item = self._running.pop(ticket, None)
         if item is None:
             raise RuntimeError(f"lane {self.name}: ticket {ticket} completed but not in flight")
@@ -257,35 +258,34 @@ class Lane(Generic[Work]):
             self._spare.follow(self.settings.spare_share * self.service.bytes_per_s, now_ns)
 
     def wake_at(self, now_ns: int) -> int | None:
-        """Return when to call `next` again if nothing else happens; None when only a submit or a completion can change
-        that."""
+        """Return when (ns) to call `next` again if nothing else happens, None when time alone starts nothing."""
         if len(self._running) >= self.settings.max_in_flight or not self.has_queued:
             return None
         times = [at for priority in _PRIORITIES if (at := self._startable_at(priority, now_ns)) is not None]
         return min(times, default=None)
 
     def spare_at_ns(self, now_ns: int) -> int:
-        """Return when the budget for what is not demand has something left; `now_ns` if it has."""
+        """Return when (ns) the budget for all work but demand has something left, `now_ns` if it has some now."""
         return self._spare.ready_at_ns(now_ns)
 
     def estimate_us(self, nbytes: int, *, queued: bool = True) -> float:
-        """Return how many microseconds a demand for `nbytes` submitted now would take; with `queued`, behind the demand
-        that is here already."""
+        """Return how many microseconds a demand for `nbytes` submitted now would take; with `queued`, behind demand
+        here."""
         ahead = self._queued_bytes[Priority.DEMAND] + self._in_flight_bytes if queued else 0
         return self.service.estimate_us(nbytes + ahead)
 
     def demand_here(self) -> bool:
-        """Say whether demand is queued or in flight."""
+        """Return whether demand is queued or in flight in this lane."""
         return bool(self._queues[Priority.DEMAND]) or self._in_flight[Priority.DEMAND] > 0
 
     @property
     def has_queued(self) -> bool:
-        """Say whether anything waits to be started."""
+        """True when any item waits to be started."""
         return any(self._queues)
 
     @property
     def has_prefetch_queued(self) -> bool:
-        """Say whether something waits for demand to end, here or in a lane that shares a medium."""
+        """True when a prefetch waits, which may start when demand ends here or on the same medium."""
         return bool(self._queues[Priority.PREFETCH])
 
     def statistics(self, now_ns: int) -> LaneStatistics:

@@ -33,14 +33,16 @@ log = logging.getLogger(__name__)
 
 
 def lane_name(tiers: Sequence[str], source: int, destination: int) -> str:
-    """Return the name of the lane between two tiers, by position."""
+    """Return the name of the lane that copies from the tier at position `source` to the one at `destination`:
+    "nvme→host".
+    """
     return f"{tiers[source]}→{tiers[destination]}"
 
 
 class TierLink:
-    """The way from the tier at `source` to the tier at `destination`, through the lane `lane`. `breaker` belongs to the
-    slower of the two tiers; None when that tier is memory. `staging` belongs to a destination with a codec: a block
-    gets its coded form there before it gets a slot.
+    """A way to copy blocks from the tier at `source` to the tier at `destination`, through the lane `lane`. `breaker`
+    belongs to the slower of the two tiers, None when both are memory. `staging` is set when the destination has a
+    codec: a block is coded there before it gets a slot.
 
     The tier that can reach the memory of the other tier moves and verifies the bytes: the source's `move_out` fills the
     destination's slot, or the destination's `move_in` reads the source's slot. When both tiers can, the slower one
@@ -72,14 +74,14 @@ class TierLink:
 
     @property
     def is_open(self) -> bool:
-        """Return whether blocks may be moved now."""
+        """True when blocks may be moved along this link now: the tier's breaker allows it."""
         if self.breaker is None:
             return True
         return self.breaker.serves_reads if self._is_upwards else self.breaker.takes_writes
 
     @property
     def spare_in_s(self) -> float:
-        """Return the seconds until a copy that no request waits for may start, as far as the lane's budget allows."""
+        """The seconds until the lane's budget allows a copy that no request waits for; 0 if it does now."""
         now_ns = self.clock.monotonic_ns()
         return (self.lane.spare_at_ns(now_ns) - now_ns) / NS_PER_S
 
@@ -93,8 +95,9 @@ class TierLink:
         self, source: Slot, slot: Slot, key: bytes, image: Segment | None, done: Completion,
         unreadable: Callable[[], None],
     ) -> None:  # fmt: skip
-        """Copy the slot `source`, or its staged `image`, to `slot`. `unreadable` is called when the bytes pass through
-        a buffer and reading `source` has failed."""
+        """Copy the block `key` from the slot `source`, or its coded `image` if there is one, to `slot`, and call `done`
+        with the outcome. `unreadable` is called when reading `source` into a buffer between the tiers has failed.
+        """
         if image is not None:
             self._to.move_in(slot, image, key, done)
         elif self._is_by_file:
@@ -116,8 +119,9 @@ class TierLink:
             self._from.move_out(source, buffer, key, store)
 
     def judge(self, number: int, outcome: Outcome, *, is_of_another: bool) -> None:
-        """Report the end of transfer `number` to the breaker. `is_of_another`: the other tier failed, which says
-        nothing about the breaker's tier."""
+        """Report the `outcome` of transfer `number` to the breaker. `is_of_another`: the other tier failed, which says
+        nothing about the breaker's tier.
+        """
         if self.breaker is None:
             return
         if self._is_by_file:
@@ -127,7 +131,7 @@ class TierLink:
 
 
 class Unmoved(Enum):
-    """The reason why no transfer of a block began; it takes the place of an outcome."""
+    """The reason why no transfer of a block began; it is returned instead of an outcome."""
 
     NO_ROOM = "no room"
     IN_VAIN = "the copy to read from has gone, another one is there already, or nothing waits for it"
@@ -136,9 +140,9 @@ class Unmoved(Enum):
 
 @dataclass(slots=True, eq=False)
 class BlockMove:
-    """The move of one block along `link`. `waiters` is the number of callers that still want the block; the last of
-    them stops waiting at `due_ns`. `ticket` is the ticket in the lane, 0 while there is none. `is_asked_again`: another
-    caller asked after the transfer had ended.
+    """The move of one block along `link`. `waiters` counts the callers that still want the block; the last of them
+    stops waiting at `due_ns`. `ticket` is its ticket in the lane, 0 while it has none. `is_asked_again` is set when
+    another caller asked after the transfer had ended.
     """
 
     token: int
@@ -157,12 +161,12 @@ class BlockMove:
 
     @property
     def has_ended(self) -> bool:
-        """Return whether the transfer has ended or was refused, and the coroutine that follows it has not run since."""
+        """True when the transfer has ended or was refused, and the coroutine that follows it has not run since."""
         return self.outcome is not None and self.outcome.done()
 
     @property
     def is_refused(self) -> bool:
-        """Return whether the move was refused when it got its slot."""
+        """True when the transfer was refused at once, for example because the lane was full."""
         return self.outcome is not None and self.outcome.done() and isinstance(self.outcome.result(), Unmoved)
 
     def raise_priority(self, priority: Priority, due_ns: int | None = None) -> None:
@@ -176,7 +180,7 @@ class BlockMove:
             self.link.mover.cancel(self.link.lane.name, self.ticket)
 
     def give_up(self) -> None:
-        """Note that one caller no longer waits. When no caller is left, cancel the move."""
+        """Note that one caller no longer waits. When no caller is left, the move is cancelled if it is still queued."""
         self.waiters -= 1
         if not self.waiters:
             self.cancel()
@@ -186,8 +190,9 @@ Kind = TypeVar("Kind", bound=BlockMove)
 
 
 class Moves(Generic[Kind]):
-    """The moves of one kind that are under way, by token. `allocate(nbytes, tenant)` makes room for a move that has no
-    slot yet."""
+    """The moves of one kind (promotions, say) that are under way, by the token of the block. `allocate(nbytes, tenant)`
+    makes room for a move that has no slot yet.
+    """
 
     def __init__(self, residency: Residency, allocate: Callable[[int, int], Awaitable[Slot | None]]) -> None:
         self._residency = residency
@@ -204,17 +209,19 @@ class Moves(Generic[Kind]):
         return self.under_way.get(token)
 
     def copies_of(self, tokens: Collection[int]) -> list[asyncio.Task[bool]]:
-        """Return the tasks of the moves that are under way for the blocks in `tokens`."""
+        """Return the tasks of moves under way for the blocks that `tokens` name."""
         return [move.task for token, move in self.under_way.items() if token in tokens and move.task is not None]
 
     def add(self, move: Kind) -> None:
-        """Pin the block of `move`; the move begins later."""
+        """Register `move` and pin its block; its transfer begins later."""
         self.under_way[move.token] = move
         self._residency.pin(self._residency.current(move.token))
 
     def begin(self, move: Kind, follow: Callable[[Kind], Coroutine[Any, Any, bool]], slot: Slot | None) -> Kind:
-        """Queue `move` now if there is a `slot`, and let `follow` await its end. `follow` returns whether the block has
-        its copy. The move goes on if its caller does not wait for it."""
+        """Register `move`, queue it at once if there is a `slot`, and run `follow(move)` in a task that awaits the
+        move's end and returns whether the block has its copy. The move goes on if its caller does not wait for it.
+        Return the move.
+        """
         if move.token not in self.under_way:
             self.add(move)
         if slot is not None:
@@ -234,7 +241,9 @@ class Moves(Generic[Kind]):
             self.end(move)
 
     async def copied(self, move: Kind) -> Outcome | Unmoved:
-        """Make room for `move` if it has none yet, queue it, and wait for the end of its transfer."""
+        """Make room for `move` if it has no slot yet, queue it, and wait for its transfer. Return the outcome, or why
+        no transfer began.
+        """
         if move.outcome is None:
             if not self._is_wanted(move, self._residency.current(move.token)):
                 return Unmoved.IN_VAIN
@@ -289,8 +298,9 @@ class Moves(Generic[Kind]):
             return None
 
     def queue(self, move: Kind, slot: Slot, staged: StagedImage | None = None) -> None:
-        """Queue the transfer of the copy, or of its `staged` form, into `slot`. Free the slot if the move is in vain by
-        now."""
+        """Queue the transfer of the block of `move`, or of its coded form `staged`, into `slot`. The slot is freed if
+        the move is of no use any more.
+        """
         residency, link, tier = self._residency, move.link, move.link.destination_tier
         move.outcome = ended = asyncio.get_running_loop().create_future()
         row = residency.current(move.token)
@@ -341,7 +351,7 @@ class Moves(Generic[Kind]):
             move.ticket = ticket
 
     def end(self, move: Kind) -> None:
-        """Forget `move` and unpin its block. Idempotent."""
+        """Remove `move` from the moves under way, and unpin its block. A second call does nothing."""
         if self.under_way.get(move.token) is move:
             del self.under_way[move.token]
             self._residency.unpin_run([move.token])

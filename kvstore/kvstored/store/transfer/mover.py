@@ -19,14 +19,16 @@ from kvstored.store.transfer.lane import Lane, LaneItem, Priority, Refused
 
 @dataclass(slots=True)
 class LaneTransfer:
-    """One item of a lane: `start` begins the transfer of a block, and `done` gets its outcome."""
+    """A transfer that waits in a lane. `start` begins to copy the block, and `done` is called with the outcome."""
 
     start: Callable[[Completion], None]
     done: Callable[[Outcome], None]
 
 
 class Mover:
-    """The lanes of the daemon by name, and their timers."""
+    """The runner of all lanes: it starts the transfers that a lane allows, and wakes lanes by timers. `lanes` has them
+    by name.
+    """
 
     def __init__(self, lanes: Iterable[Lane[LaneTransfer]], completions: CompletionQueue, clock: Clock) -> None:
         self.lanes = {lane.name: lane for lane in lanes}
@@ -38,9 +40,10 @@ class Mover:
     def submit(
         self, lane_name: str, priority: Priority, nbytes: int, transfer: LaneTransfer, due_ns: int | None = None
     ) -> int | Refused:
-        """Queue a transfer of `nbytes` bytes in a lane. Return its ticket, or the reason for the refusal. The transfer
-        starts on the next turn of the loop at the earliest, so that the lane sees a whole batch. `due_ns`: when the
-        transfer is of no use any more."""
+        """Queue `transfer`, of `nbytes` bytes, in the lane `lane_name`. Return its ticket, or the reason for the
+        refusal. It starts on the next turn of the event loop at the earliest. At `due_ns` (monotonic) it is of no use
+        any more.
+        """
         lane = self.lanes[lane_name]
         answer = lane.submit(priority, nbytes, transfer, self._clock.monotonic_ns(), due_ns)
         if not isinstance(answer, Refused):
@@ -53,7 +56,7 @@ class Mover:
             self._schedule(lane)
 
     def cancel(self, lane_name: str, ticket: int) -> None:
-        """End a transfer as cancelled if it is still queued."""
+        """End the transfer with this `ticket` as cancelled if it is still queued in the lane; one in flight goes on."""
         lane = self.lanes[lane_name]
         transfer = lane.cancel(ticket, self._clock.monotonic_ns())
         if transfer is not None:
@@ -61,7 +64,7 @@ class Mover:
             self._look_again(lane)
 
     def close(self) -> None:
-        """End the queued transfers as cancelled; transfers in flight still complete."""
+        """End all queued transfers as cancelled; transfers in flight still complete."""
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()

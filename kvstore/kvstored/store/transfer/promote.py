@@ -45,7 +45,9 @@ class _Promotion(BlockMove):
 
 
 class Promoter:
-    """Promotes blocks by `links`, which lead to the mapped tier from every other one, fastest first."""
+    """The copying of blocks from slower tiers to the tier that clients map. `links` lead to it from every other tier,
+    fastest first. Promotions that no client waits for hold at most `prefetch_room_bytes` of it.
+    """
 
     def __init__(
         self,
@@ -75,8 +77,9 @@ class Promoter:
 
     @property
     def reaches_all(self) -> bool:
-        """Say whether every tier below can be read now. If not, lookups and gets leave out what only the others
-        have."""
+        """True when every slower tier can be read now. If not, lookups and gets leave out blocks that only the others
+        have.
+        """
         return all(link.is_open for link in self._gated)
 
     @property
@@ -85,11 +88,13 @@ class Promoter:
         return TierSet.of(self._residency.mapped, *(link.source for link in self._links.values() if link.is_open))
 
     def is_out_of_reach(self, row: int) -> bool:
-        """Say whether the block is stored, but cannot be read now."""
+        """Return whether the block at `row` is stored only in tiers that cannot be read now."""
         return not self.reaches_all and not self._residency.tier_mask(row) & self._reach
 
     def needs_new_copy(self, row: int) -> bool:
-        """Say whether a put of a block that is stored should give it a new copy: the tier that has it is shed."""
+        """Return whether a put of the block at `row`, which is stored, should store it again: no tier that has it can
+        be read now.
+        """
         return self.is_out_of_reach(row) and not self._residency.being_filled(row)
 
     def reachable(self, rows: list[int], *, exact: bool = True) -> list[int]:
@@ -108,12 +113,15 @@ class Promoter:
         return rows[: next((at for at, row in enumerate(rows) if not mask[row] & reach), len(rows))]
 
     def patience_ms(self, rows: Sequence[int]) -> int:
-        """Return how long to wait for `rows` at most: a read that takes many times the estimate is not worth it."""
+        """Return for how many milliseconds to wait at most for the promotion of `rows`: a multiple of its estimated
+        time.
+        """
         return max(LEAST_PATIENCE_MS, PATIENCE * sum(self.estimate_us(rows)) // 1000)
 
     def promote(self, row: int, priority: Priority, due_ns: int | None = None) -> asyncio.Future[bool]:
-        """Give a block a mapped copy: the future resolves to whether it has one. Joins a promotion under way, raising
-        its priority. The caller stops waiting at `due_ns`."""
+        """Copy the block at `row` to the mapped tier. The future resolves to whether it has a copy there. A promotion
+        under way is joined, and gets the higher `priority`. The caller stops waiting at `due_ns` (monotonic).
+        """
         residency = self._residency
         known = self._moves.find(residency.token(row))
         if known is not None:
@@ -148,15 +156,17 @@ class Promoter:
         return self._moves.begin(promotion, self._promote, slot)
 
     def give_up(self, token: int) -> None:
-        """Note that a caller no longer waits for a promotion that has not ended. When no caller is left and the read
-        has not begun, the promotion is cancelled."""
+        """Note that one caller no longer waits for the promotion of the block that `token` names. When no caller is
+        left and the read has not begun, it is cancelled.
+        """
         promotion = self._moves.find(token)
         if promotion is not None:
             promotion.give_up()
 
     def prefetch(self, row: int) -> bool:
-        """Queue a promotion that no client waits for. Return False when waiting promotions hold all the room they may,
-        or fill the lane's queue."""
+        """Queue a promotion of the block at `row` that no client waits for. Return False when waiting prefetches hold
+        all the room they may, or fill the lane's queue.
+        """
         link = self._link_of(row)
         if link is None or self._prefetch_room_bytes < self._residency.slot_bytes(row):
             return False
@@ -164,9 +174,10 @@ class Promoter:
         return self.is_coming(row)
 
     def prefetch_if(self, row: int, pays: Callable[[int], bool], ended: Callable[[bool, bool], None]) -> bool:
-        """Queue a promotion as `prefetch` does, of a block that is not coming yet: into a free slot, or one that the
-        policy's next victim leaves, if `pays(victim)`. `ended(is_mapped, is_late)` is called at the end, late: a
-        request has come for it meanwhile. Return False, and never call `ended`, where it did not begin."""
+        """Queue a prefetch of the block at `row`, if it is not being promoted: into a free slot, or into the slot of
+        the policy's next victim if `pays(victim)` is True. At the end `ended(is_mapped, is_late)` is called; `is_late`
+        is True when a request has asked for the block meanwhile. Return False, without a call of `ended`, when it did
+        not begin."""
         residency, link, nbytes = self._residency, self._link_of(row), self._residency.slot_bytes(row)
         if link is None or self._prefetch_room_bytes < nbytes:
             return False
@@ -185,45 +196,52 @@ class Promoter:
 
     @property
     def prefetch_seeks_room(self) -> bool:
-        """Say whether a block is being evicted for one that no request waits for."""
+        """True while a block is being evicted to make room for a prefetch."""
         return bool(self._seeking)
 
     def is_coming(self, row: int) -> bool:
-        """Say whether the block is mapped, or is being promoted or put."""
+        """Return whether the block at `row` is in the mapped tier, or is being promoted or put."""
         known = self._moves.find(self._residency.token(row))
         is_promoted = known is not None and (not known.is_refused or known.is_asked_again)
         return is_promoted or bool(self._residency.state(row, self._residency.mapped))
 
     def seconds_of(self, row: int) -> tuple[int, float]:
-        """Return the tier that the block would be read from, and how long its bytes take on the way; -1 for none."""
+        """Return the tier from which the block at `row` would be read, and the seconds that the read takes. Return (-1,
+        0.0) when no tier that can be read has it.
+        """
         link = self._link_of(row)
         if link is None:
             return -1, 0.0
         return link.source, link.lane.estimate_us(self._residency.slot(row, link.source).nbytes, queued=False) / 1e6
 
     def reads_from(self, position: int) -> bool:
-        """Say whether blocks may be read from the tier at `position` now."""
+        """Return whether blocks may be read from the tier at `position` now."""
         return self._links[position].is_open
 
     def breaker_of(self, position: int) -> TierBreaker | None:
         return self._links[position].breaker
 
     def answered(self, position: int, seconds: float) -> None:
-        """Note that the tier at `position` answered a question after `seconds`: no read there is faster."""
+        """Note that the tier at `position` answered a question after `seconds`, so a read from it takes at least that
+        long.
+        """
         self._links[position].lane.service.answered(seconds)
 
     def load_us(self, position: int, payload_bytes: int) -> float:
-        """Return how long loading a block of that size from there takes, once those before it are loaded."""
+        """Return how many microseconds it takes to load a block of `payload_bytes` from the tier at `position`, without
+        the time for blocks queued before it.
+        """
         return self._links[position].lane.estimate_us(slot_bytes(payload_bytes), queued=False)
 
     def demanded_blocks(self, tenant: int | None) -> int:
-        """Count the blocks of the tenant (None: of all) that were promoted because a request waited for them."""
+        """Return how many blocks of `tenant` (None: of all tenants) were promoted because a request waited for them."""
         return self._demanded.total() if tenant is None else self._demanded[tenant]
 
     def estimate_us(self, rows: Sequence[int], readable: int = 0) -> list[int]:
-        """Return the microseconds that each row adds until all are mapped, were they asked for now in this order: the
-        sum over a run is its load time. 0 for what is absent (-1). The caller reads the tiers of the set `readable` in
-        place."""
+        """Return for each of `rows` the microseconds that it adds to the time until all are readable, if they were
+        requested now in this order. The sum over a leading run is its load time. A row of -1 adds 0. `readable` is the
+        set of tiers that the caller reads in place.
+        """
         mask, readable = self._residency.rows.mask, TIER_SETS[readable].with_tier(self._residency.mapped)
         ahead_bytes: dict[int, int] = {}  # by tier: their links move side by side
         ahead_us: dict[int, int] = {}

@@ -14,8 +14,8 @@ _PAUSE_WEIGHT = 1 / 16
 
 
 class TokenBucket:
-    """A budget in bytes a second with a burst. It may run into debt: an item larger than the burst passes when the
-    bucket is not empty, and is paid for afterwards, so that any item size keeps the average.
+    """A budget of bytes a second, of which up to `burst_bytes` may be saved. It may run into debt: an item larger than
+    the burst passes when the bucket is not empty, and is paid for afterwards.
     """
 
     __slots__ = ("_at_ns", "_burst_bytes", "_bytes_per_s", "_level_bytes")
@@ -37,7 +37,7 @@ class TokenBucket:
         return self._bytes_per_s is None or self._level_bytes > 0
 
     def follow(self, bytes_per_s: float, now_ns: int) -> None:
-        """Let the budget be `bytes_per_s` from now on."""
+        """Set the rate to `bytes_per_s` from `now_ns` on."""
         self._refill(now_ns)
         self._bytes_per_s = bytes_per_s
 
@@ -46,14 +46,16 @@ class TokenBucket:
             self._level_bytes -= nbytes
 
     def ready_at_ns(self, now_ns: int) -> int:
-        """Return when the bucket is no longer in debt; `now_ns` if it is not."""
+        """Return when the bucket is out of debt, in monotonic ns; `now_ns` if it is now."""
         if self.ready(now_ns) or self._bytes_per_s is None:
             return now_ns
         return now_ns + math.floor(-self._level_bytes * NS_PER_S / self._bytes_per_s) + 1
 
 
 class RateMeter:
-    """Bytes a second, averaged with a weight that decays over `window_s`."""
+    """A meter of bytes a second, an average in which older bytes count less and less; `window_s` is its time
+    constant.
+    """
 
     __slots__ = ("_at_ns", "_bytes_per_s", "_window_s")
 
@@ -71,10 +73,11 @@ class RateMeter:
 
 
 class ServiceModel:
-    """A device's rate while it is busy and the least time one item takes, from completions.
+    """A model of a device, learned from completed transfers: its byte rate while busy, and the least time that an item
+    takes.
 
-    The rate is bytes completed over time during which anything was in flight, both decayed by bytes, so that
-    overlap is seen as it is. The latency is an average of item times less their share at that rate.
+    The rate is bytes completed over time during which anything was in flight, both decayed by bytes, so that overlap is
+    seen as it is. The latency is an average of item times less their share at that rate.
     """
 
     __slots__ = ("_busy_ns", "_bytes", "_has_moved", "_latency_ns", "_since_ns")
@@ -90,8 +93,7 @@ class ServiceModel:
         self._has_moved = False
 
     def answered(self, seconds: float) -> None:
-        """Learn that a question without bytes took `seconds`: nothing better is known of the latency until bytes have
-        moved."""
+        """Learn from a request without payload that took `seconds`. It sets the latency until bytes have been moved."""
         if not self._has_moved:
             self._latency_ns = max(self._latency_ns, seconds * NS_PER_S)
 
@@ -100,11 +102,13 @@ class ServiceModel:
         return self._bytes * NS_PER_S / self._busy_ns
 
     def idle_ended(self, now_ns: int) -> None:
-        """Note that something is in flight again."""
+        """Note that a transfer begins at `now_ns` after none was in flight."""
         self._since_ns = now_ns
 
     def completed(self, nbytes: int, started_ns: int, shared_bytes: int, now_ns: int) -> None:
-        """Note that an item is done. `shared_bytes` were in flight when it started, including its own bytes."""
+        """Learn from an item of `nbytes` that was in flight from `started_ns` to `now_ns`. `shared_bytes` were in
+        flight when it started, its own included.
+        """
         self._has_moved = True
         self._busy_ns += max(1, now_ns - self._since_ns)
         self._since_ns = now_ns
@@ -121,13 +125,13 @@ class ServiceModel:
 
 
 class DemandPauses:
-    """Follow one lane's bursts of demand, and say when prefetch may use the pauses between them.
+    """A record of one lane's bursts of demand, which says when prefetch may use the pauses between them.
 
     A burst lasts while any demand is queued or in flight. A prefetch in flight when demand arrives delays it by up to
     its own service time. That is little against a get of many blocks (below `HARMLESS_SHARE` of it), and a short quiet
     time after demand is enough. Against small gets it is a lot; then prefetch waits until the pause has outlasted
-    nearly all recent ones: with random arrivals a pause of six times the mean is seen once in four hundred, so that
-    p99 of demand does not notice.
+    nearly all recent ones: with random arrivals a pause of six times the mean is seen once in four hundred, so that p99
+    of demand does not notice.
     """
 
     __slots__ = ("_burst_bytes", "_ended_ns", "_long_ns", "_mean_burst_bytes", "_mean_pause_ns", "_short_ns")
@@ -160,8 +164,9 @@ class DemandPauses:
         self._ended_ns = now_ns
 
     def prefetch_from_ns(self, in_flight_bytes: int, now_ns: int) -> int:
-        """Return when `in_flight_bytes` of prefetch may be in flight, if no demand comes before; up to `now_ns`: at
-        once."""
+        """Return the time (ns) from which `in_flight_bytes` of prefetch may be in flight, if no demand comes before. A
+        time up to `now_ns` means at once.
+        """
         if self._ended_ns is None:
             return now_ns
         if in_flight_bytes <= HARMLESS_SHARE * self._mean_burst_bytes:

@@ -29,18 +29,18 @@ class Copy(NamedTuple):
 
 
 class MemoryRelocation:
-    """Copies in a tier of memory."""
+    """The copying of blocks from slot to slot within a tier in memory."""
 
     def __init__(self, tier: Tier, completions: CompletionQueue) -> None:
         self._tier = tier
         self._completions = completions
 
     def affords(self, nbytes: int) -> bool:
-        """Say whether `nbytes` of slots may be written now."""
+        """Return whether `nbytes` of slots may be written now; in memory always True."""
         return True
 
     async def copy(self, copies: Sequence[Copy]) -> list[Outcome]:
-        """Copy each block. Return an outcome for each, in order."""
+        """Copy each block of `copies` to its target slot. Return one outcome for each, in their order."""
         return await _copy_some_at_once(copies, self._start)
 
     def _start(self, copy: Copy) -> asyncio.Future[Outcome]:
@@ -48,7 +48,9 @@ class MemoryRelocation:
 
 
 class LaneRelocation:
-    """Copies in the durable tier, through a lane of its medium. The breaker of `commit` judges how each copy ends."""
+    """The copying of blocks from slot to slot within the durable tier, through the lane `lane` of its medium. The
+    breaker of `commit` learns how each copy ends.
+    """
 
     def __init__(self, tier: Tier, mover: Mover, lane: str, commit: GroupCommit) -> None:
         self._tier = tier
@@ -62,8 +64,9 @@ class LaneRelocation:
         return self._breaker.takes_writes and (left_bytes is None or left_bytes >= medium_bytes(nbytes))
 
     async def copy(self, copies: Sequence[Copy]) -> list[Outcome]:
-        """Copy each block, and make the copies durable. An outcome has a header where the copy was stored, also when
-        the sync after it failed."""
+        """Copy each block of `copies` to its target slot, and sync. Return one outcome for each, in their order. An
+        outcome has a header when its copy was written, also if the sync after it failed.
+        """
         # Two records of one block in one commit would leave it open which is newer.
         synced = await self._commit.sync()
         if not synced.ok:

@@ -36,8 +36,10 @@ STALLED_PERCENT = 10.0
 
 
 async def shrink_to_ceiling(tier: HostTier | NvmeTier, room: Room, give_back: Callable[[], Awaitable[bool]]) -> bool:
-    """Give memory or space of a tier back until it is below its ceiling. Return False when what is left is read,
-    written or pinned. `give_back` takes one empty container out of the tier, and says False when there is none."""
+    """Empty containers of `tier` and give them back until it uses no more than its ceiling. `give_back` removes one
+    empty container, and returns False when there is none. Return False when what is left is being read, written or
+    pinned.
+    """
     tried: set[int] = set()
     while tier.used_bytes > tier.ceiling_bytes:
         if await give_back():
@@ -53,7 +55,9 @@ async def shrink_to_ceiling(tier: HostTier | NvmeTier, room: Room, give_back: Ca
 
 
 class TierResize:
-    """Changes the capacity of `tier`, called `name` in the log, one at a time: a new one replaces the one under way."""
+    """The changes of a tier's capacity while it serves. `name` stands for the tier in the log. A new change replaces
+    the one under way.
+    """
 
     def __init__(
         self, name: str, tier: HostTier | NvmeTier, room: Room, give_back: Callable[[], Awaitable[bool]]
@@ -69,7 +73,9 @@ class TierResize:
         return self._shrinking is not None and not self._shrinking.done()
 
     def resize(self, capacity_bytes: int) -> None:
-        """Begin to change the capacity, and return at once."""
+        """Begin to change the capacity to `capacity_bytes`, and return at once. A smaller one takes effect when the
+        tier has been emptied down to it.
+        """
         if self._shrinking is not None:
             self._shrinking.cancel()
         if capacity_bytes >= self._tier.used_bytes:
@@ -96,14 +102,14 @@ class TierResize:
 
 
 class SlabsBack:
-    """Gives empty slabs of NVMe back to the file system."""
+    """The deletion of empty slabs (files of NVMe), which gives their space back to the file system."""
 
     def __init__(self, nvme: NvmeTier, completions: CompletionQueue) -> None:
         self._nvme = nvme
         self._completions = completions
 
     async def give_back(self) -> bool:
-        """Delete one empty slab; False when there is none or the file system refuses."""
+        """Delete one empty slab. Return False when there is none, or the file system refuses."""
         empty = next((each.container for each in self._nvme.containers() if not each.used_slots), None)
         if empty is None:
             return False
@@ -118,11 +124,14 @@ class SlabsBack:
 
 
 class HostSizer:
-    """The ceiling of the host tier below its configured capacity. When less than `min_free_bytes` is left, the ceiling
-    falls by what is missing, before the kernel kills a process; the memory of emptied arenas is given to the system, in
-    a thread. When there has been room for a while the ceiling rises in steps. `read` is `MemoryWatch.read`; `tick`
-    belongs into a timer that runs a few times a second. Invariants: the ceiling never exceeds the configured capacity;
-    one shrinking at a time; growth waits longer than shrinking, so that the two do not chase each other.
+    """A controller that lowers the DRAM tier's ceiling below its configured capacity while the machine is short of
+    memory.
+
+    When less than `min_free_bytes` is free, the ceiling falls by what is missing, and the memory of emptied arenas is
+    given to the system, in a thread. When there has been room for a while, the ceiling rises in steps. `read` is
+    `MemoryWatch.read`; call `tick` from a timer a few times a second. Invariants: the ceiling never exceeds the
+    configured capacity; one shrinking at a time; growth waits longer than shrinking, so that the two do not chase each
+    other.
     """
 
     def __init__(
@@ -190,7 +199,7 @@ class HostSizer:
         self._shrinking = asyncio.get_running_loop().create_task(emptying)
 
     async def give_back(self) -> bool:
-        """Give the memory of an empty arena to the system; False when there is none."""
+        """Give the memory of one empty arena to the system. Return False when no arena is empty."""
         before_bytes = self._host.used_bytes
         release = self._host.take_empty()
         if release is None:

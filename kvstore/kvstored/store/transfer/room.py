@@ -28,7 +28,7 @@ UNLIMITED = 1 << 62
 
 
 class NoSlot(Enum):
-    """The reason why there is no slot."""
+    """The reason why a block got no slot."""
 
     NO_ROOM = auto()  # nothing (more) may be evicted now, or the tier takes nothing
     OVER_QUOTA = auto()  # the tenant is at its quota, and none of its own blocks may be evicted now
@@ -36,7 +36,9 @@ class NoSlot(Enum):
 
 
 class Room:
-    """Makes room in `tier`; `eviction` knows the tier's position in `residency`."""
+    """The allocation of slots in `tier`, with evictions when it is full. `eviction` knows the tier's position in the
+    index.
+    """
 
     def __init__(
         self, tier: Tier, residency: Residency, victims: Victims, eviction: Eviction, evacuation: Evacuation
@@ -49,18 +51,21 @@ class Room:
         self._position = eviction.position
 
     def follow(self, policy: EvictionPolicy) -> None:
-        """Let this policy name victims from now on."""
+        """Use `policy` to choose victims from now on."""
         self._victims.policy = policy
 
     def allocate_now(self, nbytes: int, tenant: int, *, writable: bool = False) -> Slot | None:
-        """Return a slot if one is free and the tenant is below its quota; evict nothing. `writable` by its clients."""
+        """Return a free slot of `nbytes` if there is one and `tenant` is below its quota, otherwise None; evict
+        nothing. `writable`: take it from an arena that the tenant's clients can write.
+        """
         if self._is_over_quota(tenant, nbytes):
             return None
         return self._tier.allocate(nbytes, self._owner(tenant, writable))
 
     def next_victim(self, nbytes: int, tenant: int) -> int:
-        """Return the row that alone would be evicted for `nbytes` of the tenant, or -1: also where a whole container
-        would have to be emptied."""
+        """Return the row of the block that would be evicted for `nbytes` of `tenant`. Return -1 when there is none, or
+        when a whole container would have to be emptied.
+        """
         is_confined = self._is_over_quota(tenant, nbytes)
         row = self._victims.next((), tenant if is_confined else None)
         if row < 0 or is_confined:
@@ -69,12 +74,15 @@ class Room:
         return row if self._tier.makes_room(container, nbytes, self._owner(tenant, writable=False)) else -1
 
     def announce(self, tenant: int, parent: int, keys: Sequence[bytes]) -> None:
-        """Announce that blocks `keys`, which continue row `parent`, are about to ask for room."""
+        """Announce to the policy that `tenant` is about to store the blocks `keys`, which continue the block at row
+        `parent`.
+        """
         self._victims.announce(tenant, parent, keys)
 
     async def allocate(self, nbytes: int, tenant: int, *, is_patient: bool = True) -> Slot | None:
-        """Return a slot, evicting for it what the policy names; None when nothing (more) may be evicted. A patient
-        caller waits a little for copies in flight and for others that make room."""
+        """Return a slot of `nbytes` for `tenant`, evicting the policy's victims for it; None when no more may be
+        evicted. With `is_patient` it waits a little for copies in flight and for other callers that make room.
+        """
         free = self.allocate_now(nbytes, tenant)
         slot = free if free is not None else await self.allocate_for(None, nbytes, tenant, is_patient=is_patient)
         return slot if isinstance(slot, Slot) else None
@@ -89,9 +97,11 @@ class Room:
         is_patient: bool = True,
         writable: bool = False,
     ) -> Slot | NoSlot:
-        """Return a slot for the block of this key and depth, which the policy may decline, or the reason why there is
-        none. Row `parent`, which the block continues, is not given up for it: the block could not be reached without
-        it, and its client has just learned that it is there."""
+        """Return a slot of `nbytes` for a new block of `tenant`, evicting for it, or the reason why there is none.
+
+        `newcomer` is the block's key and depth, for a policy that may decline it; None: it may not. The row `parent`,
+        the block before it, is not evicted for it, since the block could not be reached without it.
+        """
         if self._tier.statistics().state not in (TierState.OK, TierState.FULL):
             return NoSlot.NO_ROOM  # it takes nothing, however much is evicted
         copies, owner = self._residency.copies[self._position], self._owner(tenant, writable)
@@ -161,15 +171,19 @@ class Room:
         return -1 if passed.is_exhausted else row
 
     async def settle(self, timeout_s: float) -> None:
-        """Wait for what is under way, before the tier is closed."""
+        """Wait for evacuations under way, for `timeout_s` at most, before the tier is closed."""
         await self._evacuation.settle(timeout_s)
 
     async def vacate(self, container: int) -> bool:
-        """Empty an arena or slab, so that it can be given back. Return False when that cannot be done now."""
+        """Empty the arena or slab `container`, so that it can be given back. Return False when that cannot be
+        done now.
+        """
         return await self._evacuation.vacate(container)
 
     def expire(self, row: int) -> bool:
-        """Evict a copy that was idle for too long, if it may be; whether it is gone."""
+        """Evict the copy of the block at `row`, which was idle for too long, if it may be evicted. Return whether it is
+        gone.
+        """
         return self._eviction.expire(row)
 
     def _not_for(self, parent: int) -> set[int]:

@@ -30,9 +30,9 @@ DELAY_S = 0.05  # after a use: puts come in runs
 
 
 class Sharing:
-    """Copies blocks from DRAM into the tier of `intake`; `back` leads from that tier to DRAM. `absences` holds what is
-    known of a key-addressed tier. `damage` receives blocks in DRAM that the tier found damaged. The counter `copied`
-    counts copies that ended well.
+    """The copying of used blocks from DRAM into the tier of `intake` before they are evicted. `back` is the link from
+    that tier to DRAM. `absences` records which blocks a remote tier lacks. `damage` gets blocks in DRAM that turn out
+    damaged. `copied` is the name of the counter of copies that ended well.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Sharing:
         self._timer: asyncio.TimerHandle | None = None
 
     def used(self, rows: Sequence[int]) -> None:
-        """Note that `rows`, a part of a chain, were used or have just been stored."""
+        """Note that the blocks `rows`, consecutive in a chain, were used or have just been stored."""
         if not rows or self._residency.has(rows[-1], self._link.destination):
             return
         self._chains[self._residency.token(rows[-1])] = None
@@ -70,17 +70,18 @@ class Sharing:
 
     @property
     def destination(self) -> int:
-        """Return the position of the tier that blocks are copied to."""
+        """The position of the tier that blocks are copied to."""
         return self._link.destination
 
     @property
     def waiting(self) -> int:
-        """Count the chains and blocks that wait and the copies under way."""
+        """The number of chains and blocks that wait to be copied, plus the copies under way."""
         return len(self._chains) + len(self._path) + len(self._moves)
 
     def copies_of(self, tokens: Collection[int]) -> list[asyncio.Task[bool]]:
-        """Return the copies of these blocks that are under way. None of them is begun by what was used before this
-        call."""
+        """Return the tasks of copies under way for the blocks that `tokens` name, and drop copies of them that wait:
+        only a later use can begin one.
+        """
         if any(token in tokens for token in self._path):
             self._path.clear()  # the blocks after it could not be found without it
         for token in tokens:
@@ -88,7 +89,9 @@ class Sharing:
         return self._moves.copies_of(tokens)
 
     def tick(self) -> None:
-        """Begin the copies that may begin now. At most one chain is walked; another chain is walked a little later."""
+        """Begin the copies that may begin now. At most one chain is walked in a call; a timer continues with the
+        others.
+        """
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

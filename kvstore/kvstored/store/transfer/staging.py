@@ -36,8 +36,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StagedImage:
-    """The data for a slot of `slot_bytes`: `image`, in `buffer` if there is one; without an image, the copy in the
-    source as it is."""
+    """The data to be stored in a slot of `slot_bytes`. `image` is the coded form, in `buffer` if it has memory of its
+    own; without an image, the source's copy is stored as it is.
+    """
 
     slot_bytes: int
     image: Segment | None = None
@@ -102,7 +103,7 @@ class CodecStaging:
         return replace(staged, buffer=buffer)
 
     def release(self, staged: StagedImage) -> None:
-        """Free the memory of `staged`; nothing may read it any more."""
+        """Free the memory of `staged`. Nothing may read it any more."""
         if staged.buffer is not None:
             self._give_back(staged.buffer)
 

@@ -62,12 +62,12 @@ def _is_at(residency: Residency, slot: Slot, position: int, token: int) -> bool:
 
 
 class DramCheck:
-    """Verifies DRAM copies before a lease is given on them: never, the first time a copy is leased, or each time
-    (`mode` "off", "first", "always"); where clients can write to the memory, each time in any case.
+    """The verification of blocks in DRAM before they are leased: never, the first time a copy is leased, or each time
+    (`mode` "off", "first", "always"). Copies in memory that clients can write are verified each time in any mode.
 
-    Owns which copies were verified. The checksums are computed on the host tier's copy threads, without the GIL. This
-    finds what memory did to a block since it was stored: ECC counts on errors of one bit, a stray write on none.
-    Invariant: the rows are pinned by the caller while they are verified.
+    The checksums are computed on the host tier's copy threads, without the GIL. This finds what memory did to a block
+    since it was stored: ECC counts on errors of one bit, a stray write on none. Invariant: the rows are pinned by the
+    caller while they are verified.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class DramCheck:
         self._verified = _Verified()
 
     def wanted(self, rows: Sequence[int]) -> list[int]:
-        """Return the `rows` with a DRAM copy that has to be verified before it is leased."""
+        """Return the rows among `rows` with a copy in DRAM that must be verified before it is leased."""
         writable, residency = self._host.writable, self._residency
         if self._mode == "off" and not writable:
             return []
@@ -102,7 +102,9 @@ class DramCheck:
         return self._mode == "off" or self._verified.has(row, self._residency.slot(row, self._residency.mapped))
 
     async def verify(self, rows: Sequence[int]) -> set[int]:
-        """Return the tokens of the `rows` whose DRAM copy is damaged. Each is dealt with already."""
+        """Verify the copies in DRAM of `rows` that need it. Return the tokens of the blocks whose copy was damaged;
+        each such copy is out of service already.
+        """
         residency, bad = self._residency, set[int]()
         verified = [self._verify(row, residency.slot(row, residency.mapped), bad) for row in self.wanted(rows)]
         if verified:
@@ -130,14 +132,14 @@ class DramCheck:
 
 
 class DeviceCheck:
-    """Checks copies in `tiers`, whose memory clients import, by position, on their device.
+    """The verification of copies in device memory that clients import, computed on the device. `tiers` maps positions
+    to tiers.
 
-    Owns which copies were taken over from the process before and are not checked yet: an engine could have written
-    there while no daemon looked. A tier that has such copies is closed: leases name other copies, and where there is
-    none the block is read from the device, which verifies it. No payload is moved. Invariants: a check pins nothing, so
-    that no delete and no eviction waits for the device; its answer counts only where the block still has the slot that
-    was checked, in the same generation; a closed tier opens once each copy that was taken over is found good or is
-    gone, or its device computes no checksums.
+    After a restart, copies that were taken over are not trusted: an engine could have written there while no daemon
+    ran. A tier with such copies is closed: no lease names a copy in it until each was verified or is gone, or its
+    device turns out to compute no checksums. No payload is moved. A check pins nothing, so no delete and no eviction
+    waits for the device; its answer counts only where the block still has the slot that was checked, in the same
+    generation.
     """
 
     def __init__(
@@ -150,8 +152,9 @@ class DeviceCheck:
         self._owed: defaultdict[int, list[int]] = defaultdict(list)  # tokens, by position
 
     async def check(self, position: int, row: int) -> tuple[OutcomeKind, bool]:
-        """Return what the device says of a copy, FAILED where it says nothing; and whether the copy was there until
-        then, damaged, and is dropped now."""
+        """Verify the copy of the block at `row` in the device tier at `position`. Return the kind of the outcome
+        (FAILED when the device gave no answer), and True if the copy was damaged and has been dropped.
+        """
         residency = self._residency
         slot, key, token = residency.slot(row, position), residency.key(row), residency.token(row)
         verify = partial(self.tiers[position].verify, slot, key)
@@ -162,13 +165,15 @@ class DeviceCheck:
         return outcome.kind, not _is_at(residency, slot, position, token)
 
     def owe(self, position: int, row: int) -> None:
-        """Note that this copy was taken over from the process before. `settle` checks it."""
+        """Note that the copy of the block at `row` in the tier at `position` was taken over from an earlier process.
+        `settle` verifies it.
+        """
         if position in self.tiers and self.tiers[position].verifies:
             self._owed[position].append(self._residency.token(row))
             self._residency.closed = TIER_SETS[self._residency.closed].with_tier(position)
 
     async def settle(self) -> None:
-        """Check the copies that are owed, as fast as the device can, and open the tiers."""
+        """Verify all copies that were noted by `owe`, and open each tier for leases afterwards."""
         for position in list(self._owed):
             owed = self._owed.pop(position)
             while owed and self.tiers[position].verifies:

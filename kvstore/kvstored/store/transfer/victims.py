@@ -1,8 +1,8 @@
-"""Victims: the blocks that are evicted from a tier next: orphans, blocks of a priority below 0, what the policy names,
-blocks of a priority above 0.
+"""Victims: the blocks that are evicted from a tier next, in this order: orphans, blocks of a priority below 0, blocks
+that the policy names, blocks of a priority above 0.
 
-Owns the order between these, a tenant's confinement to its own blocks, and what is passed over on the way. Never
-evicts a block.
+Owns the order between these, a tenant's confinement to its own blocks, and what is passed over on the way. Never evicts
+a block.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class _Round:
 
 
 class OrphanQueue:
-    """The queue of orphans of all tiers: blocks that no client can reach at present, because a block before them is
-    gone. Orphans are evicted before a policy chooses a block.
+    """A queue of orphans: stored blocks that no client can reach, because a block before them is gone. They are evicted
+    first.
 
     The queue has the orphans of the last search (blocks/orphans.py), the deepest first, so that a chain is never left
     with a hole. It names a block by row and generation, since a row may be used again. A lease, a child that is kept
@@ -71,14 +71,14 @@ class OrphanQueue:
         self._rounds = [_Round(np.empty(0, np.uint64)) for _ in residency.tiers]
 
     def replace(self, by_tier: Sequence[Tokens]) -> None:
-        """Take over the orphans that were found now, for each tier, deepest first. The queue owns the arrays from here
-        on.
+        """Take over the orphans of a new search. `by_tier` has an array of tokens for each tier, the deepest first; the
+        queue changes these arrays.
         """
         self._rounds = [_Round(tokens) for tokens in by_tier]
 
     def next(self, policy: EvictionPolicy, exclude: Container[int], tenant: int | None) -> int:
-        """Return an orphan whose copy may be evicted from the policy's tier now, or -1. With `tenant`, only an orphan
-        of that tenant.
+        """Return the row of an orphan whose copy in the tier of `policy` may be evicted now, or -1. Rows in `exclude`
+        are not returned; with `tenant`, only an orphan of that tenant is.
         """
         residency, orphans = self._residency, self._rounds[policy.tier]
         for _ in range(min(len(orphans), MAX_ORPHANS_SEEN)):
@@ -95,7 +95,9 @@ class OrphanQueue:
 
 
 class Victims:
-    """The victims of one tier, which is the tier of `policy`."""
+    """The choice of the next block to evict from the tier of `policy`: orphans first, then by priority and by the
+    policy's order.
+    """
 
     def __init__(
         self, policy: EvictionPolicy, residency: Residency, orphans: OrphanQueue, priorities: Priorities, clock: Clock
@@ -108,7 +110,9 @@ class Victims:
         self._named = -1  # by the policy, the last time
 
     def next(self, exclude: Container[int], tenant: int | None = None) -> int:
-        """Return the row to evict next, or -1. With `tenant`, only a row of that tenant."""
+        """Return the row of the block to evict next, or -1 when none may be evicted. Rows in `exclude` are not
+        returned; with `tenant`, only a block of that tenant is.
+        """
         self._named = -1
         row = self._orphans.next(self.policy, exclude, tenant)
         if row >= 0:
@@ -122,14 +126,17 @@ class Victims:
         return row if self._named < 0 else self._named
 
     def keeps(self, victim: int, tenant: int, newcomer: tuple[bytes, int]) -> bool:
-        """Say whether the policy would rather keep `victim`, which `next` has just named, than store the block of this
-        key and depth. An orphan is evicted in any case."""
+        """Return whether the policy prefers to keep `victim`, which `next` has just returned, rather than store a new
+        block of `tenant`. `newcomer` is the new block's key and depth. It is False for an orphan.
+        """
         if victim != self._named or not isinstance(self.policy, Weighs):
             return False
         return self.policy.declines(tenant, *newcomer, victim, self._clock.monotonic_ns())
 
     def announce(self, tenant: int, parent: int, keys: Sequence[bytes]) -> None:
-        """Announce that blocks `keys`, which continue row `parent`, are about to ask for room."""
+        """Announce to the policy that `tenant` is about to store the blocks `keys`, which continue the block at row
+        `parent`.
+        """
         if isinstance(self.policy, Learns):
             self.policy.arriving(tenant, parent, keys, self._clock.monotonic_ns())
 
@@ -139,12 +146,12 @@ class Victims:
 
 
 class SkippedRows(Container[int]):
-    """Rows that must not be named: some given by number, and all rows in some containers. After `MAX_LOOKS` rows in
-    such containers since `begin`, no more rows are skipped, so that the policy ends its search; the caller must
-    discard the row that the policy then names.
+    """A set of rows that must not be evicted: those in `rows`, and all rows in `containers`.
 
-    A policy asks about one row after the other in its own order, and some policies restart their search at every
-    skipped row, so that the cost grows with the square of the looks.
+    After `MAX_LOOKS` rows in such containers since `begin`, it contains no more rows, so that the policy ends its
+    search; the caller must discard the row that the policy then names. A policy asks about one row after the other in
+    its own order, and some policies restart their search at every skipped row, so that the cost grows with the square
+    of the looks.
     """
 
     def __init__(self, copies: TierCopies, rows: Iterable[int] = ()) -> None:
@@ -154,7 +161,7 @@ class SkippedRows(Container[int]):
         self.containers: set[int] = set()
 
     def begin(self) -> None:
-        """Begin a new search: count the looks from 0 again."""
+        """Begin a new search: the number of looks counts from 0 again."""
         self._looks_left = MAX_LOOKS
 
     @property
@@ -163,7 +170,7 @@ class SkippedRows(Container[int]):
 
     @property
     def shortest(self) -> Container[int]:
-        """Return the rows in the form that takes the least time to ask."""
+        """This set of rows in the form that takes the least time to test: a plain set when no container is skipped."""
         return self if self.containers else self.rows
 
     def __contains__(self, row: object) -> bool:
@@ -179,7 +186,7 @@ class SkippedRows(Container[int]):
 
 
 class AllBut(SkippedRows):
-    """Skips the rows of all containers but `wanted`."""
+    """A set of all rows but those in the containers `wanted`, plus `rows`; none of them must be evicted."""
 
     def __init__(self, copies: TierCopies, wanted: AbstractSet[int], rows: Iterable[int] = ()) -> None:
         super().__init__(copies, rows)
@@ -190,9 +197,11 @@ class AllBut(SkippedRows):
 
 
 class Coldest:
-    """The blocks of a container's kind, in the order of their eviction while the container is emptied. The order is the
-    policy's order over all containers of that kind; where the policy takes too long to answer, it is the order of
-    the last use of the container's own blocks, oldest first. Never names a row in `stuck`, which the caller adds to.
+    """An iteration over the blocks to evict while a container is emptied, one row at a time.
+
+    The order is the policy's, over all containers of the kind `kind`. Where the policy takes too long to answer, it is
+    the order of the last use of the container's own blocks, the oldest first. Rows in `stuck`, to which the caller
+    adds, are never returned.
     """
 
     def __init__(
@@ -212,7 +221,7 @@ class Coldest:
         self._oldest: Iterator[int] | None = None
 
     def next(self) -> int:
-        """Return the next row, or -1."""
+        """Return the row of the next block to evict, or -1 when there is no more."""
         if self._oldest is None:
             self._others.begin()
             row = self._victims.next(self._others)

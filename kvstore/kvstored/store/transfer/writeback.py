@@ -58,8 +58,9 @@ class _Writes(Moves[Write]):
 
 
 class WriteBack:
-    """Writes blocks to the durable tier. `links` has one link from each tier in memory; `room` is the room of the
-    durable tier."""
+    """The writing of blocks to the durable tier. `links` has one link from each tier in memory; `room` finds slots in
+    the durable tier.
+    """
 
     def __init__(
         self,
@@ -91,8 +92,9 @@ class WriteBack:
     # Questions
 
     def wants(self, row: int) -> bool:
-        """Return whether a victim should be written: it is the last copy, and either `gate` finds it worth a write, or
-        its chain would get a hole without it."""
+        """Return whether the block at `row`, which is being evicted, should be written: no other tier has a copy, and
+        either the gate admits it or other blocks in its chain need it.
+        """
         if len(TIER_SETS[self._residency.tier_mask(row)]) > 1:
             return False
         return self.gate.breaker.takes_writes and (self._residency.dependents(row) > 0 or self.gate.admits(row))
@@ -105,7 +107,7 @@ class WriteBack:
         )
 
     def are_durable(self, rows: Sequence[int]) -> list[bool]:
-        """Return for each row whether the block is durable; False for all rows when the medium is gone."""
+        """Return for each of `rows` whether its block is durable. It is False for all when the medium is gone."""
         if not self.gate.breaker.serves_reads or not self._tier.keeps_recovered:
             return [False] * len(rows)
         has, pending = self._residency.has, self._commit.pending
@@ -114,22 +116,22 @@ class WriteBack:
         return [has(row, self._position) and self._residency.token(row) not in pending for row in rows]
 
     def settled(self, row: int) -> asyncio.Future[bool] | None:
-        """Return a future that resolves to whether a block on its way is durable; None when the block is not on its
-        way. The call hurries no write.
+        """Return a future that resolves to whether the block at `row` is durable, or None when no write or sync of it
+        is under way. This speeds up nothing.
         """
         token = self._residency.token(row)
         write = self._backlog.writes.get(token)
         return write.settled if write is not None else self._waiting.get(token) or self._commit.pending.get(token)
 
     def pending(self) -> int:
-        """Return the number of blocks that are on their way to being durable."""
+        """Return how many blocks are being written, wait for budget, or wait for a sync."""
         return len(self._backlog.writes) + len(self._commit.pending) + len(self._waiting)
 
     # Orders
 
     def write_through(self, row: int, *, at_once: bool = False) -> asyncio.Future[bool]:
-        """Write a block if the budget allows it. The future resolves to True if the block is durable.
-        `at_once`: a client waits, so the write has the priority of demand.
+        """Write the block at `row` if the budget allows it. The future resolves to True when the block is durable,
+        False when it will not be. `at_once`: a client waits, so the write has the priority of demand.
         """
         loop = asyncio.get_running_loop()
         if self._residency.has(row, self._position):
@@ -154,8 +156,8 @@ class WriteBack:
         return settled
 
     async def write_back(self, row: int) -> bool:
-        """Write a victim with the priority of demand, because a caller waits for its room. Return whether the block has
-        a copy on NVMe; the copy becomes durable a little later. The write does not wait for a budget that is spent.
+        """Write the block at `row`, which is being evicted, with the priority of demand. Return whether it has a copy
+        on NVMe; the copy becomes durable a little later. It does not wait for a spent budget.
         """
         if self._residency.has(row, self._position):
             return True
@@ -174,14 +176,14 @@ class WriteBack:
         return await asyncio.shield(write.task)
 
     def write_again(self, tokens: Iterable[int]) -> None:
-        """Write the blocks in `tokens` that still exist; their durable copies were damaged."""
+        """Write the blocks that `tokens` name, if they still exist. Their durable copies were damaged."""
         for row in map(self._residency.current, tokens):
             if row >= 0:
                 self.write_through(row)
 
     async def progress(self) -> bool:
-        """Start the writes that still gather, and wait until a write has ended. Return False when no write is under
-        way.
+        """Start the writes that are gathered for a batch, and wait until any write has ended. Return False when none is
+        under way.
         """
         self._start_batch()
         if not self._backlog.writes:
@@ -192,8 +194,8 @@ class WriteBack:
         return True
 
     async def flush(self, timeout_s: float) -> int:
-        """Write and sync every block that waits now. Return the number of blocks that are still pending when
-        `timeout_s` is over.
+        """Write and sync every block that waits now. Return how many of them are still not durable after `timeout_s`
+        seconds.
         """
         self._start_batch()
         self._commit.begin()

@@ -29,9 +29,9 @@ EXTRA = "remote"
 
 
 def open_driver(url: str, *, timeout_s: float, threads: int, credentials: Mapping[str, str]) -> Driver:
-    """Return the driver for `url`; `threads` threads call it at once. `credentials` by the names that the driver's file
-    lists. The store need not be reachable. Raises ValueError for a URL that no driver understands,
-    ModuleNotFoundError (with the package to install) if its library is missing.
+    """Return a client for the remote store at `url`, which need not be reachable yet. `threads` threads will call it;
+    `credentials` are named as the driver's file lists. Raises ValueError for an unknown URL, ModuleNotFoundError (with
+    the package to install) if a library is missing.
     """
     scheme = urlsplit(url).scheme
     if scheme not in DRIVERS:
@@ -51,7 +51,7 @@ _CUDA = ("libcuda", "libcudart", "libcublas", "libnvrtc", "libcufile")
 
 
 def advice(error: str) -> str:
-    """Return the loader's `error`, with the package to install if it names a missing library."""
+    """Return the text `error` of a failed import, with the package to install added if it names a missing library."""
     missing = _MISSING.search(error)
     if missing is None:
         return error

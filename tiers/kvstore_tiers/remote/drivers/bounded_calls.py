@@ -18,11 +18,11 @@ _Result = TypeVar("_Result")
 
 
 class GivenUp(TimeoutError):
-    """The call did not end in time and is still running."""
+    """An error: a call of a library did not end in time, and is still running."""
 
 
 class BoundedCall:
-    """A call of a library, with a deadline. `deadline`: a time of time.monotonic."""
+    """A running call of a library. `deadline` is the time of time.monotonic() at which it is given up."""
 
     def __init__(self, deadline: float) -> None:
         self.deadline = deadline
@@ -34,7 +34,7 @@ class BoundedCall:
 
 
 class BoundedCalls:
-    """The calls of one library. `name`: the prefix of its threads' names."""
+    """A runner of calls of one library with a time limit, each on a thread whose name begins with `name`."""
 
     def __init__(self, name: str, most_given_up: int) -> None:
         self._name = name
@@ -44,7 +44,9 @@ class BoundedCalls:
         self._given_up = 0
 
     def run(self, function: Callable[[BoundedCall], _Result], timeout_s: float) -> _Result:
-        """Return the result of `function`, or raise its error. Raises GivenUp after `timeout_s` seconds."""
+        """Run `function` on a thread, and return its result or raise its error. Raises GivenUp after `timeout_s`
+        seconds.
+        """
         with self._lock:
             if self._given_up >= self._most_given_up:
                 raise TimeoutError(f"{self._given_up} calls that were given up are still running")
@@ -60,7 +62,9 @@ class BoundedCalls:
         return ended.result()
 
     def wait_idle(self, timeout_s: float) -> bool:
-        """Return whether no call is running any more, given-up ones included."""
+        """Wait up to `timeout_s` seconds for all running calls, also given-up ones. Return True if none is running any
+        more.
+        """
         with self._lock:
             return self._lock.wait_for(lambda: not self._running, timeout_s)
 

@@ -42,7 +42,7 @@ QUERY: Final = frozenset({"protocol", "device", "metadata", "segment", "local"})
 
 @dataclass(frozen=True)
 class StoreAddress:
-    """The address of a store, and the memory and addresses of this node in it."""
+    """The address of a Mooncake store, and the memory and network devices with which this node takes part in it."""
 
     host: str
     port: int
@@ -58,7 +58,7 @@ class StoreAddress:
 
 
 def place_of(url: str) -> StoreAddress:
-    """Return the address in a URL. Raises ValueError for a URL that is not understood."""
+    """Return the address that `url` describes. Raises ValueError if it cannot be understood."""
     parts = urlsplit(url)
     query = dict(parse_qsl(parts.query, keep_blank_values=True))
     if unknown := set(query) - QUERY:
@@ -91,9 +91,8 @@ RPC_TIMEOUT = -901
 
 
 def need(where: str, answers: Sequence[int], allowed: frozenset[int] | set[int] = frozenset()) -> None:
-    """Raise the error that an answer of the library means, unless it is one of `allowed`; `where` names the store.
-
-    Raises TimeoutError, ConnectionError if the store cannot be reached, and OSError otherwise.
+    """Raise the error that one of the library's return codes `answers` means, unless it is in `allowed`. `where` names
+    the store. Raises TimeoutError, ConnectionError, or another OSError.
     """
     for answer in answers:
         if answer >= 0 or answer in allowed:
@@ -132,7 +131,9 @@ _Result = TypeVar("_Result")
 
 
 def open_driver(url: str, *, timeout_s: float, threads: int, credentials: Mapping[str, str]) -> Driver:
-    """Return a driver that connects at the first call. Raises ValueError for a URL that is not understood."""
+    """Return a client of the Mooncake store at `url`, which connects at its first call. Raises ValueError if the URL
+    cannot be understood.
+    """
     if credentials:
         raise ValueError("Mooncake knows no credentials: keep its master on a network of your own")
     place = place_of(url)
@@ -142,8 +143,8 @@ def open_driver(url: str, *, timeout_s: float, threads: int, credentials: Mappin
 
 
 class MooncakeDriver(Driver):
-    """The driver: one client of the library for all threads. `lend` must be called: values travel from and to that
-    memory.
+    """A client of a Mooncake store, with one connection for all threads. `lend` must be called first, because values
+    are transferred to and from that memory.
     """
 
     largest_value_bytes = LARGEST_VALUE_BYTES

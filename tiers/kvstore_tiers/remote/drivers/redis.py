@@ -41,8 +41,8 @@ _Item = TypeVar("_Item")
 
 
 def open_driver(url: str, *, timeout_s: float, threads: int, credentials: Mapping[str, str]) -> Driver:
-    """Return a driver that connects at the first call. Raises ValueError for a URL or credentials that are not
-    understood.
+    """Return a client of the Redis server at `url`, which connects at its first call. Raises ValueError if the URL or
+    the credentials cannot be understood.
     """
     if unknown := set(credentials) - CREDENTIALS:
         raise ValueError(f"redis takes no credential {min(unknown)!r}: the names are {', '.join(sorted(CREDENTIALS))}")
@@ -54,7 +54,7 @@ def open_driver(url: str, *, timeout_s: float, threads: int, credentials: Mappin
 
 
 class RedisDriver(Driver):
-    """The driver: a connection for each thread that is calling, made by `new_line(name)` and kept."""
+    """A client of a Redis server with a connection for each calling thread. `new_line(name)` makes a connection."""
 
     largest_value_bytes = LARGEST_VALUE_BYTES
 
@@ -73,7 +73,7 @@ class RedisDriver(Driver):
 
     @property
     def evicts(self) -> bool:  # type: ignore[override]
-        """True if the server's policy may evict keys without an expiry. Raises the errors of a call."""
+        """True if the server is configured to evict keys without an expiry. Asking may raise the errors of a call."""
         with self._line() as line:
             if self._evicts is None:
                 line.send("INFO", "memory")

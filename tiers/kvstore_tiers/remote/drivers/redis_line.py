@@ -24,8 +24,8 @@ Reply: TypeAlias = "str | bytes | int | ResponseError | list[Reply] | None"
 
 
 class Replies:
-    """The parser of one connection, in redis-py's terms: it reads the server's answers. Raises TimeoutError at the
-    deadline, ConnectionError at the end of the stream and for bytes that are no reply.
+    """A parser of one Redis server's answers, used by redis-py. It raises TimeoutError at the deadline, ConnectionError
+    at the end of the stream and for bytes that are no reply.
     """
 
     def __init__(self) -> None:
@@ -44,13 +44,15 @@ class Replies:
         self._socket = None
 
     def can_read(self, timeout: float) -> bool:
-        """Return whether data waits to be read; on a connection at rest that is its end."""
+        """Return True if bytes wait to be read within `timeout` seconds. On an idle connection that means that the
+        server closed it.
+        """
         poll = select.poll()
         poll.register(self._live_socket(), select.POLLIN)
         return self._start < self._end or bool(poll.poll(timeout * 1000))
 
     def read_response(self, **_: object) -> Reply:
-        """Return the next reply. An error of the server is returned, not raised."""
+        """Return the next reply of the server. An error of the server is returned, not raised."""
         kind, rest = self._line()
         match kind:
             case "+":
@@ -74,8 +76,8 @@ class Replies:
     # What the driver asks
 
     def read_into(self, memory: memoryview) -> int | ResponseError:
-        """Read the reply to a GET: return the bytes of the value, which is copied into `memory` if it fits; 0 for a
-        missing value.
+        """Read the reply to a GET, and return the value's length in bytes, 0 if it is missing. The value is copied into
+        `memory` if it fits.
         """
         kind, rest = self._line()
         if kind == "-":
@@ -93,7 +95,7 @@ class Replies:
         return size
 
     def set_timeout(self) -> None:
-        """Let the socket wait until the deadline at most."""
+        """Limit the socket's waiting to the time until the deadline."""
         remaining_s = self.deadline - time.monotonic()
         if remaining_s <= 0:
             raise TimeoutError("the store did not answer in time")
@@ -150,8 +152,8 @@ class Replies:
 
 
 class RedisLine:
-    """A connection of redis-py's `kind` with these `settings`. If it has a `name`, the server knows it before the first
-    command of a caller. One thread at a time uses it.
+    """One connection to a Redis server, made by redis-py. The server is told `name`, if it is given. One thread at a
+    time may use it.
     """
 
     def __init__(self, kind: Callable[..., Any], settings: dict[str, Any], name: str = "") -> None:
@@ -165,7 +167,9 @@ class RedisLine:
         self.server_run = ""  # what names the server from its start to its end; "": not known
 
     def use(self, deadline: float) -> bool:
-        """Prepare the connection for a call; return whether it had to connect. Raises the errors of redis-py."""
+        """Prepare the connection for a call that must end by `deadline`. Return True if it had to connect. Raises
+        redis-py's errors.
+        """
         self.replies.deadline = deadline
         if self._is_open and not self.replies.can_read(0):
             return False
@@ -185,13 +189,13 @@ class RedisLine:
         return True
 
     def send(self, *words: str | memoryview) -> None:
-        """Send one command. Memory is not copied before the socket takes it."""
+        """Send one command that consists of `words`. Memory is not copied before the socket takes it."""
         for piece in self._connection.pack_command(*words):
             self.replies.set_timeout()
             self._connection.send_packed_command([piece], check_health=False)
 
     def answer(self) -> Reply:
-        """Return the reply. Raises the server's error, if the reply is one."""
+        """Return the next reply. If it is an error of the server, it is raised."""
         reply = self.replies.read_response()
         if isinstance(reply, ResponseError):
             raise reply
@@ -203,7 +207,7 @@ class RedisLine:
 
 
 def fields_of(reply: Reply) -> dict[str, str]:
-    """Return the fields of INFO's text; none for an error."""
+    """Return the fields of the answer to INFO by name; an empty dictionary if `reply` is an error."""
     text = reply.decode(errors="replace") if isinstance(reply, bytes) else ""
     return dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
 

@@ -35,7 +35,9 @@ STATES_A_WORKLOAD = 2500  # then a new workload finds more than more states of t
 
 
 def record_workload(directory: Path, *, seed: int, steps: int = STEPS) -> Path:
-    """Record a workload in `directory`, which is made. Return the path of its log. Raises CompilerMissing."""
+    """Run a workload with `seed` in `directory`, which is made, and record its file operations. Return the path of the
+    log. Raises CompilerMissing.
+    """
     recording = _recording(directory)
     common = ["--seed", str(seed), "--steps", str(steps)]
     _run(recording, [*common, "--phase", "0", "--end", "crash"])
@@ -47,8 +49,8 @@ def record_workload(directory: Path, *, seed: int, steps: int = STEPS) -> Path:
 
 
 def record_seal(directory: Path, *, seed: int, steps: int = STEPS) -> Path:
-    """Record a workload like `record_workload`, in which a process that found a seal dies before its records are
-    synced, so that its successor's promises depend on them.
+    """Record a workload like `record_workload` does, in which a process that found a seal dies before its records are
+    synced. Return the path of the log.
     """
     recording = _recording(directory)
     common = ["--seed", str(seed), "--steps", str(steps)]
@@ -60,8 +62,8 @@ def record_seal(directory: Path, *, seed: int, steps: int = STEPS) -> Path:
 
 
 def record_recovery(directory: Path, state: CrashState, promises: Promises) -> Path:
-    """Record what recovery does to a crash state. Return the path of the log, which begins with that state and its
-    promises.
+    """Record what a start does to the files of the crash `state`. Return the path of the log in `directory`, which
+    begins with that state and its promises.
     """
     directory.mkdir(parents=True)
     root = directory / "root"
@@ -75,7 +77,10 @@ def record_recovery(directory: Path, state: CrashState, promises: Promises) -> P
 def power_loss(
     *, seed: int, states: int, seconds: float | None = None, workers: int = 1, steps: int = STEPS
 ) -> Figures:
-    """Replay `states` crash states, or as many as `seconds` allow. Raises CompilerMissing."""
+    """Record workloads with `seed`, judge `states` states that a power loss could have left, or as many as fit
+    `seconds`, and return the counts of faults. `workers` is the number of processes that judge, `steps` the length of a
+    workload. Raises CompilerMissing.
+    """
     deadline = None if seconds is None else time.monotonic() + seconds
     figures = Figures()
     with tempfile.TemporaryDirectory(prefix="powerloss-") as scratch:

@@ -27,7 +27,9 @@ MAX_ALONE = 6  # files kept or lost alone at one crash point
 
 @dataclass(frozen=True, slots=True)
 class CrashState:
-    """The files that are found after the power went at `tick`. `how` describes how the state was chosen."""
+    """The files that a power loss at the moment `tick` of a log could leave. `how` describes which unsynced changes
+    survive.
+    """
 
     tick: int
     how: str
@@ -39,7 +41,7 @@ class CrashState:
 
 
 class Kept:
-    """A choice by shares: `share` of a change survives, in pieces of `grain` bytes."""
+    """A choice of surviving changes by chance: the part `share` of each change survives, in pieces of `grain` bytes."""
 
     def __init__(
         self, how: str, share: Callable[[Change], float], grain: Callable[[Change], int], seed: str = ""
@@ -127,7 +129,9 @@ def crash_states(
 
 
 def the_state(operations: Sequence[Operation], tick: int, how: str) -> CrashState:
-    """Make one state again, from its description `how`. Raises ValueError when the log has no such state."""
+    """Return the state at `tick` of the log that the text `how` describes. Raises ValueError if there is no such
+    state.
+    """
     medium = Medium(operations)
     medium.advance(tick)
     pending = medium.pending()

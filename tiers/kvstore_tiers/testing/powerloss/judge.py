@@ -33,7 +33,9 @@ PROBE_BYTES = 4096
 
 @dataclass
 class Verdict:
-    """The faults in the state that a crash left; empty when there is none."""
+    """The faults of a tier that was opened after a power loss: lost and wrong blocks, broken rules, bytes over the
+    capacity, corrupt reads. It is empty if there are none.
+    """
 
     lost: list[Item] = field(default_factory=list)  # promised, and not there or not whole
     wrong: list[str] = field(default_factory=list)  # bytes that were never written so, or that had been freed for good
@@ -50,13 +52,13 @@ Judge = Callable[[Path, Promises], Verdict]
 
 
 def open_tier(directory: Path, *, io_threads: int = 1) -> NvmeTier:
-    """The workload's tier."""
+    """Open the NVMe tier of the recorded workload in `directory`."""
     allow_made_up_codec()
     return NvmeTier.open(directory, CAPACITY_BYTES, slab_bytes=SLAB_BYTES, io_threads=io_threads)
 
 
 def judge_tier(root: Path, promises: Promises) -> Verdict:
-    """Judge a state of the workload's logs: the tier is in `root`/nvme."""
+    """Open the tier in `root`/nvme, check that it keeps `promises`, and return the faults."""
     directory, verdict = root / "nvme", Verdict()
     found = _examined(directory, promises, verdict)
     findings = check_directory(directory, capacity_bytes=CAPACITY_BYTES, verify_payloads=True)
@@ -136,5 +138,5 @@ def _block(number: int, payload_bytes: int) -> tuple[BlockHeader, Bytes]:
 
 
 def is_encoded(number: int) -> bool:
-    """Return whether the workload stores this block in the form of the codec of tests."""
+    """Return True if the workload stores block `number` in the form of the tests' codec."""
     return number % 2 == 1

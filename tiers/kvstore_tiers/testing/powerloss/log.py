@@ -45,7 +45,9 @@ NAMING = frozenset({Kind.CREATE, Kind.RENAME, Kind.UNLINK, Kind.MKDIR, Kind.RMDI
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One recorded call. `offset` is the new length for TRUNCATE and ALLOCATE; `data` is the new path for RENAME."""
+    """One recorded file operation. For TRUNCATE and ALLOCATE `offset` is the new length; for RENAME `data` is the new
+    path.
+    """
 
     kind: Kind
     start: int
@@ -57,23 +59,25 @@ class Operation:
     through: bool = False
 
     def mark(self) -> dict[str, Any]:
-        """Return the content of a MARK."""
+        """Return the dictionary that this operation, a MARK, carries."""
         said = json.loads(self.data)
         assert isinstance(said, dict)
         return said
 
 
 def pack_mark(said: dict[str, Any]) -> bytes:
-    """Return the data of a MARK with the content `said`."""
+    """Return the bytes of a MARK that carries the dictionary `said`."""
     return json.dumps(said, separators=(",", ":")).encode()
 
 
 class UnseenChange(Exception):
-    """The process changed files in a way that the recorder does not follow; the log proves nothing."""
+    """An error: the recorded process changed files in a way that the recorder does not follow, so that the log proves
+    nothing.
+    """
 
 
 def pack(operation: Operation) -> bytes:
-    """Return a record as the shim writes it."""
+    """Return `operation` as the bytes of one log record."""
     path = operation.path.encode()
     flags = THROUGH if operation.through else 0
     return (
@@ -87,7 +91,7 @@ def pack(operation: Operation) -> bytes:
 
 
 def read_log(path: Path) -> list[Operation]:
-    """Read all operations, ordered by their start. Raises UnseenChange."""
+    """Return all operations in the log file `path`, ordered by their start. Raises UnseenChange."""
     operations = sorted(_records(path.read_bytes()), key=lambda one: one.start)
     unseen = next((one for one in operations if one.kind is Kind.UNSEEN), None)
     if unseen is not None:
@@ -96,7 +100,7 @@ def read_log(path: Path) -> list[Operation]:
 
 
 def write_log(path: Path, operations: Iterable[Operation]) -> None:
-    """Write a log that no process recorded, for tests of the replayer and for logs that are changed on purpose."""
+    """Write `operations` to the log file `path`, for tests of the replay."""
     path.write_bytes(b"".join(map(pack, operations)))
 
 

@@ -28,8 +28,8 @@ Run = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Change:
-    """One change of one file or directory. `target` is its number; a number is never used again, while an inode may
-    be.
+    """One change of one file or directory, number `target`, that a power loss may undo. Numbers are never used
+    again.
     """
 
     target: int
@@ -45,7 +45,7 @@ class Change:
 
     @property
     def sectors(self) -> Run:
-        """Return the bytes of the sectors that a write touches."""
+        """Return the range of bytes, in whole sectors, that this write touches."""
         return _down(self.offset, SECTOR_BYTES), _up(self.offset + len(self.data), SECTOR_BYTES)
 
 
@@ -57,15 +57,13 @@ class _Sync:
 
 
 class Choice(Protocol):
-    """The choice of the changes that survive, among the changes that may be lost."""
+    """A rule that decides which changes survive a power loss."""
 
     def runs(self, change: Change) -> Iterable[Run]:
-        """Return the bytes of a write that reached the medium, in whole sectors."""
+        """Return the ranges of bytes of the write `change` that survive, in whole sectors."""
 
     def keeps(self, change: Change) -> bool:
-        """Return whether a change that is no write reached the medium: a name, a truncation, the new length after a
-        write.
-        """
+        """Return True if `change`, which is no write (a name, a truncation, a new length), survives."""
 
 
 def _take_settled(pending: list[Change], settled: set[Change]) -> Iterator[Change]:
@@ -121,7 +119,7 @@ class _Directory:
 
 
 class Medium:
-    """The files of a log at a tick that only moves forward."""
+    """A model of a disk on which the operations of a log take effect one after another. Its time only moves forward."""
 
     def __init__(self, operations: Iterable[Operation]) -> None:
         self._nodes: dict[int, _File | _Directory] = {}
@@ -137,7 +135,7 @@ class Medium:
         self._next = 0
 
     def advance(self, tick: int) -> None:
-        """Apply the operations before `tick`."""
+        """Apply all operations of the log before the moment `tick`."""
         while self._next < len(self._events) and self._events[self._next][0] < tick:
             _, is_effect, item = self._events[self._next]
             self._next += 1
@@ -154,11 +152,11 @@ class Medium:
                 self._nodes[item.target].pending.append(item)
 
     def pending(self) -> list[Change]:
-        """Return the changes that a crash at this tick may lose."""
+        """Return the changes that are not synced yet, so that a power loss now may undo them."""
         return [change for node in self._nodes.values() for change in node.pending if change not in node.settled]
 
     def tree(self, choice: Choice) -> Tree:
-        """Return the files that are found after a crash at this tick."""
+        """Return the files that a power loss now would leave, if `choice` decides which changes survive."""
         tree: Tree = {}
         self._collect(ROOT, "", choice, tree)
         return tree

@@ -25,7 +25,7 @@ class Promises:
     tried: set[Item] = field(default_factory=set)  # all that were ever put
 
     def take(self, mark: dict[str, list[Item]]) -> None:
-        """Add the promises of one more mark."""
+        """Add the promises that `mark` lists, by kind."""
         self.gone -= set(mark.get("put", ()))
         self.tried |= set(mark.get("put", ()))
         self.durable -= set(mark.get("freed", ()))
@@ -34,7 +34,7 @@ class Promises:
 
 
 def promises_at(operations: Iterable[Operation], tick: int) -> Promises:
-    """Return the promises that had been made before `tick`."""
+    """Return the promises that were made before the moment `tick` of the log."""
     promises = Promises()
     for one in operations:
         if one.kind is Kind.MARK and one.start < tick:

@@ -26,11 +26,11 @@ CACHE_ENVIRONMENT = "KVSTORED_SHIM_CACHE"
 
 
 class CompilerMissing(Exception):
-    """No C compiler, or one that cannot compile the recorder; the message says what to install."""
+    """An error: there is no C compiler that can compile the recorder. The message says what to install."""
 
 
 def shim_path() -> Path:
-    """Return the path of the compiled shim, and compile it if need be. Raises CompilerMissing."""
+    """Return the path of the recorder's shared library, which is compiled if needed. Raises CompilerMissing."""
     cache = Path(os.environ.get(CACHE_ENVIRONMENT) or Path.home() / ".cache" / "kvstored")
     digest = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
     path = cache / f"powerloss-{digest}.so"
@@ -56,9 +56,8 @@ def shim_path() -> Path:
 
 
 class Recording:
-    """A log of what happens below `root`, which must be empty. Raises CompilerMissing, ValueError.
-
-    `tree` is put there first, as if it had always been; `marks` begin the log.
+    """A recording of all file operations of processes below the empty directory `root`. `tree` is put there first;
+    `marks` begin the log. Raises CompilerMissing or ValueError.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class Recording:
         Path(f"{self.log}.clock").write_bytes((beginning[-1].end + 1).to_bytes(8, "little"))
 
     def environment(self) -> dict[str, str]:
-        """Return the environment of a process to be recorded, made from this process's environment."""
+        """Return the environment variables with which a process must be started to be recorded."""
         return {
             **os.environ,
             "LD_PRELOAD": str(self.shim),
@@ -86,12 +85,12 @@ class Recording:
         }
 
     def marker(self) -> Marker:
-        """Return a marker for a process that is not recorded itself, such as a client of a recorded process."""
+        """Return a marker for a process that is not recorded itself, such as a client."""
         return Marker(self.shim, self.log)
 
 
 def put_tree(tree: Tree, directory: Path) -> None:
-    """Make the files of a tree in an empty directory."""
+    """Write the files of `tree` to the empty `directory`."""
     for path, content in tree.items():
         if content is None:
             (directory / path).mkdir()
@@ -114,7 +113,7 @@ def _beginning(root: Path, tree: Tree, marks: Sequence[dict[str, Any]]) -> Itera
 
 
 class Marker:
-    """Leaves marks in a log: what was promised, ordered with what was written."""
+    """A writer of marks into a recording, which tell what was promised up to that moment."""
 
     def __init__(self, shim: Path, log: Path | None = None) -> None:
         self._library = ctypes.CDLL(str(shim))
@@ -123,11 +122,11 @@ class Marker:
 
     @classmethod
     def of_this_process(cls) -> Marker:
-        """Return the object that writes marks into the recording of the calling process, which is being recorded."""
+        """Return a marker for the recording of the calling process."""
         return cls(Path(os.environ["LD_PRELOAD"]))
 
     def mark(self, **said: Any) -> None:
-        """Write one mark. Returns when the mark is in the log."""
+        """Write a mark with the named values `said`, and return once it is in the log."""
         raw = pack_mark(said)
         if error := self._library.powerloss_mark(raw, ctypes.c_size_t(len(raw))):
             raise OSError(error, os.strerror(error))

@@ -48,8 +48,8 @@ def _shape(report: dict[str, Any]) -> tuple[bool, bool, frozenset[str]]:
 
 @dataclass
 class Figures:
-    """The result of a replay. `wrong`, `lost` and `broken` count blocks and rules; `died` counts the states that killed
-    the judge.
+    """The counts of a replay of power losses: judged states, lost and wrong blocks, broken rules; `died` counts states
+    that killed the judge.
     """
 
     states: int = 0
@@ -68,7 +68,7 @@ class Figures:
         return not (self.lost or self.wrong or self.broken or self.died or self.over_capacity_bytes)
 
     def add(self, other: Figures) -> None:
-        """Add the figures of another replay."""
+        """Add the counts of the replay `other`."""
         for name in ("states", "lost", "wrong", "broken", "died", "corrupt_reads", "promised", "seconds"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.over_capacity_bytes = max(self.over_capacity_bytes, other.over_capacity_bytes)
@@ -76,7 +76,7 @@ class Figures:
             self._fail(failure)
 
     def take(self, report: dict[str, Any]) -> None:
-        """Add the report of one judged state."""
+        """Add the `report` on one judged state."""
         self.states += 1
         self.promised += report["promised"]
         self.corrupt_reads += report["corrupt_reads"]
@@ -87,7 +87,7 @@ class Figures:
             self._fail(report)
 
     def take_death(self, report: dict[str, Any], status: int) -> None:
-        """Add a state whose judge died. All that had been promised in that state counts as lost."""
+        """Add a state whose judge process died with `status`. All promises of that state count as lost."""
         self.states += 1
         self.died += 1
         self.promised += report["promised"]
@@ -144,7 +144,7 @@ def replay(
 
 
 class ReplayFailed(Exception):
-    """The replay itself did not work: its log, its judge's name, its scratch directory."""
+    """An error: the replay itself did not work, because of its log, its judge's name or its scratch directory."""
 
 
 def _drive(arguments: list[str], reports: SimpleQueue[dict[str, Any] | None]) -> None:
@@ -187,7 +187,9 @@ def _drive_in(arguments: list[str], reports: SimpleQueue[dict[str, Any] | None])
 
 
 def judge_state(state: CrashState, promises: Promises, judge: Judge, scratch: Path) -> dict[str, Any]:
-    """Put a state on a file system and judge it."""
+    """Write the files of `state` to the directory `scratch`, let `judge` check that it keeps `promises`, and return its
+    report.
+    """
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir()
     put_tree(state.tree, scratch)
@@ -214,9 +216,8 @@ def states_of(
     parts: int = 1,
     random_states: int = 4,
 ) -> Iterator[tuple[CrashState, Promises]]:
-    """Yield distinct states, at most `states`, from all over the log, with the promises made in each.
-
-    Only the crash points of part `part` of `parts` are used.
+    """Yield at most `states` distinct states that a power loss during the log `operations` could leave, each with the
+    promises made until then. Only every `parts`-th crash point, from number `part` on, is used.
     """
     ticks = crash_ticks(operations)[part::parts]
     strides = min(len(ticks), 1 + len(ticks) * STATES_A_TICK // states)
@@ -234,7 +235,7 @@ def states_of(
 
 
 def scratch_directory() -> tempfile.TemporaryDirectory[str]:
-    """Make a scratch directory, in memory if possible, or where the environment says."""
+    """Make a temporary directory for the files of states, in RAM if possible, or where the environment says."""
     memory = os.environ.get(SCRATCH_ENVIRONMENT) or "/dev/shm"
     return tempfile.TemporaryDirectory(prefix="powerloss-", dir=memory if os.access(memory, os.W_OK) else None)
 

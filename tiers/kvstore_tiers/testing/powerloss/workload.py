@@ -38,7 +38,9 @@ SWITCH_S = 2e-5  # threads change places often: more orders of calls
 
 
 class Workload:
-    """One phase of the workload. Blocks are numbers; the bytes of a block follow from its number and size."""
+    """A sequence of operations on an NVMe tier that is recorded. Blocks are numbers; a block's bytes follow from its
+    number and size.
+    """
 
     def __init__(self, directory: Path, marker: Marker, seed: int, phase: int) -> None:
         self._random = random.Random(f"{seed}/{phase}")
@@ -80,7 +82,7 @@ class Workload:
         self.settle()
 
     def settle(self) -> None:
-        """Wait until nothing is in flight and everything is promised."""
+        """Wait until no operation is under way and every written block is promised."""
         while self._writing:
             self._take_one()
         self._sync()
@@ -88,9 +90,7 @@ class Workload:
             self._take_one()
 
     def die_unsynced(self) -> None:
-        """Let the last commit kill the process, between the writing of the records and their sync; nothing else is in
-        flight.
-        """
+        """Make the next commit kill this process after its records are written and before they are synced."""
         self._put()
         while not self._writing:  # there was no room
             self._free_some()

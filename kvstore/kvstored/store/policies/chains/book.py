@@ -48,7 +48,8 @@ _RUNNING_MAX = 4096
 
 
 class ChainBook:
-    """The record of a tier's chains."""
+    """A record of the chains of one tier: which chain owns each row, how often blocks are shared, and what
+    was learned."""
 
     def __init__(self, residency: ResidencyView, ladders: Sequence[Ladder], *, forgets: bool = True) -> None:
         self.residency = residency
@@ -80,11 +81,12 @@ class ChainBook:
         self.touches.grow(more)
 
     def numbers(self) -> list[float]:
-        """Return the numbers of the state beside the chains."""
+        """Return the numbers that a restart needs, apart from the chains themselves."""
         return [self.touches.began_s, self.touches.span_s, self._most_rows]
 
     def restore(self, numbers: Sequence[float], later_s: float, rows_here: int) -> None:
-        """Go on from `numbers` of a clock `later_s` behind, with `rows_here` blocks. Raises ValueError."""
+        """Continue from the saved `numbers`, adding `later_s` seconds to saved times; `rows_here` blocks are in the
+        tier. Raises ValueError for another count of numbers."""
         began_s, self.touches.span_s, most_rows = numbers
         self.touches.began_s = began_s + later_s
         self._widen(max(int(most_rows), rows_here))
@@ -100,7 +102,8 @@ class ChainBook:
     # Rows
 
     def met(self, rows: Sequence[int], tenant: int) -> None:
-        """Note that `rows` are new in the tier; the ghost may know them."""
+        """Note that the blocks `rows` of `tenant` are new in the tier, and give them the owner that is remembered of
+        them."""
         keys, owner, fan = self.residency.rows.keys, self.owner, self.fan
         ghost = self.ghosts[tenant]
         touched = ghost.touched
@@ -112,7 +115,7 @@ class ChainBook:
                 self.shared[row], self.shared_s[row] = touched.pop(key)
 
     def met_one(self, row: int, tenant: int) -> None:
-        """Note that one row is new in the tier, as `met` does."""
+        """Note that the block at `row` of `tenant` is new in the tier, as `met` does."""
         key, ghost = self.residency.rows.keys[row], self.ghosts[tenant]
         packed = ghost.packed(key)  # type: ignore[arg-type]  # it has just been stored
         self.owner[row], self.fan[row] = (packed >> FAN_BITS, packed & FAN_MAX) if packed >= 0 else (UNOWNED, 0)
@@ -120,7 +123,7 @@ class ChainBook:
             self.shared[row], self.shared_s[row] = ghost.touched.pop(key)
 
     def left(self, rows: Sequence[int], chain: int, tenant: int, rows_here: int) -> None:
-        """`rows` of `chain` are removed from the tier, the deepest first."""
+        """Note that the blocks `rows` of `chain`, the deepest first, have left the tier."""
         self.left_blocks += len(rows)
         owner, shared, fan, columns = self.owner, self.shared, self.fan, self.residency.rows
         keys = columns.keys
@@ -143,8 +146,8 @@ class ChainBook:
             tails[chain] = above if is_ours else next_above(row, chain, columns, owner)
 
     def left_last(self, row: int, chain: int, tenant: int, rows_here: int) -> int:
-        """Note that the last block of `chain`, not shared, was removed; return the row that the chain ends with now, or
-        -1."""
+        """Note that the block at `row`, the last of `chain` and not shared, has left the tier. Return the chain's new
+        last row, or -1."""
         if rows_here > self._most_rows:
             self.left((row,), chain, tenant, rows_here)
             return self.chains.tail[chain]
@@ -172,9 +175,9 @@ class ChainBook:
         missing: Sequence[bytes] = (),
         parent: int = -1,
     ) -> int:
-        """Note that one request used `rows` (head first); return the chain that owns them now. It owns the blocks
-        `missing` after them as well, as far as the ghost has room: as if they had been stored and evicted. Without
-        `rows`, `missing` continue `parent`."""
+        """Note that one request used the blocks `rows`, in chain order. Return the number of the chain that owns them
+        now. It also owns the blocks `missing` after them, as if they had been stored and evicted. Without `rows`,
+        `missing` continue the row `parent`."""
         chains, here = self.chains, len(rows)
         self.touches.widen_span(now_s)
         path = path_of(rows, missing, parent, self.residency.rows, self.owner, self.fan, self.ghosts[tenant])
@@ -254,7 +257,7 @@ class ChainBook:
         return chain if is_own and chains.live[chain] and is_near_end(reach, chains.length[chain]) else -1
 
     def answered(self, number: int, output_tokens: int, now_s: float, hint: ChainHint | None = None) -> int:
-        """Note that the request has ended; return its chain, or -1 if that is another request's by now."""
+        """Note that the request `number` has ended. Return its chain, or -1 if another request used that since."""
         chain, order = self._running.pop(number, (-1, 0))
         chains = self.chains
         if chain < 0 or chains.order[chain] != order or not chains.live[chain]:
@@ -263,7 +266,8 @@ class ChainBook:
         return chain
 
     def ended(self, chain: int, output_tokens: int, now_s: float, hint: ChainHint | None) -> None:
-        """The request that used the chain last has ended with an answer (0: of unknown length)."""
+        """Note that the last request of `chain` ended with `output_tokens` tokens (0: unknown) and the
+        engine's `hint`."""
         chains = self.chains
         if output_tokens and chains.tokens[chain] >= 0:
             chains.tokens[chain] += output_tokens - chains.answer[chain]  # a second report is not a second answer
@@ -280,18 +284,18 @@ class ChainBook:
             chains.base[chain] = self.standings(np.array([chain]), now_s)[0]
 
     def ranks(self, chains: Ints, now_s: float) -> Floats:
-        """Return the rank of each chain whose return is awaited: for chains that are not live it means nothing."""
+        """Return the rank (expected uses a second) of each of `chains`; it means nothing if no return is awaited."""
         table = self.chains
         return self.tables.ranks(table.ints(table.cell)[chains], now_s - table.floats(table.used_s)[chains])
 
     def standings(self, chains: Ints, now_s: float) -> Floats:
-        """Return the ranks, leaning to the order of last use as far as classes say nothing."""
+        """Return the ranks of `chains`, mixed with the order of their last use where classes say little."""
         ages_s = now_s - self.chains.floats(self.chains.used_s)[chains]
         return self.ranks(chains, now_s) * leaning(ages_s, self.tables.lean)
 
     def due(self, chain: int, row: int, due_s: float, now_s: float) -> None:
-        """Note that a queued request will use the chain down to `row` (-1: to its end). If it is another session's,
-        with only the beginning in common, it does not lower the chain's own due time."""
+        """Note that a queued request will use `chain` at `due_s`, down to the block at `row` (-1: to its end). If that
+        request shares only the beginning, it does not replace the chain's own due time."""
         chains = self.chains
         depths, tail = self.residency.rows.depth, chains.tail[chain]
         depth = depths[row] if row >= 0 else chains.length[chain] - 1
@@ -300,12 +304,12 @@ class ChainBook:
             chains.due_s[chain], chains.due_depth[chain] = due_s, depth
 
     def is_promised(self, chain: int) -> bool:
-        """Return whether blocks that the chain's last request missed may be stored yet."""
+        """Return whether blocks that the last request of `chain` missed may still be stored."""
         return chain >= 0 and self._promised.get(chain) == self.chains.order[chain]
 
     def promised_owner(self, key: bytes, tenant: int) -> int:
-        """Return the ghost's `owner_of`, if that chain's last request missed blocks that may be stored yet, or -1. It
-        makes no further calls, since it is asked for each block that needs the place of another."""
+        """Return the chain of the missing block `key`, if it may still be stored after that chain's last request, or
+        -1. It is written for speed, since it is called for each new block in a full tier."""
         shard = self.ghosts[tenant].shards[key[-1] & SHARD_MASK]
         packed = shard.young.get(key)
         if packed is None:
@@ -320,7 +324,7 @@ class ChainBook:
             del self._promised[next(iter(self._promised))]
 
     def filled(self, rows: Sequence[int], chain: int) -> int:
-        """Return how many leading ones of `rows`, which have just been stored, the chain's request had missed."""
+        """Return how many leading blocks of `rows`, just stored, the last request of `chain` missed."""
         owner = self.owner
         owners = [owner[row] for row in rows]
         count = len(rows)
@@ -367,8 +371,7 @@ class ChainBook:
         chains.base[slot] = self.tables.rank_of_new(cell)
 
     def came_unused(self, row: int, tenant: int, order: int) -> int:
-        """Return the chain of `row`, as of its last use: the row came to the tier without being used (demoted,
-        promoted)."""
+        """Return the chain of the block at `row`, which came to the tier without a use (demoted or promoted)."""
         residency, chains = self.residency, self.chains
         parent, depth = residency.rows.parent[row], residency.rows.depth[row]
         used_s = residency.rows.last_access_ns[row] * NS

@@ -1,12 +1,10 @@
-"""The worth of chains: whose tail is evicted next, and which chains expire by themselves.
+"""The order in which chains lose their last blocks, and the chains that expire by themselves.
 
-Worth is the expected uses a second of holding one more block: the rank of the chain, times the chance that its next
-request goes as far as this block, plus the touches by others. Rows age all the time, so the order is made anew now and
-then: then the chains of least worth are drawn into a heap, and the others wait above its ceiling. In between only
-chains that were used, or lost a block, are looked at again. A draw looks at a slice of the chains, the next one at the
-next.
-
-The module owns the heap and the list of expiring chains. It does not change residency.
+The worth of a block is the expected uses for each second that it is held: the rank of its chain, times the chance that
+its next request goes as far as this block, plus the touches by others. Rows age all the time, so the order is made anew
+now and then: then the chains of least worth are drawn into a heap, and the others wait above its ceiling. In between
+only chains that were used, or lost a block, are looked at again. A draw looks at a slice of the chains, the next one at
+the next. The module owns the heap and the list of expiring chains. It does not change residency.
 """
 
 from __future__ import annotations
@@ -45,7 +43,9 @@ Entry = tuple[float, int, int, int]  # worth, order, chain, number
 
 
 class Candidates:
-    """The candidates for eviction: the tails of one tenant's chains, in order, the lowest worth first."""
+    """The last blocks of one tenant's chains, ordered for eviction: the one with the fewest expected uses a second
+    first.
+    """
 
     def __init__(self, residency: ResidencyView, tier: int, book: ChainBook, tenant: int) -> None:
         self._residency = residency
@@ -63,8 +63,8 @@ class Candidates:
         self._hand = 0  # the next draw begins with this chain
 
     def first(self, now_s: float, exclude: Container[int]) -> int:
-        """Return the row that is evicted first, or -1 if none of the chains' tails may be evicted and is not
-        excluded.
+        """Return the row to evict first, or -1 if no chain's last block may be evicted. Rows in `exclude` are not
+        returned.
         """
         book = self._book
         if self._looks_left <= -_LOOKS_SOON or (now_s >= self._drawn_s + _STALE_S and self._is_old(now_s)):
@@ -106,7 +106,9 @@ class Candidates:
         return found
 
     def refresh(self, now_s: float, budget_us: float) -> float:
-        """Draw if that will be due soon, and there is time for it; return about how long it took, in microseconds."""
+        """Make the order anew if that will be due soon and takes at most `budget_us`. Return about how many
+        microseconds it took.
+        """
         took_us = _DRAW_US + min(self._book.chains.slots, _SLICE) / _CHAINS_A_US
         if not self._is_wanted or budget_us < took_us:
             return 0.0
@@ -119,7 +121,9 @@ class Candidates:
         return took_us
 
     def value(self, chain: int, now_s: float) -> float:
-        """Return the worth of the chain's tail, by the rank that the chain had when it was last looked at."""
+        """Return the expected uses a second of the last block of `chain`, by the rank that the chain had when it was
+        last looked at.
+        """
         book = self._book
         chains = book.chains
         row = chains.tail[chain]
@@ -133,7 +137,7 @@ class Candidates:
         return worth + book.touches.rate(row, now_s) if book.shared[row] else worth
 
     def value_of_new(self, chain: int, depth: int) -> float:
-        """Return the worth of a block of the chain that is not in the tier, in that depth."""
+        """Return the expected uses a second of a block of `chain` at `depth` that is not in the tier yet."""
         book = self._book
         chains = book.chains
         distance = chains.length[chain] - depth - 1
@@ -141,8 +145,8 @@ class Candidates:
         return chains.base[chain] * book.end_reuse[end] * (1.0 + depth / _TWICE_DEPTH)
 
     def look_at(self, chain: int, now_s: float, looks: int = 1) -> None:
-        """Look at a chain whose tail or rank has changed. A put counts no `looks`: the number of its parts is chance,
-        and decisions should not depend on it.
+        """Place `chain`, whose last block or rank has changed, in the order again. `looks` counts towards the next
+        renewal of the whole order; a put counts 0, since the number of its parts is chance.
         """
         book = self._book
         worth = self.value(chain, now_s)
@@ -248,11 +252,11 @@ class _Poor(NamedTuple):
 
 
 class PoorChains:
-    """Lists chains that bring less than their place costs, whether or not the place is needed.
+    """A list of chains that bring fewer uses a second than `least`, whether or not their place is needed.
 
-    `least`: the uses a second that holding a block must bring. A look at all chains now and then lists the ones that
-    have fallen below; a chain used, shared or hinted at since is judged again before it is named. A chain is named by
-    its tail: when that was removed, the block above is its tail.
+    A look at all chains now and then lists the ones that have fallen below; a chain used, shared or hinted at since is
+    judged again before it is named. A chain is named by its last block: when that was removed, the block above is its
+    last one.
     """
 
     def __init__(self, residency: ResidencyView, tier: int, book: ChainBook, least: float) -> None:
@@ -266,7 +270,9 @@ class PoorChains:
         self._is_cut = False  # there were more
 
     def tails(self, now_s: float, limit: int) -> list[int]:
-        """Return up to `limit` tails that may be evicted, of chains that are worth too little, the least first."""
+        """Return up to `limit` rows, the last blocks of chains that bring too few uses and may be evicted, the fewest
+        first.
+        """
         if now_s >= self._look_s:
             self._held.clear()
             self._look(now_s)
@@ -294,7 +300,7 @@ class PoorChains:
         return found
 
     def released(self, chain: int) -> None:
-        """Judge `chain` again: one of its blocks may be free to be evicted now."""
+        """Judge `chain` again, since one of its blocks may perhaps be evicted now."""
         if self._held and (poor := self._held.pop(chain, None)) is not None:
             self._poor.append(poor)
 
@@ -333,7 +339,7 @@ class PoorChains:
 
 
 def block_value(book: ChainBook, chain: int, row: int, now_s: float) -> float:
-    """Return the uses a second that holding block `row` of `chain` brings."""
+    """Return the expected uses a second that holding the block at `row` of `chain` brings."""
     chains = book.chains
     worth = 0.0
     if chains.live[chain]:

@@ -32,18 +32,20 @@ _FRESH_MAX, _FRESH_SETTLED = 512, 64  # blocks that wait for their first use, as
 
 
 def starting_tables() -> list[Ladder]:
-    """Return the shipped tables, by workload, and empty ones; later events decide which are believed."""
+    """Return the hazard tables to start from: the shipped ones, one for each workload, and empty ones. Later events
+    decide which are believed.
+    """
     known = [Ladder(prior.order, prior.counts) for prior in shipped()]
     return known + [Ladder(order) for order in UNTRAINED_ORDERS]
 
 
 @dataclass(frozen=True, slots=True)
 class LearningSettings:
-    """The settings of learning.
+    """The settings of learning in the policy chain-hazard.
 
-    `tables`: makes the hazard tables to start from. `is_guarded`: LRU decides while it would hit more. `forgets`: its
-    counts decay. `requests_min`: before this number of requests it is LRU; the shipped tables need no longer proof.
-    `declining_min`, `returns_min`: a new block is declined only after this many requests and continued chains.
+    `tables` makes the hazard tables to start from. `is_guarded`: LRU decides while it would hit more. `forgets`: the
+    tables' counts decay. Before `requests_min` requests the policy decides as LRU. A new block is declined only after
+    `declining_min` requests and `returns_min` continued chains.
     """
 
     tables: Callable[[], list[Ladder]] = starting_tables
@@ -55,8 +57,9 @@ class LearningSettings:
 
 
 class ChainFollower:
-    """`next`, `named`: the last victim by the chains' order, and the row that follows it; -1 once something else has
-    happened. `is_plain`: the chains' order is in force.
+    """The part of the policy chain-hazard that follows the tier's events and keeps its chains up to date. `named` is
+    the last victim by the chains' order, and `next` the row that follows it; both are -1 once something else has
+    happened. `is_plain` is True while the chains' order decides.
     """
 
     def __init__(
@@ -85,7 +88,9 @@ class ChainFollower:
 
     @property
     def is_lru(self) -> bool:
-        """True if LRU's order is in force: too little is known, or LRU leads."""
+        """True while the policy decides as LRU (least recently used): too little is known yet, or LRU would
+        hit more.
+        """
         return self.book.learning.requests < self.learning.requests_min or self.guard.is_lru_ahead
 
     # Events
@@ -288,7 +293,9 @@ class ChainFollower:
         self._look_at(chain)
 
     def forget(self, tenant: int, keys: Sequence[bytes] | None) -> None:
-        """Forget the names of `keys`, or of all blocks that are not in the tier (None)."""
+        """Drop everything that names the blocks `keys` of `tenant`, or all of its blocks that are not in the tier
+        (None).
+        """
         if tenant >= len(self.candidates):
             return
         ghost = self.book.ghosts[tenant]
@@ -334,7 +341,9 @@ class ChainFollower:
         self.candidates[self.book.chains.tenant[chain]].look_at(chain, self.now_s, looks)
 
     def settle(self, count: int | None = None) -> None:
-        """Give chains to rows that came without being used: to all, or to the `count` that came first."""
+        """Give chains to the rows that came to the tier and were not used: to all, or to the `count` that
+        came first.
+        """
         fresh = self.fresh[:count]
         del self.fresh[:count]
         for row in fresh:

@@ -1,4 +1,4 @@
-"""The chains of removed blocks, so that a session which returns after its eviction is known, and teaches.
+"""The chains of removed blocks, remembered so that a session which returns after its eviction is recognised.
 
 There are two generations of keys: a key enters the young one; when that is full it becomes the old one, and the old one
 is forgotten. So it holds between `limit` and twice `limit` keys, without the cost of an order. They are kept in shards
@@ -34,12 +34,14 @@ Chains = npt.NDArray[np.int64]
 
 
 def ghost_limit(rows: int) -> int:
-    """Return how many keys a ghost's generation holds for a tier of `rows` blocks."""
+    """Return how many removed keys one generation remembers for a tier of `rows` blocks."""
     return max(_GHOST_MIN, min(_GHOST_RATIO * rows, max(_GHOST_MANY, rows)))
 
 
 class Shard:
-    """Key → chain and fan-out, in one int each."""
+    """A part of the remembered keys, in two generations. Each maps a key to its chain and fan-out, packed in
+    one int.
+    """
 
     __slots__ = ("old", "young")
 
@@ -49,8 +51,9 @@ class Shard:
 
 
 class ChainGhost:
-    """The ghost of one tenant. `limit` may be set anew at any time; `forgetting` is called with the chains of forgotten
-    keys.
+    """A record of one tenant's removed blocks: the chain of each key, and how many others follow it. It holds between
+    `limit` and twice `limit` keys; `limit` may be changed at any time. `forgetting` is called with the chains of
+    forgotten keys.
     """
 
     __slots__ = ("_forgetting", "limit", "shards", "touched")
@@ -73,8 +76,9 @@ class ChainGhost:
             shard.old, shard.young = young, {}
 
     def remember_touches(self, key: bytes, touches: float, as_of_s: float) -> None:
-        """Remember the touches of a removed block. Otherwise a shared prefix that was evicted would have to prove its
-        worth anew each time it is stored, and be the first victim each time.
+        """Remember how often others than its chain used the removed block `key`. `touches` is a decayed count as of
+        `as_of_s`. Without this, a shared prefix that was evicted would be the first victim each time it is stored
+        again.
         """
         touched = self.touched
         touched.pop(key, None)
@@ -83,7 +87,7 @@ class ChainGhost:
             del touched[next(iter(touched))]
 
     def remember_run(self, keys: Sequence[bytes | None], chain: int, fans: Sequence[int]) -> None:
-        """`remember` for each of `keys` that there is."""
+        """Remember `chain` for each of `keys` that is not None, with the entry of `fans` at the same position."""
         shards, most, packed = self.shards, self.limit // SHARDS, chain << FAN_BITS
         for key, fan in zip(keys, fans, strict=True):
             if key is None:
@@ -96,7 +100,7 @@ class ChainGhost:
                 shard.old, shard.young = young, {}
 
     def recall_run(self, keys: Sequence[bytes | None]) -> list[int]:
-        """Return the packed entry of each key, or -1."""
+        """Return the packed entry (chain and fan-out) of each of `keys`, or -1 when it is not remembered."""
         shards = self.shards
         found: list[int] = []
         for key in keys:
@@ -111,13 +115,13 @@ class ChainGhost:
         return found
 
     def packed(self, key: bytes) -> int:
-        """Chain and fan-out, or NOTHING."""
+        """Return the packed entry (chain and fan-out) of `key`, or -1 when it is not remembered."""
         shard = self.shards[key[-1] & SHARD_MASK]
         packed = shard.young.get(key)
         return shard.old.get(key, NOTHING) if packed is None else packed
 
     def owner_of(self, key: bytes) -> int:
-        """The chain of a block that is not in the tier, as far as is known, or -1."""
+        """Return the number of the chain of the removed block `key`, or -1 when it is not remembered."""
         return self.packed(key) >> FAN_BITS
 
     def forget(self, key: bytes) -> None:
@@ -135,8 +139,8 @@ class ChainGhost:
         self.touched.clear()
 
     def copied(self, most: int) -> Iterator[tuple[str, bytes, Chains]]:
-        """Yield generation, packed keys and their entries, a step at a time: at most `most` keys, the latest ones. The
-        caller may let others go on between two steps; later changes may be included or not.
+        """Yield the newest entries, at most `most`, in steps: the generation, the packed keys, and their packed
+        entries. Other tasks may run between two steps; their changes may be included or not.
         """
         for shard in self.shards:
             left = most // SHARDS
@@ -149,7 +153,7 @@ class ChainGhost:
                 left -= len(kept)
 
     def restore(self, generation: str, keys: npt.NDArray[np.void], packed: Chains) -> None:
-        """Restore `packed` for each of `keys` (dtype V16)."""
+        """Put the saved entries `packed` of `keys` (dtype V16) back into `generation`, "young" or "old"."""
         at = np.ascontiguousarray(keys).view(np.uint8).reshape(-1, 16)[:, -1] & SHARD_MASK
         order = np.argsort(at, kind="stable")
         ends = np.cumsum(np.bincount(at, minlength=SHARDS)).tolist()
@@ -158,7 +162,7 @@ class ChainGhost:
             getattr(shard, generation).update(zip(names[first:last], values[first:last], strict=True))
 
     def chains(self, shard: int) -> Chains:
-        """Return the chain of every key in shard number `shard`."""
+        """Return the chain of every key in the shard with the number `shard`, as an array."""
         both = self.shards[shard]
         return np.concatenate([_chains(both.young), _chains(both.old)])
 
@@ -173,10 +177,8 @@ _GAP_MAX = 64  # blocks that are not in the tier
 
 
 class Path(NamedTuple):
-    """A request's blocks in their state before it came: rows, then the missing ones.
-
-    The first `known` had an owner; at their end, `chain` owned the block, which `fan` others follow. `pivot` is its
-    row, or -1.
+    """The blocks of a request as they were before it: rows, then missing ones. The first `known` blocks had an owner.
+    `chain` owned the last of these, which `fan` other blocks follow; `pivot` is its row, or -1.
     """
 
     before: list[int]  # owners
@@ -197,7 +199,9 @@ def path_of(
     fans: bytearray,
     ghost: ChainGhost,
 ) -> Path:
-    """Return the state of a request's blocks before it came; change nothing."""
+    """Return the state of a request's blocks before it: stored ones in `rows`, then `missing` ones by key, which
+    continue `parent` if there are no rows. It changes nothing.
+    """
     here = len(rows)
     before = [owner[row] for row in rows]
     lost: list[int] = []
@@ -223,7 +227,9 @@ def path_of(
 
 
 def next_above(row: int, chain: int, columns: RowColumns, owner: array[int]) -> int:
-    """Return the chain's next row towards the head, across rows that are not in the tier; or -1."""
+    """Return the nearest row before `row` in its chain that `chain` owns, passing over rows that are not in the tier;
+    -1 if there is none.
+    """
     parents, known = columns.parent, len(owner)
     row = parents[row]
     for _ in range(_GAP_MAX):
@@ -236,6 +242,8 @@ def next_above(row: int, chain: int, columns: RowColumns, owner: array[int]) -> 
 
 
 def is_near_end(reach: int, length: int) -> bool:
-    """Return whether a request that goes `reach` blocks down a chain of `length` has used it nearly as a whole."""
+    """Return whether a request that uses the first `reach` blocks of a chain of `length` blocks has used nearly all of
+    it.
+    """
     missing = length - reach
     return missing <= 1 or (missing < reach and missing <= max(_END_BLOCKS, _END_SHARE * length))

@@ -1,12 +1,10 @@
-"""The guard: LRU on the side, and its order back in force while it would have hit more.
+"""The guard: a simulation of LRU beside the policy, whose order decides while it would have hit more.
 
 A shadow holds no bytes: the keys that LRU would hold, for a sample of all blocks (by their keys, which are hashes), at
 the tier's size. Its hits are compared with the tier's hits, on the sampled blocks of every request. LRU has to lead by
 more than chance explains, clearly at first, later by little: if both hit about equally often, a false alarm costs next
 to nothing, and if chains say much, LRU does not come near. It then decides for a while, after which the policy is tried
-again, later each time it fails.
-
-The module owns the shadow and the verdict. It decides no victim.
+again, later each time it fails. The module owns the shadow and the verdict. It decides no victim.
 """
 
 from __future__ import annotations
@@ -26,9 +24,7 @@ _PROBATION_MAX = 10_000
 
 
 class LruGuard:
-    """A guard that puts LRU's order in force while LRU would have had more hits. Feed it every request; `is_lru_ahead`
-    is the verdict.
-    """
+    """A comparison of the policy with LRU on every request. `is_lru_ahead` is True while LRU should decide instead."""
 
     def __init__(self) -> None:
         self._held: OrderedDict[tuple[int, bytes], None] = OrderedDict()
@@ -45,18 +41,18 @@ class LruGuard:
         self.is_lru_ahead = False
 
     def numbers(self) -> list[float]:
-        """Return the numbers of the state, without the shadow."""
+        """Return the numbers of this state that a restart needs, apart from `shadow`."""
         return [
             self.capacity, self._most, self._mask, self._ours, self._lead, self._spread, self._judged,
             self._probation, self._left, self.is_lru_ahead,
         ]  # fmt: skip
 
     def shadow(self) -> list[tuple[int, bytes]]:
-        """Return the tenants and keys that LRU would hold, of the sample, the next victim first."""
+        """Return the tenant and key of each sampled block that LRU would hold, the next to evict first."""
         return list(self._held)
 
     def restore(self, numbers: Sequence[float], shadow: Iterable[tuple[int, bytes]]) -> None:
-        """Go on from the results of `numbers` and `shadow`."""
+        """Continue from saved results of `numbers` and `shadow`."""
         capacity, most, mask, ours, lead, spread, judged, probation, left, is_lru_ahead = numbers
         self.capacity, self._most, self._mask = int(capacity), int(most), int(mask)
         self._ours, self._lead, self._spread, self._judged = ours, lead, spread, int(judged)
@@ -70,7 +66,7 @@ class LruGuard:
         self._held = OrderedDict.fromkeys(name for name in self._held if name[0] != tenant)
 
     def resize(self, rows: int, *, is_full: bool = True) -> None:
-        """Note that the tier holds `rows` blocks, and whether it is full with them."""
+        """Note that the tier holds `rows` blocks. `is_full`: it has no room for more."""
         if is_full and rows > self.capacity:
             self.capacity = rows
         if rows <= self._most:
@@ -90,8 +86,8 @@ class LruGuard:
         fresh: int,
         missing: Sequence[bytes] = (),
     ) -> None:
-        """Note that a request used the blocks `keys[row]` of `rows`; the last `fresh` were missing, and `missing` still
-        are.
+        """Note that a request of `tenant` used the blocks `rows`, where `keys[row]` is a block's key. The last `fresh`
+        of them were missing before and have been stored for it; the blocks `missing` still are.
         """
         held, mask = self._held, self._mask
         asked = [keys[row] for row in rows]

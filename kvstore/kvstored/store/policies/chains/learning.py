@@ -1,6 +1,6 @@
 """The work that no request waits for: learning from the uses of chains, and freeing chains, a bounded step at a time.
 
-Owns the chances by distance from the end, and the collector's marks. Never decides what is evicted.
+Owns the chances by distance from a chain's end, and the collector's marks. Never decides what is evicted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ _ENDS = (0, 1, 2, FAR_FROM_END)  # distances from the end of a chain that share 
 
 
 class ChainLearner(Learner):
-    """Learns from a tier's chains, and also how far down a chain its next request goes: `end_reuse`, by `_ENDS`."""
+    """A learner from a tier's chains. In addition to hazard tables it learns how far down a chain its next request
+    goes: `end_reuse` is the chance that a block is used again, by its distance from the end (`_ENDS`).
+    """
 
     def __init__(self, chains: ChainTable, ladders: Sequence[Ladder], *, forgets: bool) -> None:
         super().__init__(chains, ladders, forgets=forgets)
@@ -38,7 +40,7 @@ class ChainLearner(Learner):
         self.end_reuse[:] = [seen / of for seen, of in self._end_counts]  # in place: others hold it
 
     def continued(self, chain: int, missing: int, gap_s: float) -> None:
-        """Count a return of `chain` that uses all but its last `missing` blocks."""
+        """Count that a request has continued `chain` after `gap_s` seconds, using all but its last `missing` blocks."""
         self.returned(chain, gap_s)
         for number, counts in enumerate(self._end_counts):
             counts[1] += 1.0
@@ -54,7 +56,7 @@ _COLLECTING_US = 100.0
 
 
 class Upkeep:
-    """The choice of times for the steps; call `requested` for every request.
+    """A scheduler of learning and freeing steps. Call `requested` for every request.
 
     The time that a request may spend grows with its blocks, so that it is little for each of them: long requests bear
     most of it. If none is long, one request in some dozens bears a step.
@@ -67,8 +69,8 @@ class Upkeep:
         self._is_collectors = False  # the next step, if both have something to do
 
     def requested(self, blocks: int, now_s: float, *, taken_us: float = 0.0) -> None:
-        """Do the steps that a request of `blocks` blocks can bear; it has spent `taken_us` microseconds of its
-        share.
+        """Run the steps that a request of `blocks` blocks has time for. It has spent `taken_us` microseconds of this
+        time already.
         """
         self._waited += 1
         collector, learning = self._collector, self._learning
@@ -91,7 +93,8 @@ _SLACK = 1024  # chains that are not worth a cycle
 
 
 class Collector:
-    """Frees the chains that no block names, here or in a ghost, by mark and sweep; call `step` while `is_due`.
+    """A mark-and-sweep collector that frees chains which no block names, in the tier or among removed ones. Call `step`
+    while `is_due`.
 
     Marks are set from the rows first, then from the ghosts' shards. In between, a chain's name moves from a row to a
     ghost (the block is evicted), where it is found later, or from a ghost to a row (it is stored again), while the
@@ -133,7 +136,7 @@ class Collector:
             self._start_at = 2 * chains.in_use + _SLACK
 
     def forgotten(self, chains: Chains) -> None:
-        """Mark `chains`, of which a ghost forgets keys."""
+        """Mark `chains` as still in use, since the record of removed blocks has just forgotten keys of them."""
         if self._is_running and len(chains):
             self._mark(chains)
 

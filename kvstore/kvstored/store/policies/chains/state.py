@@ -40,7 +40,7 @@ Rows = npt.NDArray[np.int64]
 
 
 def pieces(follower: ChainFollower) -> Iterator[Piece]:
-    """Yield the state, a step at a time."""
+    """Yield the learned state of `follower` as named arrays, a step at a time."""
     book, guard = follower.book, follower.guard
     yield "signature", signature(book.tables.orders)
     yield "follower", np.array([follower.now_s, follower.was_full])
@@ -66,14 +66,16 @@ def pieces(follower: ChainFollower) -> Iterator[Piece]:
 
 
 def signature(orders: Sequence[Sequence[str]]) -> Array:
-    """Return the properties that must be equal in a policy that continues from a state: its meaning depends on them."""
+    """Return an array that encodes everything the meaning of a state depends on. A policy can continue from a state
+    only if this is equal.
+    """
     meaning = {"format": FORMAT, "edges_s": EDGES_S.round(6).tolist(), "features": Features._fields, "orders": orders}
     return np.frombuffer(json.dumps(meaning).encode(), np.uint8)
 
 
 def ladders(state: State, orders: Sequence[Sequence[str]]) -> list[Ladder]:
-    """Return the tables to continue from, if tables of `orders` can. Raises ValueError for a state of others, or of
-    none.
+    """Return the hazard tables in `state`, for a policy whose feature orders are `orders`. Raises ValueError for a
+    state of another version or other orders, or without tables.
     """
     if not np.array_equal(state.get("signature", np.empty(0)), signature(orders)):
         raise ValueError("it is of another version or learned by other features")
@@ -105,8 +107,8 @@ class _Blocks(NamedTuple):
 
 
 def restore(follower: ChainFollower, state: State, origin: Origin) -> None:
-    """Let `follower`, which was made of `ladders(state, …)` and has adopted the present blocks, know the rest of
-    `state`. Raises ValueError or another error for an inconsistent state: then the follower is of no use any more.
+    """Let `follower` continue from `state`. It was made with the tables of `ladders` and has adopted the present
+    blocks. Raises ValueError or another error for an inconsistent state; `follower` must not be used then.
     """
     book, later_s = follower.book, origin.later_ns * NS
     for tenant in range(int(origin.tenants.max(initial=-1)) + 1):

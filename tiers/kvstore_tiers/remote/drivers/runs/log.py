@@ -51,8 +51,8 @@ def _number(listed: Listed) -> int:
 
 
 class Log:
-    """The log of changes in an object store, and the index of values that it makes. `values`: the index as of change
-    number `last`.
+    """The log of changes to the values in an object store, which several writers append to. `values` is the index of
+    all values after change number `last`.
     """
 
     def __init__(
@@ -69,12 +69,12 @@ class Log:
         self._tidying: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
-        """Read the log, so that the first call need not. After a failure, a later call reads it."""
+        """Start to read the log, so that the first call finds it read. If that fails, a later call reads it."""
         self._read_in_background()
 
     async def refresh(self, max_age_s: float) -> None:
-        """Read every change that was appended `max_age_s` before this call. Reading goes on when the caller is
-        cancelled, so a large index is read even if calls are short.
+        """Read every change that was appended up to `max_age_s` seconds before this call. If the caller gives up,
+        reading goes on.
         """
         earliest = self._clock() - max_age_s
         while self._read_at is None or self._read_at < earliest:
@@ -87,8 +87,8 @@ class Log:
         return self._reading
 
     async def append(self, make: Callable[[], RunChange | None]) -> list[str] | None:
-        """Append the change that `make` returns. `make` is called again when changes came in between, and ends the
-        attempt with None. Return the runs without a value since; None if nothing was appended.
+        """Append the change that `make` returns. If other changes came in between, `make` is called again; it returns
+        None to give up. Return the runs that lost their last value since; None if nothing was appended.
         """
         async with self._changing:
             for _ in range(_ATTEMPTS):
@@ -109,7 +109,7 @@ class Log:
         raise OSError(f"other nodes were quicker to write the index {_ATTEMPTS} times")
 
     async def tidied(self) -> None:
-        """Wait for the work that a checkpoint began."""
+        """Wait until the clean-up of old changes, which a checkpoint (a snapshot of the index) has begun, has ended."""
         if self._tidying is not None:
             await self._tidying
 

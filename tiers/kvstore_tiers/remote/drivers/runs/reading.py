@@ -28,7 +28,9 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class WantedValue(NamedTuple):
-    """A value to read. `memory` has room for it."""
+    """A value to read from an object store: its place in a run (an object with many values), and memory with room for
+    it.
+    """
 
     place: ValuePlace
     memory: memoryview
@@ -42,7 +44,9 @@ class ByteSpan(NamedTuple):
 
 
 def spans_of(wanted: Sequence[WantedValue], span_bytes: int = SPAN_BYTES) -> list[ByteSpan]:
-    """Return stretches of runs that hold these values, whole values each."""
+    """Return ranges of bytes, up to about `span_bytes` each, that together hold all values of `wanted`. No value is
+    split.
+    """
     spans: list[ByteSpan] = []
     for each in sorted(wanted, key=lambda each: each.place):
         run_id, start, length = each.place
@@ -57,8 +61,8 @@ def spans_of(wanted: Sequence[WantedValue], span_bytes: int = SPAN_BYTES) -> lis
 
 
 async def read_runs(objects: Objects, wanted: Sequence[WantedValue]) -> set[str]:
-    """Read values into their memories. Return the runs that are gone, or shorter than they were: the memories of their
-    values have undefined content.
+    """Read the values `wanted` from the store into their memories. Return the ids of runs (objects with many values)
+    that are gone or too short; the memories of their values are undefined.
     """
     gone: set[str] = set()
 
@@ -78,7 +82,9 @@ async def read_runs(objects: Objects, wanted: Sequence[WantedValue]) -> set[str]
 
 
 async def write_runs(objects: Objects, values: Sequence[tuple[bytes, memoryview]]) -> list[AddedRun]:
-    """Store named values, in order, in runs that no change knows yet; return the runs."""
+    """Store `values` (name and bytes) in order in new runs (objects with many values), and return those runs. They
+    count only once a change names them.
+    """
     groups: list[list[tuple[bytes, memoryview]]] = []
     room = 0
     for name, memory in values:

@@ -42,7 +42,7 @@ class DamagedChange(ValueError):
 
 @dataclass(frozen=True)
 class AddedRun:
-    """A run that a change adds. `run_id` in hexadecimal digits."""
+    """A run (an object with many values) that a change adds to the index, with the rows of its values."""
 
     run_id: str
     rows: Rows
@@ -50,7 +50,9 @@ class AddedRun:
 
 @dataclass(frozen=True)
 class RunChange:
-    """A change: first the dropped names lose their values, then the live rows of the added runs get theirs."""
+    """A change of the index of values: first the names `dropped` lose their values, then the rows of the runs `added`
+    give names new ones.
+    """
 
     dropped: Sequence[bytes] = ()
     added: Sequence[AddedRun] = field(default_factory=tuple)
@@ -64,7 +66,7 @@ class RunChange:
 
     @classmethod
     def unpack(cls, raw: bytes) -> RunChange:
-        """Return the change in `raw`. Raises DamagedChange for bytes that are no whole change."""
+        """Return the change that the bytes `raw` contain. Raises DamagedChange if they contain none."""
         body, digest = raw[:-_DIGEST_BYTES], raw[-_DIGEST_BYTES:]
         if not body.startswith(_MAGIC):
             raise DamagedChange("no change of the index, or of an unknown version")
@@ -100,7 +102,7 @@ class RunChange:
 
 
 def rows_of(names: Sequence[bytes], lengths: Sequence[int]) -> Rows:
-    """Return live rows of values that are one behind the other."""
+    """Return the rows of values with these `names` and `lengths` in bytes that lie one after another in a run."""
     rows = np.zeros(len(names), ROW)
     rows["name"] = np.frombuffer(b"".join(names), f"V{NAME_BYTES}")
     rows["length"] = lengths
@@ -114,7 +116,7 @@ _SHIFT: Final = MOST_ROWS.bit_length()
 
 
 class ValuePlace(NamedTuple):
-    """The place of a value's bytes."""
+    """The place of a value: the id of a run (an object with many values), an offset and a length in bytes."""
 
     run_id: str
     offset: int
@@ -136,8 +138,8 @@ class _StoredRun:
 
 
 class DropPlan(NamedTuple):
-    """A plan by which names lose their values: `moved` values are written to a run of their own, the runs `rewritten`
-    are removed.
+    """A plan for deleting values: the names `dropped` lose theirs, the values `moved` are copied to a new run, and the
+    runs `rewritten` are deleted.
     """
 
     dropped: list[bytes]
@@ -166,7 +168,7 @@ class Values:
         return run_id in self._numbers
 
     def apply(self, change: RunChange) -> list[str]:
-        """Apply a change; return the runs that have no value any more."""
+        """Apply `change` to the index, and return the ids of the runs that have no value any more."""
         emptied = self._unbind(change.dropped)
         for added in change.added:
             if added.run_id in self._numbers or not added.rows["live"].any():
@@ -176,16 +178,16 @@ class Values:
         return emptied
 
     def replace(self, change: RunChange) -> None:
-        """Forget everything, then apply the change."""
+        """Empty the index, then apply `change`."""
         self._rows, self._runs, self._numbers = {}, {}, {}
         self.apply(change)
 
     def snapshot(self) -> RunChange:
-        """Return a change that makes this index from nothing."""
+        """Return one change that makes this index from an empty one."""
         return RunChange((), tuple(AddedRun(run.run_id, run.rows.copy()) for run in self._runs.values()))
 
     def forget_run(self, run_id: str) -> None:
-        """Forget the values of a run whose object is gone."""
+        """Remove all values of the run `run_id`, whose object is gone."""
         if run_id in self._numbers:
             run = self._runs[self._numbers[run_id]]
             self._unbind(run.rows["name"][run.rows["live"] == 1].tolist())
