@@ -17,7 +17,7 @@ from kvstore_client.anchors import Anchor, anchored
 from kvstore_client.call import Call
 from kvstore_client.daemon_session import DaemonSession, waiting_ms
 from kvstore_client.keys import Chain
-from kvstore_client.lease import Lease, LeasedBlock, joined, mismatch
+from kvstore_client.lease import Lease, LeasedBlock, joined
 from kvstore_client.lease_stream import LeaseStream, Order, Rest
 from kvstore_client.memory import Bytes, populate
 from kvstore_client.prefix import KeyedPrefix
@@ -31,7 +31,7 @@ from kvstore_client.results import (
     ClientCounters,
     miss_reason,
 )
-from kvstore_proto.arena import ALIGNMENT_BYTES, DEVICE_ARENAS, HEADER_BYTES, slot_bytes
+from kvstore_proto.arena import ALIGNMENT_BYTES, DEVICE_ARENAS, HEADER_BYTES, mismatch, slot_bytes
 from kvstore_proto.identity import BlockKeys
 from kvstore_proto.kv_layout import KVLayout
 from kvstore_proto.token_ids import TokenIds

@@ -52,6 +52,7 @@ MAX_TOKENS = (HEADER_BYTES - TOKENS_OFFSET) // 4
 MAGIC = b"KVB1"
 VERSION = 2
 _FIXED = struct.Struct("<4sHH16s16s16s32s16sHHIQQQQIfQQQQ")
+_COMPARED = struct.Struct("<4sHH16s84xIQQ20xf")  # magic, version, flags, key, token count, size, generation, error
 _CHECKSUM = struct.Struct("<Q")
 _CHECKSUM_OFFSET = 152
 assert _FIXED.size == _CHECKSUM_OFFSET + 32
@@ -184,6 +185,40 @@ def read_header(raw: bytes | memoryview | Bytes) -> BlockHeader | str:
         "checksum": checksum, "created_ns": created_ns,
         "coded": Coded(codec, stored_bytes, stored_checksum) if codec else None, "kept": kept, "error": error,
     })  # fmt: skip
+
+
+def mismatch(
+    arena: memoryview,
+    offset: int,
+    key: bytes,
+    tokens: bytes | None,
+    payload_bytes: int,
+    generation: int,
+    *,
+    exact: bool = False,
+) -> str:
+    """Compare the block header at `offset` of `arena` with a block's `key`, packed `tokens`, `payload_bytes` and
+    `generation`. Return a word for the first difference, or "" if all agree. Without `tokens` they are not compared. A
+    lossy copy differs from a block that has to be `exact`.
+    """
+    magic, version, _, found_key, count, found_bytes, found_generation, error = _COMPARED.unpack_from(arena, offset)
+    if magic != MAGIC or version != VERSION:
+        return "no block header"
+    if found_key != key:
+        return "key"
+    if found_generation != generation:
+        return "generation"
+    if found_bytes != payload_bytes:
+        return "payload size"
+    if error and exact:
+        return "exactness"
+    if tokens is None:
+        return ""
+    start = offset + TOKENS_OFFSET
+    # tobytes: comparing memoryviews goes item by item, and takes four times as long
+    if count * 4 != len(tokens) or arena[start : start + len(tokens)].tobytes() != tokens:
+        return "token ids"
+    return ""
 
 
 def _header(fields: dict[str, object]) -> BlockHeader:

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore_client.lease import mismatch
 from kvstore_client.memory import (
     SLICE_BYTES,
     contiguous_runs,
@@ -24,7 +23,7 @@ from kvstore_client.memory import (
     prefault,
 )
 from kvstore_client.payload import write_payload, write_tokens
-from kvstore_proto.arena import ALIGNMENT_BYTES, HEADER_BYTES, BlockHeader, read_header
+from kvstore_proto.arena import ALIGNMENT_BYTES, HEADER_BYTES, BlockHeader, mismatch, read_header
 
 HEADER = BlockHeader(
     key=b"k" * 16,
