@@ -1,8 +1,8 @@
 """The rates of a medium and of the codecs on it, as the threads that read and decode measure them.
 
 The rate of a medium is bytes over the time during which anything was read, so overlap is in it; old reads fade. The
-rate of a codec is the median of its last runs on one thread: a run that lost its core for a while says nothing of the
-codec, and on a machine without an idle core half of them do. Any thread may call.
+rate of a codec is what three of four of its last runs on one thread reached: a run that lost its core now and then says
+nothing of the codec; where many do, the machine has no core to spare. Any thread may call.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class BusyRate:
             return self._bytes / self._busy_s if self._bytes >= FEWEST_BYTES and self._busy_s > 0 else 0.0
 
 
-class MedianRate:
-    """The rate of one codec. `total_s` is the time of all of its runs."""
+class SteadyRate:
+    """The rate of one codec, which three of four of its last runs reached. `total_s` is the time of all runs."""
 
     def __init__(self, seconds: Callable[[], float] = time.monotonic) -> None:
         self._seconds = seconds
@@ -76,7 +76,7 @@ class MedianRate:
     def bytes_per_s(self) -> float:
         """Return the rate; 0 while it is not known."""
         pace = sorted(self._pace)
-        return 1 / pace[len(pace) // 2] if len(pace) >= FEWEST_RUNS else 0.0
+        return 1 / pace[len(pace) * 3 // 4] if len(pace) >= FEWEST_RUNS else 0.0
 
 
 class CodecRates:
@@ -85,8 +85,8 @@ class CodecRates:
 
     def __init__(self, seconds: Callable[[], float] = time.monotonic) -> None:
         self.medium = BusyRate(seconds)
-        self.decoding: defaultdict[int, MedianRate] = defaultdict(lambda: MedianRate(seconds))
-        self.encoding: defaultdict[int, MedianRate] = defaultdict(lambda: MedianRate(seconds))
+        self.decoding: defaultdict[int, SteadyRate] = defaultdict(lambda: SteadyRate(seconds))
+        self.encoding: defaultdict[int, SteadyRate] = defaultdict(lambda: SteadyRate(seconds))
         self._shrunk: dict[int, tuple[float, float]] = {}
 
     @property

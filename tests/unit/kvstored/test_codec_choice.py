@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvstore_proto.arena import BlockHeader
-from kvstore_tiers.codec_rates import FEWEST_RUNS, BusyRate, CodecRates, MedianRate
+from kvstore_tiers.codec_rates import FEWEST_RUNS, BusyRate, CodecRates, SteadyRate
 from kvstore_tiers.codecs import Codec, Encoded
 from kvstore_tiers.codecs.measured import Measured
 from kvstored.store.transfer.codec_choice import MEASURE_AGAIN_S, CodecChoice, read_s
@@ -130,12 +130,16 @@ def test_reads_side_by_side_count_their_time_once_and_failed_ones_no_bytes() -> 
 
 def test_a_run_that_lost_its_core_says_nothing_of_the_codec() -> None:
     hand = Hand()
-    rate = MedianRate(hand)
+    rate = SteadyRate(hand)
     for number in range(9):
         assert rate.bytes_per_s == 0 or number >= FEWEST_RUNS
         with rate.work(1000):
-            hand.now_s += 10 if number % 3 == 0 else 0.001
+            hand.now_s += 10 if number % 5 == 0 else 0.001
     assert rate.bytes_per_s == pytest.approx(1e6)
+    for _ in range(5):
+        with rate.work(1000):
+            hand.now_s += 10
+    assert rate.bytes_per_s == pytest.approx(100), "there is no core to spare"
 
 
 def test_a_codec_of_this_build_can_be_measured() -> None:
