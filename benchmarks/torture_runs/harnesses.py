@@ -52,12 +52,16 @@ HARNESSES = (
         0.10, "corruptions", ("corruptions", "served_wrong"),
     ),
     Harness(
+        "codecs", "codec_damage", "damaged slots and spoilt frames of every codec, in slower memory and on NVMe",
+        0.10, "corruptions", ("corruptions", "served_wrong", "frames_fuzzed"),
+    ),
+    Harness(
         "kills", "run_harness", "kill -9 at random and at each failpoint, under clients of two tenants",
-        0.36, "kills", ("kills", "durable_lost", "resurrected", "wrong_bytes_after_kill", "over_capacity_bytes"),
+        0.30, "kills", ("kills", "durable_lost", "resurrected", "wrong_bytes_after_kill", "over_capacity_bytes"),
     ),
     Harness(
         "power-loss", "power_loss", "every write recorded, the log cut and reordered between syncs",
-        0.18, "power_loss_states", ("power_loss_states", "power_loss_wrong", "power_loss_lost"),
+        0.14, "power_loss_states", ("power_loss_states", "power_loss_wrong", "power_loss_lost"),
     ),
     Harness(
         "warm-restart", "warm_restart", "what is left in DRAM after kill -9 and a new start",

@@ -19,7 +19,7 @@ _COLUMNS = (
     "KEY", "TENANT", "MODEL", ">DEPTH", ">SIZE", "TIERS", "STATE", "DURABILITY", "CLASS", ">USES", ">IDLE", ">LEASES",
     ">CHILDREN",
 )  # fmt: skip
-_TERMS = (">EXPIRES", ">PRIORITY", "PINNED BY", "KIND")  # shown where a block listed has one
+_TERMS = (">EXPIRES", ">PRIORITY", "PINNED BY", "KIND", "LOSSY IN")  # shown where a block listed has one
 _NAMES = {"tenant": ("TENANT",), "model": ("MODEL",), "prefix": ("PREFIX", "TENANT", "MODEL", ">LONGEST")}
 TIERS: Final = ("host", "nvme")
 CLASSES: Final = ("hot", "warm", "cold")
@@ -150,6 +150,7 @@ def _terms(block: explain.BlockStatus) -> tuple[str, ...]:
         str(block.priority or ""),
         ", ".join(block.pinned_by),
         "" if block.kind == "full" else block.kind,
+        ", ".join(f"{tier} (±{error:.2g})" for tier, error in zip(block.tiers, block.errors, strict=False) if error),
     )
 
 

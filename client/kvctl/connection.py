@@ -47,6 +47,7 @@ _SENTENCES: Final[Mapping[str, str]] = {
     "capacity, or hold fewer leases)",
     "over_quota": "its put was refused: its tenant was at its maximum, and none of its blocks might be evicted (raise "
     "the tenant's host_max, or hold fewer leases)",
+    "lossy_only": "every copy of it is lossy, and the engine asked for exact ones: `connect(exact=False)` accepts them",
     "declined": "its put was declined: the policy thought it worth less than what would have had to go (nothing to do)",
     "late": "stored, but not brought to DRAM before the deadline",
 }

@@ -72,12 +72,21 @@ def tiers(admin: AdminSocket, _: argparse.Namespace) -> Output:
     parts = [render_table(headings, rows, empty="no tiers are configured")]
     parts.extend(f"{tier.name} holds: {_by_use(tier.used_by)}" for tier in reply.tiers if tier.used_by)
     parts.extend(f"{tier.name} expects: {_by_class(tier)}" for tier in reply.tiers if tier.residency_bytes)
+    parts.extend(f"{tier.name} stores: {_forms(tier)}" for tier in reply.tiers if tier.codec not in ("", "none"))
     status = admin.call("Status", wire.StatusRequest(), wire.StatusReply)
     names = {tier.name for tier in reply.tiers}
     parts.extend(warning for warning in status.warnings if warning.partition(":")[0] in names)
     budget = budget_line(status)
     parts.extend([f"nvme writes: {budget}"] if budget else [])
     return Output("\n".join(parts), reply)
+
+
+def _forms(tier: wire.TierStatus) -> str:
+    """Return what the blocks of a tier with a codec would take as they were put, and what they take."""
+    text = f"{human_bytes(tier.logical_bytes)} of blocks in {human_bytes(tier.stored_bytes)}, codec {tier.codec}"
+    if tier.stored_bytes:
+        text += f", ratio {tier.logical_bytes / tier.stored_bytes:.2f}"
+    return text + (f", {human_blocks(tier.lossy_blocks)} lossy" if tier.lossy_blocks else "")
 
 
 def tier_cells(tier: wire.TierStatus) -> list[str]:

@@ -72,6 +72,13 @@ def one_of(name: str, value: Any, known: Collection[str]) -> str:
     return value
 
 
+def truth(name: str, value: Any) -> bool:
+    """Return `value`, which must be True or False."""
+    if not isinstance(value, bool):
+        raise invalid(f"{name} must be True or False, got {shown(value)}")
+    return value
+
+
 def text(name: str, value: Any, most_bytes: int) -> str:
     """Return `value`, the caller's argument `name`, if it is text of at most `most_bytes` bytes in UTF-8. Raises
     KVStoreError(INVALID) otherwise.

@@ -65,6 +65,7 @@ class ClientOptions:
     staging_bytes: int
     deadline_s: float = DEFAULT_DEADLINE_S  # of a call that is given none
     device: DeviceMemory | None = None  # where leases may be read, beside host memory
+    exact: bool = True  # lossy copies are neither read nor made of what is put
     prefers_grpc: bool = False  # for the stream, even where the daemon has a direct one
 
     def hello(self, former_token: bytes = b"") -> handshake_pb2.Hello:
@@ -75,6 +76,7 @@ class ClientOptions:
             fingerprint=self.fingerprint.canonical(),
             staging_bytes=self.staging_bytes,
             device_identity=self.device.identity if self.device is not None else 0,
+            accepts_lossy=not self.exact,
         )
 
 
@@ -107,7 +109,7 @@ class DaemonSession:
         self._successor: DaemonSession | None = None
         self._dead = False
         self._closed_traffic = (0, 0)
-        self.deadline_s = options.deadline_s
+        self.deadline_s, self.exact = options.deadline_s, options.exact
         self.tenant = welcome.tenant
         self.max_keys = welcome.max_keys or _DEFAULT_MAX_KEYS
         self.max_block_bytes = welcome.max_block_bytes

@@ -11,7 +11,7 @@ import random
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from kvstore_client.arguments import UINT32_MAX, UINT64_MAX, count, one_of, positive_seconds, shown, text
+from kvstore_client.arguments import UINT32_MAX, UINT64_MAX, count, one_of, positive_seconds, shown, text, truth
 from kvstore_client.connection import Connection
 from kvstore_client.daemon_session import DEFAULT_DEADLINE_S, ClientOptions
 from kvstore_client.errors import ConnectError, DaemonUnavailable, invalid
@@ -40,6 +40,7 @@ def connect(
     prefault: bool = False,
     stream: Literal["direct", "grpc"] = "direct",
     device: int | DeviceMemory | None = None,
+    exact: bool = True,
     rng: random.Random | None = None,
 ) -> Session:
     """Return a session with the daemon whose sockets are in the directory `socket` (default: $KVSTORED_SOCKET_DIR, or
@@ -52,7 +53,8 @@ def connect(
     the page table at each get. `stream="grpc"` uses the gRPC stream even if the daemon has a direct one, which is four
     times as fast. `device` is the CUDA device of the engine, counted as in this process; leases may then name blocks in
     a GPU tier (`Lease.device_address`). KVStoreError is raised if it cannot be used. An engine with several sessions
-    passes one DeviceMemory to all.
+    passes one DeviceMemory to all. `exact=False` accepts lossy copies where the tenant allows them: leases may have
+    some (`Lease.error_bound`), and some may be made of what this session puts.
     """
     if not isinstance(fingerprint, Fingerprint):
         raise invalid(f"fingerprint must be a Fingerprint, got {type(fingerprint).__name__}")
@@ -65,6 +67,7 @@ def connect(
         positive_seconds("deadline_s", deadline_s),
         prefers_grpc=one_of("stream", stream, ("direct", "grpc")) == "grpc",
         device=_device_memory(device),
+        exact=truth("exact", exact),
     )
     connection = Connection(options, connect_timeout_s=connect_timeout_s, rng=rng or random.Random())
     try:

@@ -17,7 +17,7 @@ from kvstore_client.anchors import Anchor, anchored
 from kvstore_client.call import Call
 from kvstore_client.daemon_session import DaemonSession, waiting_ms
 from kvstore_client.keys import Chain
-from kvstore_client.lease import Lease, LeasedBlock, joined, mismatch
+from kvstore_client.lease import Lease, LeasedBlock, joined
 from kvstore_client.lease_stream import LeaseStream, Order, Rest
 from kvstore_client.memory import Bytes, populate
 from kvstore_client.prefix import KeyedPrefix
@@ -31,7 +31,7 @@ from kvstore_client.results import (
     ClientCounters,
     miss_reason,
 )
-from kvstore_proto.arena import ALIGNMENT_BYTES, DEVICE_ARENAS, HEADER_BYTES, slot_bytes
+from kvstore_proto.arena import ALIGNMENT_BYTES, DEVICE_ARENAS, HEADER_BYTES, mismatch, slot_bytes
 from kvstore_proto.identity import BlockKeys
 from kvstore_proto.kv_layout import KVLayout
 from kvstore_proto.token_ids import TokenIds
@@ -261,7 +261,7 @@ class Get:
         """
         reply, chain, on_device, anchor = answer
         fixed_payload_bytes = self._prefix.fingerprint.payload_bytes(self._prefix.group.group_id)  # 0: open
-        blocks: list[LeasedBlock] = []
+        blocks, exact = list[LeasedBlock](), self._prefix.daemon.exact
         mapped: dict[int, tuple[Bytes, memoryview]] = {}
         places = zip(chain.keys, reply.arena_ids, reply.offsets, reply.payload_bytes, reply.generations, strict=False)
         for index, (key, arena_id, offset, payload_bytes, generation) in enumerate(places):
@@ -284,7 +284,7 @@ class Get:
             inside = offset % ALIGNMENT_BYTES == 0 and offset + HEADER_BYTES + payload_bytes <= end
             is_right = inside and fixed_payload_bytes in (0, payload_bytes)
             if is_right and self._verify:
-                is_right = not mismatch(view, at, key, chain.tokens_of(index), payload_bytes, generation)
+                is_right = not mismatch(view, at, key, chain.tokens_of(index), payload_bytes, generation, exact=exact)
             if not is_right:
                 self._counters.add(verify_failures=1)
                 return blocks, REASON_VERIFY_FAILED

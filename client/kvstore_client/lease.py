@@ -9,14 +9,13 @@ lease is valid only while every part is.
 
 Before a byte is used, the header of its block is checked: a stale offset, a recycled slot, a colliding key or a mistake
 of the daemon becomes a miss. The daemon verifies the checksum of the payload whenever bytes come from a slower medium.
-`kvstore_proto.arena` has the layout of headers (a test compares the two).
+`kvstore_proto.arena` has the layout of headers, and compares them.
 
 Invariants: views are read-only; `valid` turns False before the daemon may recycle a byte, given a clock that runs.
 """
 
 from __future__ import annotations
 
-import struct
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -30,13 +29,12 @@ from kvstore_client.arrays import Kind, LeaseArray
 from kvstore_client.errors import invalid
 from kvstore_client.keys import Chain
 from kvstore_client.memory import Bytes
-from kvstore_proto.arena import HEADER_BYTES, MAGIC, TOKENS_OFFSET, VERSION
+from kvstore_proto.arena import ERROR_OFFSET, HEADER_BYTES, mismatch
 from kvstore_proto.kv_layout import KVLayout
 from kvstore_proto.token_ids import TokenIds
 
 MAX_MARGIN_S = 0.5
 MARGIN_SHARE = 0.1
-_HEAD = struct.Struct("<4sHH16s84xIQQ")  # magic, version, flags, key, …, token count, payload bytes, generation
 
 
 class Chunk(Protocol):
@@ -162,6 +160,13 @@ class Lease:
         if leased.chunk is not None:
             return leased.chunk.read(start, leased.payload_bytes)
         return leased.arena[start : start + leased.payload_bytes]
+
+    def error_bound(self, block: int) -> float:
+        """Return the largest difference between a number of the block and the number that was put: 0 for an exact copy,
+        which is what every session gets that did not `connect(exact=False)`. Raises the errors of `payload`."""
+        leased = self.leased(block)
+        start = ERROR_OFFSET + (leased.offset if leased.chunk is None else 0)
+        return float(leased.arena[start : start + 4].view("<f4")[0])
 
     def device_address(self, block: int) -> int:
         """Return the address in device memory of the payload of block number `block`, or 0 if the block is in host
@@ -319,30 +324,6 @@ def _flat_bytes(destination: npt.NDArray[Any], expected_bytes: int) -> Bytes:
     if destination.nbytes != expected_bytes:
         raise invalid(f"a destination has {destination.nbytes} bytes, its block {expected_bytes}")
     return destination.reshape(-1).view(np.uint8)
-
-
-def mismatch(
-    arena: memoryview, offset: int, key: bytes, tokens: bytes | None, payload_bytes: int, generation: int
-) -> str:
-    """Compare the block header at `offset` of `arena` with a block's `key`, packed `tokens`, `payload_bytes` and
-    `generation`. Return a word for the first difference, or "" if all agree. Without `tokens` they are not compared.
-    """
-    magic, version, _, found_key, count, found_bytes, found_generation = _HEAD.unpack_from(arena, offset)
-    if magic != MAGIC or version != VERSION:
-        return "no block header"
-    if found_key != key:
-        return "key"
-    if found_generation != generation:
-        return "generation"
-    if found_bytes != payload_bytes:
-        return "payload size"
-    if tokens is None:
-        return ""
-    start = offset + TOKENS_OFFSET
-    # tobytes: comparing memoryviews goes item by item, and takes four times as long
-    if count * 4 != len(tokens) or arena[start : start + len(tokens)].tobytes() != tokens:
-        return "token ids"
-    return ""
 
 
 class JoinedGrant:

@@ -23,6 +23,7 @@ MISS_REASONS = (  # by kvstore.v1.MissReason
     "no_room",
     "over_quota",
     "declined",
+    "lossy_only",
 )
 REASON_NO_DAEMON = "no_daemon"  # degraded: the daemon was not asked
 REASON_DEADLINE = "deadline"  # the daemon did not answer in time

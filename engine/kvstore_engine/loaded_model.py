@@ -46,7 +46,7 @@ class LoadOptions:
     `stages`: with more than one the layers are computed by a pipeline, whose stages have `threads` threads each, one by
     default. Each then restores and stores the K/V of its own layers, and the hidden states that it starts from unless
     `hidden_states` is False. `whole_blocks`: blocks of all layers are restored and stored instead, as without stages.
-    `trace`: the file for a trace of the engine's events.
+    `trace`: the file for a trace of the engine's events. `accepts_lossy`: see `kvstore_client.connect(exact=False)`.
     """
 
     context: int | None = None
@@ -58,6 +58,7 @@ class LoadOptions:
     whole_blocks: bool = False
     hidden_states: bool = True
     trace: Path | None = None
+    accepts_lossy: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +180,7 @@ def _open_store(
     digest, stages = watch.digest().weights, options.stages
     fingerprint = fingerprint_of(watch.file, executor.config, tokenizer, executor.pool, digest, device)
     profile = partial(profile_path, cache_root(), digest, _threads(options) * stages, device.name)
-    connect = partial(_connect, options.kvstore)
+    connect = partial(_connect, options.kvstore, exact=not options.accepts_lossy)
     with contextlib.ExitStack() as stack:
         costs = LearnedCosts.load(profile())
         stack.callback(costs.save, profile())
@@ -207,6 +208,8 @@ def _connect(
     fingerprint: "Fingerprint",
     staging_bytes: int | None = None,
     device: "DeviceMemory | None" = None,
+    *,
+    exact: bool = True,
 ) -> KvSession:
     """Return a session for this model's state; degraded, not an error, while no daemon answers in `folder`.
     `staging_bytes` None: the client's default. `device`: memory in which leases may be read, beside host memory.
@@ -220,6 +223,7 @@ def _connect(
         client_name="kvengine",
         staging_bytes=DEFAULT_STAGING_BYTES if staging_bytes is None else staging_bytes,
         device=device,
+        exact=exact,
     )
     return session
 

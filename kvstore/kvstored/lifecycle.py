@@ -54,8 +54,8 @@ def advance(state: int, step: Step) -> CopyState:
 
 
 class Cause(IntEnum):
-    """The reason why a block is not stored or cannot be read. The numbers equal the wire's MissReason. The last three
-    mean that its put was refused.
+    """The reason why a block is not stored or cannot be read. The numbers equal the wire's MissReason. 11 to 13 mean
+    that its put was refused.
     """
 
     NEVER_STORED = 1
@@ -71,6 +71,7 @@ class Cause(IntEnum):
     NO_ROOM = 11
     OVER_QUOTA = 12
     DECLINED = 13
+    LOSSY_ONLY = 14
 
 
 # Causes that obey leaf-first and leases: the daemon chose the block, so it must choose one that leaves no

@@ -79,7 +79,7 @@ def open_storage(
     start = Start(early_scan=early_scan, cluster=Cluster(keyring.secret, tenants.remote_mode))
     tiers = open_tiers(config, memory, memory.open(forget=keyring.dram_is_lost), start, stack)
     residency = make_residency(config, tiers)
-    residency.window_of = tenants.window_blocks
+    residency.window_of, residency.shape_of = tenants.window_blocks, tenants.payload_shape
     durable = tiers[residency.durable] if residency.durable >= 0 else None
     if durable is not None and keyring.nvme_is_lost:
         drop_blocks(durable)

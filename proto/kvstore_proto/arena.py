@@ -17,7 +17,7 @@
     128     8     checksum: xxh3_64 of the payload
     136     8     created, ns since the epoch
     144     4     depth: blocks before it in its chain
-    148     4     reserved
+    148     4     error bound of the payload, float32; 0: it is what was put
     152     8     xxh3_64 of the header with this field zero
     160     8     stored bytes: what follows the header
     168     8     xxh3_64 of the stored bytes
@@ -34,6 +34,7 @@ Invariants: little-endian; all reserved bytes zero; `read` never trusts a length
 
 from __future__ import annotations
 
+import math
 import struct
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -45,12 +46,13 @@ import xxhash
 ALIGNMENT_BYTES = 4096
 DEVICE_ARENAS = 1 << 31  # numbers of arenas from here on name chunks of device memory
 HEADER_BYTES = 4096
-TOKEN_COUNT_OFFSET = 108
+TOKEN_COUNT_OFFSET, ERROR_OFFSET = 108, 148
 TOKENS_OFFSET = 256
 MAX_TOKENS = (HEADER_BYTES - TOKENS_OFFSET) // 4
 MAGIC = b"KVB1"
 VERSION = 2
-_FIXED = struct.Struct("<4sHH16s16s16s32s16sHHIQQQQIIQQQQ")
+_FIXED = struct.Struct("<4sHH16s16s16s32s16sHHIQQQQIfQQQQ")
+_COMPARED = struct.Struct("<4sHH16s84xIQQ20xf")  # magic, version, flags, key, token count, size, generation, error
 _CHECKSUM = struct.Struct("<Q")
 _CHECKSUM_OFFSET = 152
 assert _FIXED.size == _CHECKSUM_OFFSET + 32
@@ -84,8 +86,9 @@ class BlockHeader:
     """The header of a slot, which describes the block in the slot. `tokens` holds the block's token ids, packed as
     little-endian int32.
 
-    `payload_bytes` and `checksum` (xxh3_64) describe the payload. `coded` describes the stored bytes if a codec wrote
-    them, and is None if the payload is stored as it is. `kept` is a word of `kvstore_proto.terms.kept_word`.
+    `coded` is None when the payload is stored as it is. `payload_bytes` and `checksum` always describe the payload.
+    `kept` is a word of `kvstore_proto.terms.kept_word`. `error` is above 0 for a lossy copy, whose payload is not what
+    was put: the bound of the difference, in the unit of `kvstore_tiers.codecs`, rounded up to a float32.
     """
 
     key: bytes
@@ -102,6 +105,7 @@ class BlockHeader:
     created_ns: int = 0
     coded: Coded | None = None
     kept: int = 0  # how long: see `kvstore_proto.terms.kept_word`
+    error: float = 0.0
 
     @property
     def codec(self) -> int:
@@ -131,7 +135,7 @@ class BlockHeader:
         _FIXED.pack_into(
             raw, 0, MAGIC, VERSION, 0, self.key, self.parent, self.extra, self.fingerprint, self.tenant,
             self.group, codec, len(self.tokens) // 4, self.payload_bytes, self.generation, self.checksum,
-            self.created_ns, self.depth, 0, 0, stored_bytes, stored_checksum, self.kept,
+            self.created_ns, self.depth, self.error, 0, stored_bytes, stored_checksum, self.kept,
         )  # fmt: skip
         raw[TOKENS_OFFSET : TOKENS_OFFSET + len(self.tokens)] = self.tokens
         _CHECKSUM.pack_into(raw, _CHECKSUM_OFFSET, xxhash.xxh3_64_intdigest(raw))
@@ -159,7 +163,7 @@ def read_header(raw: bytes | memoryview | Bytes) -> BlockHeader | str:
         return f"header cut short: {len(data)} of {HEADER_BYTES} bytes"
     values = _FIXED.unpack_from(data)
     magic, version, _flags, key, parent, extra, fingerprint, tenant, group, codec, count, payload_bytes = values[:12]
-    generation, checksum, created_ns, depth, _r2, header_checksum, stored_bytes, stored_checksum, kept = values[12:]
+    generation, checksum, created_ns, depth, error, header_checksum, stored_bytes, stored_checksum, kept = values[12:]
     if magic != MAGIC:
         return "no block here: wrong magic"
     if version != VERSION:
@@ -172,13 +176,49 @@ def read_header(raw: bytes | memoryview | Bytes) -> BlockHeader | str:
         return f"header counts {count} tokens, at most {MAX_TOKENS} fit"
     if not codec and (stored_bytes != payload_bytes or stored_checksum != checksum):
         return "the header names no codec, and sizes or checksums that differ"
+    if not 0 <= error < math.inf:
+        return f"the header says an error bound of {error}"
     tokens = data[TOKENS_OFFSET : TOKENS_OFFSET + count * 4]
     return _header({
         "key": key, "parent": parent, "extra": extra, "fingerprint": fingerprint, "tenant": tenant, "group": group,
         "depth": depth, "tokens": tokens, "payload_bytes": payload_bytes, "generation": generation,
         "checksum": checksum, "created_ns": created_ns,
-        "coded": Coded(codec, stored_bytes, stored_checksum) if codec else None, "kept": kept,
+        "coded": Coded(codec, stored_bytes, stored_checksum) if codec else None, "kept": kept, "error": error,
     })  # fmt: skip
+
+
+def mismatch(
+    arena: memoryview,
+    offset: int,
+    key: bytes,
+    tokens: bytes | None,
+    payload_bytes: int,
+    generation: int,
+    *,
+    exact: bool = False,
+) -> str:
+    """Compare the block header at `offset` of `arena` with a block's `key`, packed `tokens`, `payload_bytes` and
+    `generation`. Return a word for the first difference, or "" if all agree. Without `tokens` they are not compared. A
+    lossy copy differs from a block that has to be `exact`.
+    """
+    magic, version, _, found_key, count, found_bytes, found_generation, error = _COMPARED.unpack_from(arena, offset)
+    if magic != MAGIC or version != VERSION:
+        return "no block header"
+    if found_key != key:
+        return "key"
+    if found_generation != generation:
+        return "generation"
+    if found_bytes != payload_bytes:
+        return "payload size"
+    if error and exact:
+        return "exactness"
+    if tokens is None:
+        return ""
+    start = offset + TOKENS_OFFSET
+    # tobytes: comparing memoryviews goes item by item, and takes four times as long
+    if count * 4 != len(tokens) or arena[start : start + len(tokens)].tobytes() != tokens:
+        return "token ids"
+    return ""
 
 
 def _header(fields: dict[str, object]) -> BlockHeader:

@@ -1,4 +1,4 @@
-"""The shipped conformance suite on every codec: today the one that is made up for it."""
+"""The shipped conformance suite on every codec, and on the one that is made up for it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvstore_tiers.codecs import CODECS, NONE, TESTING_ENVIRONMENT, Codec, codec_names
+from kvstore_tiers.codecs import CODECS, NONE, TESTING_ENVIRONMENT, Codec, codec_named, codec_names
+from kvstore_tiers.codecs.context import ContextCodec
+from kvstore_tiers.codecs.lossless import LosslessCodec
+from kvstore_tiers.codecs.quantised import Int4Codec, Int8Codec
 from kvstore_tiers.testing import CodecContract
 from kvstore_tiers.testing.made_up_codec import MadeUpCodec
 from kvstore_tiers.testing.transfers import block_with_pattern, encoded
+from tests.reference.skips import skip_without_compiler
 
 
 @pytest.fixture(autouse=True)
@@ -23,8 +27,35 @@ class TestMadeUpCodec(CodecContract):
         return MadeUpCodec()
 
 
+@pytest.mark.skipif(bool(LosslessCodec().lacks()), reason="the extra codecs is not installed")
+class TestLosslessCodec(CodecContract):
+    def make_codec(self) -> Codec:
+        codec = codec_named("lossless")
+        assert codec is not None
+        return codec
+
+
+class TestContextCodec(CodecContract):
+    @pytest.fixture(autouse=True)
+    def _needs_a_compiler(self) -> None:
+        skip_without_compiler()
+
+    def make_codec(self) -> Codec:
+        return ContextCodec()
+
+
+class TestInt8Codec(CodecContract):
+    def make_codec(self) -> Codec:
+        return Int8Codec()
+
+
+class TestInt4Codec(CodecContract):
+    def make_codec(self) -> Codec:
+        return Int4Codec()
+
+
 def test_the_made_up_codec_is_offered_to_tests_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert codec_names() == (NONE, *CODECS, "made-up")
+    assert codec_names() == (NONE, *CODECS, "made-up", "rounding")
     monkeypatch.delenv(TESTING_ENVIRONMENT)
     assert codec_names() == (NONE, *CODECS)
 

@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvstore_client import Fingerprint, LayerGroup
 from kvstore_proto.arena import HEADER_BYTES, BlockHeader, read_header
 from kvstore_proto.v1 import admin_pb2
-from kvstore_tiers.codecs import TESTING_ENVIRONMENT
+from kvstore_tiers.codecs import TESTING_ENVIRONMENT, codec_named
+from kvstore_tiers.testing.kv_blocks import kv_block, kv_shape
 from kvstored.config import ConfigError, load_config
 from tests.reference.conversations import holds, model, tokens_of
 from tests.reference.running_daemon import DaemonDied, RunningDaemon, running_daemon
@@ -139,7 +141,7 @@ def test_blocks_of_a_codec_that_a_build_lacks_are_misses_and_the_rest_is_served(
         first = min(header.depth for _, _, header in _coded_places(daemon))
         daemon.stop()
         monkeypatch.delenv(TESTING_ENVIRONMENT)
-        with pytest.raises(DaemonDied, match="codec: 'made-up' is unknown; known: none"):
+        with pytest.raises(DaemonDied, match="codec: 'made-up' is unknown; known: none, lossless, context, int8, int4"):
             daemon.restart()
         daemon.settings = SETTINGS
         daemon.restart()
@@ -155,10 +157,44 @@ def test_blocks_of_a_codec_that_a_build_lacks_are_misses_and_the_rest_is_served(
                 assert holds(lease, payloads_of(1))
 
 
+@pytest.mark.parametrize("codec", ["context", pytest.param("lossless", marks=pytest.mark.slow)])
+def test_real_codecs_keep_k_and_v_smaller_over_a_kill(codec: str) -> None:
+    found = codec_named(codec)
+    assert found is not None
+    if found.lacks():
+        pytest.skip(found.lacks())
+    shape = kv_shape(4, 64, 2, 64, "bf16")
+    group = LayerGroup(0, layers=(0, 1, 2, 3), bytes_per_token_per_layer=shape.layer_bytes // 64, heads=2)
+    model = Fingerprint("of this test", "digest", kv_dtype="bf16", groups=(group,))
+    settings = (*SETTINGS, f"nvme.codec={codec}", "nvme.codec_staging=4MiB")
+    payloads = {number: [kv_block(number * BLOCKS + at, shape)[1] for at in range(BLOCKS)] for number in (1, 2)}
+    with running_daemon(*settings) as daemon:
+        with daemon.connect(model) as session:
+            session.put(tokens_of(1, BLOCKS), payloads=payloads[1], wait="settled")
+        counters = daemon.status().counters
+        assert counters["coded_blocks"] == BLOCKS and counters["coded_stored_bytes"] < 0.75 * counters["coded_bytes"]
+        daemon.kill9()
+        daemon.restart()
+        with daemon.connect(model) as session:
+            session.put(tokens_of(2, BLOCKS), payloads=payloads[2], wait="settled")
+            daemon.drop("host")
+            for number, expected in payloads.items():
+                with session.get(tokens_of(number, BLOCKS)) as lease:
+                    assert lease.blocks == BLOCKS and holds(lease, expected)
+        counters = daemon.status().counters
+        assert counters["coded_blocks"] == BLOCKS and counters["corrupt_blocks"] == counters["unreadable_blocks"] == 0
+
+
+def test_a_codec_whose_package_is_missing_is_refused_by_the_name_of_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore_tiers.codecs.lossless.find_spec", lambda _name: None)
+    with pytest.raises(ConfigError, match=r"nvme.codec: 'lossless' needs more packages: pip install '.\[codecs\]'"):
+        load_config(None, ["nvme.codec=lossless"])
+
+
 @pytest.mark.parametrize(
     ("setting", "why"),
     [
-        ("nvme.codec=zip", "nvme.codec: 'zip' is unknown; known: none, made-up"),
+        ("nvme.codec=zip", "nvme.codec: 'zip' is unknown; known: none, lossless, context, int8, int4, made-up"),
         ("host.codec=made-up", "unknown key host.codec"),
         ("tier.vram.kind=gpu tier.vram.capacity=64MiB tier.vram.codec=made-up", "unknown key vram.codec"),
         ("nvme.codec=made-up nvme.codec_staging=4KiB", "nvme.codec_staging must be at least 1.0 MiB"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import replace
 
 import pytest
@@ -31,6 +32,7 @@ SHA256 = "1d45e6ac7201760e9f5054a67aa4ea7c3c4166b2208b0a4d43bd3d975d08426b"
 CODED = replace(HEADER, coded=Coded(codec=7, nbytes=1_200_001, checksum=0xFEDCBA9876543210))
 CODED_PART = "4b56423102000000000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f202122232425262728292a2b2c2d2e2f303132333435363738393a3b3c3d3e3f404142434445464748494a4b4c4d4e4f505152535455565758595a5b5c5d5e5f030007004000000000801600000000000900000000000000efcdab896745230100002a36fe9c9717110000000000000066b09f38e092eed1814f1200000000001032547698badcfe"
 CODED_SHA256 = "b5ff468136baa74b0116fbf27a95a87d3fa22deb0f849641047bcd7cb53c05a1"
+LOSSY = replace(CODED, error=0.25)
 
 
 def test_the_bytes_of_a_header() -> None:
@@ -54,9 +56,21 @@ def test_fields_are_at_the_offsets_of_the_document() -> None:
     assert packed[260:264] == (1).to_bytes(4, "little")
 
 
+def test_a_lossy_copy_is_exact_but_for_its_error_bound() -> None:
+    packed, exact = LOSSY.pack(), CODED.pack()
+    assert packed[148:152].hex() == "0000803e" and exact[148:152] == bytes(4)
+    assert packed[:148] == exact[:148] and packed[160:] == exact[160:]
+
+
+@pytest.mark.parametrize("error", [math.nan, math.inf, -1.0])
+def test_an_error_that_is_no_bound_is_no_header(error: float) -> None:
+    assert isinstance(read_header(replace(CODED, error=error).pack()), str)
+
+
 def test_round_trip() -> None:
     assert read_header(HEADER.pack()) == HEADER
     assert read_header(CODED.pack()) == CODED
+    assert read_header(LOSSY.pack()) == LOSSY
     assert (CODED.codec, CODED.stored_bytes, CODED.stored_checksum) == CODED.coded
     assert (HEADER.codec, HEADER.stored_bytes, HEADER.stored_checksum) == (0, HEADER.payload_bytes, HEADER.checksum)
 

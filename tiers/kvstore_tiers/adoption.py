@@ -40,7 +40,7 @@ HEADER = np.dtype(
         ("checksum", "<u8"),
         ("created_ns", "<u8"),
         ("depth", "<u4"),
-        ("reserved2", "<u4"),
+        ("error", "<f4"),
         ("header_checksum", "<u8"),
         ("reserved3", "V16"),
         ("kept", "<u8"),
@@ -80,6 +80,7 @@ def walk(address: int, slot_bytes: int, slots: int, owner: bytes, max_generation
         & (found["flags"] <= int.from_bytes(RETIRED, "little"))
         & (found["tenant"] == np.frombuffer(owner, "V16")[0])
         & (found["codec"] == 0)  # clients read these slots in place
+        & np.isfinite(found["error"])
         & (found["payload_bytes"] <= slot_bytes - HEADER_BYTES)
         & (found["tokens"] <= MAX_TOKENS)
         & (found["generation"] >= 1)

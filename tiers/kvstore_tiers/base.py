@@ -30,6 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore_proto.arena import HEADER_BYTES, BlockHeader
+from kvstore_tiers.codec_rates import CodecRates
 from kvstore_tiers.image import FileImage, Slot, image_header, stamp_header
 from kvstore_tiers.recovered import RecoveredBlocks, as_columns
 from kvstore_tiers.segments import AlignedBuffer, MemoryKind, Segment
@@ -93,11 +94,13 @@ Column = npt.NDArray[np.unsignedinteger]
 
 @dataclass(frozen=True, slots=True)
 class Coding:
-    """The form in which a tier stores blocks: compressed by the codec of the name `codec`, or unchanged for "none".
-    `staging_bytes` of DRAM are reserved for blocks on their way into or out of that form."""
+    """The form in which a tier is given blocks: by the codec of this name, "none" for payloads as they are, "auto" for
+    the one that `rates` say. `staging_bytes` of DRAM hold the blocks that are in that form and not yet stored, and
+    those being turned back."""
 
     codec: str = "none"
     staging_bytes: int = 0
+    rates: CodecRates = field(default_factory=CodecRates, compare=False, repr=False)
 
     @property
     def is_none(self) -> bool:

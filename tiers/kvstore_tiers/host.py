@@ -36,7 +36,7 @@ from kvstore_tiers.base import (
     TierState,
     TierStatistics,
 )
-from kvstore_tiers.codecs import Codec
+from kvstore_tiers.codecs import Codec, ShapeOf
 from kvstore_tiers.containers import Containers, ContainerTier
 from kvstore_tiers.counters import TransferCounters
 from kvstore_tiers.host_transfers import HostTransfers, Write, segment_of
@@ -249,10 +249,12 @@ class HostTier(ContainerTier):
     def read(self, slot: Slot, expect_key: bytes, segments: Sequence[Segment], done: Completion) -> None:
         self._transfers.load(slot, expect_key, segments, done)
 
-    def encode(self, codec: Codec, source: Segment, expect_key: bytes, target: Segment, done: Completion) -> None:
+    def encode(
+        self, codec: Codec, shape_of: ShapeOf, source: Segment, expect_key: bytes, target: Segment, done: Completion
+    ) -> None:
         """Write the slot image `source` in the form of `codec` to `target`, memory outside the slots. `source` must
         hold the block `expect_key`. It runs on a copy thread; `encode_image` describes the outcomes."""
-        self._transfers.encode(codec, source, expect_key, target, done)
+        self._transfers.encode(codec, shape_of, source, expect_key, target, done)
 
     def move_in(self, slot: Slot, source: Segment, expect_key: bytes, done: Completion) -> None:
         self._transfers.move(source, slot, expect_key, done)

@@ -15,7 +15,7 @@ from kvstore_proto.arena import HEADER_BYTES, BlockHeader
 from kvstore_tiers import failpoints
 from kvstore_tiers.arena import Arena
 from kvstore_tiers.base import Completion, Outcome, OutcomeKind, Segment, Slot, require_fits
-from kvstore_tiers.codecs import Codec
+from kvstore_tiers.codecs import Codec, ShapeOf
 from kvstore_tiers.codecs.images import decode_image, encode_image, judge_stored
 from kvstore_tiers.counters import TransferCounters
 from kvstore_tiers.image import false_checksum, image_header, stamp_header
@@ -154,10 +154,12 @@ class HostTransfers:
         copy = partial(self._copies.relocate, source, segment_of(arena, slot), expect_key)
         self._threads.submit(_vouching(arena, slot, copy), done)
 
-    def encode(self, codec: Codec, source: Segment, expect_key: bytes, target: Segment, done: Completion) -> None:
+    def encode(
+        self, codec: Codec, shape_of: ShapeOf, source: Segment, expect_key: bytes, target: Segment, done: Completion
+    ) -> None:
         """Write the slot image `source` in the form of `codec` to `target`, on a copy thread. `source` must hold the
         block `expect_key`. `encode_image` describes the outcomes."""
-        self._threads.submit(partial(encode_image, codec, source, expect_key, target), done)
+        self._threads.submit(partial(encode_image, codec, shape_of, source, expect_key, target), done)
 
     def verify(self, slot: Slot, expect_key: bytes, done: Completion) -> None:
         source = segment_of(self._arena_of(slot), slot)

@@ -50,6 +50,7 @@ class RecoveredBlocks:
     codec: Column | None = None  # None where no block has one
     stored_bytes: Column | None = None
     kept: Column | None = None
+    error: Column | None = None  # None where no block is lossy
 
     def __len__(self) -> int:
         return len(self.key)
@@ -68,18 +69,18 @@ class RecoveredBlocks:
     def take(self, chosen: Column) -> RecoveredBlocks:
         """Return only the blocks that `chosen` selects: an array of indices, or a boolean mask over all blocks."""
         columns = {name: getattr(self, name)[chosen] for name in _COLUMNS}
-        for name in ("codec", "stored_bytes", "kept"):
+        for name in ("codec", "stored_bytes", "kept", "error"):
             column = getattr(self, name)
             columns[name] = None if column is None else column[chosen]
         return RecoveredBlocks(self.origins, **columns)
 
-    def form_of(self, block: int) -> tuple[int, int]:
-        """Return the codec's number and the stored bytes of the block at index `block`; (0, 0) if it is stored
-        uncompressed.
-        """
+    def form_of(self, block: int) -> tuple[int, int, float]:
+        """Return the number of the codec of a block's stored bytes and their length, 0 and 0 where it has none; and the
+        error bound, 0 where the payload is what was put."""
+        error = 0.0 if self.error is None else float(self.error[block])
         if self.codec is None or self.stored_bytes is None:
-            return 0, 0
-        return int(self.codec[block]), int(self.stored_bytes[block])
+            return 0, 0, error
+        return int(self.codec[block]), int(self.stored_bytes[block]), error
 
 
 _COLUMNS = (
@@ -110,6 +111,7 @@ def as_columns(blocks: Iterable[tuple[Slot, BlockHeader]]) -> RecoveredBlocks:
         nbytes=column((slot.nbytes for slot, _ in listed), np.uint64),
         generation=column((slot.generation for slot, _ in listed), np.uint64),
         kept=column((header.kept for _, header in listed), np.uint64) if any(h.kept for _, h in listed) else None,
+        error=np.array([h.error for _, h in listed], np.float32) if any(h.error for _, h in listed) else None,
         codec=column((header.codec for _, header in listed), np.uint8) if is_coded else None,
         stored_bytes=column((header.stored_bytes for _, header in listed), np.uint64) if is_coded else None,
     )

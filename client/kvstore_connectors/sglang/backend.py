@@ -92,6 +92,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no typ
             connect_timeout_s=CONNECT_TIMEOUT_S,
             deadline_s=self._deadline_s,
             staging_bytes=int(self._extra.get("staging_bytes", STAGING_BYTES)),
+            exact=not self._extra.get("accepts_lossy", False),
         )
         self._stored = StoredPages(self._session, self._form)
         self._choice = self._new_choice(self._session, self._host[KV])

@@ -266,6 +266,7 @@ def _connect(extra: dict[str, Any], fingerprint: Fingerprint, device: int) -> Se
         connect_timeout_s=CONNECT_TIMEOUT_S,
         deadline_s=LOOKUP_S,
         staging_bytes=int(extra.get("staging_bytes", STAGING_BYTES)),
+        exact=not extra.get("accepts_lossy", False),
         device=device,
     )
 

@@ -349,6 +349,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
             client_name=client_name,
             deadline_s=deadline_s,
             connect_timeout_s=settings.connect_timeout_ms / 1000,
+            exact=not settings.accepts_lossy,
             staging_bytes=staging_bytes,
             device=device,
         )

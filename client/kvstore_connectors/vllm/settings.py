@@ -29,7 +29,7 @@ class VllmConnectorSettings:
     `save_deadline_ms`, and delays a step by at most `reuse_wait_ms`. `always_load`: load even if computing is
     expected to be faster. While a GPU decodes, storing keeps to `store_rate`, and a restore beside the steps to
     `load_rate`: `auto`, `off` or bytes a second such as `2GiB`. `weights_digest` names the weights if they cannot be
-    read as files.
+    read as files. `accepts_lossy`: see `kvstore_client.connect(exact=False)`.
     """
 
     socket: str = ""
@@ -43,6 +43,7 @@ class VllmConnectorSettings:
     reuse_wait_ms: int = 50
     connect_timeout_ms: int = 500
     staging_mib: int = 64
+    accepts_lossy: bool = False
     store_rate: str = "auto"
     load_rate: str = "off"
     weights_digest: str = ""
@@ -82,11 +83,11 @@ def parse(record: type[Record], given: Mapping[str, Any], where: str) -> Record:
 @dataclass(frozen=True, slots=True)
 class VllmTierSettings:
     """The settings of vLLM's secondary tier on kvstored. `socket`: the daemon's socket directory (default:
-    $KVSTORED_SOCKET_DIR, else /run/kvstored). `read_only`: load, never store. The deadlines bound one lookup, one
-    load and one store of a part of a job. Waiting stores may hold `store_queue_mib` of vLLM's CPU tier; further ones
-    are dropped. `keep_after_reset`: go on using stored blocks after vLLM's caches were reset, which is right only if
-    weights are never changed in place. `weights_digest` names model and weights for vLLM's plain
-    OffloadingConnector, which says neither.
+    $KVSTORED_SOCKET_DIR, else /run/kvstored). `read_only`: load, never store. The deadlines bound one lookup, one load
+    and one store of a part of a job. Waiting stores may hold `store_queue_mib` of vLLM's CPU tier; further ones are
+    dropped. `keep_after_reset`: go on using stored blocks after vLLM's caches were reset, which is right only if
+    weights are never changed in place. `weights_digest` names model and weights for vLLM's plain OffloadingConnector,
+    which says neither. `accepts_lossy`: see `kvstore_client.connect(exact=False)`.
     """
 
     socket: str = ""
@@ -98,6 +99,7 @@ class VllmTierSettings:
     load_threads: int = 4
     store_queue_mib: int = 256
     staging_mib: int = 64
+    accepts_lossy: bool = False
     enable_kv_events: bool = False
     keep_after_reset: bool = False
     weights_digest: str = ""

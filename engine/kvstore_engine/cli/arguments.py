@@ -73,7 +73,38 @@ def parser() -> Parser:
     add_serve(commands, models=_MODELS, exit_codes=_EXIT_CODES)
     _add_restorations(commands)
     _add_bench(commands)
+    _add_quality(commands)
     return top
+
+
+def _add_quality(commands: Commands) -> None:
+    command = commands.add_parser(
+        "quality",
+        help="measure how much a codec of the store changes a model's answers",
+        description="Compute the next tokens after a prefix of 512 tokens, once on its own K and V, and once on what a "
+        "codec gives back of them; print the mean KL divergence, how often the likeliest token is the same, and how "
+        "often greedy continuations are.",
+        epilog=f"""examples:
+  kvengine quality --model smollm2-135m-instruct:q8_0 --codec int8
+  kvengine quality --model gemma-3-270m:q8_0 --codec int4 --windows 1 --by-layer --json
+  kvengine quality --model ./llama.gguf --codec int8 --text manual.txt
+
+{_MODELS}
+{_EXIT_CODES}""",
+    )
+    command.add_argument("--model", required=True, metavar="MODEL", help="a .gguf file or a known name (see below)")
+    command.add_argument("--codec", required=True, metavar="NAME", help="a codec of kvstored, such as int8")
+    command.add_argument(
+        "--text", action="append", type=Path, default=[], metavar="FILE",
+        help="a text to measure on; again for more (default: English, licences, Python source and JSON of this "
+        "installation)",
+    )  # fmt: skip
+    command.add_argument("--windows", type=int, default=4, metavar="N", help="of each text, at most (default 4)")
+    command.add_argument("--next-tokens", type=int, default=512, metavar="N", help="after each prefix (default 512)")
+    command.add_argument("--greedy-tokens", type=int, default=16, metavar="N", help="continued (default 16; 0: none)")
+    command.add_argument("--by-layer", action="store_true", help="also change each layer alone, on the first windows")
+    command.add_argument("--threads", type=int, metavar="N", help="threads for computing")
+    command.add_argument("--json", action="store_true", help="the figures as one line of JSON")
 
 
 def _add_restorations(commands: Commands) -> None:
@@ -185,24 +216,7 @@ def _add_running(command: argparse.ArgumentParser) -> None:
         "in pieces, of which each stage computes another; with --kvstore each restores and stores its own layers "
         "(default 1)",
     )
-    running.add_argument(
-        "--kvstore",
-        type=Path,
-        metavar="DIR",
-        help="the folder of kvstored's sockets; without it all is computed",
-    )
-    running.add_argument(
-        "--whole-blocks",
-        action="store_true",
-        help="with --stages: restore and store blocks of all layers, which engines without stages find, too",
-    )
-    running.add_argument(
-        "--no-hidden-states",
-        action="store_true",
-        help="with --stages: do not store the hidden states from which a stage computes without waiting for the one "
-        "before",
-    )
-    running.add_argument("--no-store", action="store_true", help="restore from kvstored but store nothing in it")
+    _add_store(running)
     running.add_argument(
         "--next-in",
         type=seconds,
@@ -220,6 +234,32 @@ def _add_running(command: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write a trace for chrome://tracing or ui.perfetto.dev: every step, and what restored the prompt",
     )
+
+
+def _add_store(running: argparse._ArgumentGroup) -> None:
+    running.add_argument(
+        "--kvstore",
+        type=Path,
+        metavar="DIR",
+        help="the folder of kvstored's sockets; without it all is computed",
+    )
+    running.add_argument(
+        "--accepts-lossy",
+        action="store_true",
+        help="with --kvstore: take lossy copies of blocks too, and let some be made, where the tenant allows it",
+    )
+    running.add_argument(
+        "--whole-blocks",
+        action="store_true",
+        help="with --stages: restore and store blocks of all layers, which engines without stages find, too",
+    )
+    running.add_argument(
+        "--no-hidden-states",
+        action="store_true",
+        help="with --stages: do not store the hidden states from which a stage computes without waiting for the one "
+        "before",
+    )
+    running.add_argument("--no-store", action="store_true", help="restore from kvstored but store nothing in it")
 
 
 def _add_fetch(commands: Commands) -> None:

@@ -44,6 +44,7 @@ def run(options: argparse.Namespace) -> int:
         whole_blocks=options.whole_blocks,
         hidden_states=not options.no_hidden_states,
         trace=options.trace,
+        accepts_lossy=options.accepts_lossy,
     )
     with open_model(path, load) as model:
         prompt = _prompt(model, text, system, chat=options.chat or system is not None)

@@ -42,6 +42,7 @@ def run(options: argparse.Namespace) -> int:
         has_tenants=options.api_keys is not None,
         device=device.name,
         store_rate=options.store_rate,
+        accepts_lossy=options.accepts_lossy,
     )
     known = path.stem if options.model == str(path) else options.model
     names: list[str] = [*options.served_name, known]

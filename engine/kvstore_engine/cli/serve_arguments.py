@@ -142,6 +142,11 @@ def _add_store(engine: argparse._ArgumentGroup) -> None:
         "--kvstore", type=Path, metavar="DIR", help="the folder of kvstored's sockets; without it nothing is kept"
     )
     engine.add_argument(
+        "--accepts-lossy",
+        action="store_true",
+        help="with --kvstore: take lossy copies of blocks too, and let some be made, where the tenant allows it",
+    )
+    engine.add_argument(
         "--store-rate",
         type=_rate,
         default="auto",

@@ -16,9 +16,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from kvstore_cuda.native_build import BuildError
 from kvstore_engine.errors import OperationError
 from kvstore_engine.kernels.base import Bytes, Int32Array, Kernels
-from kvstore_engine.kernels.build import BuildError, build_kernels
+from kvstore_engine.kernels.build import build_kernels
 from kvstore_engine.kernels.reference import ReferenceKernels
 
 KERNEL_VARIABLE = "KVENGINE_KERNEL"

@@ -167,7 +167,7 @@ def open_serving(
             device = DeviceName.parse(options.device)
             fingerprint = fingerprint_of(file, config, tokenizer, computing.compute.pool, digest.weights, device)
             copies = stack.enter_context(computing.open_copies())
-            connect = partial(kvstore_client.connect, device=copies.device)
+            connect = partial(kvstore_client.connect, device=copies.device, exact=not options.accepts_lossy)
             sessions = TenantSessions(Path(options.kvstore), fingerprint, connect)
             sessions.watch()
             stack.callback(sessions.close)

@@ -47,6 +47,7 @@ class EngineOptions:
     has_tenants: bool = False
     device: str = CPU
     store_rate: str = "auto"
+    accepts_lossy: bool = False
 
     def encode(self) -> str:
         return json.dumps(asdict(self))

@@ -145,6 +145,7 @@ class Explain:
                 location=store.tiers[tier].location(slot),
                 codec=residency.codec(row, tier),
                 stored_bytes=residency.stored_bytes(row, tier),
+                error=residency.exactness.error(row, tier),
             )
 
     def _say_why(

@@ -77,6 +77,9 @@ _TIER_LEVELS = {
     "used_bytes": "all that counts against the capacity",
     "blocks": "blocks with a copy in the tier",
     "quarantined_blocks": "slots out of use because they were damaged",
+    "logical_bytes": "slots for the payloads of its blocks as they were put",
+    "stored_bytes": "the slots that its blocks have",
+    "lossy_blocks": "blocks whose payload is within an error bound of what was put",
 }
 _TIER_TOTALS = {  # by the field of the reply: the metric's name
     "hits": ("hits", "blocks that lookups and gets found in the tier"),
@@ -86,6 +89,13 @@ _TIER_TOTALS = {  # by the field of the reply: the metric's name
     "promoted_blocks": ("promoted_blocks", "blocks moved up from the tier"),
     "demoted_blocks": ("demoted_blocks", "blocks moved down from the tier"),
     "errors": ("errors", "reads and writes that the medium refused"),
+}
+
+
+_TIER_CODECS: dict[str, tuple[Family, str, str]] = {
+    "ratio": (GaugeMetricFamily, "ratio", "bytes of payloads for one byte that the codec stored"),
+    "encoding_s": (CounterMetricFamily, "encoding_seconds", "spent on encoding"),
+    "decoding_s": (CounterMetricFamily, "decoding_seconds", "spent on decoding"),
 }
 
 
@@ -99,6 +109,9 @@ def _tiers(tiers: Sequence[pb.TierStatus]) -> Iterator[Metric]:
     yield by_tier(GaugeMetricFamily, "ok", "1 while the tier does all of its work", lambda tier: tier.state == "ok")
     for field, (name, about) in _TIER_TOTALS.items():
         yield by_tier(CounterMetricFamily, name, about, attrgetter(field))
+    for field, (kind, name, about) in _TIER_CODECS.items():
+        samples = (([tier.name, codec.name], getattr(codec, field)) for tier in tiers for codec in tier.codecs)
+        yield _labelled(kind, f"codec_{name}", about, ["tier", "codec"], samples)
 
 
 def _lanes(lanes: Sequence[pb.LaneStatus]) -> Iterator[Metric]:

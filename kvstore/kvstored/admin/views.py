@@ -7,8 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
+from kvstore_proto.arena import ALIGNMENT_BYTES, HEADER_BYTES
 from kvstore_proto.errors import ErrorKind, KVStoreError
 from kvstore_proto.v1 import admin_pb2 as pb
+from kvstore_tiers.codec_rates import CodecRates
+from kvstore_tiers.codecs import codec_name
 from kvstored import __version__
 from kvstored.admin.lifetime import Phase
 from kvstored.clients.reception import PROTOCOL_VERSION
@@ -156,6 +161,9 @@ class Views:
                 residency=_by_name(policy.class_counts(now_ns)) if with_classes else None,
                 residency_bytes=_by_name(policy.class_bytes(now_ns)) if with_classes else None,
                 policy=policy.name,
+                codec=tier.info.coding.codec,
+                codecs=_codecs(tier.info.coding.rates),
+                **_forms(store.residency, position),
             )
         return reply
 
@@ -199,6 +207,8 @@ class Views:
         block.depth = residency.depth(row)
         block.payload_bytes = residency.payload_bytes(row)
         block.tiers.extend(residency.tiers[position] for position in here)
+        errors = [residency.exactness.error(row, position) for position in here]
+        block.errors.extend(errors if any(errors) else ())
         block.state = residency.state(row, here[0]).name.lower()
         durable = self._store.writeback is not None and self._store.writeback.is_durable(row)
         block.durability = "durable" if durable else "volatile"
@@ -226,6 +236,33 @@ def _describe_integrity(report: IntegrityReport, reply: pb.StatusReply) -> None:
     if scrub.message:
         reply.warnings.append(scrub.message)
     reply.warnings.extend(f"a broken invariant, please report it: {fault}" for fault in books.broken)
+
+
+def _codecs(rates: CodecRates) -> list[pb.CodecStatus]:
+    return [
+        pb.CodecStatus(
+            name=codec_name(number),
+            ratio=rates.ratio(number),
+            encoding_s=rates.encoding[number].total_s,
+            decoding_s=rates.decoding[number].total_s,
+            decoding_bytes_per_s=rates.decoding[number].bytes_per_s,
+        )
+        for number in rates.codecs
+    ]
+
+
+def _forms(residency: Residency, position: int) -> dict[str, int]:
+    """Return what a tier's blocks would take as they were put, what they take, and how many of them are lossy."""
+    copies = residency.copies[position]
+    rows = np.flatnonzero(np.frombuffer(copies.state, np.uint8))
+    payload_bytes = np.frombuffer(residency.rows.payload_bytes, np.uint32)[rows].astype(np.int64)
+    whole_bytes = HEADER_BYTES + -(-payload_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    errors = copies.optional.view("error")
+    return {
+        "logical_bytes": int(whole_bytes.sum()),
+        "stored_bytes": sum(copies.bytes_by_tenant),
+        "lossy_blocks": 0 if errors is None else int(np.count_nonzero(errors[rows])),
+    }
 
 
 def _by_name(classes: Mapping[ResidencyClass, int]) -> dict[str, int]:

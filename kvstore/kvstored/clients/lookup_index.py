@@ -5,8 +5,8 @@ the memory of all of them together. It follows residency by its presence events,
 before its put is answered. It serves no bytes. A tenant gets the descriptor of its own table only, read-only; the memfd
 is sealed, so that not even root opens it writable.
 
-Invariants: a table in state SERVING holds every readable block of its tenant, in a slot or in an overflow count; only
-this process writes it, on the control thread; a table that is no longer updated says CLOSED.
+Invariants: a table in state SERVING holds every block of its tenant that an exact reader may have, in a slot or in an
+overflow count; only this process writes it, on the control thread; a table that is no longer updated says CLOSED.
 """
 
 from __future__ import annotations
@@ -161,8 +161,8 @@ class LookupIndexes:
         table = self._tables.get(tenant)
         if table is None:
             return
-        if mask:
-            table.put(key, self._code_of_mask[mask])
+        if mask and (served := self._residency.exactness.served_tiers(row)):
+            table.put(key, self._code_of_mask[served])
         else:
             table.remove(key)
 
@@ -172,6 +172,10 @@ class LookupIndexes:
         """
         if not self.offered:
             return hs.LookupIndexGrant(reason="this daemon keeps no lookup index (index.slots = 0)"), None
+        if not session.exact:
+            return hs.LookupIndexGrant(
+                reason="a lookup index has exact copies alone, and this client accepts lossy ones"
+            ), None
         tenant = session.tenant_id
         table = self._tables.get(tenant)
         if table is None:
@@ -204,11 +208,11 @@ class LookupIndexes:
         """Enter the blocks that are stored already, a slice at a time. Changes meanwhile arrive through `changed`."""
         if self._tables.get(tenant) is not table:
             return
-        rows = self._residency.rows
+        rows, masks = self._residency.rows, self._residency.exactness.masks(exact=True)
         entered, row = 0, first_row
         end = min(first_row + ROWS_A_SLICE, rows.capacity)
         while row < end and entered < KEYS_A_SLICE:
-            key, mask = rows.key(row), rows.mask[row]
+            key, mask = rows.key(row), masks[row]
             if key is not None and mask and self._residency.tenant_of(row) == tenant:
                 table.put(key, self._code_of_mask[mask])
                 entered += 1

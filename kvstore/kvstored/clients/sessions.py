@@ -124,11 +124,13 @@ class ClientSessions:
         self.containers.note(tenant.name, peer.uid, peer.cgroup)
         return session
 
-    def open_call(self, tenant: Tenant, fingerprint: Fingerprint, name: str) -> ClientSession:
+    def open_call(self, tenant: Tenant, fingerprint: Fingerprint, name: str, *, exact: bool = True) -> ClientSession:
         """Return a session for one unary call, which needs no end. Its fingerprint is not remembered, so that made-up
         ones cost nothing: call `note_fingerprint` before blocks are stored under it.
         """
-        return self._session(tenant, fingerprint, fingerprint.digest(), Peer(0, -1, -1), name, None)
+        session = self._session(tenant, fingerprint, fingerprint.digest(), Peer(0, -1, -1), name, None)
+        session.exact = exact
+        return session
 
     def note_fingerprint(self, session: ClientSession) -> None:
         """Remember the fingerprint of a session made by `open_call`, and give the session the fingerprint's number."""

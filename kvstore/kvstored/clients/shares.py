@@ -16,7 +16,7 @@ from kvstored.store.retention import Retention
 
 class TenantShares:
     """A component that gives the policies each tenant's share of a tier, and gives `retention` the default terms of
-    tenants' new blocks. `policies` has one policy for each tier.
+    tenants' new blocks. It also notes which tenants allow lossy copies. `policies` has one policy for each tier.
     """
 
     def __init__(
@@ -33,15 +33,17 @@ class TenantShares:
         limits.
         """
         shares = {number for policy in self._policies for number in policy.shares} | self._retention.defaults.keys()
+        shares |= self._residency.exactness.tenants
         for tenant in self._tenants.all():
             limits = tenant.limits
             is_special = limits.host_min_bytes or limits.host_max_bytes or limits.nvme_max_bytes or _terms(limits)
+            is_special = is_special or limits.lossy
             number = self._residency.tenant(tenant.index_name) if is_special or shares else -1
             if is_special or number in shares:
                 self.set(tenant, number)
 
     def set(self, tenant: Tenant, tenant_id: int) -> None:
-        limits = tenant.limits
+        limits, lossy = tenant.limits, self._residency.exactness.tenants
         shares = {
             self._residency.mapped: Share(limits.host_min_bytes, limits.host_max_bytes or None),
             self._residency.durable: Share(0, limits.nvme_max_bytes or None),
@@ -49,6 +51,7 @@ class TenantShares:
         for policy in self._policies:
             if policy.tier in shares:
                 policy.set_share(tenant_id, shares[policy.tier])
+        (lossy.add if limits.lossy else lossy.discard)(tenant_id)
         self._retention.defaults.pop(tenant_id, None)
         if (terms := _terms(limits)) is not None:
             self._retention.defaults[tenant_id] = terms

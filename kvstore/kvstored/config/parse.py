@@ -48,7 +48,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 _SECTIONS: dict[str, Any] = {name: kind for name, kind in get_type_hints(Config).items() if is_dataclass(kind)}
 _TENANT_KEYS = {
     "name", "uids", "gids", "host_max", "nvme_max", "host_min", "durability", "put_in_place", "remote", "unmapped",
-    "ttl_s", "priority",
+    "ttl_s", "priority", "lossy",
 }  # fmt: skip
 _TENANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}\Z")
 _UID_TENANT = re.compile(r"uid-\d+\Z")  # what tenants.default = "by-uid" calls users that no tenant lists
@@ -245,6 +245,7 @@ def tenant_sections(raw: Any, config: Config) -> tuple[TenantSection, ...]:
                 bool(_flag(entry, "unmapped")),
                 _number(entry, "ttl_s", 0, TTL_MAX_S),
                 _number(entry, "priority", PRIORITY_MIN, PRIORITY_MAX),
+                bool(_flag(entry, "lossy")),
             )
         except (ValueError, TypeError) as error:
             raise ConfigError(f"tenant {name}: {error}") from None

@@ -169,6 +169,7 @@ class TenantSection:
     unmapped: bool = False  # whether users that the daemon's user namespace does not map are this tenant
     ttl_s: int = 0  # of new blocks, unless their put says otherwise; 0: they do not expire
     priority: int = 0  # likewise
+    lossy: bool = False  # whether clients that accept lossy copies may put and get them
 
 
 class ConfiguredSetting(NamedTuple):

@@ -100,8 +100,9 @@ def _recover_one(
         except CyclicChainError as error:
             nvme.quarantine(slot, str(error))
             return False
-    residency.attach(row, residency.durable, slot, now_ns)
+    residency.attach(row, residency.durable, slot, now_ns, filling=True)
     residency.note_stored(row, residency.durable, *blocks.form_of(block))
+    residency.publish(row, residency.durable, now_ns)
     return True
 
 
@@ -171,6 +172,10 @@ class ArenaImport:
         is_here = np.array([place in self.rows for place in places], bool)
         rows = np.array([self.rows[place] for place in places if place in self.rows], np.int64)
         keep(residency, rows, kept[said[is_here]], self._now_ns, self._wall_ns)
+        for at in np.flatnonzero(headers["error"]).tolist():  # nothing has followed these blocks yet
+            row = self.rows.get((found.slots[at].container, found.slots[at].offset), -1)
+            if row >= 0:
+                residency.note_stored(row, self._position, 0, 0, float(headers["error"][at]))
 
     def _enter_run(self, tenant: int, run: list[_Block]) -> None:
         """Enter blocks without a row, each the parent of the next."""

@@ -138,7 +138,9 @@ class UnaryService(unary_pb2_grpc.KVStoreUnaryServicer):
     ) -> Reply:
         with self._limit:
             named = request.chain
-            session = self._sessions.open_call(tenant, fingerprint_of(named), "unary call")
+            session = self._sessions.open_call(
+                tenant, fingerprint_of(named), "unary call", exact=not named.accepts_lossy
+            )
             blocks = await blocks_of(session, named, self._max_keys)
             reply: Any = call(session, blocks, request)
             if inspect.isawaitable(reply):

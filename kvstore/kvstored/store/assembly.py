@@ -40,7 +40,6 @@ from kvstored.store.retention import Retention
 from kvstored.store.transfer.admission import RemoteWrites
 from kvstored.store.transfer.damage import Damage
 from kvstored.store.transfer.eviction import UnmappedExit
-from kvstored.store.transfer.group_commit import GroupCommit
 from kvstored.store.transfer.mover import Mover
 from kvstored.store.transfer.promote import Promoter
 from kvstored.store.transfer.room import Room
@@ -52,6 +51,7 @@ from kvstored.tier_set import ALL_TIERS, MEMBERS, TierSet
 if TYPE_CHECKING:
     from kvstore_tiers.gpu import GpuTier
 
+from kvstored.store.lossy_copies import LossyCopies
 from kvstored.store.movement import (
     Ground,
     RoomParts,
@@ -92,12 +92,11 @@ def make_priorities(residency: Residency, policies: Sequence[EvictionPolicy]) ->
 
 def make_retention(
     ground: Ground, policies: list[EvictionPolicy], parts: RoomParts, rooms: Sequence[Room],
-    discard: Sequence[Callable[[Slot, int], None]], commit: GroupCommit | None,
+    discard: Sequence[Callable[[Slot, int], None]], is_coming: Callable[[int], bool],
 ) -> Retention:  # fmt: skip
     idle = IdleCopies(ground.residency, policies, rooms)
     for position in range(len(rooms)):
         idle.set_ttl(position, _ttl_s(ground.config, ground.residency, position))
-    is_coming = commit.backlog.__contains__ if commit is not None else lambda token: False
     return Retention(ground, parts.priorities, idle, discard, is_coming)
 
 
@@ -153,7 +152,7 @@ class Store:
         predictor: Predictor | None = None,
         remote_writes: RemoteWrites | None = None,
     ) -> None:
-        self.config, self.clock, self.completions = config, clock, completions
+        self.config, self._policy_config, self.clock, self.completions = config, config, clock, completions
         self.residency, self.tiers = residency, list(tiers)
         self.host = host = cast(HostTier, tiers[residency.mapped])
         self.nvme = tiers[residency.durable] if residency.durable >= 0 else None
@@ -188,7 +187,9 @@ class Store:
         self.damage = Damage(residency, self.tiers, self.discard, clock, self.counters, commit)
         parts = RoomParts(self.policies, exits, self.orphans, priorities, self.boundaries, self.damage, self.modes)
         self.rooms, self.copiers, self.writeback = make_rooms(ground, links, parts, commit, gates)
-        self.retention = make_retention(ground, self.policies, parts, self.rooms, self.discard, commit)
+        is_coming = commit.backlog.__contains__ if commit is not None else lambda token: False
+        self.retention = make_retention(ground, self.policies, parts, self.rooms, self.discard, is_coming)
+        self.lossy_copies = LossyCopies(residency, clock, self.counters, self.discard, self.damage, is_coming)
         self.device_check = DeviceCheck(residency, self.exporters, completions, self.damage)
         self.dram_check = DramCheck(config.host.verify_reads, residency, host, completions, self.damage, self.counters)
         self.promoter = make_promoter(ground, links, self.room, self.damage, self.modes)
@@ -199,7 +200,6 @@ class Store:
         self.prefetcher, self.feed, self.prefetch_state = make_prefetch(
             ground, self.promoter, self.policies, self.compute, predictor
         )
-        self._policy_config = config
         self.forgets: list[Callable[[int, Sequence[bytes] | None], None]] = []  # called at removals by order
         residency.forget_with(self._forget)
 

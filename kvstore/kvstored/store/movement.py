@@ -59,6 +59,7 @@ KEYED_AT_ONCE, KEYED_WAIT_S = 16, 0.02  # demotions to a key-addressed tier: one
 KEYED_LAST_PROBE_S = 2.0  # another machine may be back at any moment, and a question costs it little
 KEYED_IN_FLIGHT = 32  # reads at once, which a driver takes together: each waits for a network
 # Before the first read no engine should wait for a hope; after it, what was seen says more.
+BLOCKS_A_GET = 8.0  # before the first get has told
 KEYED_PRIOR_BYTES_PER_S, KEYED_PRIOR_US, KEYED_PRIOR_BYTES = 200e6, 2000.0, 1 << 20
 
 
@@ -99,7 +100,11 @@ class TierLinks:
         coding = ground.tiers[destination].info.coding
         if not coding.is_none and destination not in self._stagings:
             host = cast(HostTier, ground.tiers[ground.residency.mapped])
-            self._stagings[destination] = CodecStaging(coding, host, ground.completions, ground.counters)
+            up = self.mover.lanes[self.lane(destination, ground.residency.mapped)]
+            self._stagings[destination] = CodecStaging(
+                coding, ground.residency.shape_of, host, ground.completions, ground.counters,
+                lambda nbytes: up.pauses.burst_bytes / nbytes if up.pauses.burst_bytes else BLOCKS_A_GET,
+            )  # fmt: skip
         return self._stagings.get(destination)
 
     def lane(self, source: int, destination: int) -> str:

@@ -418,6 +418,11 @@ class TierStatus(google.protobuf.message.Message):
     RESIDENCY_FIELD_NUMBER: builtins.int
     RESIDENCY_BYTES_FIELD_NUMBER: builtins.int
     POLICY_FIELD_NUMBER: builtins.int
+    LOGICAL_BYTES_FIELD_NUMBER: builtins.int
+    STORED_BYTES_FIELD_NUMBER: builtins.int
+    LOSSY_BLOCKS_FIELD_NUMBER: builtins.int
+    CODEC_FIELD_NUMBER: builtins.int
+    CODECS_FIELD_NUMBER: builtins.int
     name: builtins.str
     kind: builtins.str
     path: builtins.str
@@ -436,6 +441,14 @@ class TierStatus(google.protobuf.message.Message):
     quarantined_blocks: builtins.int
     errors: builtins.int
     policy: builtins.str
+    logical_bytes: builtins.int
+    """of slots for the payloads of its blocks as they were put"""
+    stored_bytes: builtins.int
+    """of the slots that its blocks have"""
+    lossy_blocks: builtins.int
+    """whose payload is within an error bound of what was put"""
+    codec: builtins.str
+    """of its setting"""
     @property
     def used_by(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """blocks, free, staging, ledger, limbo, quarantine, index, damaged"""
@@ -447,6 +460,10 @@ class TierStatus(google.protobuf.message.Message):
     @property
     def residency_bytes(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """the same in bytes of slots"""
+
+    @property
+    def codecs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___CodecStatus]:
+        """that were used or measured for the tier"""
 
     def __init__(
         self,
@@ -470,10 +487,45 @@ class TierStatus(google.protobuf.message.Message):
         residency: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
         residency_bytes: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
         policy: builtins.str = ...,
+        logical_bytes: builtins.int = ...,
+        stored_bytes: builtins.int = ...,
+        lossy_blocks: builtins.int = ...,
+        codec: builtins.str = ...,
+        codecs: collections.abc.Iterable[global___CodecStatus] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "bytes_read", b"bytes_read", "bytes_written", b"bytes_written", "capacity_bytes", b"capacity_bytes", "demoted_blocks", b"demoted_blocks", "errors", b"errors", "evicted_blocks", b"evicted_blocks", "hits", b"hits", "kind", b"kind", "name", b"name", "path", b"path", "policy", b"policy", "promoted_blocks", b"promoted_blocks", "quarantined_blocks", b"quarantined_blocks", "residency", b"residency", "residency_bytes", b"residency_bytes", "state", b"state", "used_by", b"used_by", "used_bytes", b"used_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "bytes_read", b"bytes_read", "bytes_written", b"bytes_written", "capacity_bytes", b"capacity_bytes", "codec", b"codec", "codecs", b"codecs", "demoted_blocks", b"demoted_blocks", "errors", b"errors", "evicted_blocks", b"evicted_blocks", "hits", b"hits", "kind", b"kind", "logical_bytes", b"logical_bytes", "lossy_blocks", b"lossy_blocks", "name", b"name", "path", b"path", "policy", b"policy", "promoted_blocks", b"promoted_blocks", "quarantined_blocks", b"quarantined_blocks", "residency", b"residency", "residency_bytes", b"residency_bytes", "state", b"state", "stored_bytes", b"stored_bytes", "used_by", b"used_by", "used_bytes", b"used_bytes"]) -> None: ...
 
 global___TierStatus = TierStatus
+
+@typing.final
+class CodecStatus(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    RATIO_FIELD_NUMBER: builtins.int
+    ENCODING_S_FIELD_NUMBER: builtins.int
+    DECODING_S_FIELD_NUMBER: builtins.int
+    DECODING_BYTES_PER_S_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    ratio: builtins.float
+    """bytes of payloads for one stored byte"""
+    encoding_s: builtins.float
+    """spent so far"""
+    decoding_s: builtins.float
+    decoding_bytes_per_s: builtins.float
+    """one thread's, of late; 0: not known"""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        ratio: builtins.float = ...,
+        encoding_s: builtins.float = ...,
+        decoding_s: builtins.float = ...,
+        decoding_bytes_per_s: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["decoding_bytes_per_s", b"decoding_bytes_per_s", "decoding_s", b"decoding_s", "encoding_s", b"encoding_s", "name", b"name", "ratio", b"ratio"]) -> None: ...
+
+global___CodecStatus = CodecStatus
 
 @typing.final
 class TenantsRequest(google.protobuf.message.Message):

@@ -156,6 +156,7 @@ class CopyStatus(google.protobuf.message.Message):
     LOCATION_FIELD_NUMBER: builtins.int
     CODEC_FIELD_NUMBER: builtins.int
     STORED_BYTES_FIELD_NUMBER: builtins.int
+    ERROR_FIELD_NUMBER: builtins.int
     tier: builtins.str
     state: builtins.str
     """filling | resident"""
@@ -167,6 +168,8 @@ class CopyStatus(google.protobuf.message.Message):
     """the number of the codec of the stored bytes; 0: the payload is stored as it is"""
     stored_bytes: builtins.int
     """of the payload, in coded form"""
+    error: builtins.float
+    """bound of a lossy copy; 0: its payload is what was put"""
     def __init__(
         self,
         *,
@@ -177,8 +180,9 @@ class CopyStatus(google.protobuf.message.Message):
         location: builtins.str = ...,
         codec: builtins.int = ...,
         stored_bytes: builtins.int = ...,
+        error: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "codec", b"codec", "location", b"location", "residency", b"residency", "state", b"state", "stored_bytes", b"stored_bytes", "tier", b"tier"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "codec", b"codec", "error", b"error", "location", b"location", "residency", b"residency", "state", b"state", "stored_bytes", b"stored_bytes", "tier", b"tier"]) -> None: ...
 
 global___CopyStatus = CopyStatus
 
@@ -291,6 +295,7 @@ class BlockStatus(google.protobuf.message.Message):
     PRIORITY_FIELD_NUMBER: builtins.int
     PINNED_BY_FIELD_NUMBER: builtins.int
     KIND_FIELD_NUMBER: builtins.int
+    ERRORS_FIELD_NUMBER: builtins.int
     SPENT_FIELD_NUMBER: builtins.int
     key: builtins.str
     """hex"""
@@ -322,6 +327,10 @@ class BlockStatus(google.protobuf.message.Message):
     def tiers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     @property
     def pinned_by(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    @property
+    def errors(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """of the copy in each of `tiers`: the bound of a lossy one, 0 of an exact one; empty: all 0"""
+
     def __init__(
         self,
         *,
@@ -345,8 +354,9 @@ class BlockStatus(google.protobuf.message.Message):
         priority: builtins.int = ...,
         pinned_by: collections.abc.Iterable[builtins.str] | None = ...,
         kind: builtins.str = ...,
+        errors: collections.abc.Iterable[builtins.float] | None = ...,
         spent: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["accesses", b"accesses", "children", b"children", "depth", b"depth", "durability", b"durability", "expires_in_s", b"expires_in_s", "fingerprint", b"fingerprint", "group", b"group", "idle_s", b"idle_s", "key", b"key", "kind", b"kind", "leases", b"leases", "location", b"location", "parent", b"parent", "payload_bytes", b"payload_bytes", "pinned_by", b"pinned_by", "priority", b"priority", "residency", b"residency", "spent", b"spent", "state", b"state", "tenant", b"tenant", "tiers", b"tiers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accesses", b"accesses", "children", b"children", "depth", b"depth", "durability", b"durability", "errors", b"errors", "expires_in_s", b"expires_in_s", "fingerprint", b"fingerprint", "group", b"group", "idle_s", b"idle_s", "key", b"key", "kind", b"kind", "leases", b"leases", "location", b"location", "parent", b"parent", "payload_bytes", b"payload_bytes", "pinned_by", b"pinned_by", "priority", b"priority", "residency", b"residency", "spent", b"spent", "state", b"state", "tenant", b"tenant", "tiers", b"tiers"]) -> None: ...
 
 global___BlockStatus = BlockStatus

@@ -121,6 +121,8 @@ class _MissReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     """11 to 13: a put of it was answered with the StoreStatus of this name"""
     MISS_REASON_OVER_QUOTA: _MissReason.ValueType  # 12
     MISS_REASON_DECLINED: _MissReason.ValueType  # 13
+    MISS_REASON_LOSSY_ONLY: _MissReason.ValueType  # 14
+    """stored, and every copy is lossy: the client did not accept those (Hello.accepts_lossy)"""
 
 class MissReason(_MissReason, metaclass=_MissReasonEnumTypeWrapper):
     """Why a block is not served."""
@@ -141,6 +143,8 @@ MISS_REASON_NO_ROOM: MissReason.ValueType  # 11
 """11 to 13: a put of it was answered with the StoreStatus of this name"""
 MISS_REASON_OVER_QUOTA: MissReason.ValueType  # 12
 MISS_REASON_DECLINED: MissReason.ValueType  # 13
+MISS_REASON_LOSSY_ONLY: MissReason.ValueType  # 14
+"""stored, and every copy is lossy: the client did not accept those (Hello.accepts_lossy)"""
 global___MissReason = MissReason
 
 class _Match:

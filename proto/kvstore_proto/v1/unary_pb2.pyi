@@ -121,6 +121,7 @@ class Chain(google.protobuf.message.Message):
     KEYS_FIELD_NUMBER: builtins.int
     OBJECT_FIELD_NUMBER: builtins.int
     OBJECT_BLOCKS_FIELD_NUMBER: builtins.int
+    ACCEPTS_LOSSY_FIELD_NUMBER: builtins.int
     fingerprint: builtins.bytes
     """canonical JSON of the fingerprint, at most 64 KiB; needed with token_ids"""
     group: builtins.int
@@ -141,6 +142,8 @@ class Chain(google.protobuf.message.Message):
     """kvctl and Python use the same names; docs/objects.md has the layout. No fingerprint
     with object: blocks 0 to n - 1 of it; 0 = 1
     """
+    accepts_lossy: builtins.bool
+    """lossy copies count too, and may be made of what is put (docs/kvstored.md)"""
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """the whole prefix from its first token, each id an int32 (wider ones are refused, not"""
@@ -156,8 +159,9 @@ class Chain(google.protobuf.message.Message):
         keys: builtins.bytes = ...,
         object: builtins.str = ...,
         object_blocks: builtins.int = ...,
+        accepts_lossy: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["extras", b"extras", "fingerprint", b"fingerprint", "first_block", b"first_block", "group", b"group", "keys", b"keys", "object", b"object", "object_blocks", b"object_blocks", "token_ids", b"token_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepts_lossy", b"accepts_lossy", "extras", b"extras", "fingerprint", b"fingerprint", "first_block", b"first_block", "group", b"group", "keys", b"keys", "object", b"object", "object_blocks", b"object_blocks", "token_ids", b"token_ids"]) -> None: ...
 
 global___Chain = Chain
 
@@ -346,6 +350,7 @@ class UnaryGetReply(google.protobuf.message.Message):
     MISS_REASONS_FIELD_NUMBER: builtins.int
     PAYLOADS_FIELD_NUMBER: builtins.int
     PROMOTED_BLOCKS_FIELD_NUMBER: builtins.int
+    ERRORS_FIELD_NUMBER: builtins.int
     KEYS_FIELD_NUMBER: builtins.int
     promoted_blocks: builtins.int
     """of these, read from slower tiers for this answer"""
@@ -363,6 +368,10 @@ class UnaryGetReply(google.protobuf.message.Message):
     def payloads(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
         """of the leading keys, those that are SENT; verified against their checksums"""
 
+    @property
+    def errors(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """a payload: the error bound of a lossy copy, 0 for what was put; empty where all are 0"""
+
     def __init__(
         self,
         *,
@@ -370,9 +379,10 @@ class UnaryGetReply(google.protobuf.message.Message):
         miss_reasons: collections.abc.Iterable[kvstore_proto.v1.kvstore_pb2.MissReason.ValueType] | None = ...,
         payloads: collections.abc.Iterable[builtins.bytes] | None = ...,
         promoted_blocks: builtins.int = ...,
+        errors: collections.abc.Iterable[builtins.float] | None = ...,
         keys: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["keys", b"keys", "miss_reasons", b"miss_reasons", "payloads", b"payloads", "promoted_blocks", b"promoted_blocks", "statuses", b"statuses"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["errors", b"errors", "keys", b"keys", "miss_reasons", b"miss_reasons", "payloads", b"payloads", "promoted_blocks", b"promoted_blocks", "statuses", b"statuses"]) -> None: ...
 
 global___UnaryGetReply = UnaryGetReply
 

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore_client.lease import mismatch
 from kvstore_client.memory import (
     SLICE_BYTES,
     contiguous_runs,
@@ -24,7 +23,7 @@ from kvstore_client.memory import (
     prefault,
 )
 from kvstore_client.payload import write_payload, write_tokens
-from kvstore_proto.arena import ALIGNMENT_BYTES, HEADER_BYTES, BlockHeader, read_header
+from kvstore_proto.arena import ALIGNMENT_BYTES, HEADER_BYTES, BlockHeader, mismatch, read_header
 
 HEADER = BlockHeader(
     key=b"k" * 16,
@@ -139,6 +138,13 @@ def check(header: BlockHeader, tokens: bytes | None = HEADER.tokens) -> str:
 )
 def test_verify_reads_the_header_that_the_daemon_writes(change: dict[str, object], said: str) -> None:
     assert check(replace(HEADER, **change)) == said  # type: ignore[arg-type]
+
+
+def test_a_lossy_copy_is_no_exact_block() -> None:
+    raw = memoryview(replace(HEADER, error=0.5).pack())
+    block = HEADER.key, HEADER.tokens, HEADER.payload_bytes, HEADER.generation
+    assert mismatch(raw, 0, *block) == "" and mismatch(raw, 0, *block, exact=True) == "exactness"
+    assert mismatch(memoryview(HEADER.pack()), 0, *block, exact=True) == ""
 
 
 def test_verify_by_keys_alone_ignores_tokens_and_empty_memory_is_no_block() -> None:

@@ -9,19 +9,20 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from kvstore_cuda.native_build import AVX2, FLAGS
 from kvstore_engine.kernels import build
 
 _KERNELS = Path(build.__file__).parent
 _PROBE = Path(__file__).parents[2] / "reference" / "attention_probe.cpp"
 _CROSS, _EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
-_NATIVE_FLAGS = {"x86_64": build._AVX2, "aarch64": ()}
+_NATIVE_FLAGS = {"x86_64": AVX2, "aarch64": ()}
 _TIMEOUT_S = 300
 
 
 def _output(folder: Path, compiler: str, flags: tuple[str, ...], *runner: str) -> npt.NDArray[np.float32]:
     program = folder / "probe"
     sources = (str(_KERNELS / "paged_attention.cpp"), str(_PROBE))
-    command = [compiler, *build._FLAGS, *flags, "-DKV_ATTENTION=probed", f"-I{_KERNELS}", "-static", "-o", str(program)]
+    command = [compiler, *FLAGS, *flags, "-DKV_ATTENTION=probed", f"-I{_KERNELS}", "-static", "-o", str(program)]
     subprocess.run([*command, *sources], check=True, timeout=_TIMEOUT_S)
     done = subprocess.run([*runner, str(program)], check=True, capture_output=True, timeout=_TIMEOUT_S)
     return np.frombuffer(done.stdout, np.float32)

@@ -36,6 +36,7 @@ class StandInSession:
 
     session_id: int
     tenant_id: int = 0
+    exact: bool = True
     on_close: list[Callable[[], None]] = field(default_factory=list)
 
     @property

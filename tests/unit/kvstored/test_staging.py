@@ -13,7 +13,8 @@ import pytest
 
 from kvstore_proto.arena import HEADER_BYTES, BlockHeader, slot_bytes
 from kvstore_tiers.base import Coding, Completion, Outcome, OutcomeKind, Segment
-from kvstore_tiers.codecs import TESTING_ENVIRONMENT, Codec
+from kvstore_tiers.codecs import TESTING_ENVIRONMENT, Codec, Encoded, ShapeOf
+from kvstore_tiers.codecs.shapes import PayloadShape
 from kvstore_tiers.host import HostTier
 from kvstore_tiers.keyed import KeyedTier
 from kvstore_tiers.segments import view_at
@@ -103,30 +104,36 @@ def test_every_way_between_tiers_gives_the_payload_back(coded: tuple[str, ...], 
     asyncio.run(main())
 
 
+def _no_shape(_digest: bytes, _group: int, _payload_bytes: int) -> PayloadShape | None:
+    return None
+
+
 class _Playing(MadeUpCodec):
     """Fails as it is told."""
 
     answer: ClassVar[int] = 0
 
-    def encode(self, header: BlockHeader, payload: memoryview, target: memoryview) -> int:
-        if not self.answer:
+    def encode(self, header: BlockHeader, _shape: object, payload: memoryview, target: memoryview) -> Encoded:
+        if self.answer < 0:
             raise MemoryError("no memory for it")
-        return self.answer
+        return Encoded(self.answer)
 
 
-@pytest.mark.parametrize("answer", [0, 1 << 30])
+@pytest.mark.parametrize("answer", [-1, 1 << 30])
 def test_a_block_whose_codec_fails_is_stored_as_it_is(
     answer: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(module, "codec_named", lambda _name: _Playing())
+    monkeypatch.setattr(module, "codec_of", lambda _name: _Playing())
     monkeypatch.setattr(_Playing, "answer", answer)
 
     async def main() -> StagedImage | Outcome:
         completions, counters = CompletionQueue(asyncio.get_running_loop()), Counters()
         with closing(HostTier(4 << 20, arena_bytes=1 << 20)) as host:
-            staging = CodecStaging(Coding("made-up", 1 << 20), host, completions, counters)
+            staging = CodecStaging(Coding("made-up", 1 << 20), _no_shape, host, completions, counters)
             header, payload = block_with_pattern(4, PAYLOAD_BYTES)
-            staged = await staging.stage(host, stored_slot(host, header, payload), header.key, WHOLE_BYTES)
+            staged = await staging.stage(
+                host, stored_slot(host, header, payload), header.key, WHOLE_BYTES, takes_lossy=False
+            )
             assert counters["uncoded_blocks"] == 1 and staging._scratch.out_bytes == 0
             return staged
 
@@ -142,7 +149,7 @@ def test_staging_is_bounded_and_given_out_in_order() -> None:
         completions, counters = CompletionQueue(asyncio.get_running_loop()), Counters()
         with closing(HostTier(4 << 20, arena_bytes=1 << 20)) as host:
             one_bytes = HEADER_BYTES + -(-MadeUpCodec().bound(WHOLE_BYTES - HEADER_BYTES) // 4096) * 4096
-            staging = CodecStaging(Coding("made-up", 2 * 3 * one_bytes), host, completions, counters)
+            staging = CodecStaging(Coding("made-up", 2 * 3 * one_bytes), _no_shape, host, completions, counters)
             blocks = [block_with_pattern(number, PAYLOAD_BYTES) for number in (4, 10, 16, 22, 28)]
             slots = [stored_slot(host, *each) for each in blocks]
             asked = [
@@ -165,7 +172,9 @@ def test_staging_is_bounded_and_given_out_in_order() -> None:
                 staging.release(staged)
             assert staging._scratch.out_bytes == 0
             header, payload = block_with_pattern(34, 100_000)
-            large = await staging.stage(host, stored_slot(host, header, payload), header.key, slot_bytes(100_000))
+            large = await staging.stage(
+                host, stored_slot(host, header, payload), header.key, slot_bytes(100_000), takes_lossy=False
+            )
             assert large == StagedImage(slot_bytes(100_000))
             view_at(host.slot_segment(slots[0]).address + HEADER_BYTES, 1)[0] ^= 1
             damaged = await staging.stage(host, slots[0], blocks[0][0].key, WHOLE_BYTES)
@@ -199,7 +208,9 @@ def test_a_verdict_on_a_copy_that_was_replaced_meanwhile_says_nothing_of_the_new
             assert await small.is_durable(1, mode="always")
             row, residency = small.find(1), small.residency
 
-            def encode(_codec: Codec, _source: Segment, _key: bytes, _target: Segment, done: Completion) -> None:
+            def encode(
+                _codec: Codec, _of: ShapeOf, _source: Segment, _key: bytes, _target: Segment, done: Completion
+            ) -> None:
                 small.leave_host(row)
                 slot = small.store.room.allocate_now(WHOLE_BYTES, residency.tenant_of(row))
                 assert slot is not None and residency.attach(row, small.mapped, slot, 0) is None

@@ -4,17 +4,21 @@ they are read.
 The module owns the two checksums of a coded image, one of the payload and one of the stored bytes; the decoder verifies
 both. It also owns the slot sizes of coded images. Payloads of one size share few slot sizes, `SIZES_A_PAYLOAD` at most,
 so that few slabs and arenas serve all stored sizes; up to 1 / `SIZES_A_PAYLOAD` of the payload is lost to rounding.
-Invariant: a payload is delivered only if the stored bytes and the payload both had the right checksum.
+Invariant: a payload is delivered only if the stored bytes and the payload both had the right checksum. In the form of
+a lossy codec the payload is what decoding gives: it is decoded once before it is stored, and has a checksum of its own.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from kvstore_proto.arena import HEADER_BYTES, BlockHeader, Coded, slot_bytes
 from kvstore_tiers.base import Outcome, OutcomeKind
-from kvstore_tiers.codecs import Codec, Undecodable, codec_name, codec_numbered
+from kvstore_tiers.codecs import Codec, CodingError, NotReadable, ShapeOf, Undecodable, codec_name, codec_numbered
 from kvstore_tiers.image import aligned_up, false_checksum, image_header
 from kvstore_tiers.segments import (
     AlignedBuffer,
@@ -28,12 +32,13 @@ from kvstore_tiers.segments import (
     total_bytes,
 )
 
-SIZES_A_PAYLOAD = 32
+SIZES_A_PAYLOAD = 64
 
 
 def image_bytes(codec: Codec, payload_bytes: int) -> int:
     """Return the bytes of memory that `encode_image` needs for a payload."""
-    return HEADER_BYTES + aligned_up(codec.bound(payload_bytes))
+    decoded_bytes = aligned_up(payload_bytes) if codec.is_lossy else 0
+    return HEADER_BYTES + aligned_up(codec.bound(payload_bytes)) + decoded_bytes
 
 
 def coded_slot_bytes(payload_bytes: int, stored_bytes: int) -> int:
@@ -44,12 +49,13 @@ def coded_slot_bytes(payload_bytes: int, stored_bytes: int) -> int:
     return min(whole, HEADER_BYTES + -(-stored_bytes // step) * step) if stored_bytes else whole
 
 
-def encode_image(codec: Codec, source: Segment, expect_key: bytes, target: Segment) -> Outcome:
+def encode_image(codec: Codec, shape_of: ShapeOf, source: Segment, expect_key: bytes, target: Segment) -> Outcome:
     """Write the image `source`, whose payload is stored as it is, to `target` in the form of `codec`.
 
-    `target` has `image_bytes` bytes. The outcome DONE has the header of the new image. A header without a codec says
-    that the block would take no smaller slot in this form; `target` then holds no image. FAILED: the codec failed.
-    CORRUPT: `source` does not hold the block `expect_key`.
+    `target` has `image_bytes` bytes. `shape_of` gives the shape of a fingerprint's payloads. The outcome DONE has the
+    header of the new image. A header without a codec says that the block would take no smaller slot in this form, or
+    would have a larger error than the codec may make; `target` then holds no image. The error of a lossy image comes on
+    top of the error of `source`. FAILED: the codec failed. CORRUPT: `source` does not hold the block `expect_key`.
     """
     header = image_header(source, expect_key)
     if isinstance(header, str):
@@ -57,20 +63,48 @@ def encode_image(codec: Codec, source: Segment, expect_key: bytes, target: Segme
     payload_address, target_address = source.address + HEADER_BYTES, target.address + HEADER_BYTES
     if checksum_at(payload_address, header.payload_bytes) != header.checksum:
         return Outcome(OutcomeKind.CORRUPT, message="the payload's checksum does not hold")
+    if not header.payload_bytes or image_bytes(codec, header.payload_bytes) > target.nbytes:
+        return Outcome(OutcomeKind.DONE, header)
     bound = codec.bound(header.payload_bytes)
-    if not header.payload_bytes or HEADER_BYTES + bound > target.nbytes:
-        return Outcome(OutcomeKind.DONE, header)
+    payload, room = view(payload_address, header.payload_bytes), view(target_address, bound)
     try:
-        length = codec.encode(header, view(payload_address, header.payload_bytes), view(target_address, bound))
-    except Exception as error:  # of a library, perhaps: the block is stored as it is
-        return Outcome(OutcomeKind.FAILED, message=f"{type(error).__name__}: {error}")
-    if not 0 < length <= bound:
-        return Outcome(OutcomeKind.FAILED, message=f"codec {codec.name} gave {length} bytes, {bound} were its bound")
-    if coded_slot_bytes(header.payload_bytes, length) >= slot_bytes(header.payload_bytes):
-        return Outcome(OutcomeKind.DONE, header)
-    coded = replace(header, coded=Coded(codec.number, length, checksum_at(target_address, length)))
+        shape = shape_of(header.fingerprint, header.group, header.payload_bytes)
+        encoded = codec.encode(header, shape, payload, room)
+        length = encoded.nbytes
+        if not 0 <= length <= bound:
+            raise ValueError(f"it gave {length} bytes, {bound} were its bound")
+        if not length or coded_slot_bytes(header.payload_bytes, length) >= slot_bytes(header.payload_bytes):
+            return Outcome(OutcomeKind.DONE, header)
+        checksum, error = header.checksum, header.error
+        if codec.is_lossy:
+            decoded = target_address + aligned_up(bound)
+            codec.decode(room[:length], view(decoded, header.payload_bytes))
+            checksum = checksum_at(decoded, header.payload_bytes)
+            if checksum != header.checksum:
+                made = judge_error(codec, encoded.error)
+                if made is None:
+                    return Outcome(OutcomeKind.DONE, header)
+                error = float32_above(error + made)
+    except Exception as failure:  # of a library, perhaps: the block is stored as it is
+        return Outcome(OutcomeKind.FAILED, message=f"{type(failure).__name__}: {failure}")
+    form = Coded(codec.number, length, checksum_at(target_address, length))
+    coded = replace(header, checksum=checksum, coded=form, error=error)
     put_bytes(target.address, coded.pack())
     return Outcome(OutcomeKind.DONE, coded, length)
+
+
+def judge_error(codec: Codec, error: CodingError | None) -> float | None:
+    """Return the bound of the differences that a lossy codec made in a block; None when they are larger than it may
+    make. Raises ValueError for an error that is no bound."""
+    if error is None or not (0 < error.max_abs < math.inf and math.isfinite(error.relative_rms)):
+        raise ValueError(f"it changed the payload, by {error}")
+    return error.max_abs if error.relative_rms <= codec.most_error else None
+
+
+def float32_above(number: float) -> float:
+    """Return the least float32 that is not below `number`."""
+    nearest = np.float32(number)
+    return float(nearest if nearest >= number else np.nextafter(nearest, np.float32(math.inf)))
 
 
 def judge_stored(header: BlockHeader, stored: Sequence[Segment]) -> Outcome | None:
@@ -96,7 +130,9 @@ def decode_image(header: BlockHeader, stored: Segment, segments: Sequence[Segmen
     own = list(clipped(segments, nbytes))
     whole = own[0] if len(own) == 1 else AlignedBuffer(nbytes).segment(nbytes)
     try:
-        codec.decode(header, view(stored.address, header.stored_bytes), view(whole.address, nbytes))
+        codec.decode(view(stored.address, header.stored_bytes), view(whole.address, nbytes))
+    except NotReadable as error:
+        return Outcome(OutcomeKind.UNREADABLE, message=f"codec {codec.name} cannot read its bytes here: {error}")
     except Undecodable as error:
         return Outcome(OutcomeKind.CORRUPT, message=f"codec {codec.name} cannot read its bytes: {error}")
     except Exception as error:  # of a library, perhaps: neither the bytes nor the medium are known to be at fault

@@ -34,7 +34,7 @@ _SUPERBLOCK_MAGIC = b"KVSLAB\r\n"
 _RECORD_MAGIC = b"KVR1"
 RECORD_MAGIC_WORD = int.from_bytes(_RECORD_MAGIC, "little")
 _SUPERBLOCK = struct.Struct("<8sHHIQ16sQQQQQ")  # the rest is zero up to the checksum in the last 8 bytes
-_RECORD = struct.Struct("<4sHBBQQ16s16s16s32s16sHHIIIQQQQQQ")
+_RECORD = struct.Struct("<4sHBBQQ16s16s16s32s16sHHIIfQQQQQQ")
 _RECORD_CHECKSUM_OFFSET = RECORD_BYTES - 8
 assert _RECORD.size <= _RECORD_CHECKSUM_OFFSET
 
@@ -163,7 +163,7 @@ def pack_record(header: BlockHeader, state: RecordState, sequence: int, seed: in
     _RECORD.pack_into(
         raw, 0, _RECORD_MAGIC, FORMAT_VERSION, state, 0, header.generation, sequence, header.key, header.parent,
         header.extra, header.fingerprint, header.tenant, header.group, codec, header.depth,
-        len(header.tokens) // 4, 0, header.payload_bytes, header.checksum, header.created_ns, stored_bytes,
+        len(header.tokens) // 4, header.error, header.payload_bytes, header.checksum, header.created_ns, stored_bytes,
         stored_checksum, header.kept,
     )  # fmt: skip
     raw[_RECORD_CHECKSUM_OFFSET:] = _record_checksum(raw, seed).to_bytes(8, "little")
@@ -188,20 +188,18 @@ def record_header(raw: bytes) -> BlockHeader:
     """Return the block header that the valid 256-byte record `raw` describes, without token ids."""
     values = _RECORD.unpack_from(raw)
     generation, _sequence, key, parent, extra, fingerprint, tenant, group, codec, depth = values[4:14]
-    _tokens, _r2, payload_bytes, checksum, created_ns, stored_bytes, stored_checksum, kept = values[14:22]
+    _tokens, error, payload_bytes, checksum, created_ns, stored_bytes, stored_checksum, kept = values[14:22]
     return BlockHeader(
         key=key, parent=parent, extra=extra, fingerprint=fingerprint, tenant=tenant, group=group, depth=depth,
         payload_bytes=payload_bytes, generation=generation, checksum=checksum, created_ns=created_ns,
-        coded=Coded(codec, stored_bytes, stored_checksum) if codec else None, kept=kept,
+        coded=Coded(codec, stored_bytes, stored_checksum) if codec else None, kept=kept, error=error,
     )  # fmt: skip
 
 
 def disagree(header: BlockHeader, named: BlockHeader) -> bool:
-    """Return True if the header in a slot and the header `named` by its record differ in the payload's length, its
-    checksum or the stored form.
-    """
-    said = (header.payload_bytes, header.checksum, header.coded)
-    return said != (named.payload_bytes, named.checksum, named.coded)
+    """Return whether the header in a slot and what its record names differ in payload, stored bytes or error."""
+    said = (header.payload_bytes, header.checksum, header.coded, header.error)
+    return said != (named.payload_bytes, named.checksum, named.coded, named.error)
 
 
 def _record_checksum(raw: bytes | bytearray, seed: int) -> int:

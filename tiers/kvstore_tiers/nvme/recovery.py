@@ -300,6 +300,7 @@ def _columns(judged: list[ScannedSlab], live: LiveBlocks, origins: Origins) -> R
         nbytes=sizes,
         generation=live.generation,
         kept=live.kept if live.kept.any() else None,
+        error=live.error.view(np.float32) if live.error.any() else None,
         **_forms(judged),
     )
 

@@ -24,6 +24,7 @@ from typing import NamedTuple
 from kvstore_proto.arena import ALIGNMENT_BYTES, HEADER_BYTES, BlockHeader
 from kvstore_tiers import failpoints
 from kvstore_tiers.base import Completion, FileImage, Load, Outcome, OutcomeKind, Slot
+from kvstore_tiers.codec_rates import CodecRates
 from kvstore_tiers.codecs import codec_name
 from kvstore_tiers.codecs.images import decode_image
 from kvstore_tiers.codecs.scratch import Scratch
@@ -159,6 +160,7 @@ def _require_whole(moved_bytes: int, wanted_bytes: int, verb: str) -> None:
 
 
 Read = Callable[["SlotPlace", bytes, Sequence[Segment]], Outcome]
+MEASURED_BYTES, MEASURED_PIECE_BYTES = 16 << 20, 1 << 20
 _OUR_LIMITS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})  # of this process, not of the medium
 
 
@@ -175,9 +177,11 @@ class SlotTransfers:
     `counters` are told how each one ended; `scratch` gives memory for decoding.
     """
 
-    def __init__(self, journal: Journal, health: TierHealth, counters: TransferCounters, scratch: Scratch) -> None:
+    def __init__(
+        self, journal: Journal, health: TierHealth, counters: TransferCounters, scratch: Scratch, rates: CodecRates
+    ) -> None:
         self._io = SlotIO()
-        self._scratch = scratch  # for bytes of a codec
+        self._scratch, self._rates = scratch, rates  # for bytes of a codec
         self._lent = UnderWay()
         self._journal = journal
         self._health = health
@@ -254,6 +258,16 @@ class SlotTransfers:
         failpoints.hit("nvme.after-relocation")
         return stored
 
+    def measure(self, slab: Slab) -> Outcome:
+        """Read some of a slab, for the rate of the medium."""
+        piece = AlignedBuffer(MEASURED_PIECE_BYTES)
+        into, geometry = [buffer_at(piece.address, piece.nbytes)], slab.superblock
+        end = min(geometry.file_bytes - piece.nbytes, geometry.slots_offset + MEASURED_BYTES)
+        for offset in range(geometry.slots_offset, end, piece.nbytes):
+            with self._rates.medium.work(piece.nbytes):
+                os.preadv(slab.file.slot_fd, into, offset)
+        return Outcome(OutcomeKind.DONE)
+
     def close(self) -> None:
         """Wait until no other tier reads from a slot that was lent."""
         self._lent.wait()
@@ -277,7 +291,9 @@ class SlotTransfers:
             outcome = self._read_verified(place, expect_key, [pages])
             if outcome.header is None or not outcome.ok or outcome.header.coded is None:
                 return outcome
-            return decode_image(outcome.header, pages.part(0, outcome.header.stored_bytes), segments)
+            header = outcome.header
+            with self._rates.decoding[codec].work(header.payload_bytes):
+                return decode_image(header, pages.part(0, header.stored_bytes), segments)
 
     def _read_verified(self, place: SlotPlace, expect_key: bytes, segments: Sequence[Segment]) -> Outcome:
         """Read what is stored, of any codec."""
@@ -289,7 +305,8 @@ class SlotTransfers:
             message = f"{nbytes} stored bytes do not fit {total_bytes(segments)} bytes of segments"
             return Outcome(OutcomeKind.FAILED, message=message)
         failpoints.hit("nvme.read")
-        image = self._io.read_image(slab.file.slot_fd, slot.offset, segments, nbytes)
+        with self._rates.medium.work(nbytes):
+            image = self._io.read_image(slab.file.slot_fd, slot.offset, segments, nbytes)
         header = judge_header(image.raw_header, expect_key, slot.nbytes - HEADER_BYTES, slot.generation)
         if isinstance(header, str):
             return Outcome(OutcomeKind.CORRUPT, message=header)

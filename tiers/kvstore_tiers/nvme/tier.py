@@ -33,6 +33,7 @@ from kvstore_tiers.base import (
     TierStatistics,
     require_fits,
 )
+from kvstore_tiers.codecs import AUTO
 from kvstore_tiers.codecs.scratch import Scratch
 from kvstore_tiers.containers import ContainerTier
 from kvstore_tiers.counters import TransferCounters
@@ -104,9 +105,11 @@ class NvmeTier(ContainerTier):
             )
         self._counters = TransferCounters()
         scratch = Scratch(coding.staging_bytes // 2)  # the other half is for what is about to be stored
-        self._transfers = SlotTransfers(self._journal, self._health, self._counters, scratch)
+        self._transfers = SlotTransfers(self._journal, self._health, self._counters, scratch, coding.rates)
         self._pending = PendingWrites()
         self._threads = ResidentThreads(f"{options.name}-io", options.io_threads)
+        if coding.codec == AUTO and (made := next((slab for slab in space.slabs.values() if slab.is_made), None)):
+            self._threads.submit(partial(self._transfers.measure, made), lambda outcome: None)
         self._commit = RecordCommit(self._journal, self._health.watch_write, self._make_up)
         self._closed = False
         for slab in space.slabs.values():

@@ -20,7 +20,7 @@ from kvstore_tiers.recovered import BlockOrigin
 
 # Words of a record; docs/format.md gives the bytes.
 _HEAD, _GENERATION, _SEQUENCE, _KEY, _PARENT, _ORIGIN = 0, 1, 2, 3, 5, 9
-_GROUP_AND_DEPTH, _PAYLOAD, _STORED, _KEPT = 15, 17, 20, 22  # the codec is in the first
+_GROUP_AND_DEPTH, _ERROR, _PAYLOAD, _STORED, _KEPT = 15, 16, 17, 20, 22  # the codec is in the first
 _ORIGIN_WORDS = 6
 _GROUP_MASK = np.uint64(0xFFFF)
 _MAGIC_MASK = np.uint64(0xFFFFFFFF)
@@ -45,6 +45,7 @@ class LiveBlocks:
     payload_bytes: Array
     generation: Array
     kept: Array
+    error: Array
 
     @classmethod
     def room(cls, blocks: int, make: Callable[..., Array] = np.empty) -> LiveBlocks:
@@ -59,6 +60,7 @@ class LiveBlocks:
             payload_bytes=make(blocks, np.uint64),
             generation=make(blocks, np.uint64),
             kept=make(blocks, np.uint64),
+            error=make(blocks, np.uint32),
         )
 
     def __len__(self) -> int:
@@ -207,6 +209,7 @@ class Judge:
         found.payload_bytes[:] = blocks[_PAYLOAD]
         found.generation[:] = blocks[_GENERATION]
         found.kept[:] = blocks[_KEPT]
+        found.error[:] = blocks[_ERROR] >> _DEPTH_SHIFT
         return Verdicts(
             states,
             words[_GENERATION].copy(),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,19 +20,22 @@ import numpy as np
 
 from kvstore_proto.arena import HEADER_BYTES, BlockHeader, payload_checksum, read_header, slot_bytes
 from kvstore_tiers.base import Outcome, OutcomeKind, Segment, Slot, Tier
-from kvstore_tiers.codecs import Codec, Undecodable, codec_named, codec_numbered
+from kvstore_tiers.codecs import Codec, CodingError, NotReadable, Undecodable, codec_named, codec_numbered
+from kvstore_tiers.codecs.frames import FORM_OFFSET, FRAME_VERSION_OFFSET, LayeredCodec
 from kvstore_tiers.codecs.images import view
+from kvstore_tiers.codecs.shapes import PayloadShape
 from kvstore_tiers.host import HostTier
 from kvstore_tiers.image import stamp_header
 from kvstore_tiers.nvme import NvmeTier
 from kvstore_tiers.segments import AlignedBuffer, Bytes, view_at
+from kvstore_tiers.testing.kv_blocks import SHAPES, extreme_blocks, kv_block, numbers_of
 from kvstore_tiers.testing.transfers import block_with_pattern, encoded, finish, get, pieces, put_encoded
 
 CAPACITY_BYTES = 8 << 20
 SIZES_BYTES = (1, 4096, 5000, 40_000, 300_000)
 NUMBERS = range(2, 26)
 ROUNDS = 200
-UNKNOWN = 254  # a number that no codec has
+UNKNOWN = 253  # a number that no codec has
 
 
 class CodecContract(ABC):
@@ -45,42 +48,87 @@ class CodecContract(ABC):
 
     def test_it_is_listed_under_its_name_and_number(self) -> None:
         codec = self.make_codec()
-        assert 1 <= codec.number <= 255
+        assert 1 <= codec.number <= 255 and not codec.lacks()
         assert type(codec_named(codec.name)) is type(codec_numbered(codec.number)) is type(codec)
 
     def test_payloads_come_back_and_no_byte_is_written_beyond_the_bound(self) -> None:
+        codec, coded = self.make_codec(), 0
+        for header, payload, shape in [*_blocks(), *extreme_blocks()]:
+            stored, error = self._stored(codec, header, payload, shape)
+            if not stored:
+                continue
+            coded += 1
+            back = self._decoded(codec, stored, payload.nbytes)
+            if not codec.is_lossy:
+                assert np.array_equal(back, payload) and error is None, shape
+            else:
+                assert error is not None and shape is not None and error == codec.error(memoryview(stored))
+                _within(error, shape, payload, back)
+            assert np.array_equal(back, self._decoded(codec, stored, payload.nbytes)), "decoding is repeatable"
+        assert coded >= 10, "the suite has proved little: most payloads were stored as they are"
+
+    def test_every_layer_is_decoded_alone_as_in_the_whole(self) -> None:
         codec = self.make_codec()
-        for header, payload in _blocks():
-            stored = self._stored(codec, header, payload)
-            back = bytearray(payload.nbytes)
-            codec.decode(header, memoryview(stored), memoryview(back))
-            assert bytes(back) == payload.tobytes(), header
+        for header, payload, shape in [*_blocks(), *extreme_blocks()]:
+            stored, _ = self._stored(codec, header, payload, shape)
+            if not stored:
+                continue
+            layers, whole = codec.layers(memoryview(stored)), self._decoded(codec, stored, payload.nbytes)
+            assert layers == 1 or (shape is not None and layers == shape.layers)
+            for layer, expected in enumerate(whole.reshape(layers, -1)):
+                alone = np.zeros_like(expected)
+                codec.decode_layer(memoryview(stored), layer, alone.data)
+                assert np.array_equal(alone, expected), (shape, layer)
+
+    def test_a_payload_of_another_length_is_refused_before_memory_is_taken(self) -> None:
+        codec = self.make_codec()
+        for header, payload, shape in [*_blocks()][::3]:
+            stored, _ = self._stored(codec, header, payload, shape)
+            for other in (payload.nbytes + 64, payload.nbytes // 2):
+                if stored:
+                    with suppress(Undecodable):
+                        codec.decode(memoryview(stored), memoryview(bytearray(other)))
+                        raise AssertionError(f"{payload.nbytes} bytes were decoded as {other}")
 
     def test_spoilt_bytes_are_refused_or_give_a_payload_of_the_right_length(self) -> None:
         """Check that the codec neither crashes nor writes past the payload when its input is damaged. Checksums find
         damage that the codec does not."""
         codec, chosen = self.make_codec(), random.Random(7)
-        for header, payload in [*_blocks()][::3]:
-            stored = self._stored(codec, header, payload)
-            for _ in range(ROUNDS // 10):
+        for header, payload, shape in [*_blocks()][::3]:
+            stored, _ = self._stored(codec, header, payload, shape)
+            for _ in range(ROUNDS // 10 if stored else 0):
                 spoilt = bytearray(stored)
                 for _ in range(chosen.randint(1, 4)):
                     spoilt[chosen.randrange(len(spoilt))] = chosen.randrange(256)
                 del spoilt[chosen.randint(1, len(spoilt)) :]
-                back = bytearray(payload.nbytes)
-                try:
-                    codec.decode(header, memoryview(spoilt), memoryview(back))
-                except Undecodable as error:
-                    assert str(error), "an operator is told in what way"
+                self._refused_or_decoded(codec, spoilt, payload.nbytes)
 
-    def _stored(self, codec: Codec, header: BlockHeader, payload: Bytes) -> bytes:
+    def _refused_or_decoded(self, codec: Codec, spoilt: bytearray, payload_bytes: int) -> None:
+        room = AlignedBuffer(payload_bytes + 1)
+        marked = view_at(room.address, payload_bytes + 1)
+        marked[payload_bytes] = 0xA5
+        try:
+            codec.decode(memoryview(spoilt), view(room.address, payload_bytes))
+        except (Undecodable, NotReadable) as error:
+            assert str(error), "an operator is told in what way"
+        assert marked[payload_bytes] == 0xA5
+
+    def _stored(
+        self, codec: Codec, header: BlockHeader, payload: Bytes, shape: PayloadShape | None
+    ) -> tuple[bytes, CodingError | None]:
+        """Return the form of a payload, b"" for one that is stored as it is, and its error."""
         bound = codec.bound(payload.nbytes)
         room = AlignedBuffer(bound + 1)
         marked = view_at(room.address, bound + 1)
         marked[:] = 0xA5
-        length = codec.encode(header, payload.data, view(room.address, bound))
-        assert 0 < length <= bound and marked[bound] == 0xA5
-        return marked[:length].tobytes()
+        length, error = codec.encode(header, shape, payload.data, view(room.address, bound))
+        assert 0 <= length <= bound and marked[bound] == 0xA5
+        return marked[:length].tobytes(), error
+
+    def _decoded(self, codec: Codec, stored: bytes, payload_bytes: int) -> Bytes:
+        back = np.full(payload_bytes, 0x5A, np.uint8)
+        codec.decode(memoryview(stored), back.data)
+        return back
 
     # In tiers
 
@@ -88,11 +136,12 @@ class CodecContract(ABC):
         for tier in self._tiers(tmp_path):
             with closing(tier):
                 codec, smaller = self.make_codec(), 0
-                for header, payload in _blocks():
-                    slot = put_encoded(tier, codec, header, payload)
+                for header, payload, shape in _blocks():
+                    slot = put_encoded(tier, codec, header, payload, shape)
                     assert slot is not None
-                    smaller += slot.nbytes < slot_bytes(payload.nbytes)
-                    self._holds(tier, slot, header, payload)
+                    is_smaller = slot.nbytes < slot_bytes(payload.nbytes)
+                    smaller += is_smaller
+                    self._holds(tier, slot, header, self._given_back(header, payload, shape) if is_smaller else payload)
                     tier.free(slot)
                 assert smaller, "no block took a smaller slot: the suite has proved nothing"
 
@@ -113,7 +162,7 @@ class CodecContract(ABC):
             assert finish(tier.sync).ok
         with closing(_nvme(tmp_path)) as tier:
             blocks = tier.recover_columns()
-            codec, stored_bytes = blocks.form_of(0)
+            codec, stored_bytes, _ = blocks.form_of(0)
             assert (len(blocks), codec) == (1, self.make_codec().number)
             assert HEADER_BYTES + stored_bytes <= int(blocks.nbytes[0]) == slot.nbytes
             assert int(blocks.payload_bytes[0]) == payload.nbytes
@@ -147,7 +196,22 @@ class CodecContract(ABC):
             assert header.coded is not None
             _stamp(image, replace(header, coded=header.coded._replace(codec=UNKNOWN)))
 
-        self._refused(tmp_path, rename, OutcomeKind.UNREADABLE, "codec 254, which this kvstored does not have")
+        self._refused(tmp_path, rename, OutcomeKind.UNREADABLE, f"codec {UNKNOWN}, which this kvstored does not have")
+
+    def test_a_form_of_a_newer_version_is_no_damage(self, tmp_path: Path) -> None:
+        codec = self.make_codec()
+        if not isinstance(codec, LayeredCodec):
+            return
+
+        for place, size in ((FRAME_VERSION_OFFSET, 1), (FORM_OFFSET, 4)):
+
+            def renew(image: Bytes, header: BlockHeader, place: int = place, size: int = size) -> None:
+                stored = image[HEADER_BYTES : HEADER_BYTES + header.stored_bytes]
+                stored[place : place + size] = 0xEE
+                assert header.coded is not None
+                _stamp(image, replace(header, coded=header.coded._replace(checksum=payload_checksum(stored.tobytes()))))
+
+            self._refused(tmp_path / str(place), renew, OutcomeKind.UNREADABLE, "version")
 
     def _refused(self, path: Path, spoil: Callable[[Bytes, BlockHeader], None], kind: OutcomeKind, why: str) -> None:
         """Store an image that `spoil` has changed, read it from each tier, and expect the outcome `kind` with `why` in
@@ -155,8 +219,8 @@ class CodecContract(ABC):
         for tier in self._tiers(path):
             with closing(tier):
                 codec = self.make_codec()
-                header, payload = _compressible()
-                image = encoded(codec, header, payload)
+                header, payload, shape = _compressible()
+                image = encoded(codec, header, payload, shape)
                 raw = view_at(image.address, image.nbytes)
                 coded = _header_of(raw)
                 spoil(raw, coded)
@@ -183,10 +247,15 @@ class CodecContract(ABC):
         assert _is_image_of(outcome, whole, header, payload), outcome
 
     def _coded(self, tier: Tier) -> tuple[Slot, BlockHeader, Bytes]:
-        header, payload = _compressible()
-        slot = put_encoded(tier, self.make_codec(), header, payload)
+        header, payload, shape = _compressible()
+        slot = put_encoded(tier, self.make_codec(), header, payload, shape)
         assert slot is not None and slot.nbytes < slot_bytes(payload.nbytes)
-        return slot, header, payload
+        return slot, header, self._given_back(header, payload, shape)
+
+    def _given_back(self, header: BlockHeader, payload: Bytes, shape: PayloadShape | None) -> Bytes:
+        codec = self.make_codec()
+        stored, _ = self._stored(codec, header, payload, shape) if codec.is_lossy else (b"", None)
+        return self._decoded(codec, stored, payload.nbytes) if stored else payload
 
     def _tiers(self, path: Path) -> Iterator[Tier]:
         yield HostTier(CAPACITY_BYTES, arena_bytes=1 << 20, name="far")
@@ -197,14 +266,35 @@ def _nvme(path: Path) -> NvmeTier:
     return NvmeTier.open(path / "nvme", CAPACITY_BYTES, slab_bytes=1 << 20)
 
 
-def _blocks() -> Iterator[tuple[BlockHeader, Bytes]]:
+def _blocks() -> Iterator[tuple[BlockHeader, Bytes, PayloadShape | None]]:
+    """Make blocks whose shape is not known, and blocks of K and V."""
     for number in NUMBERS:
-        yield block_with_pattern(number, SIZES_BYTES[number % len(SIZES_BYTES)])
+        yield *block_with_pattern(number, SIZES_BYTES[number % len(SIZES_BYTES)]), None
+    for number, shape in enumerate(SHAPES * 2):
+        yield kv_block(number + 2, shape)
 
 
-def _compressible() -> tuple[BlockHeader, Bytes]:
-    """Return a block that any codec makes much smaller: its payload is one pattern again and again."""
-    return block_with_pattern(4, 40_000)
+def _within(error: CodingError, shape: PayloadShape, payload: Bytes, back: Bytes) -> None:
+    """Expect the error of what came back to be the one that was reported; other layers are bit by bit as they were."""
+    squares, differences, most = 0.0, 0.0, 0.0
+    for tensor in shape.tensors:
+        put, got = (numbers_of(tensor, each.reshape(shape.layers, shape.layer_bytes)) for each in (payload, back))
+        odd = ~np.isfinite(put)
+        assert np.array_equal(odd, ~np.isfinite(got))
+        put, got = np.where(odd, 0.0, put), np.where(odd, 0.0, got)
+        squares += float(np.sum(put * put))
+        differences += float(np.sum((put - got) ** 2))
+        most = max(most, float(np.max(np.abs(put - got))))
+    assert most <= error.max_abs * 1.0001 and differences <= (error.relative_rms * 1.001) ** 2 * squares, (error, most)
+
+
+def _compressible() -> tuple[BlockHeader, Bytes, PayloadShape]:
+    """Return a block that any codec makes much smaller: of K and V whose tokens are all alike."""
+    header, payload, shape = kv_block(4, SHAPES[0])
+    for tensor in shape.tensors:
+        numbers = tensor.of(payload.reshape(shape.layers, shape.layer_bytes))
+        numbers[:] = numbers[:, :1]
+    return header, payload, shape
 
 
 def _header_of(image: Bytes) -> BlockHeader:

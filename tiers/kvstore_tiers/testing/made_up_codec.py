@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 
 from kvstore_proto.arena import BlockHeader
-from kvstore_tiers.codecs import TESTING_ENVIRONMENT, Codec, Undecodable
+from kvstore_tiers.codecs import TESTING_ENVIRONMENT, Codec, Encoded, Undecodable
 
 
 def allow_made_up_codec() -> None:
@@ -39,7 +39,7 @@ class MadeUpCodec(Codec):
     def bound(self, payload_bytes: int) -> int:
         return _FRAME.size + payload_bytes + payload_bytes // 8 + 100
 
-    def encode(self, header: BlockHeader, payload: memoryview, target: memoryview) -> int:
+    def encode(self, header: BlockHeader, _shape: object, payload: memoryview, target: memoryview) -> Encoded:
         digest = xxhash.xxh3_64_intdigest(payload)
         body: bytes | memoryview = zlib.compress(payload, _FASTEST)
         is_deflated = len(body) < len(payload)
@@ -51,14 +51,14 @@ class MadeUpCodec(Codec):
         made = np.frombuffer(target, np.uint8)
         np.copyto(made[_FRAME.size : end], np.frombuffer(body, np.uint8))
         made[end : end + padding].fill(digest & 0xFF)
-        return end + padding
+        return Encoded(end + padding)
 
-    def decode(self, header: BlockHeader, stored: memoryview, payload: memoryview) -> None:
+    def decode(self, stored: memoryview, payload: memoryview) -> None:
         if len(stored) < _FRAME.size:
             raise Undecodable(f"{len(stored)} bytes are no frame")
-        mark, key, is_deflated, length, padding, _digest = _FRAME.unpack_from(stored)
-        if mark != _MARK or key != header.key[:8]:
-            raise Undecodable("the frame is none of this block")
+        mark, _key, is_deflated, length, padding, _digest = _FRAME.unpack_from(stored)
+        if mark != _MARK:
+            raise Undecodable("it is none of its frames")
         if _FRAME.size + length + padding != len(stored):
             raise Undecodable("its lengths do not add up")
         body = stored[_FRAME.size : _FRAME.size + length]

@@ -15,6 +15,7 @@ from kvstore_proto.arena import HEADER_BYTES, BlockHeader, payload_checksum, slo
 from kvstore_tiers.base import Completion, Outcome, Slot, Tier
 from kvstore_tiers.codecs import Codec
 from kvstore_tiers.codecs.images import coded_slot_bytes, encode_image, image_bytes
+from kvstore_tiers.codecs.shapes import PayloadShape
 from kvstore_tiers.image import stamp_header
 from kvstore_tiers.segments import AlignedBuffer, Bytes, Segment, segment_of, view_at
 
@@ -82,12 +83,12 @@ def as_it_is(header: BlockHeader, payload: Bytes) -> AlignedBuffer:
     return image
 
 
-def encoded(codec: Codec, header: BlockHeader, payload: Bytes) -> AlignedBuffer:
+def encoded(codec: Codec, header: BlockHeader, payload: Bytes, shape: PayloadShape | None = None) -> AlignedBuffer:
     """Return the slot image of a block in the form of `codec`, or as it is when the coded slot would not be smaller.
-    The buffer has the size of the slot."""
+    `shape` is the shape of its payload, None if it is not known. The buffer has the size of the slot."""
     raw = as_it_is(header, payload)
     target = AlignedBuffer(image_bytes(codec, payload.nbytes))
-    outcome = encode_image(codec, raw.segment(raw.nbytes), header.key, target.segment(target.nbytes))
+    outcome = encode_image(codec, lambda *_: shape, raw.segment(raw.nbytes), header.key, target.segment(target.nbytes))
     assert outcome.ok and outcome.header is not None, outcome
     if not outcome.header.codec:
         return raw
@@ -97,11 +98,13 @@ def encoded(codec: Codec, header: BlockHeader, payload: Bytes) -> AlignedBuffer:
     return image
 
 
-def put_encoded(tier: Tier, codec: Codec, header: BlockHeader, payload: Bytes, owner: str = "") -> Slot | None:
+def put_encoded(
+    tier: Tier, codec: Codec, header: BlockHeader, payload: Bytes, shape: PayloadShape | None = None
+) -> Slot | None:
     """Allocate a slot of `tier`, write the block in the form of `codec` and return the slot; None if there is no room.
-    Raises AssertionError if the write fails."""
-    image = encoded(codec, header, payload)
-    slot = tier.allocate(image.nbytes, owner)
+    `shape` is as in `encoded`. Raises AssertionError if the write fails."""
+    image = encoded(codec, header, payload, shape)
+    slot = tier.allocate(image.nbytes)
     if slot is not None:
         outcome = finish(lambda done: tier.move_in(slot, image.segment(image.nbytes), header.key, done))
         assert outcome.ok, outcome

@@ -27,7 +27,7 @@ AUTO, AUTO_CONTAINERS = "auto", 32
 MIN_CONTAINER_BYTES, MIN_AUTO_CONTAINER_BYTES = 1 << 20, 16 << 20
 MAX_AUTO_CONTAINER_BYTES = {"arena": 64 << 20, "slab": 256 << 20}
 MAX_THREADS = 64
-NO_CODEC = "none"
+NO_CODEC, AUTO_CODEC = "none", "auto"
 MIN_STAGING_BYTES = 1 << 20
 
 
@@ -141,14 +141,20 @@ class CodedSection(TierSection):
     while they are encoded or decoded.
     """
 
+    CHOOSES_CODECS: ClassVar[bool] = False  # whether `codec` may be "auto"
+
     codec: str = NO_CODEC
     codec_staging_bytes: int = 0
 
     def check(self, machine: MachineSizes) -> None:
-        from kvstore_tiers.codecs import codec_names
+        from kvstore_tiers.codecs import codec_names, codec_of
 
         super().check(machine)
-        one_of(f"{self.name}.codec", self.codec, codec_names())
+        offered = (*codec_names(), AUTO_CODEC) if self.CHOOSES_CODECS else codec_names()
+        one_of(f"{self.name}.codec", self.codec, offered)
+        codec = codec_of(self.codec)
+        lacks = codec.lacks() if codec is not None else ""
+        need(not lacks, f"{self.name}.codec: {self.codec!r} needs more packages: {lacks}")
         need(
             self.codec == NO_CODEC or self.codec_staging_bytes >= MIN_STAGING_BYTES,
             f"{self.name}.codec_staging must be at least {human_bytes(MIN_STAGING_BYTES)}",

@@ -25,6 +25,7 @@ class NvmeSection(CodedSection):
     """The settings of the NVMe tier. `admission` and the fields `endurance_…` decide which blocks may be written."""
 
     KIND: ClassVar[str] = "nvme"
+    CHOOSES_CODECS: ClassVar[bool] = True
 
     path: Path
     slab_bytes: int

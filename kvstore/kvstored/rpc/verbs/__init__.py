@@ -255,7 +255,8 @@ class Verbs:
         keys = self._keys_of(session, key_set)
         usable_of = partial(restorable_blocks, match=key_set.match, window_blocks=key_set.window_blocks)
         found = self._look_up.look_up(session, keys, usable_of)
-        mask, code = self._residency.rows.mask, self._codes_by_mask(session.device_tiers)
+        mask = self._residency.exactness.masks(exact=session.exact)
+        code = self._codes_by_mask(session.device_tiers)
         presence.tiers = bytes([code[mask[row]] if row >= 0 else 0 for row in found.rows])
         presence.load_us.extend(found.load_us)
         presence.usable_blocks = found.usable

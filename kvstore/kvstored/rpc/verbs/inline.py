@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import aclosing
+from itertools import takewhile
 
 import numpy as np
 
@@ -71,7 +72,7 @@ class InlineCalls:
             group=blocks.group, keys=blocks.packed, match=request.match, window_blocks=request.window_blocks
         )
         found = self._quick(session, lookup=pb.Lookup(sets=[key_set])).lookup.sets[0]
-        rows = self._retention.find_each(session.tenant_id, blocks.packed)
+        rows = self._served(session, blocks)
         present = [row >= 0 for row in rows]
         return unary.UnaryLookupReply(
             usable_blocks=found.usable_blocks,
@@ -129,16 +130,18 @@ class InlineCalls:
             self._reading.add(reading)  # it ends, and its lease with it, even when the caller has given up
             reading.add_done_callback(self._reading.discard)
             images = await asyncio.shield(reading)
-        reply = unary.UnaryGetReply(promoted_blocks=acquired.promoted_blocks)
+        reply, errors = unary.UnaryGetReply(promoted_blocks=acquired.promoted_blocks), list[float]()
         for (payload, outcome), tokens in zip(images, blocks.tokens, strict=False):
             header = outcome.header
             if not outcome.ok or header is None or (tokens and header.tokens != tokens):
                 break
             reply.payloads.append(payload.tobytes())
+            errors.append(header.error)
             self._counters.add("grpc_payload_bytes", payload.nbytes)
             await asyncio.sleep(0)  # the copy held the GIL: let others go on between two of them
         sent = len(reply.payloads)
-        rows = self._retention.find_each(session.tenant_id, blocks.packed)
+        reply.errors.extend(errors if any(errors) else ())
+        rows = self._served(session, blocks)
         missing = [position >= sent and row < 0 for position, row in enumerate(rows)]
         omitted_or_missing = [unary.KEY_STATUS_MISS if miss else unary.KEY_STATUS_OMITTED for miss in missing[sent:]]
         reply.statuses.extend([unary.KEY_STATUS_SENT] * sent + omitted_or_missing)
@@ -152,13 +155,13 @@ class InlineCalls:
         self, session: ClientSession, blocks: NamedBlocks, request: unary.UnaryPrefetchRequest
     ) -> unary.UnaryPrefetchReply:
         residency = self._residency
-        run = self._retention.find_run(session.tenant_id, blocks.packed)
+        run = list(takewhile(lambda row: row >= 0, self._served(session, blocks)))
         mapped = [residency.has(row, residency.mapped) for row in run]
         key_set = pb.KeySet(group=blocks.group, keys=blocks.packed)
         asked = pb.Prefetch(set=key_set, budget_bytes=request.budget_bytes)
         left = self._quick(session, prefetch=asked).prefetch.scheduled_blocks
         reply = unary.UnaryPrefetchReply()
-        missing = [row < 0 for row in self._retention.find_each(session.tenant_id, blocks.packed)]
+        missing = [row < 0 for row in self._served(session, blocks)]
         for position, miss in enumerate(missing):
             status = unary.KEY_STATUS_MISS if miss else unary.KEY_STATUS_OMITTED
             if position < len(run) and mapped[position]:
@@ -196,6 +199,12 @@ class InlineCalls:
 
     # Inside
 
+    def _served(self, session: ClientSession, blocks: NamedBlocks) -> list[int]:
+        """Return for every key the row of its block, or -1 where there is none that the caller may have."""
+        masks = self._residency.exactness.masks(exact=session.exact)
+        rows = self._retention.find_each(session.tenant_id, blocks.packed)
+        return [row if row >= 0 and masks[row] else -1 for row in rows]
+
     def _quick(self, session: ClientSession, **op: object) -> pb.Response:
         """Return the answer of a verb that does not wait."""
         (name,) = op
@@ -209,7 +218,7 @@ class InlineCalls:
         """
         room_bytes = self._message_bytes - _ANSWER_OVERHEAD_BYTES - _KEY_OVERHEAD_BYTES * len(blocks)
         limit_bytes = min(request.max_bytes or room_bytes, room_bytes)
-        run = self._retention.find_run(session.tenant_id, blocks.packed)[: request.max_blocks or None]
+        run = list(takewhile(lambda row: row >= 0, self._served(session, blocks)))[: request.max_blocks or None]
         used_bytes = 0
         for position, row in enumerate(run):
             payload_bytes = self._residency.payload_bytes(row)

@@ -160,9 +160,9 @@ def _enter(
     fill(copies.nbytes, np.uint32, blocks.nbytes)
     fill(copies.generation, np.uint64, blocks.generation)
     copies.blocks += count
-    if blocks.codec is not None:
-        for block in np.flatnonzero(blocks.codec).tolist():
-            residency.note_stored(first + block, tier, *blocks.form_of(block))
+    noted = [column for column in (blocks.codec, blocks.error) if column is not None]
+    for block in np.flatnonzero(np.logical_or.reduce(noted)).tolist() if noted else ():
+        residency.note_stored(first + block, tier, *blocks.form_of(block))
     children = np.bincount(parents + 1, minlength=count + 1)[1:]
     fill(rows.parent, np.int32, np.where(parents >= 0, parents + first, _NONE) if first else parents)
     fill(rows.links, np.uint32, children)

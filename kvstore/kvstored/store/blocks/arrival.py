@@ -188,14 +188,15 @@ class Arrival:
         if others:
             self._listeners.release(row, others)
 
-    def note_stored(self, row: int, tier: int, codec: int, stored_bytes: int) -> None:
-        """Note how the copy in `tier` is stored. `codec` is the number of its compression, 0 for a plain payload, which
-        needs no note; `stored_bytes` is the length of the stored bytes.
-        """
+    def note_stored(self, row: int, tier: int, codec: int, stored_bytes: int, error: float = 0.0) -> None:
+        """Note the form of the copy in `tier`, before it is published: the number of its codec, 0 for the payload as it
+        is, its length, and the error bound of a lossy copy."""
+        optional = self._view.copies[tier].optional
         if codec:
-            optional = self._view.copies[tier].optional
             optional.set("codec", row, codec)
             optional.set("stored_bytes", row, stored_bytes)
+        if error:
+            self._view.exactness.note(row, tier, error)
 
     def move(self, row: int, tier: int, slot: Slot) -> Slot:
         """Let the readable copy in `tier` be at `slot`, to which the caller has copied its bytes. Return the former

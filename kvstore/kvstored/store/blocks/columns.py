@@ -33,10 +33,12 @@ OF_BLOCKS = (
     Column("priority", "b"),  # a lower one leaves a tier first
     Column("pinned_by", "I"),  # who pinned it: one bit for each of its tenant's owners of pins
     Column("later_terms", "B"),  # which of its terms no header has, and small state does (later_terms.py)
+    Column("takes_lossy", "B"),  # 1: its tenant and whoever put it accept lossy copies
 )
 OF_COPIES = (
     Column("codec", "B"),  # the number of the codec that made the stored bytes; 0: they are the payload
     Column("stored_bytes", "I"),  # how many they are; 0: as many as the payload has
+    Column("error", "I"),  # the bits of a float32, the error bound of a lossy copy; 0: its payload is what was put
 )
 
 

@@ -14,7 +14,9 @@ import numpy.typing as npt
 from kvstore_proto.arena import slot_bytes
 from kvstore_proto.identity import NO_PARENT
 from kvstore_tiers.base import Slot
+from kvstore_tiers.codecs import ShapeOf
 from kvstored.lifecycle import Cause, CopyState
+from kvstored.store.blocks.exactness import Exactness
 from kvstored.store.blocks.ghost import Absence
 from kvstored.store.blocks.keys import TenantIndex, unpack_keys
 from kvstored.store.blocks.rows import RowColumns, TierCopies
@@ -40,7 +42,8 @@ class ResidencyView:
     client on their device may read in place. `closed`: the tiers that no new lease may name now. `changes` differs
     whenever a row or a copy was added, removed or changed its state; uses and pins do not count. `deletions`: how many
     times blocks were deleted by order. `window_of(fingerprint_id, group)`: how many blocks before a boundary a resume
-    there needs; 0: all, or not known."""
+    there needs; 0: all, or not known. `shape_of(fingerprint digest, group, payload bytes)`: the shape of a payload,
+    None if it is not known; any thread may call it."""
 
     def __init__(
         self,
@@ -66,6 +69,8 @@ class ResidencyView:
         self.terms_gone: Callable[[int], None] | None = None  # called for a block that goes and had later terms
         self.kind_window: list[int] = []  # by kind number: blocks that a resume needs before it, see `window_of`
         self.window_of: Callable[[int, int], int] = lambda fingerprint_id, group: 0
+        self.exactness = Exactness(self.rows, self.copies, mapped)
+        self.shape_of: ShapeOf = lambda digest, group, payload_bytes: None
         self.changes = 0
         self.deletions = 0
 
@@ -179,8 +184,8 @@ class ResidencyView:
     def fastest(self, row: int, device_tiers: int = NO_TIERS) -> int:
         """Return the tier from which a client can have the block at `row` soonest, or -1 if it has no readable copy.
         That is the mapped tier if it has a copy, otherwise the first tier with one among `device_tiers` (those on the
-        client's device), otherwise the first of all."""
-        return self.fastest_of(self.rows.mask[row], device_tiers)
+        client's device), otherwise the first of all. Exact copies go before lossy ones."""
+        return self.fastest_of(self.exactness.best_tiers(row), device_tiers)
 
     def fastest_of(self, tiers: int, device_tiers: int) -> int:
         """Return the result of `fastest` for a block with readable copies in `tiers`."""

@@ -50,6 +50,7 @@ class Client:
     fingerprint_id: int
     roots: dict[int, bytes]  # of each layer group
     peer: Process = NoProcess()
+    exact: bool = True  # it has not accepted lossy copies
     family: Set[int] = frozenset()  # fingerprints that may be meant to be the same
     beginning: int = 0  # puts whose blocks have not all begun to be stored
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # held by the first of those
@@ -66,6 +67,9 @@ class Client:
 
     def why_missing(self, residency: ResidencyView, key: bytes) -> Cause:
         """Return why the block `key` of this client's tenant cannot be read. `residency` is the block index."""
+        row = residency.find(self.tenant_id, key) if self.exact and residency.exactness.has_lossy else -1
+        if row >= 0 and not residency.exactness.served_tiers(row):
+            return Cause.LOSSY_ONLY
         return residency.why_missing(self.tenant_id, key, self.fingerprint_id, self.family).cause
 
     def needs_parents(self, group_id: int) -> bool:

@@ -9,10 +9,11 @@ began when it was written; a put that asks for no durability has nothing written
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from enum import IntEnum
 
 from kvstored.store.blocks import ResidencyView
+from kvstored.store.operations.records import PutAnswer
 from kvstored.store.retention import Retention
 from kvstored.store.transfer.writeback import WriteBack
 
@@ -87,3 +88,24 @@ def with_terms(
 
 async def _both(first: asyncio.Future[bool], second: asyncio.Future[bool]) -> bool:
     return await asyncio.shield(first) and await asyncio.shield(second)
+
+
+async def answers_of(
+    storing: asyncio.Task[Settling], statuses: bytearray, durability: bytearray, present: Settling, mode: DurabilityMode
+) -> AsyncGenerator[PutAnswer, None]:
+    """Yield the answers of `Puts.store`. For blocks that were stored before, `durability` holds the known answers and
+    `present` the futures of the pending ones.
+    """
+    settling, waits = await asyncio.shield(storing) | present, mode == DurabilityMode.ALWAYS
+    while True:
+        pending = [settled for settled in settling.values() if not settled.done()]
+        if waits and pending:
+            await asyncio.wait(pending)
+        for position, settled in settling.items():
+            known = Durability.DURABLE if settled.done() and settled.result() else Durability.VOLATILE
+            durability[position] = known if settled.done() else Durability.PENDING
+        final = Durability.PENDING not in durability
+        yield PutAnswer(bytes(statuses), bytes(durability), final)
+        if final:
+            return
+        waits = True

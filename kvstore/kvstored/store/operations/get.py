@@ -9,22 +9,20 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterable, Sequence
-from functools import partial
+from collections.abc import AsyncGenerator, Sequence
 from itertools import accumulate, groupby
 
 from kvstore_proto.identity import KEY_BYTES, split_keys
-from kvstored.clock import NS_PER_MS, NS_PER_S
+from kvstored.clock import NS_PER_MS
 from kvstored.lifecycle import Cause
 from kvstored.store.assembly import Store
 from kvstored.store.operations.client import Client
 from kvstored.store.operations.discovery import Discovery, Question
+from kvstored.store.operations.loading import Loading
 from kvstored.store.operations.records import Acquired, GetRequest, GrantedRun, Outlook
 from kvstored.store.policies import Listens
 from kvstored.store.prefetch.feed import MISSING_MAX
 from kvstored.store.remote import DEADLINE_MS
-from kvstored.store.transfer.device_promotion import DevicePromotion
-from kvstored.store.transfer.lane import Priority
 from kvstored.tier_set import MEMBERS, TierSet
 
 
@@ -34,6 +32,7 @@ class Gets:
 
     def __init__(self, store: Store, discovery: Discovery) -> None:
         self._store = store
+        self._exactness = store.residency.exactness
         self._residency, self._leases, self._promoter = store.residency, store.leases, store.promoter
         self._clock, self._counters, self._flows, self._feed = store.clock, store.counters, store.flows, store.feed
         self._retention, self._discovery = store.retention, discovery
@@ -44,7 +43,7 @@ class Gets:
         """Lease the requested blocks without waiting. Return None when a block must first be promoted, verified or
         asked for."""
         resident = rows = self._run(client, asked)
-        mask, readable = self._residency.rows.mask, self._readable(client, asked)
+        mask, readable = self._exactness.masks(exact=client.exact), self._readable(client, asked)
         mapped = next((position for position, row in enumerate(rows) if not mask[row] & readable), len(rows))
         if mapped < len(rows):
             if not asked.mapped_only:
@@ -60,7 +59,7 @@ class Gets:
         time."""
         rows = self._run(client, asked)
         question = self._ask(client, asked, len(rows))
-        loading = Loading(self._store, rows, self._readable(client, asked))
+        loading = Loading(self._store, rows, self._readable(client, asked), exact=client.exact)
         leased: list[int] = []
         try:
             intact, until_ns, patience_ms = await self._begin(client, asked, loading, question)
@@ -86,7 +85,8 @@ class Gets:
         began_ns, used, has_leased = self._clock.monotonic_ns(), None, False
         rows = self._run(client, asked)
         question = self._ask(client, asked, len(rows))
-        loading, outlook = Loading(self._store, rows, self._readable(client, asked)), Outlook([], [])
+        loading = Loading(self._store, rows, self._readable(client, asked), exact=client.exact)
+        outlook = Outlook([], [])
         try:
             # However slow: the caller computes meanwhile, and leaves when it is done.
             intact, until_ns, _ = await self._begin(client, asked, loading, question, held, outlook)
@@ -128,7 +128,8 @@ class Gets:
 
     def _run(self, client: Client, asked: GetRequest) -> list[int]:
         """Return the leading blocks of the chain that are stored and can be reached."""
-        return self._promoter.reachable_run(self._retention.find_run(client.tenant_id, asked.keys))
+        rows = self._retention.find_run(client.tenant_id, asked.keys)
+        return self._promoter.reachable_run(rows, exact=client.exact)
 
     def _ask(self, client: Client, asked: GetRequest, known: int) -> Question | None:
         """Ask for blocks that other processes may have stored after the first `known` blocks; return the question, if
@@ -208,10 +209,11 @@ class Gets:
         key = asked.keys[found * KEY_BYTES : (found + 1) * KEY_BYTES]
         row = self._residency.find(client.tenant_id, key)
         is_there = row >= 0 and not self._retention.is_expired(row)
-        if is_there and not self._promoter.is_out_of_reach(row):
+        is_served = is_there and (not client.exact or bool(self._exactness.served_tiers(row)))
+        if is_served and not self._promoter.is_out_of_reach(row):
             return None
         # Where it is stored, but on a medium that is shed, reading it would fail.
-        cause = Cause.READ_FAILED if is_there else client.why_missing(self._residency, key)
+        cause = Cause.READ_FAILED if is_served else client.why_missing(self._residency, key)
         self._flows.missed(client, cause, asked.blocks - found)
         return cause
 
@@ -232,8 +234,8 @@ class Gets:
         tokens, mapped = [residency.token(row) for row in rows], residency.mapped
         others = self._readable(client, asked).without(mapped)  # of most clients none
         if others:
-            mask = residency.rows.mask
-            places = [next(iter(MEMBERS[mask[row] & others]), mapped) for row in rows]
+            best = self._exactness.best_tiers
+            places = [next(iter(MEMBERS[best(row) & others]), mapped) for row in rows]
             slots = [residency.slot(row, position) for row, position in zip(rows, places, strict=True)]
         else:
             slots = residency.slots(rows, mapped)
@@ -271,121 +273,3 @@ class Gets:
                 if is_asked and isinstance(policy, Listens):
                     policy.expect(asked.context)
         residency.request_run(client.tenant_id, rows, missing, now_ns, client.device_tiers)
-
-
-class Loading:
-    """The blocks of one get while they are copied to a tier that its client reads in place, pinned until `lease` or
-    `close`. A position is a block's place in the chain. "Mapped" here means: in one of the tiers `readable`. `rows` are
-    the blocks' rows as found; `sources` maps a position to the tier that the block is copied from."""
-
-    def __init__(self, store: Store, rows: Sequence[int], readable: TierSet) -> None:
-        self._device_promotions = [each for each in store.device_promotions if each.destination in readable]
-        self._taken: dict[int, DevicePromotion] = {}  # by position of a block that goes past the mapped tier
-        self._residency, self._promoter, self._clock = store.residency, store.promoter, store.clock
-        self._dram_check = store.dram_check
-        self._readable = readable
-        self.rows: list[int] = []
-        self.tokens: list[int] = []
-        self.sources: dict[int, int] = {}
-        self._pinned: set[int] = set()
-        self._arrived: list[int] = []  # positions whose promotion has ended since `wait` looked
-        self._coming: dict[int, asyncio.Future[bool]] = {}  # promotions that have not ended, by position
-        self._change = asyncio.Event()
-        self._wakes_at = 0  # at most so many promotions left before a waiter wakes
-        self.extend(rows)
-
-    @property
-    def is_over(self) -> bool:
-        """True when `wait` has reported the end of every promotion of this get."""
-        return not self._coming and not self._arrived
-
-    def extend(self, rows: Sequence[int]) -> range:
-        """Add and pin the blocks `rows`, which continue the chain. Return their positions."""
-        first = len(self.tokens)
-        self.rows += rows
-        self.tokens += [self._residency.token(row) for row in rows]
-        positions = range(first, len(self.tokens))
-        self._pinned.update(positions)
-        self._residency.pin_run(rows)
-        return positions
-
-    async def verify(self, positions: range) -> int:
-        """Verify the blocks' copies in the mapped tier, as far as the configuration wants that. Return how many blocks,
-        counted from the first of `positions`, can still be read. A damaged block counts if another tier has a copy."""
-        rows = self.rows[positions.start : positions.stop]
-        if self._dram_check.wanted(rows):
-            bad = await self._dram_check.verify(rows)
-            for at, position in enumerate(positions):
-                token = self.tokens[position]
-                row = self._residency.current(token)
-                if row < 0 or (token in bad and self._residency.has(row, self._residency.mapped)):
-                    return at
-        return len(rows)
-
-    def begin(self, positions: Iterable[int], due_ns: int) -> int:
-        """Start to promote the blocks at `positions` that are not mapped, in this order; `wait` reports all. The caller
-        waits until `due_ns` (monotonic) at most. Return for how many milliseconds waiting pays."""
-        residency, promoter = self._residency, self._promoter
-        lacking = []
-        for position in positions:
-            row = residency.current(self.tokens[position])
-            if residency.tier_mask(row) & self._readable:
-                self._arrived.append(position)
-            else:
-                self.sources[position] = residency.fastest(row)
-                lacking.append((position, row))
-        patience_ms = promoter.patience_ms([row for _, row in lacking])
-        ways: dict[int, DevicePromotion] = {}  # by row, of those that should go past the mapped tier
-        for each in self._device_promotions:
-            ways |= dict.fromkeys(each.choose([row for _, row in sorted(lacking) if row not in ways]), each)
-        for position, row in lacking:
-            way, promotion = ways.get(row), None
-            if way is not None and (promotion := way.promote(row, due_ns)) is not None:
-                self._taken[position] = way
-            self._coming[position] = promotion = promotion or promoter.promote(row, Priority.DEMAND, due_ns)
-            promotion.add_done_callback(partial(self._ended, position))
-        return patience_ms
-
-    async def wait(self, until_ns: int, *, for_all: bool = False) -> list[int]:
-        """Wait for blocks; return the ascending positions of blocks that are mapped now and were not reported before.
-        It returns when the first has come, with `for_all` when all promotions have ended. The list is empty when the
-        monotonic time `until_ns` has passed, or when the promotions failed."""
-        if self._coming and (for_all or not self._arrived):
-            self._wakes_at = 0 if for_all else len(self._coming) - 1
-            self._change.clear()
-            try:
-                async with asyncio.timeout(max(0, until_ns - self._clock.monotonic_ns()) / NS_PER_S):
-                    await self._change.wait()
-            except TimeoutError:
-                return []
-        arrived, self._arrived = self._arrived, []
-        return sorted(position for position in arrived if self.is_mapped(position))
-
-    def is_mapped(self, position: int) -> bool:
-        """Return whether the block at `position` is in a tier that the client reads in place."""
-        row = self._residency.current(self.tokens[position])
-        return row >= 0 and bool(self._residency.tier_mask(row) & self._readable)
-
-    def lease(self, positions: Iterable[int]) -> list[int]:
-        """Let the pins of the blocks at `positions` belong to a lease from now on. Return the rows of these blocks."""
-        positions = list(positions)
-        self._pinned.difference_update(positions)
-        return [self._residency.current(self.tokens[position]) for position in positions]
-
-    def close(self) -> None:
-        """End the wait: give up promotions under way and remove the pins that no lease has. A second call
-        does nothing.
-        """
-        coming, self._coming = self._coming, {}
-        for position, promotion in coming.items():
-            if not promotion.done():
-                (self._taken.get(position) or self._promoter).give_up(self.tokens[position])
-        pinned, self._pinned = self._pinned, set()
-        self._residency.unpin_run(self.tokens[position] for position in pinned)
-
-    def _ended(self, position: int, promotion: asyncio.Future[bool]) -> None:
-        if self._coming.pop(position, None) is None:  # closed meanwhile
-            return
-        self._arrived.append(position)
-        if len(self._coming) <= self._wakes_at:
-            self._change.set()

@@ -88,12 +88,12 @@ class LookUp:
         """
         residency, blocks = self._residency, len(keys) // KEY_BYTES
         found = self._retention.find_each(client.tenant_id, keys)
-        rows = self._promoter.reachable(found)
+        rows = self._promoter.reachable(found, exact=client.exact)
         usable = usable_of([row >= 0 for row in rows])
         cause = None
         if usable < blocks:  # then the key at `usable` is missing, by any rule
             cause = Cause.READ_FAILED  # stored, but on a medium that is shed
-            if found[usable] < 0:
+            if found[usable] < 0 or (client.exact and not residency.exactness.served_tiers(found[usable])):
                 cause = client.why_missing(residency, keys[usable * KEY_BYTES : (usable + 1) * KEY_BYTES])
             self._flows.missed(client, cause, blocks - usable)
         load_us = self._promoter.estimate_us(rows, residency.readable(client.device_tiers))
@@ -132,6 +132,7 @@ class Hints:
         residency = self._residency
         budget_bytes = min(budget_bytes or self._prefetch_budget_bytes, self._prefetch_budget_bytes)
         rows = self._retention.find_run(client.tenant_id, keys)
+        rows = self._promoter.reachable_run(rows, exact=client.exact)
         if rows and in_ms:
             now_ns = self._clock.monotonic_ns()
             due = ChainHint(due_ns=now_ns + min(in_ms, DUE_MAX_MS) * NS_PER_MS)

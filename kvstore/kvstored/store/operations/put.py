@@ -29,7 +29,7 @@ from kvstored.lifecycle import Cause, CopyState
 from kvstored.store.assembly import Store
 from kvstored.store.blocks import CyclicChainError
 from kvstored.store.operations.client import Client
-from kvstored.store.operations.durability import Durability, DurabilityMode, Settling, settle_present, with_terms
+from kvstored.store.operations.durability import DurabilityMode, Settling, answers_of, settle_present, with_terms
 from kvstored.store.operations.records import NOWHERE, Offer, PutAnswer, StagedBlock, StoreStatus
 from kvstored.store.transfer.room import NoSlot
 
@@ -86,7 +86,7 @@ class Puts:
         self._counters = store.counters
         self._needs_new_copy = store.promoter.needs_new_copy  # of a block that is stored, where it cannot be read now
         self._retention, self._boundaries = store.retention, store.boundaries
-        self._feed = store.feed
+        self._feed, self._lossy = store.feed, store.lossy_copies
         self._running: set[asyncio.Task[Settling]] = set()
         self.being_written: set[tuple[int, bytes]] = set()  # (tenant, key)
 
@@ -109,9 +109,13 @@ class Puts:
         statuses, terms = bytearray([StoreStatus.FAILED] * len(offer.keys)), self._retention.of_new(tenant, offer.terms)
         intake = _Intake(client, mode, statuses, terms, offer.before)
         present: list[tuple[int, int]] = []
-        rows = self._retention.find_each(tenant, offer.packed)
+        rows, waiting = self._retention.find_each(tenant, offer.packed), frozenset[int]()
+        if client.exact:
+            rows, waiting = self._lossy.give_way(rows)
         for position, (key, row) in enumerate(zip(offer.keys, rows, strict=True)):
-            if row >= 0 and not self._needs_new_copy(row):
+            if position in waiting:
+                intake.statuses[position] = StoreStatus.AGAIN
+            elif row >= 0 and not self._needs_new_copy(row):
                 intake.statuses[position] = StoreStatus.PRESENT
                 present.append((position, row))
             elif key in (offer.parents[position], NO_PARENT):
@@ -145,7 +149,7 @@ class Puts:
         client.copying.add(storing)
         storing.add_done_callback(partial(self._ended, intake, offer))
         storing.add_done_callback(lambda _: let_go())
-        return _answers(storing, intake.statuses, durability, settling, mode)
+        return answers_of(storing, intake.statuses, durability, settling, mode)
 
     def _ended(self, intake: _Intake, offer: Offer, storing: asyncio.Task[Settling]) -> None:
         client = intake.client
@@ -344,6 +348,8 @@ class Puts:
                     log.warning("a block could not be stored: %s", outcome.message)
                 continue
             residency.publish(row, residency.mapped, now_ns)
+            if not intake.client.exact:
+                self._lossy.accept(row)
             intake.statuses[block.position] = StoreStatus.STORED
             published[block.position] = row
             stored_bytes += block.payload_bytes
@@ -377,24 +383,3 @@ def _leading_chain(offer: Offer) -> Sequence[bytes]:
     """Return the keys of the offer's first chain; as a rule it has no other."""
     keys, parents = offer.keys, offer.parents
     return keys[: next((at for at in range(1, len(keys)) if parents[at] != keys[at - 1]), len(keys))]
-
-
-async def _answers(
-    storing: asyncio.Task[Settling], statuses: bytearray, durability: bytearray, present: Settling, mode: DurabilityMode
-) -> AsyncGenerator[PutAnswer, None]:
-    """Yield the answers of `Puts.store`. For blocks that were stored before, `durability` holds the known answers and
-    `present` the futures of the pending ones.
-    """
-    settling, waits = await asyncio.shield(storing) | present, mode == DurabilityMode.ALWAYS
-    while True:
-        pending = [settled for settled in settling.values() if not settled.done()]
-        if waits and pending:
-            await asyncio.wait(pending)
-        for position, settled in settling.items():
-            known = Durability.DURABLE if settled.done() and settled.result() else Durability.VOLATILE
-            durability[position] = known if settled.done() else Durability.PENDING
-        final = Durability.PENDING not in durability
-        yield PutAnswer(bytes(statuses), bytes(durability), final)
-        if final:
-            return
-        waits = True

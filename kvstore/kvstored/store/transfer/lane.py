@@ -141,7 +141,7 @@ class Lane(Generic[Work]):
         self.neighbours: list[Lane[Work]] = []  # lanes that share the medium
         self._closed = False
         self._tickets = self._arrivals = 0
-        self._pauses = DemandPauses(round(chosen.quiet_s * NS_PER_S), round(chosen.quiet_max_s * NS_PER_S))
+        self.pauses = DemandPauses(round(chosen.quiet_s * NS_PER_S), round(chosen.quiet_max_s * NS_PER_S))
         self._aged_credit_bytes = 0.0
         self._meter = RateMeter()
         self.service = ServiceModel(chosen.prior_bytes_per_s, chosen.prior_latency_us, chosen.prior_bytes)
@@ -211,7 +211,7 @@ class Lane(Generic[Work]):
         self._dequeue(item)
         self._cancelled += 1
         if item.priority == Priority.DEMAND and not self.demand_here():
-            self._pauses.ended(now_ns)
+            self.pauses.ended(now_ns)
         return item.work
 
     def close(self) -> list[Work]:
@@ -246,7 +246,7 @@ class Lane(Generic[Work]):
         self._in_flight[priority] -= 1
         self._in_flight_bytes -= item.nbytes
         if priority == Priority.DEMAND and not self.demand_here():
-            self._pauses.ended(now_ns)
+            self.pauses.ended(now_ns)
         if not ok:
             self._failed += 1
             return
@@ -349,7 +349,7 @@ class Lane(Generic[Work]):
             if any(lane.demand_here() for lane in lanes):
                 return None
             harm_bytes = first.nbytes * self.settings.limits[priority].in_flight
-            return max(at_ns, *(lane._pauses.prefetch_from_ns(harm_bytes, now_ns) for lane in lanes))
+            return max(at_ns, *(lane.pauses.prefetch_from_ns(harm_bytes, now_ns) for lane in lanes))
         if not self._queues[Priority.DEMAND]:
             return at_ns
         if not aged or self._aged_credit_bytes < first.nbytes:
@@ -358,8 +358,8 @@ class Lane(Generic[Work]):
 
     def _demand_arrives(self, nbytes: int, now_ns: int) -> None:
         if not self.demand_here():
-            self._pauses.began(now_ns)
-        self._pauses.added(nbytes)
+            self.pauses.began(now_ns)
+        self.pauses.added(nbytes)
 
     def _start(self, item: LaneItem[Work], now_ns: int) -> None:
         passes_demand = item.priority > Priority.PREFETCH and bool(self._queues[Priority.DEMAND])

@@ -69,6 +69,7 @@ class TierLink:
         self._from, self._to = tiers[source], tiers[destination]
         self._is_upwards = destination < source
         self._is_by_file = self._from.info.lends_files and self._to.info.loads_files
+        self.is_for_exact = self._to.info.kind == "keyed"  # others find its blocks by their keys alone
         self._is_as_put = self._from.info.is_in_memory and self._from.info.coding.is_none
 
     @property
@@ -84,13 +85,11 @@ class TierLink:
         now_ns = self.clock.monotonic_ns()
         return (self.lane.spare_at_ns(now_ns) - now_ns) / NS_PER_S
 
-    async def stage(self, source: Slot, key: bytes, whole_bytes: int) -> StagedImage | Outcome:
-        """Encode the block `key` in the slot `source` with the destination's codec, which must exist. `whole_bytes` is
-        the size of a slot for the uncompressed block. Return the coded image, or the outcome when the source could not
-        be read.
-        """
+    async def stage(self, source: Slot, key: bytes, whole_bytes: int, *, takes_lossy: bool) -> StagedImage | Outcome:
+        """Bring the block `key` in the slot `source` into the form of the destination's codec (`CodecStaging.stage`).
+        `whole_bytes` is the size of a slot for the block as it is. The destination must have a codec."""
         assert self.staging is not None
-        return await self.staging.stage(self._from, source, key, whole_bytes)
+        return await self.staging.stage(self._from, source, key, whole_bytes, takes_lossy=takes_lossy)
 
     def carry(
         self, source: Slot, slot: Slot, key: bytes, image: Segment | None, done: Completion,
@@ -248,13 +247,18 @@ class Moves(Generic[Kind]):
         if move.outcome is None:
             if not self._is_wanted(move, self._residency.current(move.token)):
                 return Unmoved.IN_VAIN
-            staged = await self._stage(move) if move.link.staging is not None else None
-            if isinstance(staged, Outcome | Unmoved):
-                return staged
-            slot = await self._find_room(move, move.nbytes if staged is None else staged.slot_bytes)
-            if slot is None:
+            while True:
+                staged = await self._stage(move) if move.link.staging is not None else None
+                if isinstance(staged, Outcome | Unmoved):
+                    return staged
+                slot = await self._find_room(move, move.nbytes if staged is None else staged.slot_bytes)
+                if slot is None:
+                    self._release(move, staged)
+                    return Unmoved.NO_ROOM
+                if staged is None or not staged.error or self._takes_lossy(self._residency.current(move.token)):
+                    break
+                move.link.destination_tier.free(slot)  # an exact put has come meanwhile
                 self._release(move, staged)
-                return Unmoved.NO_ROOM
             self.queue(move, slot, staged)
         assert move.outcome is not None
         outcome = await move.outcome
@@ -268,7 +272,7 @@ class Moves(Generic[Kind]):
         row = residency.current(move.token)
         source = residency.slot(row, link.source)
         try:
-            staged = await link.stage(source, residency.key(row), move.nbytes)
+            staged = await link.stage(source, residency.key(row), move.nbytes, takes_lossy=self._takes_lossy(row))
         except RuntimeError:  # the source was not allocated any more
             return Unmoved.IN_VAIN
         row = residency.current(move.token)
@@ -277,6 +281,10 @@ class Moves(Generic[Kind]):
         if isinstance(staged, StagedImage):
             self._release(move, staged)
         return Unmoved.IN_VAIN
+
+    def _takes_lossy(self, row: int) -> bool:
+        residency = self._residency
+        return row >= 0 and residency.exactness.takes_lossy(row, residency.tenant_of(row))
 
     def _release(self, move: Kind, staged: StagedImage | None) -> None:
         if staged is not None and move.link.staging is not None:
@@ -303,7 +311,10 @@ class Moves(Generic[Kind]):
             return
         move.slot_bytes = slot.nbytes
         source, key = residency.slot(row, link.source), residency.key(row)
+        error = max(residency.exactness.error(row, link.source), 0.0 if staged is None else staged.error)
         residency.attach(row, link.destination, slot, link.clock.monotonic_ns(), filling=True)
+        if error:
+            residency.exactness.note(row, link.destination, error)
         number, bad_sources, image = 0, list[Slot](), None if staged is None else staged.image
 
         def start(done: Completion) -> None:
@@ -317,9 +328,12 @@ class Moves(Generic[Kind]):
             link.judge(number, outcome, is_of_another=bool(bad_sources))
             self._release(move, staged)
             if outcome.ok:
+                header = outcome.header
+                if header is None:  # it is as in the source
+                    residency.note_stored(row, link.destination, 0, 0, error)
+                else:
+                    residency.note_stored(row, link.destination, header.codec, header.stored_bytes, header.error)
                 residency.publish(row, link.destination, link.clock.monotonic_ns())
-                if staged is not None and outcome.header is not None:
-                    residency.note_stored(row, link.destination, outcome.header.codec, outcome.header.stored_bytes)
             else:
                 tier.free(residency.detach(row, link.destination))
             self._ended(move, outcome)
@@ -345,6 +359,8 @@ class Moves(Generic[Kind]):
     def _is_wanted(self, move: Kind, row: int) -> bool:
         residency, link = self._residency, move.link
         is_there = row >= 0 and residency.has(row, link.source)
+        if is_there and link.is_for_exact and residency.exactness.is_lossy(row, link.source):
+            return False
         return is_there and move.waiters > 0 and not residency.is_in(row, link.destination)
 
     def _begun(self, move: Kind) -> None:

@@ -26,7 +26,7 @@ from kvstored.store.transfer.lane import Priority
 from kvstored.store.transfer.link import BlockMove, Moves, TierLink, Unmoved
 from kvstored.store.transfer.room import Room
 from kvstored.telemetry import Counters, Flows
-from kvstored.tier_set import TIER_SETS, TierSet
+from kvstored.tier_set import MEMBERS, TIER_SETS, TierSet
 
 log = logging.getLogger(__name__)
 MAPPED_US = 1  # what a block that is mapped already costs to have
@@ -61,7 +61,7 @@ class Promoter:
         *,
         prefetch_room_bytes: int,
     ) -> None:
-        self._residency = residency
+        self._residency, self._exactness = residency, residency.exactness
         self._links = {link.source: link for link in links}
         self._gated = [link for link in links if link.breaker is not None]
         self._room = room
@@ -97,18 +97,19 @@ class Promoter:
         """
         return self.is_out_of_reach(row) and not self._residency.being_filled(row)
 
-    def reachable(self, rows: list[int]) -> list[int]:
-        """Return a list like `rows`, with -1 for each block that only tiers have which cannot be read now."""
-        if self.reaches_all:
+    def reachable(self, rows: list[int], *, exact: bool = True) -> list[int]:
+        """Return `rows` with -1 in the place of each that is out of reach, or has no exact copy for an `exact`
+        reader."""
+        if self.reaches_all and not (exact and self._exactness.has_lossy):
             return rows
-        mask, reach = self._residency.rows.mask, self._reach
+        mask, reach = self._exactness.masks(exact=exact), self._reach
         return [row if row >= 0 and mask[row] & reach else -1 for row in rows]
 
-    def reachable_run(self, rows: list[int]) -> list[int]:
-        """Return the leading rows of `rows`, up to the first block that cannot be read now."""
-        if self.reaches_all:
+    def reachable_run(self, rows: list[int], *, exact: bool = True) -> list[int]:
+        """Return the leading rows that `reachable` leaves as they are."""
+        if self.reaches_all and not (exact and self._exactness.has_lossy):
             return rows
-        mask, reach = self._residency.rows.mask, self._reach
+        mask, reach = self._exactness.masks(exact=exact), self._reach
         return rows[: next((at for at, row in enumerate(rows) if not mask[row] & reach), len(rows))]
 
     def patience_ms(self, rows: Sequence[int]) -> int:
@@ -268,9 +269,12 @@ class Promoter:
         return estimates
 
     def _link_of(self, row: int) -> TierLink | None:
-        """Return the link of the fastest tier that has the block and can be read."""
-        has = self._residency.has
-        return next((link for source, link in self._links.items() if has(row, source) and link.is_open), None)
+        """Return the link of the fastest tier that has the block and can be read, of an exact copy if there is one."""
+        for tiers in (self._exactness.exact_tiers(row), self._exactness.lossy_tiers(row)):
+            for source, link in self._links.items():
+                if source in MEMBERS[tiers] and link.is_open:
+                    return link
+        return None
 
     async def _promote(self, promotion: _Promotion) -> bool:
         is_mapped = False

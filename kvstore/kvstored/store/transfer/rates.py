@@ -152,6 +152,11 @@ class DemandPauses:
     def added(self, nbytes: int) -> None:
         self._burst_bytes += nbytes
 
+    @property
+    def burst_bytes(self) -> float:
+        """Return the bytes of a burst, on average; 0 before the first has ended."""
+        return self._mean_burst_bytes
+
     def ended(self, now_ns: int) -> None:
         weight = _PAUSE_WEIGHT if self._ended_ns is not None else 1.0
         self._mean_burst_bytes += weight * (self._burst_bytes - self._mean_burst_bytes)

@@ -1,0 +1,237 @@
+"""Measures gets from a throttled NVMe tier under `codec = "auto"` against `codec = "none"`, and what the tier holds.
+
+A store in this process reads 48 blocks of the shape of SmolLM2-135M (1.4 MiB) through a link that lets a number of
+bytes a second pass, whichever thread reads; both settings take turns, and the fastest turn of each counts. The tier's
+directory is in memory, so that the link is the only limit. A row's value is the time under "none" over the time under
+"auto".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from support.report import AT_LEAST, AT_MOST, Row, main, progress
+
+from kvstore_proto.fingerprint import Fingerprint, LayerGroup
+from kvstore_tiers.codecs.native import wait_for_library
+from kvstore_tiers.codecs.shapes import PayloadShape
+from kvstore_tiers.nvme.slot_transfers import SlotIO
+from kvstore_tiers.segments import Segment, segment_of
+from kvstore_tiers.testing.kv_blocks import kv_block, kv_shape
+from kvstored.clock import NS_PER_S, ManualClock
+from kvstored.store.operations.durability import DurabilityMode
+from kvstored.store.operations.records import GetRequest, Offer
+from kvstored.store.residency import make_residency
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tests.reference import small_store as module
+from tests.reference.driven_store import DrivenStore, keys_of
+from tests.reference.small_store import SmallStore, small_store
+
+BLOCKS, LAYERS = 48, 30
+SETTINGS = (
+    "host.capacity=512MiB", "host.staging=64MiB", "host.arena=16MiB", "host.policy=lru", "nvme.capacity=512MiB",
+    "nvme.slab=16MiB", "nvme.io_threads=4", "nvme.policy=lru", "movement.acquire_wait_ms=60000",
+)  # fmt: skip
+AUTO = ("nvme.codec=auto", "nvme.codec_staging=64MiB")
+GB, MIB = 1e9, 1 << 20
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row: the link's rate in GB/s, the type of the numbers, whether lossy copies are accepted, and the target."""
+
+    name: str
+    rate: float
+    dtype: str
+    accepts_lossy: bool
+    target: float
+
+
+CASES = (
+    Case("get_1gb_f16", 1, "f16", False, 1.12),
+    Case("get_1gb_bf16", 1, "bf16", False, 1.35),
+    Case("get_1gb_int8", 1, "f16", True, 1.8),
+    Case("get_3gb_int8", 3, "f16", True, 1.7),
+    Case("get_3gb_f16", 3, "f16", False, 0.98),
+    Case("get_3gb_bf16", 3, "bf16", False, 0.98),
+)
+
+
+class Link:
+    """A medium of `bytes_per_s` for all threads together."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self._bytes_per_s, self._lock, self._free_at = bytes_per_s, threading.Lock(), 0.0
+
+    def carry(self, nbytes: int) -> None:
+        """Wait until `nbytes` have passed."""
+        with self._lock:
+            self._free_at = max(self._free_at, time.monotonic()) + nbytes / self._bytes_per_s
+            free_at = self._free_at
+        time.sleep(max(0.0, free_at - time.monotonic()))
+
+
+@contextmanager
+def throttled(bytes_per_s: float) -> Iterator[None]:
+    """Let every read of a slot in this process pass a link of that rate."""
+    link, read = Link(bytes_per_s), SlotIO.read_image
+
+    def slowly(self: SlotIO, fd: int, offset: int, segments: Any, nbytes: int) -> Any:
+        image = read(self, fd, offset, segments, nbytes)
+        link.carry(nbytes)
+        return image
+
+    SlotIO.read_image = slowly  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        SlotIO.read_image = read  # type: ignore[method-assign]
+
+
+class Payloads:
+    """Blocks of K and V, without token ids."""
+
+    def __init__(self, arrays: list[np.ndarray]) -> None:
+        self._arrays = arrays
+
+    def tokens_at(self, offset: int) -> bytes:
+        return b""
+
+    def payload_at(self, offset: int, nbytes: int) -> Segment:
+        return segment_of(self._arrays[offset])
+
+
+class Reader:
+    """Puts the blocks into a store, and gets them from its NVMe tier."""
+
+    def __init__(self, small: SmallStore, case: Case, shape: PayloadShape) -> None:
+        self._small, self._driven, self.nbytes = small, DrivenStore(small), shape.nbytes
+        self._client = replace(self._driven.new_client(1), exact=not case.accepts_lossy, fingerprint=fingerprint(shape))
+        small.residency.exactness.tenants.add(self._client.tenant_id)
+        self._payloads = [kv_block(number, shape)[1] for number in range(8)]
+
+    async def put(self, chain: int, blocks: int) -> None:
+        keys = keys_of(chain, blocks)
+        arrays = [self._payloads[number % len(self._payloads)] for number in range(blocks)]
+        offer = Offer(
+            0, b"".join(keys), keys, [bytes(16), *keys[:-1]], [bytes(16)] * blocks, [self.nbytes] * blocks,
+            Payloads(arrays), range(blocks),
+        )  # fmt: skip
+        answers = [each async for each in self._driven.operations.put.store(self._client, offer, DurabilityMode.ALWAYS)]
+        assert set(answers[-1].durability) == {2}, answers[-1]
+
+    async def get_s(self, chain: int, blocks: int) -> float:
+        """Return the seconds of a get of blocks that only NVMe has."""
+        keys, residency = keys_of(chain, blocks), self._small.residency
+        for key in keys:
+            row = residency.find(self._client.tenant_id, key)
+            if residency.has(row, residency.mapped):
+                self._small.leave_host(row)
+        began = time.perf_counter()
+        held = await self._driven.operations.get.acquire(self._client, GetRequest(b"".join(keys)))
+        taken_s = time.perf_counter() - began
+        assert held.run is not None and held.blocks == blocks, held
+        self._driven.operations.get.release(self._client, [held.run.lease_id])
+        return taken_s
+
+    def holds(self) -> tuple[int, int]:
+        """Return the bytes of slots on NVMe, and what they would be without a codec."""
+        residency = self._small.residency
+        copies = residency.copies[residency.durable]
+        rows = [row for row in range(len(copies.nbytes)) if copies.state[row]]
+        return sum(copies.nbytes[row] for row in rows), sum(map(residency.slot_bytes, rows))
+
+
+def fingerprint(shape: PayloadShape) -> Fingerprint:
+    return Fingerprint("m", "w", groups=(LayerGroup(0, layers=tuple(range(shape.layers))),))
+
+
+@asynccontextmanager
+async def reader(case: Case, shape: PayloadShape, *settings: str) -> AsyncIterator[Reader]:
+    """Yield a reader of a fresh store."""
+
+    def with_shape(*arguments: Any) -> Any:
+        residency = make_residency(*arguments)
+        residency.shape_of = lambda digest, group, nbytes: shape if nbytes == shape.nbytes else None
+        return residency
+
+    module.make_residency = with_shape  # type: ignore[attr-defined]
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as directory:
+        chosen = (*SETTINGS, *settings)
+        async with small_store(Path(directory), *chosen, clock=ManualClock(NS_PER_S)) as small:
+            yield Reader(small, case, shape)
+
+
+async def compare(case: Case, turns: int) -> tuple[list[float], list[float]]:
+    """Return the seconds of gets under "none" and under "auto", by turn."""
+    shape = kv_shape(LAYERS, 64, 3, 64, case.dtype)
+    async with AsyncExitStack() as stack:
+        with throttled(case.rate * GB):
+            plain = await stack.enter_async_context(reader(case, shape))
+            auto = await stack.enter_async_context(reader(case, shape, *AUTO))
+            for each in (plain, auto):
+                await each.put(1, 16)
+                for _ in range(5):
+                    await each.get_s(1, 16)  # what is chosen follows what was measured
+                    await asyncio.sleep(0.2)
+                await each.put(2, BLOCKS)
+            taken: tuple[list[float], list[float]] = ([], [])
+            for turn in range(turns):
+                for each in (plain, auto) if turn % 2 else (auto, plain):
+                    taken[each is auto].append(await each.get_s(2, BLOCKS))
+            return taken
+
+
+def measure(quick: bool) -> list[Row]:
+    wait_for_library()
+    rows = []
+    for case in CASES:
+        progress(f"{case.name} ...")
+        plain, auto = map(min, asyncio.run(compare(case, 5 if quick else 15)))
+        size = BLOCKS * kv_shape(LAYERS, 64, 3, 64, case.dtype).nbytes / GB
+        rows.append(Row(case.name, size / auto, "GB/s", size / plain, "codec none", AT_LEAST, case.target))
+    return [*rows, asyncio.run(capacity("int8", True, 1.9)), *quality_rows("int8", quick)]
+
+
+def quality_rows(codec: str, quick: bool) -> list[Row]:
+    """Return what `kvengine quality` says of a codec: the figures of the model that bears it worse."""
+    said = []
+    for model in ("smollm2-135m-instruct:f16", "gemma-3-270m:f16"):
+        progress(f"quality of {codec}, {model} ...")
+        words = [sys.executable, "-m", "kvstore_engine.cli", "quality", "--model", model, "--codec", codec, "--json"]
+        more = ["--windows", "1", "--next-tokens", "64"] if quick else []
+        run = subprocess.run([*words, "--greedy-tokens", "0", *more], stdout=subprocess.PIPE, check=True, text=True)
+        said.append(json.loads(run.stdout)["all"])
+    kl, top1 = max(each["kl"] for each in said), min(each["top1_percent"] for each in said)
+    return [
+        Row(f"{codec}_kl", kl, "nats", 1.0, "", AT_MOST, 0.0003),
+        Row(f"{codec}_top1", top1, "%", 100.0, "every position", AT_LEAST, 0.993),
+    ]
+
+
+async def capacity(codec: str, accepts_lossy: bool, target: float) -> Row:
+    """Return how many times more blocks a tier holds under `codec`: by the bytes of their slots."""
+    case = Case(f"capacity_{codec}", 1, "f16", accepts_lossy, target)
+    shape = kv_shape(LAYERS, 64, 3, 64, case.dtype)
+    async with reader(case, shape, f"nvme.codec={codec}", "nvme.codec_staging=64MiB") as full:
+        await full.put(1, BLOCKS)
+        stored, whole = full.holds()
+    return Row(case.name, whole / MIB, "MiB", stored / MIB, "bytes of slots", AT_LEAST, target)
+
+
+if __name__ == "__main__":
+    sys.exit(main(measure, __doc__))

@@ -1,0 +1,79 @@
+"""The choice of a codec for each block of a tier whose setting is "auto", by break-even.
+
+A get reads blocks one behind the other, and a block is decoded while the next one is read. So a codec pays when reading
+fewer bytes and decoding them, the slower of both for each block and the other once, takes less time than reading the
+payload. The rates are measured: of the medium by the reads, of the codecs at the start, from time to time, and by the
+blocks that pass. A core that other work takes makes a codec slower, and so counts. The module decides; `staging.py`
+does the work. Invariant: without a measured rate of the medium no codec is chosen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from kvstore_tiers.codec_rates import CodecRates
+from kvstore_tiers.codecs import CODECS, Codec, codec_named
+
+AUTO_CODECS = ("int8", "context", "lossless")  # as far as this build has them
+WORTHWHILE = 1.04  # less gain is within what measuring misses
+MEASURE_AGAIN_S = 10.0
+
+
+def auto_codecs() -> list[Codec]:
+    """Return the codecs that "auto" chooses from, as far as they can be used here."""
+    found = [codec_named(name) for name in AUTO_CODECS if name in CODECS]
+    return [codec for codec in found if codec is not None and not codec.lacks()]
+
+
+def read_s(blocks: float, block_bytes: int, ratio: float, medium: float, decoding: float = math.inf) -> float:
+    """Return the seconds that a get of `blocks` takes from a medium of `medium` bytes a second, of payloads that are
+    stored `ratio` times smaller and decoded at `decoding` bytes a second."""
+    reading_s, decoding_s = block_bytes / ratio / medium, block_bytes / decoding
+    return blocks * max(reading_s, decoding_s) + min(reading_s, decoding_s)
+
+
+class CodecChoice:
+    """Chooses among `codecs` by `rates`. `blocks_a_get()` returns how many blocks a request reads, on average.
+    `measure(codec)` begins to measure a codec, and returns at once; `seconds()` is the time."""
+
+    def __init__(
+        self,
+        codecs: Sequence[Codec],
+        rates: CodecRates,
+        blocks_a_get: Callable[[int], float],
+        measure: Callable[[Codec], None],
+        seconds: Callable[[], float],
+    ) -> None:
+        self._codecs, self._rates, self._blocks_a_get = codecs, rates, blocks_a_get
+        self._measure, self._seconds = measure, seconds
+        self._measured_s: dict[int, float] = {}
+
+    def choose(self, payload_bytes: int, *, takes_lossy: bool) -> Codec | None:
+        """Return the codec with the largest gain for a payload, None if none is worthwhile."""
+        self.measure_again()
+        best, most = None, WORTHWHILE
+        for codec in self._codecs:
+            if codec.is_lossy and not takes_lossy:
+                continue
+            gain = self.gain(codec, payload_bytes)
+            if gain >= most:
+                best, most = codec, gain
+        return best
+
+    def gain(self, codec: Codec, payload_bytes: int) -> float:
+        """Return how many times faster gets of such payloads are under `codec`; 0 while that is not known."""
+        medium, decoding = self._rates.medium.bytes_per_s, self._rates.decoding[codec.number].bytes_per_s
+        if not medium or not decoding or not payload_bytes:
+            return 0.0
+        blocks = max(1.0, self._blocks_a_get(payload_bytes))
+        as_it_is = blocks * payload_bytes / medium
+        return as_it_is / read_s(blocks, payload_bytes, self._rates.ratio(codec.number), medium, decoding)
+
+    def measure_again(self) -> None:
+        """Begin to measure codecs whose last measurement is old."""
+        now_s = self._seconds()
+        for codec in self._codecs:
+            if now_s - self._measured_s.get(codec.number, -math.inf) >= MEASURE_AGAIN_S:
+                self._measured_s[codec.number] = now_s
+                self._measure(codec)

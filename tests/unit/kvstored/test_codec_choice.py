@@ -1,0 +1,152 @@
+"""The choice "auto": a codec pays where reading less and decoding takes less time than reading the payload."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import numpy as np
+import pytest
+
+from kvstore_proto.arena import BlockHeader
+from kvstore_tiers.codec_rates import FEWEST_RUNS, BusyRate, CodecRates, SteadyRate
+from kvstore_tiers.codecs import Codec, Encoded
+from kvstore_tiers.codecs.measured import Measured
+from kvstored.store.transfer.codec_choice import MEASURE_AGAIN_S, CodecChoice, read_s
+
+BLOCK_BYTES, GB = 1_474_560, 1e9
+
+
+class Hand:
+    """A clock that a test moves."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Named(Codec):
+    def __init__(self, number: int, *, is_lossy: bool) -> None:
+        self.name, self.number, self.is_lossy = f"codec {number}", number, is_lossy  # type: ignore[misc]
+
+    def bound(self, payload_bytes: int) -> int:
+        return payload_bytes
+
+    def encode(self, header: BlockHeader, shape: object, payload: memoryview, target: memoryview) -> Encoded:
+        raise AssertionError("only its facts are asked for")
+
+    def decode(self, stored: memoryview, payload: memoryview) -> None:
+        raise AssertionError("only its facts are asked for")
+
+
+LOSSY, EXACT = Named(3, is_lossy=True), Named(1, is_lossy=False)
+
+
+def rates_of(medium: float, decoding: dict[Codec, float], ratios: dict[Codec, float]) -> CodecRates:
+    """Rates in GB/s, as if they had been measured."""
+    hand = Hand()
+    rates = CodecRates(hand)
+    if medium:
+        with rates.medium.work(64 << 20):
+            hand.now_s += (64 << 20) / (medium * GB)
+    for codec, rate in decoding.items():
+        for _ in range(FEWEST_RUNS):
+            with rates.decoding[codec.number].work(BLOCK_BYTES):
+                hand.now_s += BLOCK_BYTES / (rate * GB)
+    for codec, ratio in ratios.items():
+        rates.shrank(codec.number, round(1000 * ratio), 1000)
+    return rates
+
+
+def choice_of(rates: CodecRates, blocks: float = 8) -> CodecChoice:
+    return CodecChoice([LOSSY, EXACT], rates, lambda nbytes: blocks, lambda codec: None, Hand())
+
+
+@pytest.mark.parametrize(
+    ("medium", "decoding", "ratio", "chosen"),
+    [
+        (1, 3.2, 1.16, True),
+        (1, 1.9, 1.21, True),
+        (3, 3.2, 1.16, False),  # decoding is no faster than the link
+        (3, 2.0, 1.48, False),
+        (3, 26.0, 1.96, True),
+        (20, 12.0, 1.96, False),
+        (0, 26.0, 1.96, False),  # nothing was read yet
+        (1, 26.0, 1.03, False),  # not worthwhile
+    ],
+)
+def test_a_codec_is_chosen_where_it_pays(medium: float, decoding: float, ratio: float, chosen: bool) -> None:
+    choice = choice_of(rates_of(medium, {EXACT: decoding}, {EXACT: ratio}))
+    assert choice.choose(BLOCK_BYTES, takes_lossy=False) is (EXACT if chosen else None)
+
+
+def test_what_is_chosen_is_never_slower_than_no_codec() -> None:
+    chosen = np.random.default_rng(1)
+    for _ in range(2000):
+        medium, decoding = (float(10 ** chosen.uniform(-1.5, 1.5)) for _ in range(2))
+        ratio, blocks = float(chosen.uniform(0.9, 3)), float(chosen.integers(1, 64))
+        choice = choice_of(rates_of(medium, {EXACT: decoding}, {EXACT: ratio}), blocks)
+        coded_s = read_s(blocks, BLOCK_BYTES, ratio, medium * GB, decoding * GB)
+        if choice.choose(BLOCK_BYTES, takes_lossy=False) is EXACT:
+            assert coded_s <= blocks * BLOCK_BYTES / (medium * GB)
+
+
+def test_a_get_of_one_block_waits_for_its_decoding() -> None:
+    rates = rates_of(1, {EXACT: 3.2}, {EXACT: 1.16})
+    assert choice_of(rates, blocks=1).choose(BLOCK_BYTES, takes_lossy=False) is None
+    assert choice_of(rates, blocks=16).choose(BLOCK_BYTES, takes_lossy=False) is EXACT
+
+
+def test_a_lossy_codec_is_for_blocks_that_take_it() -> None:
+    choice = choice_of(rates_of(1, {LOSSY: 26, EXACT: 3.2}, {LOSSY: 1.96, EXACT: 1.16}))
+    assert choice.choose(BLOCK_BYTES, takes_lossy=True) is LOSSY
+    assert choice.choose(BLOCK_BYTES, takes_lossy=False) is EXACT
+
+
+def test_codecs_are_measured_at_the_start_and_from_time_to_time() -> None:
+    asked, hand = list[Codec](), Hand()
+    choice = CodecChoice([LOSSY, EXACT], CodecRates(), lambda nbytes: 1, asked.append, hand)
+    choice.measure_again()
+    choice.choose(BLOCK_BYTES, takes_lossy=True)
+    assert asked == [LOSSY, EXACT]
+    hand.now_s += MEASURE_AGAIN_S
+    choice.choose(BLOCK_BYTES, takes_lossy=True)
+    assert asked == [LOSSY, EXACT] * 2
+
+
+def test_reads_side_by_side_count_their_time_once_and_failed_ones_no_bytes() -> None:
+    hand = Hand()
+    rate = BusyRate(hand)
+    with rate.work(8 << 20), rate.work(8 << 20):
+        hand.now_s += 1
+    assert rate.bytes_per_s == 16 << 20
+    hand.now_s += 5  # nothing is read meanwhile
+    with suppress(OSError), rate.work(8 << 20):
+        hand.now_s += 1
+        raise OSError
+    assert rate.bytes_per_s == 8 << 20
+
+
+def test_a_run_that_lost_its_core_says_nothing_of_the_codec() -> None:
+    hand = Hand()
+    rate = SteadyRate(hand)
+    for number in range(9):
+        assert rate.bytes_per_s == 0 or number >= FEWEST_RUNS
+        with rate.work(1000):
+            hand.now_s += 10 if number % 5 == 0 else 0.001
+    assert rate.bytes_per_s == pytest.approx(1e6)
+    for _ in range(5):
+        with rate.work(1000):
+            hand.now_s += 10
+    assert rate.bytes_per_s == pytest.approx(100), "there is no core to spare"
+
+
+def test_a_codec_of_this_build_can_be_measured() -> None:
+    from kvstore_tiers.codecs import codec_named
+
+    codec, rates = codec_named("int8"), CodecRates()
+    assert codec is not None
+    Measured(codec, rates).measure()
+    assert rates.decoding[codec.number].bytes_per_s > 0 and rates.encoding[codec.number].bytes_per_s > 0
+    assert 1.9 < rates.ratio(codec.number) < 2

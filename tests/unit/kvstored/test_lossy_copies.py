@@ -1,0 +1,106 @@
+"""Lossy copies are made while they are accepted, and not a moment later."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from kvstore_tiers.codecs import TESTING_ENVIRONMENT, CodingError, Encoded
+from kvstore_tiers.testing.rounding_codec import RoundingCodec
+from kvstored.lifecycle import Cause
+from kvstored.store.transfer import staging as module
+from tests.reference.small_store import FAR_S, SmallStore, small_store
+
+SETTINGS = ("nvme.codec=rounding", "nvme.codec_staging=1MiB")
+
+
+@pytest.fixture(autouse=True)
+def allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TESTING_ENVIRONMENT, "1")
+
+
+async def put_accepting(small: SmallStore, number: int) -> int:
+    """Put a block whose put and tenant accept lossy copies; return its row."""
+    exactness = small.residency.exactness
+    exactness.tenants.add(small.residency.tenant("tenant"))
+    row = await small.store_in(small.mapped, number)
+    exactness.accept_lossy(row, accepts=True)
+    return row
+
+
+async def write(small: SmallStore, row: int) -> None:
+    assert await asyncio.wait_for(asyncio.shield(small.writeback.write_through(row, at_once=True)), FAR_S)
+
+
+def test_an_exact_put_that_comes_while_a_block_is_encoded_gets_an_exact_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with small_store(tmp_path, *SETTINGS) as small:
+            row = await put_accepting(small, 1)
+            host, encode = small.store.host, small.store.host.encode
+            waiting = list[Any]()
+
+            def meanwhile(*arguments: Any) -> None:
+                waiting.append(small.store.lossy_copies.give_way([row]))
+                encode(*arguments)
+
+            monkeypatch.setattr(host, "encode", meanwhile)
+            await write(small, row)
+            exactness, durable = small.residency.exactness, small.residency.durable
+            assert small.residency.has(row, durable) and not exactness.has_lossy
+            assert waiting == [([row], frozenset({0}))], "its put comes again, as long as the write is coming"
+
+    asyncio.run(main())
+
+
+def test_lossy_copies_go_and_what_is_exact_is_written_again(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with small_store(tmp_path, *SETTINGS) as small:
+            residency, lossy_copies = small.residency, small.store.lossy_copies
+            row = await put_accepting(small, 1)
+            await write(small, row)
+            assert residency.exactness.is_lossy(row, residency.durable)
+            assert lossy_copies.give_way([row, -1]) == ([row, -1], frozenset())
+            assert not residency.has(row, residency.durable) and not residency.exactness.is_accepted(row)
+            small.store.write_again()
+            await small.until(lambda: residency.has(row, residency.durable))
+            assert not residency.exactness.is_lossy(row, residency.durable)
+
+            row = await put_accepting(small, 2)
+            await write(small, row)
+            small.leave_host(row)
+            assert await small.fetch(2) and residency.exactness.is_lossy(row, small.mapped), "promoted as it is"
+            assert lossy_copies.give_way([row]) == ([-1], frozenset())
+            absence = residency.why_missing(residency.tenant("tenant"), small.key(2))
+            assert absence.cause is Cause.LOSSY_ONLY and small.find(2) < 0
+            assert small.store.counters["replaced_lossy_copies"] == 3
+
+    asyncio.run(main())
+
+
+class Coarse(RoundingCodec):
+    error_made: ClassVar[CodingError | None] = CodingError(0.5, 1000.0)
+
+    def encode(self, *arguments: Any) -> Encoded:
+        return Encoded(super().encode(*arguments).nbytes, self.error_made)
+
+
+@pytest.mark.parametrize("error", [CodingError(0.5, 1000.0), CodingError(0.01, float("inf")), None])
+def test_a_block_whose_error_is_over_the_bound_is_stored_as_it_is(
+    error: CodingError | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "codec_of", lambda _setting: Coarse())
+    monkeypatch.setattr(Coarse, "most_error", 0.1)
+    monkeypatch.setattr(Coarse, "error_made", error)
+
+    async def main() -> None:
+        async with small_store(tmp_path, *SETTINGS) as small:
+            row = await put_accepting(small, 1)
+            await write(small, row)
+            assert not small.residency.exactness.has_lossy and small.store.counters["uncoded_blocks"] == 1
+
+    asyncio.run(main())

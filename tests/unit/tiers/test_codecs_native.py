@@ -1,0 +1,70 @@
+"""The compiled code of codecs and NumPy's give the same bytes, for every instruction set that this processor has."""
+
+from __future__ import annotations
+
+import ctypes as ct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvstore_cuda.native_build import AVX2, Unit, build_library
+from kvstore_tiers.codecs import Codec, codec_named, native
+from kvstore_tiers.codecs.context import ContextCodec
+from kvstore_tiers.testing.kv_blocks import SHAPES, Block, extreme_blocks, kv_block
+from tests.reference.skips import skip_without_compiler
+
+NAMES = ("int8", "int4")  # NumPy has no code for "context"
+
+
+@pytest.fixture(scope="module")
+def libraries() -> dict[str, ct.CDLL | None]:
+    """Return the library for this processor, one without any of its own instructions, and one for AVX2 if it has it."""
+    skip_without_compiler()
+    chosen = {"plain": ()} | ({"avx2": AVX2} if native._instructions() else {})
+    found: dict[str, ct.CDLL | None] = {"own": native.wait_for_library()}
+    for name, flags in chosen.items():
+        units = [Unit(source, ("-Wno-psabi", *flags)) for source in native._SOURCES]
+        path = build_library("codecs", Path(native.__file__).with_name("csrc"), units, native._HEADERS)
+        found[name] = native._declared(ct.CDLL(str(path)))
+    assert all(found.values())
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_every_build_gives_the_bytes_of_numpy(
+    name: str, libraries: dict[str, ct.CDLL | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codec = codec_named(name)
+    assert codec is not None
+    for block in [*(kv_block(number, shape) for number, shape in enumerate(SHAPES)), *extreme_blocks()]:
+        monkeypatch.setattr(native._loading, "library", None)
+        expected = _both_ways(codec, block)
+        for build, library in libraries.items():
+            monkeypatch.setattr(native._loading, "library", library)
+            assert _both_ways(codec, block) == expected, (build, block[2])
+
+
+@pytest.mark.slow
+def test_every_build_gives_the_same_bytes_of_context(
+    libraries: dict[str, ct.CDLL | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codec = ContextCodec()
+    for block in [*(kv_block(number, shape) for number, shape in enumerate(SHAPES)), *extreme_blocks()]:
+        made = []
+        for library in libraries.values():
+            monkeypatch.setattr(native._loading, "library", library)
+            made.append(_both_ways(codec, block))
+        assert made == [made[0]] * len(made), block[2]
+        assert not made[0][1] or made[0][2] == block[1].tobytes()
+
+
+def _both_ways(codec: Codec, block: Block) -> tuple[object, bytes, bytes]:
+    header, payload, shape = block
+    target = bytearray(codec.bound(payload.nbytes))
+    encoded = codec.encode(header, shape, payload.data, memoryview(target))
+    stored, back = bytes(target[: encoded.nbytes]), np.zeros_like(payload)
+    if stored:
+        codec.decode(memoryview(stored), back.data)
+    return encoded, stored, back.tobytes()

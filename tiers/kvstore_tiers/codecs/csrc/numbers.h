@@ -1,0 +1,216 @@
+// Sixteen numbers of a tensor at a time, of float16, bfloat16 or float32, as floats and back. NumPy gives the same bits.
+#pragma once
+#include <cstdint>
+#include <cstring>
+#if defined(__AVX512F__) || defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+typedef float Floats __attribute__((vector_size(64)));
+typedef int32_t Ints __attribute__((vector_size(64)));
+typedef uint32_t Words __attribute__((vector_size(64)));
+typedef uint16_t Halves __attribute__((vector_size(32)));
+typedef uint8_t Octets __attribute__((vector_size(16)));
+typedef int8_t Chars __attribute__((vector_size(16)));
+constexpr int kLanes = 16;
+enum Type { kF16 = 1, kBF16 = 2, kF32 = 3 };  // as in shapes.py
+
+static inline Floats splat(float value) { return Floats{} + value; }
+#if defined(__AVX512F__)  // as the lines below, a NaN in `a` too
+static inline Floats least(Floats a, Floats b) { return (Floats)_mm512_min_ps((__m512)a, (__m512)b); }
+static inline Floats most(Floats a, Floats b) { return (Floats)_mm512_max_ps((__m512)a, (__m512)b); }
+#else
+static inline Floats least(Floats a, Floats b) { return a < b ? a : b; }
+static inline Floats most(Floats a, Floats b) { return a > b ? a : b; }
+#endif
+static inline Floats magnitude(Floats a) {
+  Words bits;
+  memcpy(&bits, &a, sizeof bits);
+  bits &= 0x7fffffffu;
+  memcpy(&a, &bits, sizeof bits);
+  return a;
+}
+// To the nearest whole number, ties to even, for what is below 2^22.
+static inline Floats rounded(Floats a) { return (a + 12582912.0f) - 12582912.0f; }
+
+// Conversions between widths, which compilers do number by number unless they are told.
+static inline Words words_of(const uint8_t* from) {  // 16 unsigned numbers of 16 bits
+#if defined(__AVX512F__)
+  return (Words)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from));
+#else
+  Halves halves;
+  memcpy(&halves, from, 32);
+  return __builtin_convertvector(halves, Words);
+#endif
+}
+
+static inline void put_halves(uint8_t* to, Words words) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256((__m256i*)to, _mm512_cvtepi32_epi16((__m512i)words));
+#else
+  Halves halves = __builtin_convertvector(words, Halves);
+  memcpy(to, &halves, 32);
+#endif
+}
+
+static inline Floats floats_of_chars(Chars chars) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)chars));
+#elif defined(__AVX2__)
+  __m256 low = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32((__m128i)chars));
+  __m256 high = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128((__m128i)chars, 8)));
+  Floats found;
+  memcpy(&found, &low, 32);
+  memcpy((char*)&found + 32, &high, 32);
+  return found;
+#else
+  Floats found;
+  for (int lane = 0; lane < kLanes; lane++) found[lane] = (float)chars[lane];
+  return found;
+#endif
+}
+
+static inline Chars chars_of_floats(Floats whole) {  // whole numbers between -128 and 127
+#if defined(__AVX512F__)
+  return (Chars)_mm512_cvtepi32_epi8(_mm512_cvttps_epi32((__m512)whole));
+#elif defined(__AVX2__)
+  __m256 low, high;
+  memcpy(&low, &whole, 32);
+  memcpy(&high, (char*)&whole + 32, 32);
+  __m256i halves = _mm256_packs_epi32(_mm256_cvttps_epi32(low), _mm256_cvttps_epi32(high));
+  halves = _mm256_permute4x64_epi64(halves, 0xd8);
+  return (Chars)_mm_packs_epi16(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
+#else
+  Chars found;
+  for (int lane = 0; lane < kLanes; lane++) found[lane] = (int8_t)whole[lane];
+  return found;
+#endif
+}
+
+static inline float float_of_half(uint16_t half) {
+  uint32_t sign = (uint32_t)(half & 0x8000) << 16, exponent = (half >> 10) & 31, fraction = half & 1023, bits;
+  if (exponent == 31) {
+    bits = sign | 0x7f800000u | fraction << 13;
+  } else if (exponent) {
+    bits = sign | (exponent + 112) << 23 | fraction << 13;
+  } else {  // a denormal: fraction * 2^-24
+    float value = (float)fraction * 5.9604644775390625e-8f;
+    memcpy(&bits, &value, 4);
+    bits |= sign;
+  }
+  float value;
+  memcpy(&value, &bits, 4);
+  return value;
+}
+
+static inline uint16_t half_of_float(float value) {  // a finite one
+  uint32_t bits;
+  memcpy(&bits, &value, 4);
+  uint16_t sign = (uint16_t)(bits >> 16 & 0x8000);
+  bits &= 0x7fffffffu;
+  if (bits >= 0x47800000u) return sign | 0x7c00;
+  if (bits < 0x38800000u) {  // a denormal: the sum has its bits at the lower end, rounded to even
+    float sum;
+    memcpy(&sum, &bits, 4);
+    sum += 0.5f;
+    memcpy(&bits, &sum, 4);
+    return sign | (uint16_t)(bits - 0x3f000000u);
+  }
+  return sign | (uint16_t)((bits + 0xc8000fffu + (bits >> 13 & 1)) >> 13);
+}
+
+template <int kType>
+struct Number {
+  static constexpr int kBytes = kType == kF32 ? 4 : 2;
+  static constexpr float kMost = kType == kF16 ? 65504.0f : kType == kBF16 ? 3.3895313892515355e38f : 3.4028234663852886e38f;
+
+  static inline Floats load(const uint8_t* from) {
+    Floats found;
+    if constexpr (kType == kF32) {
+      memcpy(&found, from, 64);
+    } else if constexpr (kType == kBF16) {
+      Words words = words_of(from) << 16;
+      memcpy(&found, &words, 64);
+    } else {
+#if defined(__AVX512F__)
+      found = (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
+#elif defined(__F16C__)
+      __m256 low = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from));
+      __m256 high = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from + 1));
+      memcpy(&found, &low, 32);
+      memcpy((char*)&found + 32, &high, 32);
+#else
+      uint16_t halves[kLanes];
+      memcpy(halves, from, 32);
+      for (int lane = 0; lane < kLanes; lane++) found[lane] = float_of_half(halves[lane]);
+#endif
+    }
+    return found;
+  }
+
+  // Finite numbers that are not above kMost.
+  static inline void store(uint8_t* to, Floats numbers) {
+    if constexpr (kType == kF32) {
+      memcpy(to, &numbers, 64);
+    } else if constexpr (kType == kBF16) {
+      Words words;
+      memcpy(&words, &numbers, 64);
+      words = (words + 0x7fffu + (words >> 16 & 1u)) >> 16;
+      put_halves(to, words);
+    } else {
+#if defined(__AVX512F__)
+      _mm256_storeu_si256((__m256i*)to, _mm512_cvtps_ph((__m512)numbers, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#elif defined(__F16C__)
+      __m256 low, high;
+      memcpy(&low, &numbers, 32);
+      memcpy(&high, (char*)&numbers + 32, 32);
+      _mm_storeu_si128((__m128i*)to, _mm256_cvtps_ph(low, 0));
+      _mm_storeu_si128((__m128i*)to + 1, _mm256_cvtps_ph(high, 0));
+#else
+      uint16_t halves[kLanes];
+      for (int lane = 0; lane < kLanes; lane++) halves[lane] = half_of_float(numbers[lane]);
+      memcpy(to, halves, 32);
+#endif
+    }
+  }
+
+  // What `store` and `load` would leave of numbers that are not above kMost: rounded to the type.
+  static inline Floats rounded_to(Floats numbers) {
+    if constexpr (kType == kF32) return numbers;
+    if constexpr (kType == kBF16) {
+      Words words;
+      memcpy(&words, &numbers, 64);
+      words = (words + 0x7fffu + (words >> 16 & 1u)) & 0xffff0000u;
+      memcpy(&numbers, &words, 64);
+      return numbers;
+    }
+#if defined(__AVX512F__)
+    return (Floats)_mm512_cvtph_ps(_mm512_cvtps_ph((__m512)numbers, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#else
+    uint8_t room[64];
+    store(room, numbers);
+    return load(room);
+#endif
+  }
+  static inline Floats clamped(Floats numbers) { return least(most(numbers, splat(-kMost)), splat(kMost)); }
+  static inline Floats as_stored(Floats numbers) { return rounded_to(clamped(numbers)); }
+
+  // The smallest number of the type that is not below `numbers`, which are not negative.
+  static inline Floats not_below(Floats numbers, uint8_t* to) {
+    Floats found = as_stored(numbers);
+    store(to, found);
+    if constexpr (kType == kF32) return found;
+    Ints is_below = found < numbers;  // -1 where it is
+    put_halves(to, words_of(to) - (Words)is_below);
+    return load(to);
+  }
+};
+
+// Load `count` numbers, the rest zeros; or store as many.
+template <int kType>
+static inline Floats load_some(const uint8_t* from, int count) {
+  if (count == kLanes) return Number<kType>::load(from);
+  uint8_t room[64] = {0};
+  memcpy(room, from, count * Number<kType>::kBytes);
+  return Number<kType>::load(room);
+}

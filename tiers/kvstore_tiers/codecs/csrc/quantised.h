@@ -1,0 +1,56 @@
+// Layers of K and V as numbers of 8 or 4 bits and back, for quantised.py, which describes the form. NumPy does the same
+// in quantised_arrays.py, to the bit: operations are never fused, and sums go over tokens in order, each channel alone.
+#pragma once
+#include "numbers.h"
+
+namespace {
+
+struct Tensor {  // as shapes.py has it
+  int64_t kind, type, offset, tokens, heads, width, token_stride, head_stride;
+};
+
+constexpr float kFar = 0.4f;  // of the largest number: what is below needs no clamp
+
+struct Places {  // of scales, offsets and small numbers in a coded tensor
+  int64_t rows, columns, scales_bytes, row_bytes;
+  Places(int bits, const Tensor& t, int number_bytes) {
+    int64_t channels = t.heads * t.width, group = bits == 8 ? 64 : 32;
+    if (t.kind == 1) {
+      rows = (t.tokens + group - 1) / group, columns = channels;
+    } else {
+      rows = t.tokens, columns = bits == 8 ? 1 : (channels + 31) / 32;
+    }
+    scales_bytes = rows * columns * number_bytes;
+    row_bytes = bits == 8 ? channels : (channels + 1) / 2;
+  }
+  int64_t numbers_at(int bits) const { return bits == 8 ? scales_bytes : 2 * scales_bytes; }
+  int64_t nbytes(int bits, int64_t tokens) const { return numbers_at(bits) + tokens * row_bytes; }
+};
+
+inline float top_of(Floats numbers) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)numbers);
+#else
+  float top = 0;
+  for (int lane = 0; lane < kLanes; lane++) top = numbers[lane] > top ? numbers[lane] : top;
+  return top;
+#endif
+}
+
+// Heads that follow one another are one long head.
+Tensor merged(Tensor t) {
+  const int64_t nbytes = t.type == kF32 ? 4 : 2;
+  if (t.heads == 1 || t.head_stride == t.width * nbytes) t.width *= t.heads, t.heads = 1;
+  return t;
+}
+
+int64_t widest_of(const Tensor* tensors, int64_t count) {
+  int64_t widest = 0;
+  for (int64_t at = 0; at < count; at++) {
+    const int64_t channels = tensors[at].heads * tensors[at].width;
+    widest = channels > widest ? channels : widest;
+  }
+  return widest + 2 * kLanes;
+}
+
+}  // namespace

@@ -1,0 +1,135 @@
+// Decodes layers for quantised.py; `quantised.h` says how.
+#include "quantised.h"
+
+#include <cstdlib>
+
+namespace {
+
+void unpack(const uint8_t* from, int64_t count, uint8_t* small) {
+  for (int64_t at = 0; at < count / 2; at++) {
+    small[2 * at] = from[at] & 15;
+    small[2 * at + 1] = from[at] >> 4;
+  }
+  if (count & 1) small[count - 1] = from[count / 2] & 15;
+}
+
+template <int kBits>
+inline Floats number_of(const uint8_t* octets, const float* scale, const float* low) {
+  Chars chars;
+  Floats by, plus;
+  memcpy(&chars, octets, kLanes);
+  memcpy(&by, scale, 64);
+  if (kBits == 8) return floats_of_chars(chars) * by;
+  memcpy(&plus, low, 64);
+  return floats_of_chars(chars) * by + plus;
+}
+
+template <int kType, int kBits>
+void decode(const Tensor& t, const uint8_t* coded, uint8_t* numbers, uint8_t* small, float* rows) {
+  constexpr int kBytes = Number<kType>::kBytes;
+  const Places places(kBits, t, kBytes);
+  const int64_t channels = t.heads * t.width, group = kBits == 8 ? 64 : 32;
+  const uint8_t* from = coded + places.numbers_at(kBits);
+  float *scale = rows, *low = rows + channels + kLanes;
+  Floats one_scale = splat(0);  // of all numbers of a token
+  const bool has_one = kBits == 8 && t.kind != 1;
+  bool is_far = false;  // whether a number may be too large for its type
+  for (int64_t token = 0; token < t.tokens; token++, from += places.row_bytes) {
+    if (t.kind == 1 && token % group == 0) {
+      const uint8_t* at = coded + token / group * channels * kBytes;
+      for (int64_t channel = 0; channel < channels; channel += kLanes) {
+        const int count = channels - channel < kLanes ? (int)(channels - channel) : kLanes;
+        const Floats scales = load_some<kType>(at + channel * kBytes, count);
+        is_far = (is_far && channel) || !(top_of(magnitude(scales)) * 256 < kFar * Number<kType>::kMost);
+        memcpy(scale + channel, &scales, 64);
+        const Floats lows = kBits == 8 ? splat(0) : load_some<kType>(at + places.scales_bytes + channel * kBytes, count);
+        memcpy(low + channel, &lows, 64);
+        is_far = is_far || !(top_of(magnitude(lows)) < kFar * Number<kType>::kMost);
+      }
+    } else if (t.kind != 1) {
+      const uint8_t* at = coded + token * places.columns * kBytes;
+      const int64_t size = kBits == 8 ? channels : 32;
+      for (int64_t column = 0; column < places.columns; column++) {
+        const float one = load_some<kType>(at + column * kBytes, 1)[0];
+        const float lowest = kBits == 8 ? 0 : load_some<kType>(at + places.scales_bytes + column * kBytes, 1)[0];
+        is_far = (is_far && column) || !(one * 256 < kFar * Number<kType>::kMost && lowest < kFar * Number<kType>::kMost &&
+                                         lowest > -kFar * Number<kType>::kMost && one >= 0);
+        const int64_t last = (column + 1) * size < channels ? (column + 1) * size : channels;
+        if (kBits == 8 && column == 0) one_scale = splat(one);
+        for (int64_t channel = column * size; channel < last && kBits == 4; channel++) scale[channel] = one;
+        for (int64_t channel = column * size; channel < last && kBits == 4; channel++) low[channel] = lowest;
+      }
+    }
+    const uint8_t* row = from;
+    if (kBits == 4) unpack(from, channels, small), row = small;
+    for (int64_t head = 0; head < t.heads; head++) {
+      uint8_t* to = numbers + token * t.token_stride + head * t.head_stride;
+      const float* by = scale + head * t.width;
+      const float* plus = low + head * t.width;
+      const uint8_t* octets = row + head * t.width;
+      const int64_t whole = t.width / kLanes * kLanes;
+      if (has_one && (is_far || whole < t.width)) {
+        for (int64_t channel = 0; channel < t.width; channel++) scale[head * t.width + channel] = one_scale[0];
+      }
+      if (has_one && !is_far) {
+        for (int64_t at = 0; at < whole; at += kLanes) {
+          Chars chars;
+          memcpy(&chars, octets + at, kLanes);
+          Number<kType>::store(to + at * kBytes, floats_of_chars(chars) * one_scale);
+        }
+      } else if (!is_far) {
+        for (int64_t at = 0; at < whole; at += kLanes) {
+          Number<kType>::store(to + at * kBytes, number_of<kBits>(octets + at, by + at, plus + at));
+        }
+      } else {
+        for (int64_t at = 0; at < whole; at += kLanes) {
+          const Floats x = number_of<kBits>(octets + at, by + at, plus + at);
+          Number<kType>::store(to + at * kBytes, Number<kType>::clamped(x));
+        }
+      }
+      if (whole < t.width) {
+        uint8_t some[kLanes] = {0}, room[64];
+        memcpy(some, octets + whole, t.width - whole);
+        Number<kType>::store(room, Number<kType>::clamped(number_of<kBits>(some, by + whole, plus + whole)));
+        memcpy(to + whole * kBytes, room, (t.width - whole) * kBytes);
+      }
+    }
+  }
+}
+
+template <int kBits>
+void decode_any(const Tensor& t, const uint8_t* coded, uint8_t* numbers, uint8_t* small, float* rows) {
+  if (t.type == kF16) {
+    decode<kF16, kBits>(t, coded, numbers, small, rows);
+  } else if (t.type == kBF16) {
+    decode<kBF16, kBits>(t, coded, numbers, small, rows);
+  } else {
+    decode<kF32, kBits>(t, coded, numbers, small, rows);
+  }
+}
+
+}  // namespace
+
+// Decode one layer of the right length. Returns -1 when there is no memory.
+extern "C" int64_t kv_dequantise(int64_t bits, const Tensor* tensors, int64_t count, const uint8_t* coded, int64_t layers,
+                                 int64_t coded_bytes, uint8_t* payload, int64_t layer_bytes) {
+  const int64_t widest = widest_of(tensors, count);
+  uint8_t* small = (uint8_t*)malloc(widest + 2 * widest * 4 + 64);
+  if (!small) return -1;
+  float* rows = (float*)(small + (widest + 63) / 64 * 64);
+  for (int64_t number = 0; number < layers; number++, payload += layer_bytes, coded += coded_bytes) {
+    const uint8_t* from = coded;
+    for (int64_t at = 0; at < count; at++) {
+      const Tensor t = merged(tensors[at]);
+      uint8_t* to = payload + t.offset;
+      if (bits == 8) {
+        decode_any<8>(t, from, to, small, rows);
+      } else {
+        decode_any<4>(t, from, to, small, rows);
+      }
+      from += Places((int)bits, t, t.type == kF32 ? 4 : 2).nbytes((int)bits, t.tokens);
+    }
+  }
+  free(small);
+  return 0;
+}

@@ -1,0 +1,90 @@
+"""A codec whose work is measured, for the choice of a codec by break-even, and blocks to measure it with."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from functools import cache
+
+import numpy as np
+
+from kvstore_proto.arena import BlockHeader
+from kvstore_proto.number_types import NUMBER_TYPES
+from kvstore_tiers.codec_rates import CodecRates
+from kvstore_tiers.codecs import Codec, CodingError, Encoded
+from kvstore_tiers.codecs.native import wait_for_library
+from kvstore_tiers.codecs.shapes import K, PayloadShape, Tensor, V
+from kvstore_tiers.segments import AlignedBuffer, Bytes, buffer_at
+
+log = logging.getLogger(__name__)
+ROUNDS = 8
+_LAYERS, _TOKENS, _HEADS, _WIDTH = 8, 64, 4, 64
+
+
+class Measured(Codec):
+    """Does what `codec` does, and notes in `rates` how long encoding takes. Decoding is measured by who reads."""
+
+    def __init__(self, codec: Codec, rates: CodecRates) -> None:
+        self._codec, self._rates = codec, rates
+        self.name, self.number = codec.name, codec.number  # type: ignore[misc]  # a codec's own are of its class
+        self.is_lossy, self.most_error = codec.is_lossy, codec.most_error  # type: ignore[misc]
+
+    def lacks(self) -> str:
+        return self._codec.lacks()
+
+    def bound(self, payload_bytes: int) -> int:
+        return self._codec.bound(payload_bytes)
+
+    def encode(
+        self, header: BlockHeader, shape: PayloadShape | None, payload: memoryview, target: memoryview
+    ) -> Encoded:
+        with self._rates.encoding[self.number].work(len(payload)):
+            return self._codec.encode(header, shape, payload, target)
+
+    def decode(self, stored: memoryview, payload: memoryview) -> None:
+        self._codec.decode(stored, payload)
+
+    def error(self, stored: memoryview) -> CodingError | None:
+        return self._codec.error(stored)
+
+    def measure(self) -> None:
+        """Encode and decode a made-up block of K and V some times. It takes some milliseconds."""
+        shape, payload = _made_up()
+        header = BlockHeader(bytes(16), bytes(16), bytes(32), bytes(16), payload.nbytes)
+        room, back = AlignedBuffer(self.bound(payload.nbytes)), np.empty_like(payload)
+        for _ in range(ROUNDS):
+            target = memoryview(buffer_at(room.address, room.nbytes)).cast("B")
+            encoded = self.encode(header, shape, payload.data, target)
+            if not encoded.nbytes:
+                return
+            with self._rates.decoding[self.number].work(payload.nbytes):
+                self.decode(target[: encoded.nbytes], back.data)
+            self._rates.shrank(self.number, payload.nbytes, encoded.nbytes)
+
+
+def measure_beside(codec: Codec) -> None:
+    """Begin to measure `codec` on a thread of its own; return at once."""
+    assert isinstance(codec, Measured)
+
+    def measure() -> None:
+        wait_for_library()  # what a codec does without compiled code says little
+        try:
+            codec.measure()
+        except Exception as error:  # of a library, perhaps: the codec is not chosen
+            log.warning("codec %s cannot be measured: %s", codec.name, error)
+
+    threading.Thread(target=measure, name="codec-measure", daemon=True).start()
+
+
+@cache
+def _made_up() -> tuple[PayloadShape, Bytes]:
+    """Return a block of K and V in f16, whose numbers are spread as a model's numbers are."""
+    kind, row_bytes = NUMBER_TYPES["f16"], _HEADS * _WIDTH * 2
+    tensors = tuple(
+        Tensor(part, kind, at * _TOKENS * row_bytes, _TOKENS, _HEADS, _WIDTH, row_bytes, _WIDTH * 2)
+        for at, part in enumerate((K, V))
+    )
+    chosen = np.random.default_rng(1)
+    numbers = chosen.standard_normal((_LAYERS, 2 * _TOKENS, _HEADS * _WIDTH), np.float32)
+    payload = numbers.astype(np.float16).view(np.uint8).reshape(-1)
+    return PayloadShape(_LAYERS, 2 * _TOKENS * row_bytes, tensors), payload

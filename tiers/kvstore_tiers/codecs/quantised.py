@@ -1,0 +1,123 @@
+"""`int8` and `int4` keep K and V as small whole numbers and their scales.
+
+K has a scale for each channel of a group of tokens, 64 for `int8` and 32 for `int4`: its channels differ in size by a
+factor of 3 to 33, while V's do not. V has a scale for each token (`int8`), or for each 32 numbers of a token (`int4`).
+`int8` numbers are symmetric around 0; `int4` has the smallest number of each group too.
+
+A coded layer is its tensors one after the other: the scales, the smallest numbers (`int4`), then the numbers token by
+token, two to a byte for `int4`, the first of them in the low half. Scales have the type of the numbers, rounded
+up, so that no number is clipped. A layer with a number that is not finite, or over 1e18, or with tiny ones alone, is
+stored as it is. The compiled code and NumPy's give the same bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import ClassVar, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore_proto.number_types import NUMBER_TYPES
+from kvstore_tiers.codecs import CodingError, Undecodable
+from kvstore_tiers.codecs.frames import Bytes, CodedLayers, Frame, LayeredCodec
+from kvstore_tiers.codecs.native import library
+from kvstore_tiers.codecs.quantised_arrays import dequantise, quantise
+from kvstore_tiers.codecs.shapes import K, PayloadShape, Tensor, V
+
+TYPES: Final = {NUMBER_TYPES["f16"]: 1, NUMBER_TYPES["bf16"]: 2, NUMBER_TYPES["f32"]: 3}
+
+
+class QuantisedCodec(LayeredCodec):
+    """Keeps numbers as `bits` bits. Layers of one shape have one length."""
+
+    is_lossy = True
+    bits: ClassVar[int]
+
+    def takes(self, shape: PayloadShape) -> bool:
+        return bool(shape.tensors) and all(each.kind in (K, V) and each.type in TYPES for each in shape.tensors)
+
+    def encode_layers(self, shape: PayloadShape, layers: Bytes, room: Bytes) -> CodedLayers | None:
+        coded_bytes, channels = coded_layer_bytes(self.bits, shape), channels_of(shape)
+        squares, errors = np.zeros((2, shape.layers, channels), np.float32)
+        worst, as_they_are = np.zeros(shape.layers, np.float32), np.zeros(shape.layers, np.uint8)
+        native = library()
+        if native is None:
+            fits = quantise(self.bits, shape, layers, coded_bytes, room, as_they_are, squares, errors, worst)
+        else:
+            fits = native.kv_quantise(
+                self.bits, described(shape).ctypes.data, len(shape.tensors), layers.ctypes.data, shape.layers,
+                shape.layer_bytes, coded_bytes, room.ctypes.data, room.nbytes, as_they_are.ctypes.data,
+                squares.ctypes.data, errors.ctypes.data, worst.ctypes.data,
+            ) >= 0  # fmt: skip
+        if not fits:
+            return None
+        lengths = np.where(as_they_are, shape.layer_bytes, coded_bytes).tolist()
+        return CodedLayers(lengths, as_they_are.astype(bool).tolist(), _error_of(squares, errors, worst))
+
+    def decode_layers(self, frame: Frame, stored: memoryview, numbers: range, layers: Bytes) -> None:
+        coded_bytes = coded_layer_bytes(self.bits, frame.shape)
+        begin, end = frame.places[numbers.start], frame.places[numbers.stop]
+        if end - begin != coded_bytes * len(numbers):
+            raise Undecodable(f"{end - begin} bytes are not {len(numbers)} layers of {coded_bytes}")
+        coded, native = np.frombuffer(stored, np.uint8)[begin:end], library()
+        if native is None:
+            dequantise(self.bits, frame.shape, coded.reshape(len(numbers), coded_bytes), layers)
+        elif native.kv_dequantise(
+            self.bits, described(frame.shape).ctypes.data, len(frame.shape.tensors), coded.ctypes.data, len(numbers),
+            coded_bytes, layers.ctypes.data, frame.shape.layer_bytes,
+        ):  # fmt: skip
+            raise MemoryError("no memory to decode")
+
+
+class Int8Codec(QuantisedCodec):
+    """Half the bytes of 16-bit numbers."""
+
+    name = "int8"
+    number = 3
+    bits = 8
+
+
+class Int4Codec(QuantisedCodec):
+    """Less than a third of the bytes of 16-bit numbers."""
+
+    name = "int4"
+    number = 4
+    bits = 4
+
+
+@lru_cache(maxsize=256)
+def described(shape: PayloadShape) -> npt.NDArray[np.int64]:
+    """Return the tensors of a shape as the compiled code reads them."""
+    return np.array([[each.kind, TYPES[each.type], *each[2:]] for each in shape.tensors], np.int64)
+
+
+@lru_cache(maxsize=256)
+def channels_of(shape: PayloadShape) -> int:
+    """Return the number of channels of all tensors of a layer."""
+    return sum(each.heads * each.width for each in shape.tensors)
+
+
+@lru_cache(maxsize=256)
+def coded_layer_bytes(bits: int, shape: PayloadShape) -> int:
+    """Return the length of a coded layer in bytes."""
+    return sum(_coded_bytes(bits, each) for each in shape.tensors)
+
+
+def _coded_bytes(bits: int, tensor: Tensor) -> int:
+    channels = tensor.heads * tensor.width
+    if tensor.kind == K:
+        scales = -(-tensor.tokens // (64 if bits == 8 else 32)) * channels
+    else:
+        scales = tensor.tokens * (1 if bits == 8 else -(-channels // 32))
+    row_bytes = channels if bits == 8 else (channels + 1) // 2
+    return scales * tensor.type.nbytes * (1 if bits == 8 else 2) + tensor.tokens * row_bytes
+
+
+def _error_of(
+    squares: npt.NDArray[np.float32], errors: npt.NDArray[np.float32], worst: npt.NDArray[np.float32]
+) -> CodingError:
+    whole, lost = (float(np.sum(each.reshape(-1), dtype=np.float64)) for each in (squares, errors))
+    rms = np.float32(math.sqrt(lost / whole)) if whole else np.float32(0)
+    return CodingError(float(rms), float(worst.max(initial=0)))
