@@ -43,16 +43,16 @@ def connect(
     rng: random.Random | None = None,
 ) -> Session:
     """Return a session with the daemon whose sockets are in the directory `socket` (default: $KVSTORED_SOCKET_DIR, or
-    /run/kvstored).
+    /run/kvstored). If no daemon answers within `connect_timeout_s` seconds, the session is returned degraded and
+    reconnects by itself; with `required=True`, DaemonUnavailable is raised instead. If a daemon refuses `fingerprint`,
+    the protocol or the user for good, KVStoreError is raised in both cases.
 
-    If no daemon answers within `connect_timeout_s` seconds, the session is returned degraded and reconnects by itself;
-    with `required=True`, DaemonUnavailable is raised instead. If a daemon refuses `fingerprint`, the protocol or the
-    user for good, KVStoreError is raised in both cases. `deadline_s` is the time for a call without its own.
-    `staging_bytes` is the shared memory for puts; with 0 the session only reads. `prefault` enters leased pages into
-    the page table at each get. `stream="grpc"` uses the gRPC stream even if the daemon has a direct one, which is four
-    times as fast. `device` is the CUDA device of the engine, counted as in this process; leases may then name blocks in
-    a GPU tier (`Lease.device_address`). KVStoreError is raised if it cannot be used. An engine with several sessions
-    passes one DeviceMemory to all.
+    `deadline_s` is the time for a call without its own deadline. `staging_bytes` is the size of the shared memory for
+    puts; with 0 the session only reads. `prefault` enters leased pages into the page table at each get. `stream="grpc"`
+    uses gRPC even if the daemon has a direct stream, which is four times as fast. `device` is the CUDA device of the
+    engine, by its number in this process; leases may then name blocks in a GPU tier (`Lease.device_address`).
+    KVStoreError is raised if the device cannot be used. An engine with several sessions passes one DeviceMemory to all
+    of them.
     """
     if not isinstance(fingerprint, Fingerprint):
         raise invalid(f"fingerprint must be a Fingerprint, got {type(fingerprint).__name__}")

@@ -268,7 +268,7 @@ class Session(OpenSession):
         budget_bytes: int = 0,
         group: int | None = None,
     ) -> Prefetched:
-        """Tell the daemon that the blocks of the prefix will be needed in about `in_s` seconds (by default soon), so
+        """Notify the daemon that blocks of the prefix will be needed in about `in_s` seconds (by default soon), so
         that it promotes them. At most `budget_bytes` bytes are promoted, or the daemon's default if it is 0. Return
         the numbers of blocks that are in memory already and that will be promoted.
         """

@@ -265,8 +265,8 @@ class KVStoreLlamaCache(BaseLlamaCache):  # type: ignore[misc]  # llama_cpp has 
 
 
 class PromptClock:
-    """A clock of the time that a model takes for prompts, by llama.cpp's counters, which count an answer's tokens
-    apart. They stand still in a model that was opened with `no_perf=True`.
+    """A clock that measures the time that a model takes for prompts, without the tokens of answers, by llama.cpp's
+    counters. The counters stand still in a model that was opened with `no_perf=True`.
     """
 
     def __init__(self, llm: llama_cpp.Llama) -> None:
@@ -277,8 +277,8 @@ class PromptClock:
         self._started = self._counted()
 
     def stop(self) -> tuple[int, float]:
-        """Return the prompt tokens computed since `start`, and the seconds that took. Return zeros if the clock was not
-        started, or the counters were reset.
+        """Return the number of prompt tokens that the model computed since `start`, and the seconds that this took.
+        Return zeros if the clock was not started, or the counters were reset.
         """
         started, self._started = self._started, None
         tokens, seconds = self._counted()
@@ -323,10 +323,10 @@ class _Current(LlamaState):  # type: ignore[misc]
 def fingerprint_of(
     llm: llama_cpp.Llama, probed: SavedState, weights_digest: str, block_tokens: int = BLOCK_TOKENS
 ) -> Fingerprint:
-    """Return the fingerprint of the model `llm`: all that its saved state depends on except tokens, with llama.cpp's
-    version. `weights_digest` names the weights, and a stored block has `block_tokens` tokens. `probed` is the
-    model's state of the first probe tokens; a sketch of its numbers covers what no setting shows, such as a rotation
-    of K and V.
+    """Return the fingerprint of the model `llm`: everything that its saved state depends on except tokens, with
+    llama.cpp's version. `weights_digest` names the weights, and a stored block has `block_tokens` tokens. `probed` is
+    the model's state of a fixed short text; a sketch of its numbers covers differences that no setting shows, such as a
+    rotation of K and V.
     """
     params, shape = llm.context_params, probed.shape
     context = {name: _plain(getattr(params, name)) for name in _CONTEXT_SETTINGS if hasattr(params, name)}

@@ -70,8 +70,8 @@ def payload_checksum(payload: Bytes | bytes | memoryview) -> int:
 
 
 class Coded(NamedTuple):
-    """A description of stored bytes that a codec (a compression) wrote: `codec` is its number, `nbytes` their length,
-    and `checksum` their xxh3_64.
+    """A description of stored bytes that a codec (a compression) wrote: `codec` is the codec's number, `nbytes` the
+    number of stored bytes, and `checksum` their xxh3_64.
     """
 
     codec: int
@@ -81,11 +81,10 @@ class Coded(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockHeader:
-    """The header of a slot, which describes the block in the slot. `tokens` holds the block's token ids, packed as
-    little-endian int32.
-
-    `payload_bytes` and `checksum` (xxh3_64) describe the payload. `coded` describes the stored bytes if a codec wrote
-    them, and is None if the payload is stored as it is. `kept` is a word of `kvstore_proto.terms.kept_word`.
+    """The header of a slot (the place of one block), which describes the block. `tokens` holds the block's token ids,
+    packed as little-endian int32. `payload_bytes` and `checksum` (xxh3_64) describe the payload. `coded` describes the
+    stored bytes if a codec wrote them, and is None if the payload is stored as it is. `kept` is the number from
+    `kvstore_proto.terms.kept_word`, for the block's expiry and priority.
     """
 
     key: bytes
@@ -105,7 +104,9 @@ class BlockHeader:
 
     @property
     def codec(self) -> int:
-        """The number of the codec that wrote the stored bytes. 0 means that they are the payload."""
+        """The number of the codec (compression) that wrote the stored bytes. 0 means that the payload is stored as it
+        is.
+        """
         return 0 if self.coded is None else self.coded.codec
 
     @property

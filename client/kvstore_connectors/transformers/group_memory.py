@@ -31,8 +31,8 @@ Kept = list[tuple[torch.Tensor, int]]  # of each part of each layer: its rows, a
 
 
 class Shown:
-    """A mixin for a Transformers cache layer that keeps, in `shown`, the K and V that the layer's last update returned:
-    the window that it had held, and the new tokens behind it.
+    """A mixin for a Transformers cache layer that keeps in `shown` the K and V that the layer's last update returned.
+    For a sliding layer they are the rows of the window before the update, and the new rows.
     """
 
     shown: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -48,8 +48,8 @@ def _showing(kind: Any) -> Any:
 
 
 def layers_of(config: Any) -> list[Any]:
-    """Return new, empty cache layers for the model configuration `config`, as a `DynamicCache` has them. Sliding layers
-    also remember the rows of their last call.
+    """Return new, empty cache layers for the model configuration `config`, as a `DynamicCache` has them. A sliding
+    layer also remembers the K and V that its last update returned.
     """
     layers = list(DynamicCache(config=config).layers)
     for index, layer in enumerate(layers):
@@ -140,8 +140,8 @@ def _copy(source: torch.Tensor, destination: Bytes) -> None:
 def read_blocks(
     group: LayerGroup, payloads: Sequence[Bytes], block_tokens: int, device: torch.device
 ) -> dict[int, list[torch.Tensor]]:
-    """Return the state in `payloads` of consecutive blocks of `group`, as new tensors on `device`: for each layer's
-    number a tensor for each part, as `rows_of` gives it.
+    """Return the state in `payloads`, which belong to consecutive blocks of `group`, as new tensors on `device`. The
+    result maps each layer's number to a list with one tensor for each part of the group, in the shape of `rows_of`.
     """
     place, found = 0, dict[int, list[torch.Tensor]]()
     runs = list(runs_of(payloads))
@@ -184,8 +184,9 @@ def _fill(rows: torch.Tensor, stored: Bytes) -> None:
 
 
 class GroupMemory:
-    """The cache layers of one sequence of a model whose layers differ, and the blocks made of them. `is_whole` is True
-    while the layers hold only what this object put or saw there.
+    """The cache layers of one sequence, for a model whose layers keep different kinds of state, and the sequence's
+    blocks that wait to be stored. `is_whole` is True while the layers hold only state that this object restored or saw
+    computed.
     """
 
     def __init__(self, state: GroupedState, config: Any, block_tokens: int) -> None:
@@ -242,12 +243,15 @@ class GroupMemory:
                 self.blocks.add_whole(group, end, [(rows.detach(), 0) for rows in self._tensors(group)])
 
     def read(self, group: LayerGroup, index: int) -> list[torch.Tensor]:
-        """Return the state of layer number `index`, one tensor for each part of `group`, as `rows_of` gives it."""
+        """Return the state of layer number `index`, as one tensor for each part of `group` (such as K and V), in the
+        shape of `rows_of`.
+        """
         return [rows_of(self.layers[index], part.name) for part in group.parts]
 
     def install(self, tokens: int, held: int, loaded: dict[tuple[int, int], list[torch.Tensor]]) -> None:
-        """Set the layers to the state after `tokens` tokens, of which they hold the first `held` already. `loaded` has,
-        by group and layer, the result of `read_blocks`: for a full group only the blocks that are not held.
+        """Set the layers to the state after `tokens` tokens, of which they hold the first `held` already. `loaded` maps
+        (group number, layer number) to the tensors that `read_blocks` returned. For a group of full attention they have
+        only the blocks that the layers do not hold.
         """
         for group in self.state.groups:
             names = [part.name for part in group.parts]
@@ -267,7 +271,9 @@ class GroupMemory:
         self._kept = tokens
 
     def go_back(self, tokens: int) -> None:
-        """Remove the state of all tokens behind the first `tokens`. The caller has checked `can_go_back`."""
+        """Remove the state of all tokens behind the first `tokens`. The caller has checked that the state can go back
+        (`can_go_back`).
+        """
         for layer in self.layers:
             surplus = layer.get_seq_length() - tokens
             if surplus > 0:
@@ -278,7 +284,9 @@ class GroupMemory:
         self.is_whole = False
 
     def plain_layers(self, config: Any, memo: dict[int, Any]) -> list[Any]:
-        """Return deep copies of the layers as Transformers' own classes. `memo` is the one of `deepcopy`."""
+        """Return deep copies of the layers as objects of Transformers' own classes. `memo` is the memo of the running
+        `deepcopy`.
+        """
         layers = list(DynamicCache(config=config).layers)
         for ours, plain in zip(self.layers, layers, strict=True):
             values = {name: value for name, value in vars(ours).items() if name != "shown"}

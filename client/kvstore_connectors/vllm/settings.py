@@ -24,12 +24,13 @@ Record = TypeVar("Record", bound="DataclassInstance")
 class VllmConnectorSettings:
     """The settings of the vLLM connector. `socket`: the daemon's socket directory (default: $KVSTORED_SOCKET_DIR, else
     /run/kvstored). `read_only`: restore, never store. `lookup_deadline_ms` and `load_deadline_ms` are the most
-    milliseconds that a lookup and a restore may add to a step. A restore that is expected to wait for slower tiers
-    longer than `beside_ms` goes on beside the steps, for at most `beside_deadline_ms`. A put takes at most
-    `save_deadline_ms`, and delays a step by at most `reuse_wait_ms`. `always_load`: load even if computing is
-    expected to be faster. While a GPU decodes, storing keeps to `store_rate`, and a restore beside the steps to
-    `load_rate`: `auto`, `off` or bytes a second such as `2GiB`. `weights_digest` names the weights if they cannot be
-    read as files.
+    milliseconds that a lookup and a restore may add to a step. A restore that is expected to wait longer than
+    `beside_ms` for slower tiers runs beside the engine's steps, for at most `beside_deadline_ms`. A put takes at most
+    `save_deadline_ms`, and delays a step by at most `reuse_wait_ms`. `always_load`: load even if computing is expected
+    to be faster.
+
+    While a GPU decodes, storing is limited to `store_rate`, and a restore beside the steps to `load_rate`: `auto`,
+    `off` or bytes a second such as `2GiB`. `weights_digest` names the weights if they cannot be read as files.
     """
 
     socket: str = ""
@@ -62,8 +63,9 @@ def parse_settings(extra_config: Mapping[str, Any]) -> VllmConnectorSettings:
 
 
 def parse(record: type[Record], given: Mapping[str, Any], where: str) -> Record:
-    """Return a dataclass `record` made from the settings `given`, whose values are strings, flags and positive numbers.
-    `where` names their place in messages. Raises ValueError with a sentence that names the wrong key.
+    """Return an object of the dataclass `record`, made from the settings `given`, whose values are strings, flags and
+    positive numbers. `where` says in messages where the settings are written. Raises ValueError with a sentence that
+    names the wrong key.
     """
     known = {item.name: str(item.type) for item in fields(record)}
     for name, value in given.items():
@@ -82,11 +84,11 @@ def parse(record: type[Record], given: Mapping[str, Any], where: str) -> Record:
 @dataclass(frozen=True, slots=True)
 class VllmTierSettings:
     """The settings of vLLM's secondary tier on kvstored. `socket`: the daemon's socket directory (default:
-    $KVSTORED_SOCKET_DIR, else /run/kvstored). `read_only`: load, never store. The deadlines bound one lookup, one
-    load and one store of a part of a job. Waiting stores may hold `store_queue_mib` of vLLM's CPU tier; further ones
-    are dropped. `keep_after_reset`: go on using stored blocks after vLLM's caches were reset, which is right only if
-    weights are never changed in place. `weights_digest` names model and weights for vLLM's plain
-    OffloadingConnector, which says neither.
+    $KVSTORED_SOCKET_DIR, else /run/kvstored). `read_only`: load, never store. The deadlines are for one lookup, and for
+    loading and storing one part of a job. Waiting stores may hold `store_queue_mib` MiB of vLLM's CPU tier; further
+    stores are dropped. `keep_after_reset`: go on using stored blocks after vLLM's caches were reset, which is right
+    only if weights are never changed in place. `weights_digest` names model and weights for vLLM's plain
+    OffloadingConnector, which names neither.
     """
 
     socket: str = ""
