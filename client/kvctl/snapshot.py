@@ -97,8 +97,8 @@ class SampleHistory:
         return [count / span if span > 0 else math.nan for count, span in zip(counts, self.span_s, strict=True)]
 
     def lately(self, scope: str, subject: str, name: str, seconds: float) -> float:
-        """Return the sum of the count `name` of `subject` over the samples of the last `seconds`, or 0 if nothing is
-        known.
+        """Return the sum of the count `name` of `subject` in `scope` over the samples of the last `seconds`, or 0 if
+        nothing is known.
         """
         return sum(known(self.values(scope, subject, name)[self._first(seconds) :]))
 

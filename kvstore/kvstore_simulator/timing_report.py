@@ -87,7 +87,9 @@ def prefetch_table(rows: Sequence[Row]) -> str:
 
 
 def traffic_table(rows: Sequence[Row]) -> str:
-    """Return the table of traffic: a line for each lane of each plan that has a store."""
+    """Return the table of bytes moved between tiers: a line for each lane (queue of transfers) of each plan that has a
+    store.
+    """
     lines = []
     for row in rows:
         for lane, nbytes in row["bytes_by_lane"].items():

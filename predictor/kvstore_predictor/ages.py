@@ -80,9 +80,9 @@ def leaning(ages_s: Floats, lean: float) -> Floats:
 
 
 def ranks(hazards: Floats) -> Floats:
-    """Return the rank of chains at the start of each age bin, in uses a second. Each row of `hazards` has for one class
-    of chains the chance of a return in each age bin, given no return before. A rank is the highest rate of returns per
-    second that keeping the chain for some time brings.
+    """Return the rank of chains at the start of each age bin, in uses a second: the highest rate of uses that keeping
+    the chain for some further time brings. Each row of `hazards` has for one class of chains the chance of a use in
+    each age bin, given no use before.
     """
     rows = len(hazards)
     survival = np.ones((rows, BINS + 1))

@@ -101,8 +101,8 @@ class Learner:
         return self._phase != _IDLE or self.requests >= self._renew_at or self.tables.are_many_asked
 
     def step(self, now_s: float, budget_us: float) -> bool:
-        """Do some of the work that is due, for about `budget_us` microseconds. Return False if the time did not suffice
-        for any of it.
+        """Do some of the counting and fading of counts that is due, for about `budget_us` microseconds. Return False if
+        the time did not suffice for any of it.
         """
         left_us = budget_us
         while self.is_due and (took_us := self._slice(now_s, left_us)):

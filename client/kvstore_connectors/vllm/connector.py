@@ -240,8 +240,9 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         return None, beside or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Return vLLM's results of transfers, with the ids of requests whose loads failed. If vLLM has several groups
-        of layers, it cannot recompute single blocks, so the whole request counts as failed.
+        """Return vLLM's results of transfers, with the ids of requests whose loads failed. `finished_req_ids` are the
+        requests that have ended. If vLLM has several groups of layers, it cannot recompute single blocks, so the whole
+        request counts as failed.
         """
         results = super().get_transfer_results(finished_req_ids)
         if self._worker is not None:

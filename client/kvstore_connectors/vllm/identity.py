@@ -88,7 +88,9 @@ def address(session: Session, prefix: RequestPrefix, first_block: int = 0, group
 
 
 def derived_keys(keys: BlockKeys, digests: Sequence[bytes]) -> BlockKeys:
-    """Return new keys for blocks that depend on more than their tokens: each of `keys` hashed with its digest."""
+    """Return new keys for blocks that depend on more than their tokens: `keys[i]` hashed together with `digests[i]`,
+    the digest of the other inputs of block i.
+    """
     return BlockKeys(
         b"".join(
             hashlib.blake2b(key + digest, digest_size=KEY_BYTES, person=_PERSON_KEY).digest()

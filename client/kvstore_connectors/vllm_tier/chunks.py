@@ -93,7 +93,7 @@ def runs_to_store(
 ) -> list[ChunkRun]:
     """Return the runs of consecutive chunks to store. The chunk `keys[i]` is in row `rows[i]` of the CPU tier.
     `positions` has the position, in tokens, at which each chunk of the request ends, as far as it is known. `kinds` has
-    the kind of state of each KV cache group.
+    the kind of state of each KV cache group, and `adapter` is the digest of the adapter of the request.
     """
     runs = []
     row_of = dict(zip(keys, rows, strict=True))
